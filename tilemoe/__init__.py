@@ -1,0 +1,67 @@
+"""tilemoe: mixture-of-experts training in PyTorch, fast, memory-lean and tile-aware.
+
+Importing this package imports neither torch nor anything else heavy: public names load on first use (PEP 562).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "MoEConfig": "tilemoe.config",
+    "ModelConfig": "tilemoe.config",
+    "RouterConfig": "tilemoe.config",
+    "TokenRounding": "tilemoe.config",
+    "moe_preset": "tilemoe.models.presets",
+    "model_preset": "tilemoe.models.presets",
+    "RoutingPlan": "tilemoe.routing.plan",
+    "plan_topk": "tilemoe.routing.build",
+    "plan_pairs": "tilemoe.routing.build",
+    "Routing": "tilemoe.routing.topk",
+    "route": "tilemoe.routing.topk",
+    "moe": "tilemoe.ops.moe",
+    "KernelSet": "tilemoe.kernels.base",
+    "select_kernels": "tilemoe.kernels.select",
+    "MoE": "tilemoe.layers.moe",
+    "MoEOutput": "tilemoe.layers.moe",
+    "DecoderLM": "tilemoe.models.decoder",
+}
+
+if TYPE_CHECKING:
+    from tilemoe import reference as reference
+    from tilemoe.config import ModelConfig as ModelConfig
+    from tilemoe.config import MoEConfig as MoEConfig
+    from tilemoe.config import RouterConfig as RouterConfig
+    from tilemoe.config import TokenRounding as TokenRounding
+    from tilemoe.kernels.base import KernelSet as KernelSet
+    from tilemoe.kernels.select import select_kernels as select_kernels
+    from tilemoe.layers.moe import MoE as MoE
+    from tilemoe.layers.moe import MoEOutput as MoEOutput
+    from tilemoe.models.decoder import DecoderLM as DecoderLM
+    from tilemoe.models.presets import model_preset as model_preset
+    from tilemoe.models.presets import moe_preset as moe_preset
+    from tilemoe.ops.moe import moe as moe
+    from tilemoe.routing.build import plan_pairs as plan_pairs
+    from tilemoe.routing.build import plan_topk as plan_topk
+    from tilemoe.routing.plan import RoutingPlan as RoutingPlan
+    from tilemoe.routing.topk import Routing as Routing
+    from tilemoe.routing.topk import route as route
+
+__all__ = [*sorted(_HOME), "__version__", "reference"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "reference":
+        return import_module("tilemoe.reference")
+    if name not in _HOME:
+        raise AttributeError(f"module 'tilemoe' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,299 @@
+"""Configuration of the mixture-of-experts layer and of the decoder: frozen dataclasses, validated when they are made.
+
+Standard library only: configuring, planning and ``--help`` never import torch.
+
+E experts · K experts per token · d hidden_size · n intermediate_size (of one expert)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_type_hints
+
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu", "swiglu_oai"})
+UNGATED_ACTIVATIONS = frozenset({"gelu", "gelu_tanh", "relu", "relu2", "silu"})
+ACTIVATIONS = GATED_ACTIVATIONS | UNGATED_ACTIVATIONS
+GATE_UP_LAYOUTS = ("concatenated", "interleaved")
+ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
+
+GateUp = Literal["concatenated", "interleaved"]
+
+
+def _require_int(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def _require_finite(name: str, value: Any, *, positive: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _require_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(sorted(choices))}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How logits become K experts and their scores.
+
+    ``score``                 turns logits into scores: softmax over all experts, or a sigmoid each.
+    ``softmax_after_topk``    select on the logits, then softmax over the K kept ones (gpt-oss, Granite).
+    ``normalize``             divide the K kept scores by their sum (+ 1e-20).
+    ``scale``                 multiplies the scores last (DeepSeek's routed_scaling_factor).
+    ``selection_bias``        a per-expert fp32 buffer added for the selection only (aux-loss-free balancing).
+    ``num_groups/top_groups`` experts in contiguous groups; only the ``top_groups`` best are eligible, a group being
+                              worth the sum of its two best biased scores (DeepSeek-V3).
+    ``bias``                  the router's linear map has a trainable bias (gpt-oss).
+    ``aux_loss_coef``         Switch load-balancing loss; ``z_loss_coef`` the router z-loss. 0 leaves them out.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_after_topk: bool = False
+    normalize: bool = True
+    scale: float = 1.0
+    selection_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_choice("router.score", self.score, ("softmax", "sigmoid"))
+        for name in ("softmax_after_topk", "normalize", "selection_bias", "bias"):
+            _require_bool(f"router.{name}", getattr(self, name))
+        _require_finite("router.scale", self.scale, positive=True)
+        _require_finite("router.aux_loss_coef", self.aux_loss_coef)
+        _require_finite("router.z_loss_coef", self.z_loss_coef)
+        _require_int("router.num_groups", self.num_groups, 1)
+        _require_int("router.top_groups", self.top_groups, 1)
+        if self.top_groups > self.num_groups:
+            raise ValueError(
+                f"router.top_groups ({self.top_groups}) must not exceed router.num_groups ({self.num_groups})"
+            )
+        if self.softmax_after_topk and self.score != "softmax":
+            raise ValueError("router.softmax_after_topk needs router.score='softmax'; unset one of the two")
+
+    @classmethod
+    def preset(cls, name: str) -> RouterConfig:
+        """The router of a public architecture; the names are the keys of ``ROUTER_PRESETS``."""
+        _require_choice("router preset", name, ROUTER_PRESETS)
+        return ROUTER_PRESETS[name]
+
+
+# Sources: each architecture's config.json and modelling code in transformers (gate / router class).
+ROUTER_PRESETS: Mapping[str, RouterConfig] = MappingProxyType(
+    {
+        "mixtral": RouterConfig(aux_loss_coef=0.001),
+        "olmoe": RouterConfig(normalize=False, aux_loss_coef=0.01, z_loss_coef=0.001),
+        "qwen3_moe": RouterConfig(aux_loss_coef=0.001),
+        "qwen3_next": RouterConfig(aux_loss_coef=0.001),
+        "deepseek_v3": RouterConfig(score="sigmoid", scale=2.5, selection_bias=True, num_groups=8, top_groups=4),
+        "kimi_k2": RouterConfig(score="sigmoid", scale=2.827, selection_bias=True),
+        "glm4_moe": RouterConfig(score="sigmoid", scale=2.5, selection_bias=True),
+        "glm4_moe_air": RouterConfig(score="sigmoid", scale=1.0, selection_bias=True),
+        "gpt_oss": RouterConfig(softmax_after_topk=True, bias=True, aux_loss_coef=0.9),
+        "granite_moe": RouterConfig(softmax_after_topk=True, aux_loss_coef=0.001),
+    }
+)
+
+
+@dataclass(frozen=True)
+class TokenRounding:
+    """Round each expert's rows to a multiple of ``tile`` in training (see design: token rounding)."""
+
+    mode: Literal["nearest", "stochastic", "nearest_score", "balance", "up", "down"] = "nearest"
+    tile: int = 128
+
+    def __post_init__(self) -> None:
+        _require_choice("rounding.mode", self.mode, ROUNDING_MODES)
+        _require_int("rounding.tile", self.tile, 16)
+        if self.tile & (self.tile - 1):
+            raise ValueError(f"rounding.tile must be a power of two >= 16, got {self.tile}")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """One mixture-of-experts layer: routed experts, optional shared expert, router.
+
+    ``activation_limit`` and ``activation_alpha`` belong to ``swiglu_oai`` alone (defaults 7.0 and 1.702).
+    ``shared_intermediate_size`` 0 means no shared expert; ``shared_gate`` multiplies it by a sigmoid of the token.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    activation: str = "swiglu"
+    activation_limit: float | None = None
+    activation_alpha: float | None = None
+    gate_up: GateUp = "concatenated"
+    expert_bias: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    router: RouterConfig = field(default_factory=RouterConfig)
+    rounding: TokenRounding | None = None
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok"):
+            _require_int(name, getattr(self, name), 1)
+        _require_int("shared_intermediate_size", self.shared_intermediate_size, 0)
+        _require_bool("expert_bias", self.expert_bias)
+        _require_bool("shared_gate", self.shared_gate)
+        _require_finite("initializer_range", self.initializer_range)
+        _require_choice("gate_up", self.gate_up, GATE_UP_LAYOUTS)
+        validate_activation(self.activation, self.activation_limit, self.activation_alpha)
+        if not isinstance(self.router, RouterConfig):
+            raise ValueError(f"router must be a RouterConfig, got {type(self.router).__name__}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) must not exceed num_experts ({self.num_experts})"
+            )
+        if self.shared_gate and not self.shared_intermediate_size:
+            raise ValueError("shared_gate needs a shared expert: set shared_intermediate_size > 0")
+        if self.rounding is not None:
+            raise ValueError("rounding: this release has no token-rounding router; set rounding=None")
+        self._validate_groups()
+
+    def _validate_groups(self) -> None:
+        groups, top = self.router.num_groups, self.router.top_groups
+        if groups == 1:
+            return
+        if self.num_experts % groups or self.num_experts // groups < 2:
+            raise ValueError(
+                f"router.num_groups ({groups}) must divide num_experts ({self.num_experts}) into groups of at least 2"
+            )
+        eligible = top * (self.num_experts // groups)
+        if self.num_experts_per_tok > eligible:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds the {eligible} experts of the "
+                f"router.top_groups ({top}) eligible groups; raise router.top_groups"
+            )
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in GATED_ACTIVATIONS
+
+    @property
+    def up_rows(self) -> int:
+        """Rows of one expert's w1: 2n when gated (gate and up), else n."""
+        return self.intermediate_size * (2 if self.is_gated else 1)
+
+
+def validate_activation(name: str, limit: float | None, alpha: float | None) -> None:
+    """Raise ValueError unless ``name`` is in the table and limit/alpha are given only where they mean something."""
+    _require_choice("activation", name, ACTIVATIONS)
+    for arg, value in (("activation_limit", limit), ("activation_alpha", alpha)):
+        if value is None:
+            continue
+        if name != "swiglu_oai":
+            raise ValueError(f"{arg} is a parameter of activation='swiglu_oai'; leave it None for {name!r}")
+        _require_finite(arg, value, positive=True)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder language model: pre-norm blocks of grouped-query attention and an MLP, MoE or dense.
+
+    Its weights map one to one to Hugging Face's Qwen3-MoE. ``moe=None`` makes every block dense, with
+    ``dense_intermediate_size``; otherwise the blocks listed in ``dense_layers`` are dense.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_seq_len: int
+    moe: MoEConfig | None = None
+    dense_intermediate_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len")
+        for name in sizes:
+            _require_int(f"model.{name}", getattr(self, name), 1)
+        _require_int("model.dense_intermediate_size", self.dense_intermediate_size, 0)
+        _require_finite("model.rope_theta", self.rope_theta, positive=True)
+        _require_finite("model.norm_eps", self.norm_eps, positive=True)
+        _require_finite("model.initializer_range", self.initializer_range)
+        _require_bool("model.tie_embeddings", self.tie_embeddings)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads ({self.num_kv_heads}) must divide model.num_heads ({self.num_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim must be even for rotary embeddings, got {self.head_dim}")
+        self._validate_blocks()
+
+    def _validate_blocks(self) -> None:
+        if self.moe is not None and self.moe.hidden_size != self.hidden_size:
+            raise ValueError(
+                f"model.moe.hidden_size ({self.moe.hidden_size}) must equal model.hidden_size ({self.hidden_size})"
+            )
+        bad = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]
+        if bad:
+            raise ValueError(f"model.dense_layers names {bad[0]}, but layers run from 0 to {self.num_layers - 1}")
+        if self.num_dense_layers and not self.dense_intermediate_size:
+            raise ValueError("model.dense_intermediate_size must be > 0 when a block is dense (moe=None or dense_layers)")
+
+    @property
+    def num_dense_layers(self) -> int:
+        return self.num_layers if self.moe is None else len(set(self.dense_layers))
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe is not None and layer not in self.dense_layers
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config dataclass as plain JSON-able values, nested; the inverse of ``from_dict``."""
+    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
+    """Build the config dataclass ``cls`` from plain values; an unknown or missing key is a ValueError naming it."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where or cls.__name__}: expected a table of settings, got {type(data).__name__}")
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ValueError(f"{where}{unknown[0]}: no such setting of {cls.__name__}; it has {', '.join(known)}")
+    hints = get_type_hints(cls)
+    values = {key: _typed(hints[key], value, f"{where}{key}.") for key, value in data.items()}
+    required = (f.name for f in known.values() if f.default is f.default_factory is dataclasses.MISSING)
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ValueError(f"{where}{missing[0]}: required by {cls.__name__} and not given")
+    return cls(**values)
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """``value`` as ``hint`` asks: nested tables become dataclasses, lists become tuples; the rest validates itself."""
+    nested = [t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)]
+    if nested and value is not None:
+        return from_dict(nested[0], value, where)  # type: ignore[arg-type]
+    return tuple(value) if isinstance(value, list) else value

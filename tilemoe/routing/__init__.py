@@ -1,0 +1,1 @@
+"""Routing: which expert computes which token, and in which order."""

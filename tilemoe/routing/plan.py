@@ -1,0 +1,73 @@
+"""RoutingPlan: the indices that say which rows each expert computes. A leaf: it imports nothing of the package.
+
+T tokens · E experts · P (token, expert) pairs, token-major · R routed rows, expert-major · R_max their static capacity
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Bits of RoutingPlan.error_bits, set on the device where reading a value back would stall it.
+NEGATIVE_EXPERT = 1
+TOKEN_OUT_OF_RANGE = 2
+
+_MESSAGES = {
+    NEGATIVE_EXPERT: "expert ids must be >= 0 (an id >= num_experts is skipped as a sentinel); found a negative id",
+    TOKEN_OUT_OF_RANGE: "token ids must lie in [0, num_tokens); found one out of range",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingPlan:
+    """Index arrays of one routing, int32, on one device; ``<value>_of_<index>`` names what is looked up by what.
+
+    token_of_row (R_max)           token whose activations the row reads
+    pair_of_row (R_max)            position of the row's pair in the caller's ids: ``scores.flatten()[pair_of_row]``
+    row_of_pair (P)                token-major; -1 for a pair skipped because its id is a sentinel (>= E)
+    pair_start_of_token (T+1)      slices row_of_pair by token; None when every token has exactly P/T pairs
+    row_start_of_expert (E+1)      slices the rows by expert; its last element is R, which stays on the device
+    error_bits ()                  what `check` reports; 0 when every id was in range
+
+    Rows are sorted by expert, stable in token. Entries of the row arrays past R are 0 and are never used.
+    """
+
+    token_of_row: Tensor
+    pair_of_row: Tensor
+    row_of_pair: Tensor
+    pair_start_of_token: Tensor | None
+    row_start_of_expert: Tensor
+    error_bits: Tensor
+    num_experts: int
+    num_tokens: int
+
+    @property
+    def capacity(self) -> int:
+        """R_max: the static number of rows that buffers are sized for."""
+        return self.token_of_row.shape[0]
+
+    @property
+    def num_pairs(self) -> int:
+        return self.row_of_pair.shape[0]
+
+    @property
+    def rows_per_expert(self) -> Tensor:
+        """(E) int32 rows really computed by each expert."""
+        return torch.diff(self.row_start_of_expert)
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_of_row.device
+
+    def check(self) -> None:
+        """Read the error record back (a host sync on a GPU) and raise ValueError if an id was out of range."""
+        raise_for_bits(int(self.error_bits))
+
+
+def raise_for_bits(bits: int) -> None:
+    """ValueError for the lowest error bit set in ``bits``; nothing for 0."""
+    for bit, message in _MESSAGES.items():
+        if bits & bit:
+            raise ValueError(message)
