@@ -1,0 +1,1 @@
+"""The eight kernels of the layer, in as many implementations (KernelSets) as there are kinds of device."""

@@ -1,0 +1,1 @@
+"""Autograd and torch.library registration: what makes the kernels differentiable, traceable operators."""

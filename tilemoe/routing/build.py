@@ -1,0 +1,82 @@
+"""Builders of RoutingPlan from expert ids: shapes and dtypes are checked here, by name; ids where they are read.
+
+T tokens · E experts · K experts per token · P pairs
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilemoe.ops import plan as plan_ops
+from tilemoe.routing.plan import RoutingPlan
+
+_INT32_MAX = 2**31 - 1
+
+
+def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
+    """Plan K experts for each token. expert_ids (T, K) int32 or int64; scores that go with it are (T, K).
+
+    An id >= num_experts is a sentinel: its pair is skipped. A negative id is a ValueError, at once on CPU, by
+    ``plan.check()`` on a GPU. Capacity R_max = T*K; no host sync.
+    """
+    _check_ids("expert_ids", expert_ids, ndim=2)
+    _check_count("num_experts", num_experts, minimum=1)
+    if expert_ids.shape[1] == 0:
+        raise ValueError("expert_ids must be (T, K) with K >= 1, got K = 0")
+    token_of_row, pair_of_row, row_of_pair, row_start, error_bits = plan_ops.plan_topk(expert_ids, num_experts)
+    return RoutingPlan(
+        token_of_row=token_of_row,
+        pair_of_row=pair_of_row,
+        row_of_pair=row_of_pair,
+        pair_start_of_token=None,
+        row_start_of_expert=row_start,
+        error_bits=error_bits,
+        num_experts=num_experts,
+        num_tokens=expert_ids.shape[0],
+    )
+
+
+def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> RoutingPlan:
+    """Plan any (token, expert) pairs, in any order, any count per token; scores that go with them are (P,).
+
+    token, expert (P,) int32 or int64, on one device. A repeated pair counts twice; an expert id >= num_experts is a
+    sentinel and is skipped; a negative one, or a token outside [0, num_tokens), is a ValueError as in `plan_topk`.
+    """
+    _check_ids("token", token, ndim=1)
+    _check_ids("expert", expert, ndim=1)
+    _check_count("num_tokens", num_tokens, minimum=0)
+    _check_count("num_experts", num_experts, minimum=1)
+    if token.shape != expert.shape:
+        raise ValueError(f"token {tuple(token.shape)} and expert {tuple(expert.shape)} must have the same length")
+    if token.device != expert.device:
+        raise ValueError(f"token is on {token.device} but expert is on {expert.device}; move them to one device")
+    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, error_bits = plan_ops.plan_pairs(
+        token, expert, num_tokens, num_experts
+    )
+    return RoutingPlan(
+        token_of_row=token_of_row,
+        pair_of_row=pair_of_row,
+        row_of_pair=row_of_pair,
+        pair_start_of_token=pair_start,
+        row_start_of_expert=row_start,
+        error_bits=error_bits,
+        num_experts=num_experts,
+        num_tokens=num_tokens,
+    )
+
+
+def _check_ids(name: str, ids: Tensor, ndim: int) -> None:
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"{name} must be a tensor of int32 or int64 ids, got {type(ids).__name__}")
+    if ids.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension(s), got shape {tuple(ids.shape)}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
+    if ids.numel() > _INT32_MAX:
+        raise ValueError(f"{name} has {ids.numel()} pairs; row indices are int32, so at most {_INT32_MAX}")
+
+
+def _check_count(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, (bool, float)) or value < minimum or value > _INT32_MAX:
+        raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {value!r}")
