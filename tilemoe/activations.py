@@ -46,9 +46,7 @@ class ActivationSpec:
 def activation_spec(name: str, gate_up: str, limit: float | None, alpha: float | None) -> ActivationSpec:
     """The spec of a table entry; ValueError for an unknown name or parameters it does not have."""
     validate_activation(name, limit, alpha)
-    return ActivationSpec(
-        name, gate_up, _OAI_LIMIT if limit is None else limit, _OAI_ALPHA if alpha is None else alpha
-    )
+    return ActivationSpec(name, gate_up, _OAI_LIMIT if limit is None else limit, _OAI_ALPHA if alpha is None else alpha)
 
 
 # --- the inner, one-argument functions: z -> (f(z), f'(z)), all in the compute dtype ---------------------------------
@@ -142,9 +140,7 @@ def activation_grad(h: Tensor, da: Tensor, spec: ActivationSpec, dh: Tensor) -> 
     return value.mul_(up)
 
 
-def _swiglu_oai_grad(
-    gate: Tensor, up: Tensor, da: Tensor, spec: ActivationSpec, dgate: Tensor, dup: Tensor
-) -> Tensor:
+def _swiglu_oai_grad(gate: Tensor, up: Tensor, da: Tensor, spec: ActivationSpec, dgate: Tensor, dup: Tensor) -> Tensor:
     gate_inside = gate <= spec.limit
     up_inside = up.abs() <= spec.limit
     gate = gate.clamp(max=spec.limit)

@@ -237,9 +237,7 @@ class ModelConfig:
         _require_finite("model.initializer_range", self.initializer_range)
         _require_bool("model.tie_embeddings", self.tie_embeddings)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_kv_heads ({self.num_kv_heads}) must divide model.num_heads ({self.num_heads})"
-            )
+            raise ValueError(f"model.num_kv_heads ({self.num_kv_heads}) must divide model.num_heads ({self.num_heads})")
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim must be even for rotary embeddings, got {self.head_dim}")
         self._validate_blocks()
@@ -253,7 +251,9 @@ class ModelConfig:
         if bad:
             raise ValueError(f"model.dense_layers names {bad[0]}, but layers run from 0 to {self.num_layers - 1}")
         if self.num_dense_layers and not self.dense_intermediate_size:
-            raise ValueError("model.dense_intermediate_size must be > 0 when a block is dense (moe=None or dense_layers)")
+            raise ValueError(
+                "model.dense_intermediate_size must be > 0 when a block is dense (moe=None or dense_layers)"
+            )
 
     @property
     def num_dense_layers(self) -> int:

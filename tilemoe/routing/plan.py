@@ -29,7 +29,7 @@ class RoutingPlan:
     row_of_pair (P)                token-major; -1 for a pair skipped because its id is a sentinel (>= E)
     pair_start_of_token (T+1)      slices row_of_pair by token; None when every token has exactly P/T pairs
     row_start_of_expert (E+1)      slices the rows by expert; its last element is R, which stays on the device
-    error_bits ()                  what `check` reports; 0 when every id was in range
+    error_bits ()                  what `check` reports; 0 when every id was in range, None when nothing was recorded
 
     Rows are sorted by expert, stable in token. Entries of the row arrays past R are 0 and are never used.
     """
@@ -39,9 +39,9 @@ class RoutingPlan:
     row_of_pair: Tensor
     pair_start_of_token: Tensor | None
     row_start_of_expert: Tensor
-    error_bits: Tensor
     num_experts: int
     num_tokens: int
+    error_bits: Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -63,7 +63,8 @@ class RoutingPlan:
 
     def check(self) -> None:
         """Read the error record back (a host sync on a GPU) and raise ValueError if an id was out of range."""
-        raise_for_bits(int(self.error_bits))
+        if self.error_bits is not None:
+            raise_for_bits(int(self.error_bits))
 
 
 def raise_for_bits(bits: int) -> None:

@@ -36,7 +36,9 @@ def plan_pairs(
     token = torch.where(bad_token, num_tokens, token)
     token_sorted, by_token = torch.sort(token, stable=True)
     pair_start = _starts(token_sorted, num_tokens)
-    position_of_row, row_of_pair, row_start = _rows_by_expert(expert[by_token], (bad_expert | bad_token)[by_token], num_experts)
+    position_of_row, row_of_pair, row_start = _rows_by_expert(
+        expert[by_token], (bad_expert | bad_token)[by_token], num_experts
+    )
     in_use = _in_use(position_of_row, row_start)
     token_of_row = torch.where(in_use, token_sorted[position_of_row], 0).int()
     pair_of_row = torch.where(in_use, by_token[position_of_row], 0).int()

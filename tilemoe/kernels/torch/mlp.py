@@ -1,0 +1,164 @@
+"""The eight kernels in plain PyTorch. The gathers are materialised, one transient (R_max, d) buffer at a time.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec, activation_grad, activation_value
+from tilemoe.kernels.base import KernelSet, compute_dtype
+from tilemoe.kernels.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
+from tilemoe.routing.plan import RoutingPlan
+
+_BLOCK_BYTES = 1 << 20  # a block of fp32 pre-activations and its temporaries stay in a core's cache
+
+
+def up_proj_act(
+    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+) -> tuple[Tensor, Tensor]:
+    """F1: (a (R_max, n), h (R_max, w))."""
+    h = rows_times_experts(x.index_select(0, plan.token_of_row), w1.transpose(1, 2), b1, plan)
+    a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
+    for block in _row_blocks(h):
+        a[block] = activation_value(h[block], spec)
+    return a, h
+
+
+def up_proj_act_inference(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+    """F1 without h: a (R_max, n)."""
+    return up_proj_act(x, w1, b1, plan, spec)[0]
+
+
+def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    """F2: y (R_max, d)."""
+    return rows_times_experts(a, w2.transpose(1, 2), b2, plan)
+
+
+def combine(y: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
+    """F3: o (T, d), each token's rows times their scores, summed in s's dtype."""
+    if plan.capacity == 0:
+        return y.new_zeros(plan.num_tokens, y.shape[1])
+    weight = s.index_select(0, plan.pair_of_row)
+    return _sum_rows_of_token(y, weight, plan)
+
+
+def down_proj_act_grad(
+    do: Tensor,
+    w2: Tensor,
+    b2: Tensor | None,
+    h: Tensor,
+    s: Tensor,
+    plan: RoutingPlan,
+    spec: ActivationSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
+    da_unscaled = rows_times_experts(do.index_select(0, plan.token_of_row), w2, None, plan)
+    dh, a_scaled = torch.empty_like(h), torch.empty_like(da_unscaled)
+    s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
+    ds_row = s.new_empty(plan.capacity)
+    work = compute_dtype(h.dtype)
+    for block in _row_blocks(h):
+        da = da_unscaled[block].to(work)
+        a = activation_grad(h[block], da * s_row[block], spec, dh[block])
+        ds_row[block] = (da * a).sum(1)
+        a_scaled[block] = a * s_row[block]
+    if b2 is not None:
+        # <do_t, b2_e> for every (t, e) at once: one small GEMM instead of a gather of do.
+        do_dot_b2 = do.to(work) @ b2.to(work).t()
+        ds_row += do_dot_b2[plan.token_of_row, expert_of_row(plan)]
+    return dh, _rows_to_pairs(ds_row, s, plan), a_scaled
+
+
+def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Tensor:
+    """B2: dw2 (E, d, n)."""
+    return outer_per_expert(do.index_select(0, plan.token_of_row), a_scaled, plan)
+
+
+def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
+    """B3: dx_rows (R_max, d)."""
+    return rows_times_experts(dh, w1, None, plan)
+
+
+def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan) -> Tensor:
+    """B4: dw1 (E, w, d)."""
+    return outer_per_expert(dh, x.index_select(0, plan.token_of_row), plan)
+
+
+def combine_grad(dx_rows: Tensor, plan: RoutingPlan) -> Tensor:
+    """B5: dx (T, d)."""
+    ones = dx_rows.new_ones(plan.capacity, dtype=compute_dtype(dx_rows.dtype))
+    return _sum_rows_of_token(dx_rows, ones, plan)
+
+
+def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
+    """db2 (E, d), as ``S^T do`` with S (T, E) the scores laid out densely: no gather of do."""
+    s_row = s.index_select(0, plan.pair_of_row) * _in_use(plan)
+    dense = s.new_zeros(plan.num_tokens, plan.num_experts)
+    dense.index_put_((plan.token_of_row, expert_of_row(plan)), s_row, accumulate=True)
+    return dense.t() @ do.to(s.dtype)
+
+
+def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan) -> Tensor:
+    """db1 (E, w): the sum of each expert's rows of dh."""
+    rows = torch.where(_in_use(plan).unsqueeze(1), dh, 0).to(compute_dtype(dh.dtype))
+    return torch.segment_reduce(rows, "sum", offsets=plan.row_start_of_expert, axis=0, unsafe=True, initial=0)
+
+
+def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
+    """``o_t = sum over t's rows r of weight_r rows_r`` (T, d) in the rows' dtype, summed in the weight's, in a fixed order."""
+    if plan.pair_start_of_token is not None:
+        taken = _take(rows, plan.row_of_pair).to(weight.dtype)
+        taken *= _take(weight.unsqueeze(1), plan.row_of_pair)
+        sums = torch.segment_reduce(taken, "sum", offsets=plan.pair_start_of_token, axis=0, unsafe=True, initial=0)
+        return sums.to(rows.dtype)
+    total = weight.new_zeros(plan.num_tokens, rows.shape[1])
+    if plan.num_pairs:
+        for row_of_token in plan.row_of_pair.view(plan.num_tokens, -1).unbind(1):
+            total.addcmul_(_take(rows, row_of_token), _take(weight.unsqueeze(1), row_of_token))
+    return total.to(rows.dtype)
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``, zero where the index is -1 (also where the row it would clamp to was never written)."""
+    taken = rows.index_select(0, index.clamp(min=0))
+    return taken.masked_fill_((index < 0).unsqueeze(1), 0)
+
+
+def _rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Tensor:
+    """Scatter one value per row to its pair's place in the caller's order; 0 where a pair has no row."""
+    spare = like.shape[0]  # rows past R all write one slot more, which is dropped
+    index = torch.where(_in_use(plan), plan.pair_of_row, spare).long()
+    return like.new_zeros(spare + 1).scatter_(0, index, value_of_row)[:spare]
+
+
+def _in_use(plan: RoutingPlan) -> Tensor:
+    rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
+    return rows < plan.row_start_of_expert[-1]
+
+
+def _row_blocks(h: Tensor) -> Iterator[slice]:
+    """Row slices for element-wise work: cache-sized on CPU, everything at once where a launch costs more."""
+    step = max(1, _BLOCK_BYTES // (4 * h.shape[1])) if h.device.type == "cpu" else max(1, h.shape[0])
+    for start in range(0, h.shape[0], step):
+        yield slice(start, min(start + step, h.shape[0]))
+
+
+TORCH_KERNELS = KernelSet(
+    name="torch",
+    up_proj_act=up_proj_act,
+    up_proj_act_inference=up_proj_act_inference,
+    down_proj=down_proj,
+    combine=combine,
+    down_proj_act_grad=down_proj_act_grad,
+    down_proj_weight_grad=down_proj_weight_grad,
+    up_proj_act_grad=up_proj_act_grad,
+    up_proj_weight_grad=up_proj_weight_grad,
+    combine_grad=combine_grad,
+    down_proj_bias_grad=down_proj_bias_grad,
+    up_proj_bias_grad=up_proj_bias_grad,
+)

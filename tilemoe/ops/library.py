@@ -1,0 +1,193 @@
+"""torch.library operators over a KernelSet: the forward of the layer and the steps of its backward, all traceable.
+
+T tokens · d hidden_size · n intermediate_size · E experts · P pairs · R_max row capacity · w = 2n gated, n ungated
+
+Every operator ends with the same two groups of arguments: the plan's tensors and sizes, then the activation and the
+name of the KernelSet. The backward is several operators and not one, so that h can be freed between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.base import KernelSet, compute_dtype
+from tilemoe.kernels.select import kernel_set
+from tilemoe.routing.plan import RoutingPlan
+
+_PLAN_SCHEMA = (
+    "Tensor token_of_row, Tensor pair_of_row, Tensor row_of_pair, Tensor? pair_start_of_token, "
+    "Tensor row_start_of_expert, SymInt num_experts, SymInt num_tokens"
+)
+_SPEC_SCHEMA = "str activation, str gate_up, float limit, float alpha, str kernels"
+_NUM_PLAN, _NUM_SPEC = 7, 5
+NUM_TAIL = _NUM_PLAN + _NUM_SPEC  # arguments that `tail_args` appends to every operator
+
+Tail = tuple[Any, ...]
+
+
+def tail_args(plan: RoutingPlan, spec: ActivationSpec, kernels: str) -> Tail:
+    """The plan's and the activation's arguments, in the order that every operator's schema ends with."""
+    return (
+        plan.token_of_row,
+        plan.pair_of_row,
+        plan.row_of_pair,
+        plan.pair_start_of_token,
+        plan.row_start_of_expert,
+        plan.num_experts,
+        plan.num_tokens,
+        spec.name,
+        spec.gate_up,
+        spec.limit,
+        spec.alpha,
+        kernels,
+    )
+
+
+def _unpack(tail: Tail) -> tuple[RoutingPlan, ActivationSpec, KernelSet]:
+    assert len(tail) == NUM_TAIL, "the schema and tail_args disagree"
+    plan, (*spec, kernels) = tail[:_NUM_PLAN], tail[_NUM_PLAN:]
+    return RoutingPlan(*plan), ActivationSpec(*spec), kernel_set(kernels)
+
+
+def _define(name: str, args: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register ``tilemoe::name(args, plan, activation) -> returns`` with its implementation and its shape function."""
+    schema = f"({args}, {_PLAN_SCHEMA}, {_SPEC_SCHEMA}) -> {returns}"
+    op = torch.library.custom_op(f"tilemoe::{name}", run, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    return op
+
+
+def _moe(
+    x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, b1: Tensor | None, b2: Tensor | None, keep_h: bool, *tail: Any
+) -> tuple[Tensor, Tensor]:
+    plan, spec, ks = _unpack(tail)
+    if keep_h:
+        a, h = ks.up_proj_act(x, w1, b1, plan, spec)
+    else:
+        a, h = ks.up_proj_act_inference(x, w1, b1, plan, spec), x.new_empty(0, w1.shape[1])
+    y = ks.down_proj(a, w2, b2, plan)
+    del a  # y is the largest transient: a must not be alive beside it while it is combined
+    return ks.combine(y, s, plan), h
+
+
+def _moe_fake(
+    x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, b1: Tensor | None, b2: Tensor | None, keep_h: bool, *tail: Any
+) -> tuple[Tensor, Tensor]:
+    capacity = tail[0].shape[0] if keep_h else 0
+    return x.new_empty(x.shape[0], w2.shape[1]), x.new_empty(capacity, w1.shape[1])
+
+
+def _up_proj(x: Tensor, w1: Tensor, b1: Tensor | None, *tail: Any) -> Tensor:
+    plan, spec, ks = _unpack(tail)
+    return ks.up_proj_act(x, w1, b1, plan, spec)[1]
+
+
+def _up_proj_fake(x: Tensor, w1: Tensor, b1: Tensor | None, *tail: Any) -> Tensor:
+    return x.new_empty(tail[0].shape[0], w1.shape[1])
+
+
+def _down_proj_act_grad(
+    do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, *tail: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan, spec, ks = _unpack(tail)
+    return ks.down_proj_act_grad(do, w2, b2, h, s, plan, spec)
+
+
+def _down_proj_act_grad_fake(
+    do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, *tail: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2])
+
+
+def _down_proj_weight_grad(do: Tensor, a_scaled: Tensor, *tail: Any) -> Tensor:
+    plan, _, ks = _unpack(tail)
+    return ks.down_proj_weight_grad(do, a_scaled, plan)
+
+
+def _down_proj_weight_grad_fake(do: Tensor, a_scaled: Tensor, *tail: Any) -> Tensor:
+    return do.new_empty(tail[5], do.shape[1], a_scaled.shape[1])
+
+
+def _up_proj_input_grad(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
+    plan, _, ks = _unpack(tail)
+    return ks.combine_grad(ks.up_proj_act_grad(dh, w1, plan), plan)
+
+
+def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
+    return dh.new_empty(tail[6], w1.shape[2])
+
+
+def _up_proj_weight_grad(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
+    plan, _, ks = _unpack(tail)
+    return ks.up_proj_weight_grad(x, dh, plan)
+
+
+def _up_proj_weight_grad_fake(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
+    return x.new_empty(tail[5], dh.shape[1], x.shape[1])
+
+
+def _down_proj_bias_grad(do: Tensor, s: Tensor, *tail: Any) -> Tensor:
+    plan, _, ks = _unpack(tail)
+    return ks.down_proj_bias_grad(do, s, plan)
+
+
+def _down_proj_bias_grad_fake(do: Tensor, s: Tensor, *tail: Any) -> Tensor:
+    return s.new_empty(tail[5], do.shape[1])
+
+
+def _up_proj_bias_grad(dh: Tensor, *tail: Any) -> Tensor:
+    plan, _, ks = _unpack(tail)
+    return ks.up_proj_bias_grad(dh, plan)
+
+
+def _up_proj_bias_grad_fake(dh: Tensor, *tail: Any) -> Tensor:
+    return dh.new_empty(tail[5], dh.shape[1], dtype=compute_dtype(dh.dtype))
+
+
+moe = _define(
+    "moe",
+    "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, bool keep_h",
+    "(Tensor, Tensor)",
+    _moe,
+    _moe_fake,
+)
+up_proj = _define("up_proj", "Tensor x, Tensor w1, Tensor? b1", "Tensor", _up_proj, _up_proj_fake)
+down_proj_act_grad = _define(
+    "down_proj_act_grad",
+    "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
+    "(Tensor, Tensor, Tensor)",
+    _down_proj_act_grad,
+    _down_proj_act_grad_fake,
+)
+down_proj_weight_grad = _define(
+    "down_proj_weight_grad",
+    "Tensor do, Tensor a_scaled",
+    "Tensor",
+    _down_proj_weight_grad,
+    _down_proj_weight_grad_fake,
+)
+up_proj_input_grad = _define(
+    "up_proj_input_grad", "Tensor dh, Tensor w1", "Tensor", _up_proj_input_grad, _up_proj_input_grad_fake
+)
+up_proj_weight_grad = _define(
+    "up_proj_weight_grad", "Tensor x, Tensor dh", "Tensor", _up_proj_weight_grad, _up_proj_weight_grad_fake
+)
+down_proj_bias_grad = _define(
+    "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake
+)
+up_proj_bias_grad = _define("up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake)
+
+BACKWARD_OPS = (
+    up_proj,
+    down_proj_act_grad,
+    down_proj_weight_grad,
+    up_proj_input_grad,
+    up_proj_weight_grad,
+    down_proj_bias_grad,
+    up_proj_bias_grad,
+)

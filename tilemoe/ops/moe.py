@@ -1,0 +1,184 @@
+"""The differentiable expert MLP: `moe`, and its backward, which keeps nothing of size (routed rows x hidden_size).
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs · R_max row capacity
+
+Paper (arXiv 2512.14080), section 3: with ``da' = do w2`` the score's gradient is ``ds = <da', a>``, so neither y nor
+the gathered x has to be saved. Saved: x, h, the scores and the plan's indices (and the weights, which are alive
+anyway).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import activation_spec
+from tilemoe.config import GATE_UP_LAYOUTS
+from tilemoe.kernels.base import KernelSet, compute_dtype
+from tilemoe.kernels.select import FLOAT_DTYPES, kernel_set, select_kernels
+from tilemoe.ops import library
+from tilemoe.routing.plan import RoutingPlan
+
+_RECOMPUTE = (None, "up_proj")
+
+
+def moe(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    plan: RoutingPlan,
+    scores: Tensor,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    recompute: str | None = None,
+    kernels: str | KernelSet | None = None,
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+) -> Tensor:
+    """``o_t = sum over t's experts e of score * (w2_e act(w1_e x_t + b1_e) + b2_e)``: (T, d) in x's dtype.
+
+    x (T, d); w1 (E, 2n, d) for a gated activation, rows [gate; up] or interleaved, else (E, n, d); w2 (E, d, n);
+    b1 (E, 2n or n); b2 (E, d); scores (T, K) for a top-K plan, (P,) for a plan of pairs, any float dtype, computed in
+    fp32 or better. x, w1, w2, b1, b2 share one float dtype, except under autocast, which casts them to its own.
+    Weights may have any strides. ``recompute="up_proj"`` keeps no h and runs the up projection again in backward.
+    ``kernels`` names a KernelSet; None chooses by device, dtype and shape.
+
+    ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
+    """
+    _check_options(gate_up, recompute)
+    spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
+    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
+    _check_tensors(x, w1, w2, b1, b2, spec.width_factor)
+    _check_plan(x, w1, plan, scores)
+    name = _kernels_name(kernels, x)
+    s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
+    inputs = (x, w1, w2, s, b1, b2)
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    keep_h = differentiable and recompute is None
+    return library.moe(*inputs, keep_h, *library.tail_args(plan, spec, name))[0]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, w1, w2, s, b1, b2, keep_h, *tail = inputs
+    h = output[1]
+    ctx.mark_non_differentiable(h)
+    ctx.set_materialize_grads(False)
+    plan_tensors, ctx.options = tail[:5], tail[5:]
+    ctx.save_for_backward(x, w1, w2, s, b1, b2, h if keep_h else None, *plan_tensors)
+
+
+def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ...]:
+    """B1 to B5, each step only if something asks for its result; h is given back as soon as B1 has read it."""
+    need_x, need_w1, need_w2, need_s, need_b1, need_b2 = ctx.needs_input_grad[:6]
+    no_grad_of_rest = (None,) * (1 + library.NUM_TAIL)
+    if do is None:
+        return (None,) * 6 + no_grad_of_rest
+    do = do.contiguous()
+    x, w1, w2, s, b1, b2, h, *plan_tensors = ctx.saved_tensors
+    tail = (*plan_tensors, *ctx.options)
+    dx = dw1 = dw2 = ds = db1 = db2 = None
+    if need_b2:
+        db2 = library.down_proj_bias_grad(do, s, *tail).to(b2.dtype)
+    if need_x or need_w1 or need_w2 or need_s or need_b1:
+        if h is None:
+            h = library.up_proj(x, w1, b1, *tail)
+        dh, ds, a_scaled = library.down_proj_act_grad(do, w2, b2, h, s, *tail)
+        del h
+        ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
+        if need_w2:
+            dw2 = library.down_proj_weight_grad(do, a_scaled, *tail)
+        del a_scaled
+        if need_b1:
+            db1 = library.up_proj_bias_grad(dh, *tail).to(b1.dtype)
+        if need_w1:
+            dw1 = library.up_proj_weight_grad(x, dh, *tail)
+        if need_x:
+            dx = library.up_proj_input_grad(dh, w1, *tail)
+    return (dx, dw1, dw2, ds if need_s else None, db1, db2, *no_grad_of_rest)
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Nothing is kept: the gradient of a gradient is refused."""
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError(
+        "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
+        "higher derivatives, or take the first gradient without create_graph=True."
+    )
+
+
+library.moe.register_autograd(_backward, setup_context=_setup_context)
+for _op in library.BACKWARD_OPS:
+    _op.register_autograd(_no_double_backward, setup_context=_setup_nothing)
+
+
+def _autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
+    """Cast to autocast's dtype where it is on, as PyTorch's own GEMMs do; fp64 is left alone."""
+    tensors = (x, *rest)
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def _kernels_name(kernels: str | KernelSet | None, x: Tensor) -> str:
+    if kernels is None:
+        return select_kernels(x.device, x.dtype).name
+    return kernel_set(kernels.name if isinstance(kernels, KernelSet) else kernels).name
+
+
+def _check_options(gate_up: str, recompute: str | None) -> None:
+    if gate_up not in GATE_UP_LAYOUTS:
+        raise ValueError(f"gate_up must be one of {', '.join(GATE_UP_LAYOUTS)}; got {gate_up!r}")
+    if recompute not in _RECOMPUTE:
+        raise ValueError(f"recompute must be None or 'up_proj', got {recompute!r}")
+
+
+def _check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, width_factor: int) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"x must be (T, d), got shape {tuple(x.shape)}; flatten the leading dimensions")
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if w2.ndim != 3:
+        raise ValueError(f"w2 must be (E, d, n), got shape {tuple(w2.shape)}")
+    experts, d, n = w2.shape
+    if d == 0 or n == 0 or experts == 0:
+        raise ValueError(f"w2 (E, d, n) must have no empty dimension, got shape {tuple(w2.shape)}")
+    width = width_factor * n
+    expected = {"x": (x, (x.shape[0], d)), "w1": (w1, (experts, width, d))}
+    expected |= {} if b1 is None else {"b1": (b1, (experts, width))}
+    expected |= {} if b2 is None else {"b2": (b2, (experts, d))}
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {shape} to go with w2 {tuple(w2.shape)}, got {tuple(tensor.shape)}")
+    for name, (tensor, _) in {**expected, "w2": (w2, ())}.items():
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name} is {tensor.dtype} but x is {x.dtype}; cast one of them, or use autocast")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; move them to one device")
+
+
+def _check_plan(x: Tensor, w1: Tensor, plan: RoutingPlan, scores: Tensor) -> None:
+    if not isinstance(plan, RoutingPlan):
+        raise ValueError(
+            f"plan must be a RoutingPlan (plan_topk, plan_pairs or route make one), got {type(plan).__name__}"
+        )
+    if plan.num_tokens != x.shape[0]:
+        raise ValueError(f"plan was made for {plan.num_tokens} tokens, but x has {x.shape[0]}")
+    if plan.num_experts != w1.shape[0]:
+        raise ValueError(f"plan was made for {plan.num_experts} experts, but w1 has {w1.shape[0]}")
+    for name, device in (("plan", plan.device), ("scores", scores.device)):
+        if device != x.device:
+            raise ValueError(f"{name} is on {device} but x is on {x.device}; move them to one device")
+    if not scores.dtype.is_floating_point:
+        raise ValueError(f"scores must be floating point, got {scores.dtype}")
+    ndim = 2 if plan.pair_start_of_token is None else 1
+    if scores.ndim != ndim or scores.numel() != plan.num_pairs or (ndim == 2 and scores.shape[0] != x.shape[0]):
+        form = "(T, K)" if ndim == 2 else "(P,)"
+        raise ValueError(f"scores must be {form} with the plan's {plan.num_pairs} pairs, got {tuple(scores.shape)}")
