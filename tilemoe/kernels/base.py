@@ -100,7 +100,10 @@ class UpProjBiasGrad(Protocol):
 
 @dataclass(frozen=True)
 class KernelSet:
-    """One implementation of the eight kernels (F1 in two forms) and of the bias gradients; ``reason`` says why it was chosen."""
+    """One implementation of the eight kernels (F1 in two forms) and of the bias gradients.
+
+    ``reason`` says in one line why it was chosen.
+    """
 
     name: str
     up_proj_act: UpProjAct

@@ -9,6 +9,7 @@ rows not a multiple of 16 bytes) a loop over experts does; on a GPU the loop rea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ def outer_per_expert(left: Tensor, right: Tensor, plan: RoutingPlan) -> Tensor:
 def expert_spans(plan: RoutingPlan) -> Iterator[tuple[int, slice]]:
     """(expert, its rows) for each expert that has rows. Reads the row counts: a host sync on a GPU."""
     starts = plan.row_start_of_expert.tolist()
-    for expert, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+    for expert, (start, stop) in enumerate(pairwise(starts)):
         if stop > start:
             yield expert, slice(start, stop)
 

@@ -110,7 +110,7 @@ def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan) -> Tensor:
 
 
 def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
-    """``o_t = sum over t's rows r of weight_r rows_r`` (T, d) in the rows' dtype, summed in the weight's, in a fixed order."""
+    """``o_t = sum over t's rows r of weight_r rows_r`` (T, d), summed in the weight's dtype, in a fixed order."""
     if plan.pair_start_of_token is not None:
         taken = _take(rows, plan.row_of_pair).to(weight.dtype)
         taken *= _take(weight.unsqueeze(1), plan.row_of_pair)
