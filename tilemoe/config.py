@@ -93,7 +93,10 @@ class RouterConfig:
         return ROUTER_PRESETS[name]
 
 
-# Sources: each architecture's config.json and modelling code in transformers (gate / router class).
+# Scores, normalisation and groups: each architecture's router class in transformers, set as its released models set it.
+# Loss coefficients: the defaults of its transformers configuration class, which differ from what a checkpoint's
+# config.json may carry (Mixtral-8x7B 0.02, gpt-oss 0.9); OLMoE's z-loss: arXiv 2409.02060. Scales: DeepSeek-V3's
+# configuration class; the config.json of Kimi-K2, GLM-4.5 (2.5) and GLM-4.5-Air (1.0).
 ROUTER_PRESETS: Mapping[str, RouterConfig] = MappingProxyType(
     {
         "mixtral": RouterConfig(aux_loss_coef=0.001),
@@ -104,7 +107,7 @@ ROUTER_PRESETS: Mapping[str, RouterConfig] = MappingProxyType(
         "kimi_k2": RouterConfig(score="sigmoid", scale=2.827, selection_bias=True),
         "glm4_moe": RouterConfig(score="sigmoid", scale=2.5, selection_bias=True),
         "glm4_moe_air": RouterConfig(score="sigmoid", scale=1.0, selection_bias=True),
-        "gpt_oss": RouterConfig(softmax_after_topk=True, bias=True, aux_loss_coef=0.9),
+        "gpt_oss": RouterConfig(softmax_after_topk=True, bias=True, aux_loss_coef=0.001),
         "granite_moe": RouterConfig(softmax_after_topk=True, aux_loss_coef=0.001),
     }
 )

@@ -1,0 +1,13 @@
+"""The oracle: slow, obvious implementations that everything fast is tested against.
+
+Plain loops in plain PyTorch, differentiable (any number of times) by autograd, in fp64 for fp64 inputs. They share no
+code with the kernels, with the table of activations or with the routers.
+"""
+
+from __future__ import annotations
+
+from tilemoe.reference.activations import activation
+from tilemoe.reference.experts import moe, shared_expert
+from tilemoe.reference.router import ReferenceRouting, route
+
+__all__ = ["ReferenceRouting", "activation", "moe", "route", "shared_expert"]

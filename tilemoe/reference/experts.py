@@ -1,0 +1,76 @@
+"""The expert MLP and the shared expert, one expert after another.
+
+T tokens · d hidden_size · n expert width · E experts · K experts per token · P pairs
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilemoe.reference.activations import activation as activate
+from tilemoe.routing.plan import RoutingPlan
+
+
+def moe(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    plan: RoutingPlan,
+    scores: Tensor,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    recompute: str | None = None,
+    kernels: object = None,
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+) -> Tensor:
+    """``o_t = sum over t's experts e of score * (w2_e act(w1_e x_t + b1_e) + b2_e)``: (T, d) in x's dtype.
+
+    Arguments as in ``tilemoe.moe``: x (T, d), w1 (E, 2n or n, d), w2 (E, d, n), b1 (E, 2n or n), b2 (E, d), scores
+    (T, K) or (P,). Computed in fp32, or fp64 when x is fp64, whatever autocast says. ``recompute`` and ``kernels``
+    are accepted so that the two calls are interchangeable: here there is nothing to recompute or to choose.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    score_of_pair = scores.reshape(-1)
+    out = x.new_zeros(x.shape, dtype=torch.promote_types(dtype, scores.dtype))
+    row_start = plan.row_start_of_expert.tolist()
+    with torch.autocast(x.device.type, enabled=False):
+        for expert in range(plan.num_experts):
+            rows = slice(row_start[expert], row_start[expert + 1])
+            token = plan.token_of_row[rows].long()
+            h = x[token].to(dtype) @ w1[expert].to(dtype).T
+            if b1 is not None:
+                h = h + b1[expert]
+            a = activate(h, activation, gate_up, activation_limit, activation_alpha)
+            y = a @ w2[expert].to(dtype).T
+            if b2 is not None:
+                y = y + b2[expert]
+            score = score_of_pair[plan.pair_of_row[rows].long()]
+            out = out.index_add(0, token, (score[:, None] * y).to(out.dtype))
+    return out.to(x.dtype)
+
+
+def shared_expert(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    gate_weight: Tensor | None = None,
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+) -> Tensor:
+    """``w2 act(w1 x_t)`` for every token, times ``sigmoid(gate_weight x_t)`` if given: (T, d) in x's dtype.
+
+    x (T, d) · w1 (2n or n, d) · w2 (d, n) · gate_weight (1, d). Computed as in `moe`.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.autocast(x.device.type, enabled=False):
+        h = x.to(dtype) @ w1.to(dtype).T
+        y = activate(h, activation, gate_up, activation_limit, activation_alpha) @ w2.to(dtype).T
+        if gate_weight is not None:
+            y = y / (1 + torch.exp(-(x.to(dtype) @ gate_weight.to(dtype).T)))
+    return y.to(x.dtype)

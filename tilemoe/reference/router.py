@@ -1,0 +1,105 @@
+"""Every router option, one token after another.
+
+T tokens · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilemoe.config import MoEConfig, RouterConfig
+
+
+class ReferenceRouting(NamedTuple):
+    """scores (T, E), 0 where not routed · tokens_per_expert (E,) int64 · aux_loss scalar, coefficients applied."""
+
+    scores: Tensor
+    tokens_per_expert: Tensor
+    aux_loss: Tensor
+
+
+def route(
+    logits: Tensor, cfg: MoEConfig, *, selection_bias: Tensor | None = None, token_mask: Tensor | None = None
+) -> ReferenceRouting:
+    """Route T tokens by ``logits`` (T, E), in fp32, or fp64 for fp64 logits.
+
+    selection_bias (E,): added to the scores for the choice of experts only. token_mask (T,) bool: False leaves a
+    token out of everything. Ties go to the lower expert id. The losses are those of one process.
+    """
+    router, num_experts = cfg.router, cfg.num_experts
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scores = torch.zeros_like(logits)
+    counts = [0] * num_experts
+    real_tokens = []
+    for t in range(logits.shape[0]):
+        if token_mask is not None and not bool(token_mask[t]):
+            continue
+        real_tokens.append(t)
+        chosen = _choose(logits[t], cfg, selection_bias)
+        for expert, score in zip(chosen, _scores_of_chosen(logits[t], chosen, router), strict=True):
+            at = (torch.tensor(t), torch.tensor(expert))
+            scores = scores.index_put(at, score)
+            counts[expert] += 1
+    tokens_per_expert = torch.tensor(counts)
+    return ReferenceRouting(scores, tokens_per_expert, _aux_loss(logits[real_tokens], tokens_per_expert, router))
+
+
+def _score_function(token_logits: Tensor, router: RouterConfig) -> Tensor:
+    """(E,) scores of one token before any expert is left out."""
+    if router.score == "softmax":
+        return torch.softmax(token_logits, dim=0)
+    return torch.sigmoid(token_logits)
+
+
+def _choose(token_logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> list[int]:
+    """The K experts of one token, best first."""
+    router = cfg.router
+    value = token_logits if router.softmax_after_topk else _score_function(token_logits, router)
+    if selection_bias is not None:
+        value = value + selection_bias
+    # An expert masked by a logit of -inf competes with the lowest finite value: last, but within its group.
+    lowest = torch.finfo(value.dtype).min
+    masked = token_logits == float("-inf")
+    values = torch.where(masked, torch.full_like(value, lowest), value).detach().clamp(min=lowest)
+    size = cfg.num_experts // router.num_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(router.num_groups)]
+    if router.num_groups > 1:
+        worth = {g: float(values[groups[g]].sort(descending=True).values[:2].sum()) for g in range(router.num_groups)}
+        best_groups = sorted(worth, key=lambda g: (-worth[g], g))[: router.top_groups]
+        eligible = [expert for g in best_groups for expert in groups[g]]
+    else:
+        eligible = groups[0]
+    return sorted(eligible, key=lambda e: (-float(values[e]), e))[: cfg.num_experts_per_tok]
+
+
+def _scores_of_chosen(token_logits: Tensor, chosen: list[int], router: RouterConfig) -> list[Tensor]:
+    if router.softmax_after_topk:
+        kept = torch.softmax(token_logits[chosen], dim=0)
+    else:
+        kept = _score_function(token_logits, router)[chosen]
+    if router.normalize:
+        kept = kept / (kept.sum() + 1e-20)
+    return list(kept * router.scale)
+
+
+def _aux_loss(logits: Tensor, tokens_per_expert: Tensor, router: RouterConfig) -> Tensor:
+    """Switch balancing loss (arXiv 2101.03961, equation 4) and router z-loss (arXiv 2202.08906, equation 5)."""
+    num_tokens, num_experts = logits.shape
+    loss = logits.new_zeros(())
+    if num_tokens == 0:
+        return loss
+    for expert in range(num_experts):
+        fraction = int(tokens_per_expert[expert]) / num_tokens
+        mean_probability = torch.stack([_probabilities(row, router)[expert] for row in logits]).mean()
+        loss = loss + router.aux_loss_coef * num_experts * fraction * mean_probability
+    for row in logits:
+        loss = loss + router.z_loss_coef * torch.logsumexp(row, dim=0) ** 2 / num_tokens
+    return loss
+
+
+def _probabilities(token_logits: Tensor, router: RouterConfig) -> Tensor:
+    scores = _score_function(token_logits, router)
+    return scores if router.score == "softmax" else scores / (scores.sum() + 1e-20)

@@ -1,0 +1,65 @@
+"""Load balancing without an auxiliary loss: a selection bias per expert that follows the load (arXiv 2408.15664).
+
+E experts · L layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@torch.no_grad()
+def update_selection_bias(
+    biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float, group: dist.ProcessGroup | None = None
+) -> None:
+    """In place: ``bias += rate * sign(mean load - load)`` for each layer, as in DeepSeek-V3.
+
+    biases: L buffers (E,) · tokens_per_expert (L, E) integers, this rank's rows summed over the micro-batches of one
+    optimiser step. Call it once per optimiser step, from the training loop: an update inside the forward would run
+    again whenever activation checkpointing repeats it. When torch.distributed is initialised the loads are summed
+    over ``group`` (None: all ranks), so every rank must call it and all get the same biases.
+    """
+    _check(biases, tokens_per_expert, rate)
+    load = sum_over_ranks(tokens_per_expert.long(), group)
+    # Whole numbers, so that a perfectly balanced expert gets sign 0 and not a rounding error's sign.
+    direction = torch.sign(load.sum(dim=-1, keepdim=True) - load * load.shape[-1])
+    for bias, layer_direction in zip(biases, direction, strict=True):
+        bias.add_(layer_direction.to(device=bias.device, dtype=bias.dtype), alpha=rate)
+
+
+def sum_over_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``counts`` summed over ``group`` (None: all ranks); ``counts`` itself when torch.distributed is not in use."""
+    if num_ranks(group) == 1:
+        return counts
+    total = counts.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def num_ranks(group: dist.ProcessGroup | None) -> int:
+    """Ranks of ``group`` (None: all ranks); 1 when torch.distributed is not in use."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(group)
+
+
+def _check(biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float) -> None:
+    if rate < 0:
+        raise ValueError(f"rate must be >= 0, got {rate!r}")
+    if tokens_per_expert.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"tokens_per_expert must be int32 or int64 counts, got {tokens_per_expert.dtype}")
+    if tokens_per_expert.ndim != 2 or tokens_per_expert.shape[0] != len(biases):
+        raise ValueError(
+            f"tokens_per_expert must be (L, E) with one row for each of the {len(biases)} biases, "
+            f"got shape {tuple(tokens_per_expert.shape)}"
+        )
+    for layer, bias in enumerate(biases):
+        if tuple(bias.shape) != (tokens_per_expert.shape[1],):
+            raise ValueError(
+                f"biases[{layer}] must be ({tokens_per_expert.shape[1]},) as tokens_per_expert has "
+                f"{tokens_per_expert.shape[1]} experts, got shape {tuple(bias.shape)}"
+            )

@@ -1,0 +1,226 @@
+"""Top-K routers: logits to experts, scores and auxiliary losses.
+
+T tokens · E experts · K experts per token · P pairs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.routing.balance import num_ranks, sum_over_ranks
+from tilemoe.routing.build import plan_topk
+from tilemoe.routing.plan import RoutingPlan
+
+_EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What a router decided.
+
+    plan                            which rows each expert computes
+    scores (T, K)                   fp32 (fp64 for fp64 logits), differentiable, in the order of the plan's pairs
+    tokens_per_expert (E,) int32    rows really computed, on this rank
+    aux_loss ()  fp32               balancing loss and z-loss, coefficients applied; 0 when the config has neither
+    """
+
+    plan: RoutingPlan
+    scores: Tensor
+    tokens_per_expert: Tensor
+    aux_loss: Tensor
+
+    def dense(self) -> Tensor:
+        """(T, E) scores, 0 where a token is not routed; differentiable."""
+        plan = self.plan
+        rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
+        # Rows past the last expert's fall into a column of their own, which is cut off.
+        expert_of_row = torch.searchsorted(plan.row_start_of_expert[1:].contiguous(), rows, right=True)
+        score_of_row = self.scores.reshape(-1)[plan.pair_of_row.long()]
+        dense = self.scores.new_zeros(plan.num_tokens, plan.num_experts + 1)
+        at = (plan.token_of_row.long(), expert_of_row)
+        return dense.index_put(at, score_of_row, accumulate=True)[:, :-1]
+
+
+def route(
+    logits: Tensor,
+    cfg: MoEConfig,
+    *,
+    training: bool = True,
+    generator: torch.Generator | None = None,
+    selection_bias: Tensor | None = None,
+    token_mask: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Routing:
+    """Choose K of E experts for each token, as ``cfg.router`` says, in fp32, or fp64 for fp64 logits.
+
+    logits (T, E), any float dtype; a tie goes to the expert with the lower id. A logit of -inf masks an expert: its
+    score is 0, and it is chosen only when fewer than K others are eligible. selection_bias (E,) fp32, given if and
+    only if ``cfg.router.selection_bias``; no gradient. token_mask (T,) bool: False leaves a token, whatever its
+    logits, out of routing (sentinel id, score 0), counts and losses. generator: for a random rounding of rows; plain
+    top-K draws nothing from it.
+
+    Losses, of a rank's N real tokens: ``aux_loss_coef * E * sum_e f_e P_e`` with f_e = pairs of e / N (they sum to K)
+    and P_e the mean probability of e; ``z_loss_coef`` * mean of ``logsumexp(logits)^2``. In training, and when
+    torch.distributed is initialised, pairs and N are summed over ``group`` (None: all ranks, which must then all call
+    this): f_e is that of the whole batch, and the mean of the ranks' losses is the loss of the whole batch, also when
+    they hold different numbers of tokens. In evaluation each rank counts for itself.
+
+    ValueError names the argument that is off. On CPU, outside torch.compile, that includes logits that are NaN, +inf
+    or, for some token, all -inf.
+    """
+    _check(logits, cfg, selection_bias, token_mask)
+    router = cfg.router
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    padding = None if token_mask is None else ~token_mask[:, None]
+    if padding is not None:
+        logits = logits.masked_fill(padding, 0.0)
+    _check_values(logits)
+    all_scores = logits if router.softmax_after_topk else _score_function(logits, router)
+    expert_ids = _choose(logits.detach(), all_scores.detach(), cfg, selection_bias)
+    scores = _kept_scores(all_scores, expert_ids, router)
+    if padding is not None:
+        expert_ids = expert_ids.masked_fill(padding, cfg.num_experts)
+        scores = scores.masked_fill(padding, 0.0)
+    plan = plan_topk(expert_ids, cfg.num_experts)
+    tokens_per_expert = plan.rows_per_expert
+    aux_loss = _aux_loss(logits, all_scores, tokens_per_expert, token_mask, router, training, group)
+    return Routing(plan, scores, tokens_per_expert, aux_loss)
+
+
+def _score_function(logits: Tensor, router: RouterConfig) -> Tensor:
+    return torch.softmax(logits, dim=-1) if router.score == "softmax" else torch.sigmoid(logits)
+
+
+@torch.no_grad()
+def _choose(logits: Tensor, all_scores: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> Tensor:
+    """(T, K) int64 expert ids, best first, by all_scores (T, E), which are the logits when the softmax comes after."""
+    router = cfg.router
+    # -inf is kept for what may not be chosen: experts of other groups, and those chosen already. A masked expert,
+    # whatever its bias, has the lowest finite value.
+    lowest = torch.finfo(logits.dtype).min
+    values = all_scores if selection_bias is None else all_scores + selection_bias.clamp(min=lowest)
+    values = values.masked_fill(logits == float("-inf"), lowest)
+    if router.num_groups > 1:
+        by_group = values.unflatten(1, (router.num_groups, -1))
+        worth = (by_group.topk(2, dim=-1).values * 0.5).sum(dim=-1)  # halved: two masked experts must not sum to -inf
+        best_groups = _best(worth, router.top_groups)
+        left_out = torch.ones_like(worth, dtype=torch.bool).scatter(1, best_groups, False)
+        values = by_group.masked_fill(left_out[:, :, None], float("-inf")).flatten(1)
+    return _best(values, cfg.num_experts_per_tok)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """(T, count) columns of the largest values, best first, a tie to the lower column.
+
+    torch.topk leaves the order of ties open, and on a GPU it does give another. argmax promises the first maximum,
+    and repeating it costs less than topk and than a stable sort for the usual counts: for T = 32768, E = 128, K = 8
+    31 ms on two CPU cores (topk 69, sort 214), 0.21 ms on an H200 (0.21, 0.21), 0.12 compiled; for E = 512, K = 10
+    0.44 ms there (0.80, 0.85).
+    """
+    values = values.clone()
+    columns = []
+    for _ in range(count):
+        column = values.argmax(dim=-1, keepdim=True)
+        values.scatter_(1, column, float("-inf"))
+        columns.append(column)
+    return torch.cat(columns, dim=1)
+
+
+def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -> Tensor:
+    """(T, K) scores of the chosen experts, from all scores (T, E), or from logits when the softmax comes after."""
+    kept = all_scores.gather(1, expert_ids)
+    if router.softmax_after_topk:
+        kept = torch.softmax(kept, dim=-1)  # sums to one, so there is nothing left to normalise
+    elif router.normalize:
+        kept = kept / (kept.sum(dim=-1, keepdim=True) + _EPSILON)
+    return kept if router.scale == 1.0 else kept * router.scale
+
+
+def _aux_loss(
+    logits: Tensor,
+    all_scores: Tensor,
+    pairs_of_expert: Tensor,
+    token_mask: Tensor | None,
+    router: RouterConfig,
+    training: bool,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Balancing loss (arXiv 2101.03961, equation 4) and z-loss (arXiv 2202.08906, equation 5): fp32 scalar."""
+    if not router.aux_loss_coef and not router.z_loss_coef:
+        return torch.zeros((), dtype=torch.float32, device=logits.device)
+    num_tokens = pairs_of_expert.new_full((1,), logits.shape[0]) if token_mask is None else token_mask.sum()[None]
+    counts = torch.cat([pairs_of_expert.long(), num_tokens.long()])
+    ranks = 1
+    if training:
+        counts, ranks = sum_over_ranks(counts, group), num_ranks(group)
+    tokens = counts[-1].clamp(min=1)
+    weight = torch.ones_like(logits[:, 0]) if token_mask is None else token_mask.to(logits.dtype)
+    weight = weight * (ranks / tokens.to(logits.dtype))  # of each real token in this rank's mean
+    loss = logits.new_zeros(())
+    if router.aux_loss_coef:
+        fraction = counts[:-1].to(logits.dtype) / tokens
+        # Products and sums: autocast would take a matrix product down to its own dtype.
+        mean_probability = (weight[:, None] * _probabilities(logits, all_scores, router)).sum(dim=0)
+        loss = loss + router.aux_loss_coef * logits.shape[1] * (fraction * mean_probability).sum()
+    if router.z_loss_coef:
+        loss = loss + router.z_loss_coef * (weight * torch.logsumexp(logits, dim=-1).square()).sum()
+    return loss.float()
+
+
+def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> Tensor:
+    """(T, E) probabilities that sum to one for each token; of a sigmoid router, its scores over their sum."""
+    if router.softmax_after_topk:
+        return torch.softmax(logits, dim=-1)
+    if router.score == "softmax":
+        return all_scores
+    return all_scores / (all_scores.sum(dim=-1, keepdim=True) + _EPSILON)
+
+
+def _check(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_mask: Tensor | None) -> None:
+    if not isinstance(cfg, MoEConfig):
+        raise ValueError(f"cfg must be a MoEConfig, got {type(cfg).__name__}")
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"logits must be a tensor, got {type(logits).__name__}")
+    if logits.ndim != 2 or logits.shape[1] != cfg.num_experts:
+        raise ValueError(
+            f"logits must be (T, E) with E = num_experts = {cfg.num_experts}, got shape {tuple(logits.shape)}"
+        )
+    if not logits.dtype.is_floating_point:
+        raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    if cfg.router.selection_bias and selection_bias is None:
+        raise ValueError("selection_bias is missing: cfg.router.selection_bias asks for an fp32 (E,) tensor")
+    if selection_bias is not None:
+        if not cfg.router.selection_bias:
+            raise ValueError(
+                "selection_bias was given, but cfg.router.selection_bias is False; set it or drop the bias"
+            )
+        _check_vector("selection_bias", selection_bias, cfg.num_experts, torch.float32, logits.device)
+    if token_mask is not None:
+        _check_vector("token_mask", token_mask, logits.shape[0], torch.bool, logits.device)
+
+
+def _check_vector(name: str, value: Tensor, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    if tuple(value.shape) != (length,) or value.dtype != dtype:
+        raise ValueError(f"{name} must be ({length},) {dtype}, got {tuple(value.shape)} {value.dtype}")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device} but logits are on {device}; move them to one device")
+
+
+def _check_values(logits: Tensor) -> None:
+    """ValueError for a token that cannot be routed, where looking costs nothing: on CPU, outside torch.compile."""
+    if torch.compiler.is_compiling() or logits.device.type != "cpu" or logits.shape[0] == 0:
+        return
+    # The maximum is NaN, +inf or -inf exactly when the token has a NaN, a +inf, or nothing finite.
+    best = logits.detach().amax(dim=-1)
+    bad = (~best.isfinite()).nonzero()
+    if bad.numel():
+        token = int(bad[0])
+        what = "NaN" if best[token].isnan() else "+inf" if best[token] > 0 else "no finite value"
+        raise ValueError(
+            f"logits[{token}] has {what}; check the inputs and the router's weights (-inf masks an expert)"
+        )
