@@ -91,12 +91,14 @@ def _aux_loss(logits: Tensor, tokens_per_expert: Tensor, router: RouterConfig) -
     loss = logits.new_zeros(())
     if num_tokens == 0:
         return loss
-    for expert in range(num_experts):
-        fraction = int(tokens_per_expert[expert]) / num_tokens
-        mean_probability = torch.stack([_probabilities(row, router)[expert] for row in logits]).mean()
-        loss = loss + router.aux_loss_coef * num_experts * fraction * mean_probability
-    for row in logits:
-        loss = loss + router.z_loss_coef * torch.logsumexp(row, dim=0) ** 2 / num_tokens
+    if router.aux_loss_coef:
+        for expert in range(num_experts):
+            fraction = int(tokens_per_expert[expert]) / num_tokens
+            mean_probability = torch.stack([_probabilities(row, router)[expert] for row in logits]).mean()
+            loss = loss + router.aux_loss_coef * num_experts * fraction * mean_probability
+    if router.z_loss_coef:
+        for row in logits:
+            loss = loss + router.z_loss_coef * torch.logsumexp(row, dim=0) ** 2 / num_tokens
     return loss
 
 

@@ -103,7 +103,9 @@ def _choose(logits: Tensor, all_scores: Tensor, cfg: MoEConfig, selection_bias: 
     # -inf is kept for what may not be chosen: experts of other groups, and those chosen already. A masked expert,
     # whatever its bias, has the lowest finite value.
     lowest = torch.finfo(logits.dtype).min
-    values = all_scores if selection_bias is None else all_scores + selection_bias.clamp(min=lowest)
+    values = all_scores
+    if selection_bias is not None:
+        values = values + selection_bias.to(logits.dtype).clamp(min=lowest)
     values = values.masked_fill(logits == float("-inf"), lowest)
     if router.num_groups > 1:
         by_group = values.unflatten(1, (router.num_groups, -1))

@@ -1,0 +1,163 @@
+"""Routing plans against a sort of Python tuples.
+
+T tokens · E experts · K experts per token · P pairs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.routing.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan
+
+
+def assert_plan(plan: RoutingPlan, token: list[int], expert: list[int], num_tokens: int, num_experts: int) -> None:
+    """Every field of the plan, from the definition: pair i goes from token[i] to expert[i]."""
+    pairs = range(len(token))
+    token_major = sorted(pairs, key=lambda i: token[i])  # sorted() is stable
+    rows = sorted((i for i in token_major if expert[i] < num_experts), key=lambda i: expert[i])
+    tail = [0] * (len(token) - len(rows))
+    row_of = {pair: row for row, pair in enumerate(rows)}
+    assert plan.token_of_row.tolist() == [token[i] for i in rows] + tail
+    assert plan.pair_of_row.tolist() == rows + tail
+    assert plan.row_of_pair.tolist() == [row_of.get(i, -1) for i in token_major]
+    counts = [sum(expert[i] == e for i in pairs) for e in range(num_experts)]
+    assert plan.rows_per_expert.tolist() == counts
+    assert plan.row_start_of_expert.tolist() == [sum(counts[:e]) for e in range(num_experts + 1)]
+    if plan.pair_start_of_token is not None:
+        starts = [sum(t < at for t in token) for at in range(num_tokens + 1)]
+        assert plan.pair_start_of_token.tolist() == starts
+    tensors = [value for value in vars(plan).values() if isinstance(value, Tensor)]
+    assert {t.dtype for t in tensors} == {torch.int32}
+    assert (plan.num_tokens, plan.num_experts) == (num_tokens, num_experts)
+    assert plan.capacity == plan.num_pairs == len(token)
+    plan.check()
+
+
+def assert_topk_plan(expert_ids: Tensor, num_experts: int) -> None:
+    num_tokens, k = expert_ids.shape
+    token = [t for t in range(num_tokens) for _ in range(k)]
+    plan = plan_topk(expert_ids, num_experts)
+    assert plan.pair_start_of_token is None
+    assert_plan(plan, token, expert_ids.flatten().tolist(), num_tokens, num_experts)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.integers(0, 12), st.integers(1, 6), st.integers(1, 4), st.sampled_from([torch.int32, torch.int64]))
+def test_topk_plans(data: st.DataObject, num_tokens: int, num_experts: int, k: int, dtype: torch.dtype) -> None:
+    size = num_tokens * k
+    ids = data.draw(st.lists(st.integers(0, num_experts + 2), min_size=size, max_size=size))
+    assert_topk_plan(torch.tensor(ids, dtype=dtype).view(num_tokens, k), num_experts)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.integers(1, 8), st.integers(1, 6), st.integers(0, 20), st.sampled_from([torch.int32, torch.int64]))
+def test_pairs_plans(data: st.DataObject, num_tokens: int, num_experts: int, size: int, dtype: torch.dtype) -> None:
+    token = data.draw(st.lists(st.integers(0, num_tokens - 1), min_size=size, max_size=size))
+    expert = data.draw(st.lists(st.integers(0, num_experts + 2), min_size=size, max_size=size))
+    plan = plan_pairs(torch.tensor(token, dtype=dtype), torch.tensor(expert, dtype=dtype), num_tokens, num_experts)
+    assert plan.pair_start_of_token is not None
+    assert_plan(plan, token, expert, num_tokens, num_experts)
+
+
+@pytest.mark.parametrize(
+    ("expert_ids", "num_experts"),
+    [
+        pytest.param(torch.zeros(300, 1, dtype=torch.int64), 5, id="all tokens on the first expert"),
+        pytest.param(torch.full((300, 1), 4), 5, id="all tokens on the last expert"),
+        pytest.param(torch.full((7, 3), 5), 5, id="sentinels only"),
+        pytest.param(torch.full((7, 3), 2**31 - 1, dtype=torch.int32), 5, id="the largest sentinel"),
+        pytest.param(torch.arange(6).expand(50, 6), 6, id="K = E"),
+        pytest.param(torch.zeros(9, 1, dtype=torch.int32), 1, id="E = 1"),
+        pytest.param(torch.tensor([[3, 0]]), 4, id="T = 1"),
+        pytest.param(torch.empty(0, 2, dtype=torch.int64), 4, id="T = 0"),
+        pytest.param(torch.arange(8).view(2, 4).T, 8, id="strided ids"),
+    ],
+)
+def test_hostile_topk_plans(expert_ids: Tensor, num_experts: int) -> None:
+    assert_topk_plan(expert_ids, num_experts)
+
+
+def test_large_plan_is_stable_and_repeatable() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 65, (5000, 8), generator=generator)
+    first, second = plan_topk(ids, 64), plan_topk(ids.int(), 64)
+    for name in ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    start = first.row_start_of_expert.tolist()
+    assert start[-1] == int((ids < 64).sum())
+    for expert in range(64):
+        rows = first.pair_of_row[start[expert] : start[expert + 1]]
+        assert torch.equal(rows, (ids.flatten() == expert).nonzero().flatten().int())
+
+
+def test_pairs_and_topk_agree_on_the_same_pairs() -> None:
+    ids = torch.randint(0, 6, (40, 3), generator=torch.Generator().manual_seed(0))
+    topk = plan_topk(ids, 5)
+    pairs = plan_pairs(torch.arange(40).repeat_interleave(3), ids.flatten(), 40, 5)
+    for name in ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert"):
+        assert torch.equal(getattr(topk, name), getattr(pairs, name))
+
+
+def test_plans_trace_without_graph_breaks_and_check_ids_under_compile() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def rows(ids: Tensor) -> Tensor:
+        return plan_topk(ids, 4).token_of_row
+
+    ids = torch.tensor([[0, 3], [3, 1], [4, 2]])
+    assert torch.equal(rows(ids), plan_topk(ids, 4).token_of_row)
+    with pytest.raises(ValueError, match="found a negative id"):
+        rows(-ids)
+
+
+def ids(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: plan_topk([[0, 1]], 4), "expert_ids must be a tensor of int32 or int64 ids, got list"),
+        (lambda: plan_topk(ids(3), 4), r"expert_ids must have 2 dimension\(s\), got shape \(3,\)"),
+        (lambda: plan_topk(ids(3, 2, dtype=torch.int16), 4), "expert_ids must be int32 or int64, got torch.int16"),
+        (lambda: plan_topk(ids(3, 2).float(), 4), "expert_ids must be int32 or int64, got torch.float32"),
+        (lambda: plan_topk(ids(3, 0), 4), "K >= 1, got K = 0"),
+        (lambda: plan_topk(ids(3, 2), 0), "num_experts must be an integer in"),
+        (lambda: plan_topk(ids(3, 2), True), "num_experts must be an integer in"),
+        (lambda: plan_topk(ids(3, 2) - 1, 4), "found a negative id"),
+        (lambda: plan_topk(torch.empty(2**20, 2**12, dtype=torch.int32, device="meta"), 4), "row indices are int32"),
+        (lambda: plan_pairs(ids(3), ids(4), 5, 4), "must have the same length"),
+        (lambda: plan_pairs(ids(3, 1), ids(3), 5, 4), "token must have 1 dimension"),
+        (lambda: plan_pairs(ids(3), ids(3).to("meta"), 5, 4), "token is on cpu but expert is on meta"),
+        (lambda: plan_pairs(ids(3), ids(3), -1, 4), "num_tokens must be an integer in"),
+        (lambda: plan_pairs(ids(3), ids(3), 0, 4), "token ids must lie in"),
+        (lambda: plan_pairs(ids(3) - 1, ids(3), 5, 4), "token ids must lie in"),
+        (lambda: plan_pairs(ids(3) + 5, ids(3), 5, 4), "token ids must lie in"),
+        (lambda: plan_pairs(ids(3), ids(3) - 1, 5, 4), "found a negative id"),
+    ],
+)
+def test_bad_arguments_are_named_in_one_line(build: Callable[[], RoutingPlan], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        build()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        (NEGATIVE_EXPERT, "expert ids must be >= 0"),
+        (TOKEN_OUT_OF_RANGE, "token ids must lie in"),
+        (NEGATIVE_EXPERT | TOKEN_OUT_OF_RANGE, "expert ids must be >= 0"),
+    ],
+)
+def test_check_raises_what_the_device_recorded(bits: int, message: str) -> None:
+    plan = dataclasses.replace(plan_topk(ids(3, 2), 4), error_bits=torch.tensor(bits, dtype=torch.int32))
+    with pytest.raises(ValueError, match=message):
+        plan.check()

@@ -1,0 +1,263 @@
+"""The router against its reference, on hostile logits, and what it refuses.
+
+T tokens · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tilemoe import reference
+from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
+from tilemoe.routing.build import plan_pairs
+from tilemoe.routing.topk import Routing, route
+
+
+def config(num_experts: int, k: int, router: RouterConfig | None = None) -> MoEConfig:
+    return MoEConfig(8, 8, num_experts, k, router=RouterConfig() if router is None else router)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def selection_bias_for(cfg: MoEConfig) -> Tensor | None:
+    return 0.3 * random(cfg.num_experts, seed=9, dtype=torch.float32) if cfg.router.selection_bias else None
+
+
+def assert_routes_as_the_reference(logits: Tensor, cfg: MoEConfig, token_mask: Tensor | None = None) -> Routing:
+    bias = selection_bias_for(cfg)
+    logits = logits.clone().requires_grad_()
+    routing = route(logits, cfg, selection_bias=bias, token_mask=token_mask)
+    expected = reference.route(logits, cfg, selection_bias=bias, token_mask=token_mask)
+    dense = routing.dense()
+
+    assert torch.equal(dense != 0, expected.scores != 0)
+    torch.testing.assert_close(dense, expected.scores)
+    assert routing.tokens_per_expert.dtype == torch.int32
+    assert routing.tokens_per_expert.tolist() == expected.tokens_per_expert.tolist()
+    assert routing.aux_loss.dtype == torch.float32
+    torch.testing.assert_close(routing.aux_loss, expected.aux_loss.float())
+
+    # One gradient through scores and losses. The sums keep a graph where a loss is a constant or no token is routed.
+    weight = random(*dense.shape, seed=3).to(dense.dtype)
+    objectives = [
+        (s * weight).sum() + a + 0 * logits.nan_to_num(neginf=0).sum()
+        for s, a in ((dense, routing.aux_loss), (expected.scores, expected.aux_loss))
+    ]
+    got, want = (torch.autograd.grad(objective, logits)[0] for objective in objectives)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, want)
+    return routing
+
+
+@st.composite
+def router_configs(draw: st.DrawFn) -> MoEConfig:
+    num_groups = draw(st.sampled_from([1, 1, 2, 3]))
+    top_groups = draw(st.integers(1, num_groups))
+    group_size = draw(st.integers(1 if num_groups == 1 else 2, 8 // num_groups))
+    k = draw(st.integers(1, top_groups * group_size))
+    score = draw(st.sampled_from(["softmax", "sigmoid"]))
+    router = RouterConfig(
+        score=score,
+        softmax_after_topk=score == "softmax" and draw(st.booleans()),
+        normalize=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+        selection_bias=draw(st.booleans()),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        aux_loss_coef=draw(st.sampled_from([0.0, 0.01])),
+        z_loss_coef=draw(st.sampled_from([0.0, 0.001])),
+    )
+    return config(num_groups * group_size, k, router)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), router_configs(), st.integers(0, 6), st.booleans())
+def test_any_router_equals_the_reference(data: st.DataObject, cfg: MoEConfig, num_tokens: int, masked: bool) -> None:
+    # Few distinct values, so that ties are the rule, and masked experts among them.
+    value = st.sampled_from([-2.0, 0.0, 0.5, 1.0, float("-inf")])
+    row = st.lists(value, min_size=cfg.num_experts, max_size=cfg.num_experts).filter(lambda r: max(r) > -10)
+    rows = data.draw(st.lists(row, min_size=num_tokens, max_size=num_tokens))
+    logits = torch.tensor(rows, dtype=torch.float64).view(num_tokens, cfg.num_experts)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)), dtype=torch.bool)
+    assert_routes_as_the_reference(logits, cfg, mask if masked else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", sorted(ROUTER_PRESETS))
+def test_presets_equal_the_reference(name: str, dtype: torch.dtype) -> None:
+    cfg = config(16, 4, RouterConfig.preset(name))
+    routing = assert_routes_as_the_reference(random(33, 16, dtype=dtype), cfg)
+    assert routing.scores.dtype == dtype
+    mask = torch.arange(33) % 3 != 0
+    assert_routes_as_the_reference(random(33, 16, seed=1, dtype=dtype), cfg, mask)
+
+
+LOSSES = RouterConfig(aux_loss_coef=0.01, z_loss_coef=0.001)
+
+
+@pytest.mark.parametrize(
+    ("logits", "cfg"),
+    [
+        pytest.param(random(7, 5), config(5, 5, LOSSES), id="K = E"),
+        pytest.param(random(7, 1), config(1, 1, LOSSES), id="E = 1"),
+        pytest.param(random(1, 6), config(6, 2, LOSSES), id="T = 1"),
+        pytest.param(random(0, 6), config(6, 2, LOSSES), id="T = 0"),
+        pytest.param(torch.zeros(9, 6), config(6, 2, LOSSES), id="equal logits"),
+        pytest.param(torch.full((9, 6), -1e30), config(6, 2), id="equal, very negative logits"),
+        pytest.param(random(9, 6) * 1e4, config(6, 2), id="scores that underflow"),
+        pytest.param(random(9, 6) * 1e4, config(6, 2, RouterConfig(score="sigmoid")), id="sigmoids that underflow"),
+    ],
+)
+def test_hostile_logits(logits: Tensor, cfg: MoEConfig) -> None:
+    routing = assert_routes_as_the_reference(logits, cfg)
+    assert routing.scores.shape == (logits.shape[0], cfg.num_experts_per_tok)
+
+
+def test_ties_go_to_the_lower_expert_best_first() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0]]).repeat(200, 1)
+    plan = route(logits, config(5, 3)).plan
+    expert_of_row = torch.repeat_interleave(torch.arange(5), plan.rows_per_expert)
+    assert expert_of_row[plan.row_of_pair.long()].view(-1, 3)[:2].tolist() == [[1, 3, 2], [0, 1, 2]]
+    assert plan.rows_per_expert.tolist() == [200, 400, 400, 200, 0]
+
+
+@pytest.mark.parametrize(
+    "router", [RouterConfig(), RouterConfig(softmax_after_topk=True), RouterConfig(score="sigmoid")]
+)
+def test_experts_masked_by_minus_infinity_come_last_and_score_zero(router: RouterConfig) -> None:
+    logits = random(50, 6)
+    logits[:, [0, 2, 3]] = float("-inf")
+    logits[:, 5] = -1e4  # underflows to a score of 0, and still comes before a masked expert
+    routing = assert_routes_as_the_reference(logits, config(6, 2, router))
+    assert routing.tokens_per_expert[[0, 2, 3]].tolist() == [0, 0, 0]
+    crowded = route(logits, config(6, 4, router))
+    assert crowded.tokens_per_expert.tolist() == [50, 50, 0, 0, 50, 50]
+    assert not crowded.dense()[:, 0].any()
+
+
+def test_a_biased_masked_expert_stays_masked() -> None:
+    cfg = config(4, 1, RouterConfig(score="sigmoid", selection_bias=True))
+    logits = torch.tensor([[float("-inf"), 0.0, 1.0, 2.0]])
+    routing = route(logits, cfg, selection_bias=torch.tensor([5.0, 0.5, 0.0, float("-inf")]))
+    assert routing.tokens_per_expert.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "granite_moe"])
+def test_all_tokens_masked_gives_nothing_and_no_nan(name: str) -> None:
+    cfg = config(16, 4, RouterConfig.preset(name))
+    logits = torch.full((5, 16), float("nan"), requires_grad=True)  # padding may hold anything
+    routing = route(logits, cfg, selection_bias=selection_bias_for(cfg), token_mask=torch.zeros(5, dtype=torch.bool))
+    assert not routing.scores.any()
+    assert not routing.tokens_per_expert.any()
+    assert float(routing.aux_loss.detach()) == 0.0
+    assert (routing.plan.row_of_pair == -1).all()
+    (grad,) = torch.autograd.grad(routing.scores.sum() + routing.aux_loss, logits)
+    assert not grad.any()
+
+
+def test_no_coefficients_give_a_loss_of_exactly_zero_without_a_graph() -> None:
+    loss = route(random(4, 6).requires_grad_(), config(6, 2)).aux_loss
+    assert loss.dtype == torch.float32
+    assert float(loss) == 0.0
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_routed_in_fp32_also_under_autocast(dtype: torch.dtype) -> None:
+    cfg = config(16, 4, LOSSES)
+    logits = random(33, 16, dtype=dtype)
+    exact = route(logits.float(), cfg)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = route(logits, cfg)
+    assert routing.scores.dtype == torch.float32
+    assert torch.equal(routing.scores, exact.scores)
+    assert torch.equal(routing.aux_loss, exact.aux_loss)
+
+
+def test_dense_works_for_any_plan() -> None:
+    token, expert = torch.tensor([2, 0, 2, 2, 1]), torch.tensor([1, 3, 1, 0, 4])
+    plan = plan_pairs(token, expert, 3, 4)
+    scores = torch.tensor([0.5, 1.0, 0.25, 2.0, 9.0], requires_grad=True)
+    dense = Routing(plan, scores, plan.rows_per_expert, torch.zeros(())).dense()
+    assert dense.tolist() == [[0, 0, 0, 1], [0, 0, 0, 0], [2, 0.75, 0, 0]]
+    (grad,) = torch.autograd.grad(dense.sum(), scores)
+    assert grad.tolist() == [1, 1, 1, 1, 0]
+
+
+def test_gradcheck_of_scores_and_losses() -> None:
+    router = RouterConfig(score="sigmoid", scale=2.5, num_groups=2, top_groups=1, aux_loss_coef=1.0, z_loss_coef=1.0)
+    cfg = config(8, 2, router)
+    mask = torch.tensor([True, True, False, True])
+    logits = random(4, 8).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: route(t, cfg, token_mask=mask).scores, logits)
+    losses = torch.autograd.grad(route(logits, cfg, token_mask=mask).aux_loss, logits)[0]
+    expected = torch.autograd.grad(reference.route(logits, cfg, token_mask=mask).aux_loss, logits)[0]
+    torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_router_equals_eager(backend: str) -> None:
+    router = RouterConfig(score="sigmoid", num_groups=2, selection_bias=True, aux_loss_coef=0.01, z_loss_coef=0.001)
+    cfg = config(8, 2, router)
+    bias, mask = selection_bias_for(cfg), torch.arange(12) % 4 != 0
+    weight = random(12, 2, seed=1, dtype=torch.float32)
+
+    def objective(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        routing = route(logits, cfg, selection_bias=bias, token_mask=mask)
+        return (routing.scores * weight).sum() + routing.aux_loss, routing.scores, routing.tokens_per_expert
+
+    # Inductor's C++ takes seconds to build, so it is given the forward alone.
+    logits = random(12, 8, dtype=torch.float32).requires_grad_(backend == "aot_eager")
+    eager, compiled = objective(logits), torch.compile(objective, fullgraph=True, backend=backend)(logits)
+    for got, want in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(got, want)
+    if logits.requires_grad:
+        got, want = (torch.autograd.grad(outputs[0], logits)[0] for outputs in (compiled, eager))
+        torch.testing.assert_close(got, want)
+
+
+PLAIN, BIASED = config(6, 2), config(6, 2, RouterConfig(selection_bias=True))
+LOGITS = torch.zeros(4, 6)
+
+
+def with_value(value: float, *columns: int) -> Tensor:
+    logits = LOGITS.clone()
+    logits[2, list(columns)] = value
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: route([[0.0]], PLAIN), "logits must be a tensor, got list"),
+        (lambda: route(LOGITS, PLAIN.router), "cfg must be a MoEConfig, got RouterConfig"),
+        (lambda: route(torch.zeros(2, 2, 6), PLAIN), r"logits must be \(T, E\) with E = num_experts = 6, got shape"),
+        (lambda: route(torch.zeros(4, 5), PLAIN), r"logits must be \(T, E\) with E = num_experts = 6, got shape"),
+        (lambda: route(LOGITS.long(), PLAIN), "logits must be floating point, got torch.int64"),
+        (lambda: route(LOGITS, BIASED), "selection_bias is missing"),
+        (lambda: route(LOGITS, PLAIN, selection_bias=torch.zeros(6)), "selection_bias was given, but"),
+        (lambda: route(LOGITS, BIASED, selection_bias=torch.zeros(5)), r"selection_bias must be \(6,\) torch.float32"),
+        (
+            lambda: route(LOGITS, BIASED, selection_bias=torch.zeros(6).half()),
+            "selection_bias must be .* torch.float16",
+        ),
+        (lambda: route(LOGITS, BIASED, selection_bias=torch.zeros(6, device="meta")), "selection_bias is on meta"),
+        (lambda: route(LOGITS, PLAIN, token_mask=torch.ones(3, dtype=torch.bool)), r"token_mask must be \(4,\)"),
+        (lambda: route(LOGITS, PLAIN, token_mask=torch.ones(4)), r"token_mask must be \(4,\) torch.bool"),
+        (lambda: route(with_value(float("nan"), 1), PLAIN), r"logits\[2\] has NaN"),
+        (lambda: route(with_value(float("inf"), 1), PLAIN), r"logits\[2\] has \+inf"),
+        (lambda: route(with_value(float("-inf"), 0, 1, 2, 3, 4, 5), PLAIN), r"logits\[2\] has no finite value"),
+    ],
+)
+def test_bad_arguments_are_named_in_one_line(call: Callable[[], Routing], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
