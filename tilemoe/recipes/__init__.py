@@ -1,0 +1,1 @@
+"""The packaged recipes, one JSON file each; ``tilemoe.train.config`` reads them."""

@@ -1,0 +1,1 @@
+"""Training: recipes, schedules, the optimiser, the loop, checkpoints, metrics and plots."""

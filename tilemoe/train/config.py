@@ -1,0 +1,213 @@
+"""Recipes: everything that defines a training run, as frozen dataclasses validated when they are made.
+
+Standard library only, so that ``tilemoe train --help`` never imports torch. A recipe is a JSON file; those that come
+with the package live in ``tilemoe/recipes``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from tilemoe.config import (
+    ModelConfig,
+    _require_bool,
+    _require_choice,
+    _require_finite,
+    _require_int,
+    from_dict,
+)
+
+SCHEDULES = ("cosine", "wsd", "constant")
+
+
+def default_cache_dir() -> Path:
+    """``$TILEMOE_CACHE``, else ``$XDG_CACHE_HOME/tilemoe``, else ``~/.cache/tilemoe``."""
+    explicit = os.environ.get("TILEMOE_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tilemoe"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read and how it is cut into batches."""
+
+    seq_len: int  # tokens per training sequence
+    batch_size: int  # sequences per micro-batch and per rank
+    corpus: str = "stdlib"  # "stdlib", a .txt/.jsonl/.parquet file, or a folder of them
+    tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
+    heldout_every: int = 20  # every N-th document is kept for evaluation
+    cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder
+
+    def __post_init__(self) -> None:
+        _require_int("data.seq_len", self.seq_len, 1)
+        _require_int("data.batch_size", self.batch_size, 1)
+        _require_int("data.heldout_every", self.heldout_every, 2)
+        for name in ("corpus", "tokenizer"):
+            _require_text(f"data.{name}", getattr(self, name))
+        if self.cache_dir is not None:
+            _require_text("data.cache_dir", self.cache_dir)
+
+    @property
+    def cache_path(self) -> Path:
+        return default_cache_dir() if self.cache_dir is None else Path(self.cache_dir).expanduser()
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, gradient clipping and the learning-rate schedule."""
+
+    lr: float  # peak learning rate
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on weight matrices only: not on norms, biases and the embedding table
+    grad_clip: float = 1.0  # largest L2 norm of the gradient; 0 turns clipping off
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 100  # linear warm-up, in optimiser steps
+    decay_fraction: float = 0.2  # wsd: the part of all steps spent decaying at the end
+    min_lr_ratio: float = 0.1  # the last step's learning rate over the peak
+
+    def __post_init__(self) -> None:
+        _require_finite("optim.lr", self.lr, positive=True)
+        _require_finite("optim.eps", self.eps, positive=True)
+        for name in ("weight_decay", "grad_clip"):
+            _require_finite(f"optim.{name}", getattr(self, name))
+        for name in ("beta1", "beta2", "decay_fraction", "min_lr_ratio"):
+            _require_finite(f"optim.{name}", getattr(self, name))
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(self, name)!r}")
+        for name in ("decay_fraction", "min_lr_ratio"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"optim.{name} must be in [0, 1], got {getattr(self, name)!r}")
+        _require_choice("optim.schedule", self.schedule, SCHEDULES)
+        _require_int("optim.warmup_steps", self.warmup_steps, 0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how precisely, on what, and what is written where."""
+
+    steps: int  # optimiser steps
+    out_dir: str  # the run's folder: checkpoints, metrics.jsonl, plot.png, result.json
+    accumulation: int = 1  # micro-batches per optimiser step
+    seed: int = 0  # of the initial weights and of the order of the data
+    precision: Literal["fp32", "bf16"] = "bf16"  # bf16: autocast over fp32 weights
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
+    recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no activations, backward redoes one GEMM
+    threads: int = 0  # CPU threads; 0 leaves the choice to torch
+    selection_bias_rate: float = 0.001  # step of the router's selection bias, where the model has one
+    log_every: int = 10  # steps between records of the training loss
+    eval_every: int = 250  # steps between evaluations on held-out text; 0: only at the end
+    eval_batches: int = 20  # batches of such an evaluation; 0: the whole held-out split
+    save_every: int = 250  # steps between checkpoints; 0: only at the end
+    keep_last: int = 2  # checkpoints kept
+    tensorboard: bool = False  # also write TensorBoard event files
+    plot: bool = True  # draw plot.png at the end
+    sample_prompt: str = "def "  # continued at the end of the run
+    sample_tokens: int = 200  # length of that sample; 0: none
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("steps", 1), ("accumulation", 1), ("seed", 0), ("threads", 0), ("log_every", 1)):
+            _require_int(f"train.{name}", getattr(self, name), minimum)
+        for name, minimum in (("eval_every", 0), ("eval_batches", 0), ("save_every", 0), ("keep_last", 1)):
+            _require_int(f"train.{name}", getattr(self, name), minimum)
+        _require_int("train.sample_tokens", self.sample_tokens, 0)
+        _require_choice("train.precision", self.precision, ("fp32", "bf16"))
+        _require_choice("train.device", self.device, ("auto", "cpu", "cuda"))
+        _require_choice("train.compile", self.compile, ("none", "blocks"))
+        if self.recompute is not None:
+            _require_choice("train.recompute", self.recompute, ("up_proj",))
+        _require_finite("train.selection_bias_rate", self.selection_bias_rate)
+        _require_bool("train.tensorboard", self.tensorboard)
+        _require_bool("train.plot", self.plot)
+        _require_text("train.out_dir", self.out_dir)
+        if not isinstance(self.sample_prompt, str) or (self.sample_tokens and not self.sample_prompt):
+            raise ValueError(f"train.sample_prompt must be a non-empty text, got {self.sample_prompt!r}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A complete, reproducible description of a training run."""
+
+    name: str
+    description: str
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+    def __post_init__(self) -> None:
+        _require_text("name", self.name)
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"
+            )
+        if self.optim.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"optim.warmup_steps ({self.optim.warmup_steps}) must not exceed train.steps ({self.train.steps})"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimiser step on one rank."""
+        return self.data.batch_size * self.data.seq_len * self.train.accumulation
+
+
+def list_recipes() -> list[str]:
+    """Names of the recipes that come with the package, sorted."""
+    names = (entry.name for entry in files("tilemoe.recipes").iterdir())
+    return sorted(name[: -len(".json")] for name in names if name.endswith(".json"))
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """The packaged recipe of that name, or the one in a ``.json`` file."""
+    text = str(name_or_path)
+    if text.endswith(".json"):
+        path = Path(text).expanduser()
+        if not path.is_file():
+            raise ValueError(
+                f"recipe: no file {path}; give an existing .json file or one of {', '.join(list_recipes())}"
+            )
+        return parse_recipe(path.read_text(encoding="utf-8"), str(path))
+    if text not in list_recipes():
+        raise ValueError(f"recipe: unknown recipe {text!r}; choose one of {', '.join(list_recipes())} or a .json file")
+    return parse_recipe((files("tilemoe.recipes") / f"{text}.json").read_text(encoding="utf-8"), f"recipe {text}")
+
+
+def parse_recipe(text: str, where: str) -> Recipe:
+    """A recipe from JSON text; ``where`` names its origin in error messages."""
+    try:
+        data = json.loads(text)
+        recipe: Recipe = from_dict(Recipe, data)
+    except ValueError as error:  # JSONDecodeError is one too
+        raise ValueError(f"{where}: {error}") from error
+    return recipe
+
+
+def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> Iterator[str]:
+    """What differs between settings (``to_dict``) and a checkpoint's: dotted names with both values, in order."""
+    for key, value in ours.items():
+        other = saved.get(key)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            yield from differences(value, other, f"{where}{key}.")
+        elif value != other:
+            yield f"{where}{key} is {_short(value)} here and {_short(other)} in the checkpoint"
+
+
+def _short(value: Any) -> str:
+    return "a table of settings" if isinstance(value, Mapping) else repr(value)
+
+
+def _require_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a non-empty text, got {value!r}")
