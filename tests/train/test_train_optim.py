@@ -1,0 +1,81 @@
+"""Parameter groups, clipping and the named state of AdamW."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tilemoe.train.config import OptimConfig
+from tilemoe.train.optim import clip_gradients, load_optimizer_tensors, make_optimizer, optimizer_tensors
+
+CONFIG = OptimConfig(lr=0.1, weight_decay=0.5)
+
+
+class Toy(nn.Module):
+    """One parameter of each kind that the decision on weight decay tells apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.LayerNorm(3)
+        self.w1 = nn.Parameter(torch.randn(2, 4, 3))
+        self.b1 = nn.Parameter(torch.randn(2, 4))
+        self.b2 = nn.Parameter(torch.randn(2, 3))
+        self.head = nn.Linear(3, 5, bias=False)
+
+
+def test_only_weight_matrices_decay() -> None:
+    model = Toy()
+    optimizer = make_optimizer(model, CONFIG)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, spared = ([name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert decayed == ["w1", "linear.weight", "head.weight"]
+    assert set(spared) == {"embed.weight", "linear.bias", "norm.weight", "norm.bias", "b1", "b2"}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+
+
+def test_a_head_tied_to_the_embedding_is_not_decayed() -> None:
+    model = Toy()
+    model.head.weight = model.embed.weight
+    groups = make_optimizer(model, CONFIG).param_groups
+    assert not any(p is model.embed.weight for p in groups[0]["params"])
+    assert sum(p is model.embed.weight for p in groups[1]["params"]) == 1
+
+
+def test_one_step_is_adamw() -> None:
+    model = Toy()
+    before = model.linear.weight.detach().clone()
+    optimizer = make_optimizer(model, CONFIG)
+    model.linear.weight.grad = torch.full_like(before, 3.0)
+    optimizer.step()
+    # Kingma & Ba; Loshchilov & Hutter: the first step is lr * sign(gradient) after the decay.
+    torch.testing.assert_close(model.linear.weight.detach(), before * (1 - 0.1 * 0.5) - 0.1)
+
+
+@pytest.mark.parametrize(("limit", "scale"), [(1.0, 1 / 5), (100.0, 1.0), (0.0, 1.0)])
+def test_clipping_scales_the_whole_gradient(limit: float, scale: float) -> None:
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    assert clip_gradients(parameters, limit).item() == pytest.approx(5.0)
+    assert parameters[0].grad.item() == pytest.approx(3.0 * scale, rel=1e-5)
+    assert parameters[1].grad.item() == pytest.approx(4.0 * scale, rel=1e-5)
+
+
+def test_the_state_moves_to_another_optimiser_by_name() -> None:
+    model, other = Toy(), Toy()
+    optimizer = make_optimizer(model, CONFIG)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    model.b2.grad = None  # never used: no state
+    optimizer.step()
+    tensors = optimizer_tensors(model, optimizer)
+    assert "w1.exp_avg" in tensors
+    assert not any(name.startswith("b2.") for name in tensors)
+    target = make_optimizer(other, OptimConfig(lr=0.7))
+    load_optimizer_tensors(other, target, {name: tensor.clone() for name, tensor in tensors.items()})
+    again = optimizer_tensors(other, target)
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+    assert target.param_groups[0]["lr"] == 0.7

@@ -1,0 +1,81 @@
+"""AdamW over two parameter groups, gradient clipping, and the optimiser's state as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from tilemoe.train.config import OptimConfig
+
+# Stacked per expert, so two-dimensional, yet biases all the same.
+_BIAS_NAMES = frozenset({"bias", "b1", "b2"})
+
+
+def decays(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
+    """Whether weight decay applies: to weight matrices (experts, router, attention, head) only.
+
+    Not to norms and biases, whose size carries meaning, and not to the embedding table: a token's row would shrink in
+    every step that the token does not occur in. A head tied to the table is the table.
+    """
+    return parameter.ndim >= 2 and name.rpartition(".")[2] not in _BIAS_NAMES and id(parameter) not in embeddings
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with the decayed parameters in group 0 and all others in group 1.
+
+    ``fused``: 5 M parameters on two CPU cores took 3 ms a step, against 7 ms (plain loop) and 36 ms (foreach).
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    groups: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[0 if decays(name, parameter, embeddings) else 1].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[0], "weight_decay": config.weight_decay},
+            {"params": groups[1], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients down to ``max_norm`` (0: leave them) and return their L2 norm before, a fp32 scalar."""
+    kept = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in kept if p.grad is not None])
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(kept, max_norm, norm)
+    return norm
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's state by parameter name: ``<parameter>.exp_avg``, ``.exp_avg_sq``, ``.step``."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """The inverse of ``optimizer_tensors``; hyper-parameters stay as the optimiser was made with."""
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition(".")
+        by_parameter.setdefault(name, {})[key] = tensor
+    unknown = set(by_parameter) - set(name_of.values())
+    assert not unknown, f"state of parameters that the model lacks: {sorted(unknown)}"
+    state = {i: by_parameter[name_of[id(p)]] for i, p in enumerate(order) if name_of[id(p)] in by_parameter}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
