@@ -1,0 +1,211 @@
+"""Checkpoints: whole or not there, whatever fails; damage is found, named, and an older one pointed to."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tilemoe.data import load_tokenizer
+from tilemoe.train import checkpoint as checkpoints
+from tilemoe.train.checkpoint import (
+    CheckpointError,
+    TrainState,
+    clean_stale,
+    find_latest,
+    list_checkpoints,
+    open_checkpoint,
+    resolve_checkpoint,
+    save_checkpoint,
+    set_aside,
+)
+from tilemoe.train.config import OptimConfig, Recipe, load_recipe
+from tilemoe.train.optim import make_optimizer, optimizer_tensors
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+
+
+class Toy(nn.Module):
+    """Weights, a buffer and a tied pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.linear = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("selection_bias", torch.randn(3))
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return load_recipe("smoke")
+
+
+@pytest.fixture
+def save(tmp_path: Path, recipe: Recipe) -> Callable[..., Path]:
+    """Trains a toy for one step and saves it in ``tmp_path`` as the step asked for."""
+    model = Toy()
+    optimizer = make_optimizer(model, OptimConfig(lr=0.1))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+    def write(step: int, keep_last: int = 9) -> Path:
+        state = TrainState(recipe, step, 10 * step, 1.5, "abc")
+        return save_checkpoint(
+            tmp_path, state, model, optimizer, tokenizer=load_tokenizer("bytes"), keep_last=keep_last
+        )
+
+    write.model, write.optimizer = model, optimizer  # type: ignore[attr-defined]
+    return write
+
+
+def test_everything_comes_back_bit_for_bit(save: Callable[..., Path], recipe: Recipe) -> None:
+    torch.manual_seed(7)
+    path = save(12)
+    expected_next = torch.rand(3)
+    assert path.name == "step_00000012"
+    assert sorted(entry.name for entry in path.iterdir()) == sorted(FILES)
+    model = Toy()
+    optimizer = make_optimizer(model, OptimConfig(lr=0.1))
+    loaded = open_checkpoint(path)
+    assert loaded.state == TrainState(recipe, 12, 120, 1.5, "abc")
+    loaded.load_training(model, optimizer)
+    assert torch.equal(torch.rand(3), expected_next)
+    for (name, theirs), ours in zip(save.model.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(theirs, ours), name
+    theirs, ours = optimizer_tensors(save.model, save.optimizer), optimizer_tensors(model, optimizer)
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert model.head.weight is model.embed.weight
+
+
+def test_the_newest_are_kept(save: Callable[..., Path], tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(step, keep_last=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003", "step_00000004"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_byte_anywhere_is_found(save: Callable[..., Path], name: str) -> None:
+    path = save(1)
+    file = path / name
+    intact = file.read_bytes()
+    dice = random.Random(name)
+    for position in {0, len(intact) - 1, *(dice.randrange(len(intact)) for _ in range(40))}:
+        changed = bytearray(intact)
+        changed[position] ^= dice.randrange(1, 256)
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=name) as caught:
+            open_checkpoint(path)
+        assert "\n" not in str(caught.value)
+    file.write_bytes(intact)
+    assert open_checkpoint(path).state.step == 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_cut_or_missing_file_is_named(save: Callable[..., Path], name: str) -> None:
+    path = save(1)
+    file = path / name
+    content = file.read_bytes()
+    for cut in (0, 1, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:cut])
+        with pytest.raises(CheckpointError, match=name):
+            open_checkpoint(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        open_checkpoint(path)
+
+
+def test_a_damaged_newest_is_an_error_that_names_the_older_one(save: Callable[..., Path], tmp_path: Path) -> None:
+    older, broken, newest = save(1), save(2), save(3)
+    assert find_latest(tmp_path).path == newest
+    for path in (broken, newest):
+        (path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match=f"model.safetensors.*--resume {older}$"):
+        find_latest(tmp_path)
+    (older / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="no older one is intact"):
+        resolve_checkpoint(tmp_path)
+
+
+def test_what_a_user_points_at(save: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no step_"):
+        resolve_checkpoint(tmp_path)
+    assert find_latest(tmp_path) is None
+    path = save(5)
+    assert resolve_checkpoint(tmp_path).path == resolve_checkpoint(path).path == path
+    with pytest.raises(CheckpointError, match="no folder"):
+        resolve_checkpoint(tmp_path / "elsewhere")
+
+
+def test_another_model_is_refused_by_its_first_difference(save: Callable[..., Path], recipe: Recipe) -> None:
+    loaded = open_checkpoint(save(1))
+    loaded.require_model(recipe.model)
+    with pytest.raises(CheckpointError, match=r"model\.num_layers is 3 here and 2 in the checkpoint"):
+        loaded.require_model(replace(recipe.model, num_layers=3, rope_theta=5.0))
+
+
+def _full_disk(*args: object, **kwargs: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["save_model", "save_file", "_manifest", "fsync_file", "fsync_dir", "os.rename"])
+def test_a_failing_write_leaves_the_older_checkpoint(
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    older = save(1)
+    before = {file.name: file.read_bytes() for file in older.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.os if where == "os.rename" else checkpoints, where.removeprefix("os."), _full_disk)
+        with pytest.raises(CheckpointError, match=r"could not write .*No space left.*step_00000001") as caught:
+            save(2)
+    assert "\n" not in str(caught.value)
+    assert {file.name: file.read_bytes() for file in older.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert find_latest(tmp_path).path == older
+    assert find_latest(save(2).parent).state.step == 2
+
+
+@pytest.mark.parametrize("where", ["save_model", "save_file", "_manifest", "fsync_file", "fsync_dir", "os.rename"])
+def test_dying_in_the_middle_of_a_write_leaves_the_older_checkpoint(
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    class Killed(BaseException):
+        """Ends the write without any clean-up code of ours, as a kill would."""
+
+    def die(*args: object, **kwargs: object) -> None:
+        raise Killed
+
+    older = save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.os if where == "os.rename" else checkpoints, where.removeprefix("os."), die)
+        with pytest.raises(Killed):
+            save(2)
+    assert any(path.name.startswith(".tmp-") for path in tmp_path.iterdir())
+    assert find_latest(tmp_path).path == older
+    clean_stale(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_setting_aside_loses_nothing(save: Callable[..., Path], tmp_path: Path) -> None:
+    first = set_aside([save(3)])
+    second = set_aside([save(3)])
+    assert list_checkpoints(tmp_path) == []
+    assert [open_checkpoint(path).state.step for path in first + second] == [3, 3]
+
+
+def test_nothing_is_pickled(save: Callable[..., Path]) -> None:
+    path = save(1)
+    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
+    state = json.loads((path / "state.json").read_text())
+    assert state["step"] == 1
+    assert len(bytes.fromhex(state["rng_cpu"])) == torch.get_rng_state().numel()
