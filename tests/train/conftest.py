@@ -1,0 +1,53 @@
+"""A small corpus and a recipe over it that trains in well under a second."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
+from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty short text files of made-up words."""
+    folder = tmp_path_factory.mktemp("corpus")
+    dice = random.Random(0)
+    words = ["".join(dice.choices("abcdefgh", k=dice.randint(2, 6))) for _ in range(50)]
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(" ".join(dice.choices(words, k=120)) + ".\n")
+    return folder
+
+
+@pytest.fixture
+def moe_recipe(corpus: Path, tmp_path: Path) -> Recipe:
+    moe = MoEConfig(16, 16, 4, 2, router=RouterConfig(selection_bias=True, aux_loss_coef=0.01))
+    return Recipe(
+        "test",
+        "for tests",
+        ModelConfig(256, 16, 2, 2, 1, 8, 16, moe=moe),
+        DataConfig(16, 4, str(corpus), cache_dir=str(corpus.parent / "cache"), heldout_every=4),
+        OptimConfig(lr=0.01, warmup_steps=2),
+        TrainConfig(
+            steps=6,
+            out_dir=str(tmp_path / "run"),
+            precision="fp32",
+            log_every=1,
+            eval_every=2,
+            eval_batches=2,
+            save_every=3,
+            plot=False,
+            sample_prompt="ab",
+            sample_tokens=4,
+            selection_bias_rate=0.01,
+        ),
+    )
+
+
+@pytest.fixture
+def dense_recipe(moe_recipe: Recipe) -> Recipe:
+    return replace(moe_recipe, model=replace(moe_recipe.model, moe=None, dense_intermediate_size=32))

@@ -1,0 +1,358 @@
+"""The loop: accumulation, the selection bias, NaN, evaluation, and what a run does in which order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tilemoe.data import Prepared, prepare, sequential_windows
+from tilemoe.train import run as runs
+from tilemoe.train.checkpoint import CheckpointError, list_checkpoints, open_checkpoint
+from tilemoe.train.config import Recipe
+from tilemoe.train.evaluate import evaluate
+from tilemoe.train.loop import NonFiniteLossError, Trainer
+from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
+from tilemoe.train.restore import build_model, restore, select_device
+from tilemoe.train.run import require_fresh, require_resumable, train
+from tilemoe.train.sample import continue_text, printable
+from tilemoe.train.signals import StopRequest
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["moe", "dense"])
+def recipe(request: pytest.FixtureRequest, moe_recipe: Recipe, dense_recipe: Recipe) -> Recipe:
+    return moe_recipe if request.param == "moe" else dense_recipe
+
+
+def data_of(recipe: Recipe) -> Prepared:
+    return prepare(recipe.data.corpus, recipe.data.tokenizer, recipe.data.cache_path, recipe.data.heldout_every)
+
+
+def trainer_of(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Trainer:
+    return Trainer(recipe, build_model(recipe, CPU).to(dtype), data_of(recipe), CPU)
+
+
+def timeless(folder: str | Path) -> list[dict[str, object]]:
+    records = read_metrics(Path(folder) / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if key not in TIMING_FIELDS} for record in records]
+
+
+def test_accumulated_micro_batches_equal_the_big_batch(recipe: Recipe) -> None:
+    # The balancing loss is a product of batch means, so it is the one thing that differs, by definition.
+    if recipe.model.moe is not None:
+        router = replace(recipe.model.moe.router, aux_loss_coef=0.0)
+        recipe = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, router=router)))
+    parts = replace(recipe, train=replace(recipe.train, accumulation=4), data=replace(recipe.data, batch_size=2))
+    whole = replace(recipe, data=replace(recipe.data, batch_size=8))
+    one, other = trainer_of(parts, torch.float64), trainer_of(whole, torch.float64)
+    for _ in range(3):
+        left, right = one.train_step(), other.train_step()
+        assert left.loss == pytest.approx(right.loss, rel=1e-6)
+        assert left.expert_load == right.expert_load
+        assert left.tokens == right.tokens
+    for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_the_loss_goes_down(recipe: Recipe) -> None:
+    trainer = trainer_of(replace(recipe, train=replace(recipe.train, steps=40)))
+    losses = [trainer.train_step().loss for _ in range(40)]
+    assert losses[0] == pytest.approx(np.log(256), abs=0.3)
+    assert losses[-1] < losses[0] - 1.5
+
+
+def test_the_selection_bias_moves_once_per_step_from_all_micro_batches(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(moe_recipe, train=replace(moe_recipe.train, accumulation=3))
+    trainer = trainer_of(recipe)
+    calls = []
+    monkeypatch.setattr(trainer.model, "update_selection_bias", lambda counts, rate: calls.append((counts, rate)))
+    trainer.train_step()
+    assert len(calls) == 1
+    counts, rate = calls[0]
+    assert counts.shape == (2, 4)
+    assert counts.sum(1).tolist() == [recipe.tokens_per_step * 2] * 2
+    assert rate == 0.01
+
+
+@pytest.mark.parametrize("poison", ["weights", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(recipe: Recipe, poison: str) -> None:
+    trainer = trainer_of(recipe)
+    trainer.train_step()
+    parameter = next(trainer.model.parameters())
+    if poison == "weights":
+        parameter.data[97:105] = float("inf")
+    else:
+        parameter.register_hook(lambda gradient: gradient * float("nan"))
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises((NonFiniteLossError, ValueError)) as caught:
+        trainer.train_step()
+    assert "\n" not in str(caught.value)
+    assert trainer.step == 1
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_run_that_diverges_keeps_its_last_checkpoint(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Trainer.train_step
+
+    def diverge(self: Trainer) -> object:
+        if self.step == 4:
+            next(self.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "train_step", diverge)
+    with pytest.raises(NonFiniteLossError, match=r"in step 5; the last checkpoint is .*step_00000003; lower optim\.lr"):
+        train(recipe)
+    assert [path.name for path in Path(recipe.train.out_dir).iterdir() if path.is_dir()] == ["step_00000003"]
+    assert max(record["step"] for record in timeless(recipe.train.out_dir)) == 4
+
+
+def test_evaluation_is_the_mean_over_every_token_of_the_split(recipe: Recipe) -> None:
+    data, model = data_of(recipe), build_model(recipe, CPU)
+
+    def measure(**options: object) -> object:
+        return evaluate(model, data.heldout, seq_len=16, device=CPU, autocast=nullcontext, **options)
+
+    result = measure(batch_size=5)
+    assert result.tokens == data.heldout.num_tokens
+    nats = 0.0
+    with torch.no_grad():
+        for inputs, targets in sequential_windows(data.heldout, 16, 1):
+            logits = model.eval()(torch.from_numpy(inputs)).logits[0].double()
+            nats += torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets)[0], reduction="sum").item()
+    assert result.nats_per_token == pytest.approx(nats / result.tokens, rel=1e-5)
+    assert result.nats_per_byte == pytest.approx(nats / data.heldout.num_bytes, rel=1e-5)
+    part = measure(batch_size=5, max_batches=2)
+    assert part.tokens == 2 * 5 * 16
+    assert measure(batch_size=5, stop_requested=lambda: True) is None
+
+
+def test_evaluation_leaves_training_mode_as_it_was(moe_recipe: Recipe) -> None:
+    data, model = data_of(moe_recipe), build_model(moe_recipe, CPU)
+    for mode in (True, False):
+        model.train(mode)
+        evaluate(model, data.heldout, seq_len=16, batch_size=4, device=CPU, autocast=nullcontext, max_batches=1)
+        assert model.training is mode
+
+
+def test_a_whole_run_and_what_it_leaves(recipe: Recipe) -> None:
+    result = train(recipe)
+    folder = Path(recipe.train.out_dir)
+    assert result.sample.startswith("ab")
+    assert result.plot is None
+    assert [path.name for path in list_checkpoints(folder)] == ["step_00000003", "step_00000006"]
+    records = timeless(folder)
+    assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [(r["step"], r["whole_split"]) for r in records if r["kind"] == "eval"] == [
+        (2, False), (4, False), (6, True),
+    ]  # fmt: skip
+    assert records[-1]["nats_per_byte"] == result.evaluation.nats_per_byte
+    layers = len(records[-1]["tokens_per_expert"])
+    assert layers == (2 if recipe.model.moe else 0)
+    state = open_checkpoint(folder / "step_00000006").state
+    assert (state.step, state.tokens) == (6, 6 * 4 * 16)
+    restored = restore(folder, "cpu")
+    assert restored.tokenizer.name == "bytes"
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: int) -> None:
+    """Send this process signals in the middle of the step after ``step``."""
+    real = Trainer.train_step
+
+    def interrupted(self: Trainer) -> object:
+        if self.step == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", [0, 1, 2, 4, 5])
+def test_a_stopped_run_goes_on_to_the_same_end(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, step: int
+) -> None:
+    other = replace(recipe, train=replace(recipe.train, out_dir=recipe.train.out_dir + "-whole"))
+    train(other)
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, step, number)
+        capsys.readouterr()
+        assert train(recipe) is None
+    assert f"--resume {recipe.train.out_dir}" in capsys.readouterr().out
+    assert handlers == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    latest = list_checkpoints(Path(recipe.train.out_dir))[-1]
+    assert latest.name == f"step_{step + 1:08d}"
+    assert train(recipe, open_checkpoint(latest)) is not None
+    assert timeless(recipe.train.out_dir) == timeless(other.train.out_dir)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        ends = [Path(r.train.out_dir) / "step_00000006" / file for r in (recipe, other)]
+        assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+def test_a_second_ctrl_c_aborts_at_once(moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(moe_recipe)
+    assert [path.name for path in list_checkpoints(Path(moe_recipe.train.out_dir))] == ["step_00000003"]
+
+
+def test_a_stop_during_evaluation_saves_and_evaluates_again(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilemoe.train import evaluate as module
+
+    real = module._batches
+
+    def interrupted(*args: object) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_batches", interrupted)
+        assert train(moe_recipe) is None
+    records = timeless(moe_recipe.train.out_dir)
+    assert [(r["kind"], r["step"]) for r in records] == [("train", 1), ("train", 2)]
+    train(moe_recipe, open_checkpoint(Path(moe_recipe.train.out_dir) / "step_00000002"))
+    evaluated = [r["step"] for r in timeless(moe_recipe.train.out_dir) if r["kind"] == "eval"]
+    assert evaluated == [2, 4, 6]
+
+
+def test_resuming_from_an_older_step_sets_the_newer_aside(moe_recipe: Recipe) -> None:
+    train(moe_recipe)
+    folder = Path(moe_recipe.train.out_dir)
+    before, weights = timeless(folder), (folder / "step_00000006" / "model.safetensors").read_bytes()
+    train(moe_recipe, open_checkpoint(folder / "step_00000003"))
+    assert (folder / "abandoned_step_00000006").is_dir()
+    assert (folder / "step_00000006" / "model.safetensors").read_bytes() == weights
+    assert timeless(folder) == before
+
+
+def test_a_finished_run_can_be_made_longer(moe_recipe: Recipe) -> None:
+    train(moe_recipe)
+    longer = replace(moe_recipe, train=replace(moe_recipe.train, steps=8))
+    checkpoint = open_checkpoint(Path(moe_recipe.train.out_dir) / "step_00000006")
+    assert require_resumable(longer, checkpoint) == ["train.steps is 8 here and 6 in the checkpoint"]
+    train(longer, checkpoint)
+    assert timeless(longer.train.out_dir)[-1]["step"] == 8
+
+
+def test_what_cannot_be_resumed(moe_recipe: Recipe, dense_recipe: Recipe, tmp_path: Path, corpus: Path) -> None:
+    train(moe_recipe)
+    checkpoint = open_checkpoint(Path(moe_recipe.train.out_dir) / "step_00000003")
+    with pytest.raises(CheckpointError, match=r"another model: model\.moe is None here"):
+        train(dense_recipe, checkpoint)
+    for part, name, value in (("train", "seed", 1), ("train", "accumulation", 2), ("data", "batch_size", 5)):
+        changed = replace(moe_recipe, **{part: replace(getattr(moe_recipe, part), **{name: value})})
+        with pytest.raises(CheckpointError, match=rf"{part}\.{name} is {value} here"):
+            train(changed, checkpoint)
+    with pytest.raises(CheckpointError, match=r"past train\.steps \(2\)"):
+        train(replace(moe_recipe, train=replace(moe_recipe.train, steps=2)), checkpoint)
+    text = tmp_path / "other"
+    text.mkdir()
+    for path in corpus.iterdir():
+        (text / path.name).write_text(path.read_text().upper())
+    with pytest.raises(CheckpointError, match="is not the text that checkpoint"):
+        train(replace(moe_recipe, data=replace(moe_recipe.data, corpus=str(text))), checkpoint)
+
+
+def test_a_new_run_needs_an_empty_folder(moe_recipe: Recipe) -> None:
+    folder = Path(moe_recipe.train.out_dir)
+    require_fresh(folder)
+    folder.mkdir()
+    require_fresh(folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"not empty; add --resume"):
+        require_fresh(folder)
+
+
+def test_a_vocabulary_that_is_too_small_names_the_fix(moe_recipe: Recipe) -> None:
+    recipe = replace(moe_recipe, model=replace(moe_recipe.model, vocab_size=200))
+    with pytest.raises(ValueError, match=r"set --model\.vocab-size 256"):
+        train(recipe)
+
+
+def test_a_trained_tokenizer_travels_with_the_checkpoint(moe_recipe: Recipe) -> None:
+    recipe = replace(
+        moe_recipe,
+        data=replace(moe_recipe.data, tokenizer="bpe:300"),
+        model=replace(moe_recipe.model, vocab_size=300),
+        train=replace(moe_recipe.train, steps=2, plot=True),
+    )
+    result = train(recipe)
+    assert result.plot.read_bytes().startswith(b"\x89PNG")
+    assert result.evaluation.nats_per_byte < result.evaluation.nats_per_token
+    restored = restore(Path(recipe.train.out_dir), "cpu")
+    assert restored.tokenizer.decode(restored.tokenizer.encode("abc def")) == "abc def"
+    text = continue_text(restored.model, restored.tokenizer, "ab", 5, temperature=1.0, top_k=0, seed=1)
+    assert text == continue_text(restored.model, restored.tokenizer, "ab", 5, temperature=1.0, top_k=0, seed=1)
+
+
+def test_missing_extras_are_one_line_and_the_run_goes_on(
+    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(*args: object) -> None:
+        raise ModuleNotFoundError("No module named 'x'")
+
+    monkeypatch.setattr(runs, "draw", absent)
+    monkeypatch.setattr(runs, "open_tensorboard", absent)
+    train(replace(dense_recipe, train=replace(dense_recipe.train, steps=2, plot=True, tensorboard=True)))
+    out = capsys.readouterr().out
+    assert "pip install 'tilemoe[plot]'" in out
+    assert "pip install 'tilemoe[log]'" in out
+
+
+def test_prompts_that_do_not_fit(dense_recipe: Recipe) -> None:
+    trainer = trainer_of(dense_recipe)
+    options: dict[str, object] = {"temperature": 0.0, "top_k": 0, "seed": 0}
+    with pytest.raises(ValueError, match="no tokens"):
+        continue_text(trainer.model, trainer.data.tokenizer, "", 3, **options)
+    with pytest.raises(ValueError, match="shorten it"):
+        continue_text(trainer.model, trainer.data.tokenizer, "x" * 16, 3, **options)
+    assert continue_text(trainer.model, trainer.data.tokenizer, "x" * 15, 99, **options).startswith("x" * 15)
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[31mb\tc\n\x07é") == "a\ufffd[31mb\tc\n\ufffdé"
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert select_device("auto") == select_device("cpu") == CPU
+    with pytest.raises(ValueError, match="no CUDA GPU"):
+        select_device("cuda")
+
+
+def test_bf16_is_autocast_over_fp32_weights(moe_recipe: Recipe) -> None:
+    trainer = trainer_of(replace(moe_recipe, train=replace(moe_recipe.train, precision="bf16")))
+    stats = trainer.train_step()
+    assert np.isfinite(stats.loss)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert stats.loss != trainer_of(moe_recipe).train_step().loss
+
+
+def test_signals_are_left_alone_outside_the_main_thread() -> None:
+    import threading
+
+    seen: list[object] = []
+
+    def check() -> None:
+        with StopRequest() as stop:
+            seen.append((stop(), signal.getsignal(signal.SIGTERM)))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=check)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]

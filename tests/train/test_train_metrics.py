@@ -1,0 +1,106 @@
+"""metrics.jsonl: appended, cut back on resuming, mirrored to TensorBoard, drawn."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilemoe.train.metrics import MetricsWriter, open_tensorboard, read_metrics, truncate_metrics
+from tilemoe.train.plots import draw
+
+
+def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
+    writer = MetricsWriter(folder)
+    for step in range(1, steps + 1):
+        writer.write("train", {"step": step, "loss": 5.0 / step})
+        if step % 2 == 0:
+            counts = [[3, 1], [2, 2]] if experts else []
+            writer.write("eval", {"step": step, "nats_per_token": 5.0 / step, "tokens_per_expert": counts})
+    writer.sync()
+    writer.close()
+    return folder / "metrics.jsonl"
+
+
+def test_records_come_back_in_order(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    assert [(r["kind"], r["step"]) for r in read_metrics(path)][:4] == [
+        ("train", 1), ("train", 2), ("eval", 2), ("train", 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"kind": "train", "st'])
+def test_resuming_cuts_to_the_checkpoint(tmp_path: Path, torn: bytes) -> None:
+    path = write_run(tmp_path)
+    with path.open("ab") as file:
+        file.write(torn)
+    truncate_metrics(path, 4)
+    assert [(r["kind"], r["step"]) for r in read_metrics(path)] == [
+        ("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4),
+    ]  # fmt: skip
+    assert path.read_bytes().endswith(b"}\n")
+    truncate_metrics(path, 0)
+    assert path.read_bytes() == b""
+    truncate_metrics(tmp_path / "absent.jsonl", 3)
+    assert not (tmp_path / "absent.jsonl").exists()
+
+
+def test_a_torn_last_line_alone_is_dropped(tmp_path: Path) -> None:
+    path = write_run(tmp_path, steps=2)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind":')
+    assert len(list(read_metrics(path))) == 3
+    truncate_metrics(path, 5)
+    assert path.read_bytes() == whole
+
+
+def test_every_record_is_readable_at_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write("train", {"step": 1, "loss": 2.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "train", "step": 1, "loss": 2.5}
+    writer.close()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(tmp_path, open_tensorboard(tmp_path, 1))
+    writer.write("train", {"step": 3, "loss": 2.5, "expert_load": [1.0]})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 2.5)]
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_the_plot_is_a_png(tmp_path: Path, experts: bool) -> None:
+    write_run(tmp_path, experts=experts)
+    path = draw(tmp_path, "title")
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 5000
+
+
+def test_without_matplotlib_or_tensorboard_the_import_fails_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    hide_modules(monkeypatch, "matplotlib", "tensorboard", "torch.utils.tensorboard")
+    with pytest.raises(ImportError):
+        draw(tmp_path, "title")
+    with pytest.raises(ImportError):
+        open_tensorboard(tmp_path, 1)
+
+
+def hide_modules(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:
+    real = builtins.__import__
+
+    def fake(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith(hidden):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fake)

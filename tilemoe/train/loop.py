@@ -1,0 +1,235 @@
+"""The training loop: one optimiser step, and the order in which a run trains, records, saves and evaluates.
+
+A step's order is fixed, because resuming relies on it: train, record, checkpoint, evaluate. Whatever follows a
+checkpoint is a function of it, so a run that goes on from there repeats exactly what the interrupted one did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tilemoe.data import Prepared, Sampler
+from tilemoe.data.shards import read_index
+from tilemoe.train.checkpoint import Checkpoint, TrainState, list_checkpoints, save_checkpoint
+from tilemoe.train.config import Recipe
+from tilemoe.train.evaluate import Evaluation, evaluate
+from tilemoe.train.metrics import MetricsWriter
+from tilemoe.train.optim import clip_gradients, make_optimizer, set_learning_rate
+from tilemoe.train.progress import Reporter, StepStats
+from tilemoe.train.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from tilemoe.models.decoder import DecoderLM
+
+_SPEED_MEMORY = 0.9  # of the moving average of a step's seconds
+
+
+class NonFiniteLossError(ValueError):
+    """The loss or the gradient became NaN or infinite; weights and checkpoints are those of the step before."""
+
+
+class Trainer:
+    """A model, its optimiser and its place in the data.
+
+    Args:
+        model: on ``device``, fp32 weights.
+        rank, world_size: this process' share of every step's sequences; rank 0 writes.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: DecoderLM,
+        data: Prepared,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.recipe, self.model, self.data, self.device = recipe, model, data, device
+        self.rank, self.world_size = rank, world_size
+        self.optimizer = make_optimizer(model, recipe.optim)
+        self.sampler = Sampler(
+            data.train, recipe.data.seq_len, recipe.data.batch_size, recipe.train.seed, rank, world_size
+        )
+        self.data_fingerprint = data_fingerprint(data)
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self._saved_step = -1
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.recipe.train.out_dir).expanduser()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.train.precision == "bf16")
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from ``checkpoint``: weights, optimiser, random numbers, step and tokens."""
+        checkpoint.load_training(self.model, self.optimizer)
+        state = checkpoint.state
+        self.step, self.tokens, self.seconds = state.step, state.tokens, state.seconds
+        self._saved_step = state.step
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step."""
+        state = TrainState(self.recipe, self.step, self.tokens, self.seconds, self.data_fingerprint)
+        path = save_checkpoint(
+            self.run_dir,
+            state,
+            self.model,
+            self.optimizer,
+            tokenizer=self.data.tokenizer,
+            keep_last=self.recipe.train.keep_last,
+        )
+        self._saved_step = self.step
+        return path
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def train_step(self) -> StepStats:
+        """One optimiser step over ``accumulation`` micro-batches.
+
+        Raises:
+            NonFiniteLossError: before anything of the model or the optimiser has changed.
+        """
+        optim, train = self.recipe.optim, self.recipe.train
+        lr = learning_rate(self.step, train.steps, optim)
+        set_learning_rate(self.optimizer, lr)
+        loss, aux_loss, counts = self._accumulate()
+        norm = clip_gradients(self.model.parameters(), optim.grad_clip)
+        values = torch.stack([loss, aux_loss, norm.to(loss.dtype)]).tolist()  # the step's one read from the device
+        self._require_finite(values)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if counts.numel() and train.selection_bias_rate > 0:
+            self.model.update_selection_bias(counts, train.selection_bias_rate)
+        self.step += 1
+        self.tokens += self.recipe.tokens_per_step * self.world_size
+        return StepStats(self.step, self.tokens, values[0], values[1], lr, values[2], _expert_load(counts))
+
+    def _accumulate(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the mean loss over all micro-batches; returns (loss, aux loss, tokens per expert)."""
+        parts = self.recipe.train.accumulation
+        losses, aux_losses, counts = [], [], []
+        for part in range(parts):
+            inputs, targets = self.sampler.batch(self.step * parts + part)
+            with self.autocast():
+                out = self.model(self._to_device(inputs), self._to_device(targets))
+            assert out.loss is not None
+            ((out.loss + out.aux_loss) / parts).backward()
+            losses.append(out.loss.detach())
+            aux_losses.append(out.aux_loss.detach())
+            counts.append(out.tokens_per_expert.to(torch.int64))
+        return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), torch.stack(counts).sum(0)
+
+    def _to_device(self, array: object) -> Tensor:
+        return torch.as_tensor(array).to(self.device, non_blocking=True)
+
+    def _require_finite(self, values: list[float]) -> None:
+        for name, value in zip(("loss", "auxiliary loss", "gradient norm"), values, strict=True):
+            if not abs(value) < float("inf"):
+                saved = list_checkpoints(self.run_dir)
+                last = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet"
+                raise NonFiniteLossError(
+                    f"the {name} became {value} in step {self.step + 1}; {last}; lower optim.lr or optim.grad_clip, "
+                    "or raise optim.warmup_steps"
+                )
+
+    # ------------------------------------------------------------------------------------------------ the run
+
+    def fit(self, metrics: MetricsWriter, reporter: Reporter, stop_requested: Callable[[], bool]) -> Evaluation | None:
+        """Train to the last step and evaluate on the whole held-out split; None if stopped (and saved) before."""
+        train = self.recipe.train
+        started, seconds_before = time.perf_counter(), self.seconds
+        step_seconds = 0.0
+        reporter.start(self.step, train.steps)
+        try:
+            while not stop_requested():
+                if self._evaluation_due():
+                    result = self._evaluate(metrics, reporter, stop_requested)
+                    if self.step == train.steps or result is None:
+                        return result
+                begun = time.perf_counter()
+                stats = self.train_step()
+                now = time.perf_counter()
+                self.seconds = seconds_before + now - started
+                step_seconds = _moving_average(step_seconds, now - begun)
+                speed = self.recipe.tokens_per_step * self.world_size / step_seconds
+                self._record(metrics, stats, speed)
+                reporter.update(stats, speed, (train.steps - self.step) * step_seconds)
+                if self.rank == 0 and self._save_due():
+                    metrics.sync()
+                    self.save()
+            return None
+        finally:
+            reporter.stop()
+
+    def save_if_needed(self) -> None:
+        """Save the present step unless a checkpoint of it exists."""
+        if self._saved_step != self.step:
+            self.save()
+
+    def _save_due(self) -> bool:
+        every = self.recipe.train.save_every
+        return self.step == self.recipe.train.steps or bool(every and self.step % every == 0)
+
+    def _evaluation_due(self) -> bool:
+        every = self.recipe.train.eval_every
+        return self.step == self.recipe.train.steps or bool(every and self.step and self.step % every == 0)
+
+    def _evaluate(
+        self, metrics: MetricsWriter, reporter: Reporter, stop_requested: Callable[[], bool]
+    ) -> Evaluation | None:
+        """Evaluate, on the whole split after the last step, and record it; None if stopped in between."""
+        whole = self.step == self.recipe.train.steps
+        begun = time.perf_counter()
+        result = evaluate(
+            self.model,
+            self.data.heldout,
+            seq_len=self.recipe.data.seq_len,
+            batch_size=self.recipe.data.batch_size,
+            device=self.device,
+            autocast=self.autocast,
+            max_batches=0 if whole else self.recipe.train.eval_batches,
+            stop_requested=stop_requested,
+        )
+        if result is None:
+            return None
+        seconds = time.perf_counter() - begun
+        if self.rank == 0:
+            metrics.write("eval", {"step": self.step, "whole_split": whole, **asdict(result), "seconds": seconds})
+        reporter.say(f"step {self.step}/{self.recipe.train.steps}  held-out {result.nats_per_byte:.4f} nats/byte")
+        return result
+
+    def _record(self, metrics: MetricsWriter, stats: StepStats, speed: float) -> None:
+        due = stats.step % self.recipe.train.log_every == 0 or stats.step == self.recipe.train.steps
+        if due and self.rank == 0:
+            metrics.write("train", {**asdict(stats), "seconds": self.seconds, "tokens_per_second": speed})
+
+
+def data_fingerprint(data: Prepared) -> str:
+    """Digest of the tokens themselves, wherever their text and their shards are kept."""
+    content = read_index(data.train.directory)["splits"]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _moving_average(average: float, value: float) -> float:
+    return value if average == 0.0 else _SPEED_MEMORY * average + (1.0 - _SPEED_MEMORY) * value
+
+
+def _expert_load(counts: Tensor) -> list[float]:
+    """Per MoE layer, the busiest expert's tokens over the mean of all; (layers, experts) -> layers numbers."""
+    if not counts.numel():
+        return []
+    load = counts.amax(1).double() / counts.double().mean(1).clamp(min=1e-9)
+    return [round(value, 4) for value in load.tolist()]

@@ -1,0 +1,97 @@
+"""The run's record: ``metrics.jsonl``, one JSON object per line, and TensorBoard event files if wanted.
+
+Two kinds of record, told apart by ``kind``; everything except the ``TIMING_FIELDS`` is a function of the recipe:
+
+* ``train``: step, tokens, loss (cross-entropy, nats/token), aux_loss, lr, grad_norm, expert_load (per MoE layer, the
+  busiest expert's share over the mean), seconds, tokens_per_second;
+* ``eval``: step, nats_per_token, nats_per_byte, tokens, whole_split, tokens_per_expert (MoE layers x experts), seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+TIMING_FIELDS = frozenset({"seconds", "tokens_per_second"})
+METRICS_FILE = "metrics.jsonl"
+
+
+class EventWriter(Protocol):
+    """The part of TensorBoard's SummaryWriter used here."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file; a last line cut short by a kill is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield json.loads(line)
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Cut the file back to what a run that is to go on from ``step`` has written by then.
+
+    A step's training record precedes its checkpoint, its evaluation follows it: the evaluation at ``step`` is made
+    again on resuming, hence its record goes.
+    """
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            record = json.loads(line)
+            if record["step"] > step or (record["step"] == step and record["kind"] == "eval"):
+                break
+            kept += len(line)
+        file.truncate(kept)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class MetricsWriter:
+    """Appends records to ``metrics.jsonl``, each flushed at once, and mirrors their numbers to TensorBoard."""
+
+    def __init__(self, run_dir: Path, events: EventWriter | None = None) -> None:
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._events = events
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in record.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._events.add_scalar(f"{kind}/{name}", value, record["step"])
+            self._events.flush()
+
+    def sync(self) -> None:
+        """Force what was written to the disk; a checkpoint must never be ahead of its metrics."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def open_tensorboard(run_dir: Path, first_step: int) -> EventWriter:
+    """TensorBoard event files in ``run_dir/tensorboard``; steps from ``first_step`` on replace earlier ones.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard is not installed.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: EventWriter = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+    return writer

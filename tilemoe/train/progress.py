@@ -1,0 +1,109 @@
+"""What a run shows while it goes: a live bar on a terminal, plain lines elsewhere (logs, pipes)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimiser step, as shown and as recorded."""
+
+    step: int  # steps done, this one included
+    tokens: int  # training tokens so far
+    loss: float  # cross-entropy, nats/token
+    aux_loss: float
+    lr: float
+    grad_norm: float
+    expert_load: list[float]  # per MoE layer: busiest expert / mean; empty for a dense model
+
+
+def summary(stats: StepStats, tokens_per_second: float) -> str:
+    """The numbers worth watching, in one short line."""
+    text = f"loss {stats.loss:.4f}  {_thousands(tokens_per_second)} tokens/s"
+    return text + (f"  expert load {max(stats.expert_load):.2f}x mean" if stats.expert_load else "")
+
+
+def duration(seconds: float) -> str:
+    """``m:ss`` or ``h:mm:ss``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k"
+
+
+class Reporter(Protocol):
+    """Where the loop tells what happens."""
+
+    def start(self, step: int, steps: int) -> None: ...
+    def update(self, stats: StepStats, tokens_per_second: float, seconds_left: float) -> None: ...
+    def say(self, line: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class PlainReporter:
+    """One line per ``log_every`` steps."""
+
+    def __init__(self, stream: TextIO, log_every: int) -> None:
+        self._stream, self._log_every, self._steps = stream, log_every, 0
+
+    def start(self, step: int, steps: int) -> None:
+        self._steps = steps
+
+    def update(self, stats: StepStats, tokens_per_second: float, seconds_left: float) -> None:
+        if stats.step % self._log_every == 0 or stats.step == self._steps:
+            self.say(
+                f"step {stats.step}/{self._steps}  {summary(stats, tokens_per_second)}  eta {duration(seconds_left)}"
+            )
+
+    def say(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+    def stop(self) -> None:
+        pass
+
+
+class TerminalReporter:
+    """A rich progress bar; other lines scroll above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[summary]}", markup=False),
+            console=self._console,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._bar.add_task("training", total=None, summary="")
+
+    def start(self, step: int, steps: int) -> None:
+        self._bar.update(self._task, total=steps, completed=step)
+        self._bar.start()
+
+    def update(self, stats: StepStats, tokens_per_second: float, seconds_left: float) -> None:
+        self._bar.update(self._task, completed=stats.step, summary=summary(stats, tokens_per_second))
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        self._bar.stop()
+
+
+def make_reporter(log_every: int) -> Reporter:
+    """The reporter that suits the present standard output."""
+    return TerminalReporter(sys.stdout) if sys.stdout.isatty() else PlainReporter(sys.stdout, log_every)

@@ -1,0 +1,212 @@
+"""A whole training run: data, model and loop put together; resuming; what is left behind at the end."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilemoe
+from tilemoe.config import to_dict
+from tilemoe.data import Prepared, prepare
+from tilemoe.models.flops import flops_per_token
+from tilemoe.train.checkpoint import Checkpoint, CheckpointError, clean_stale, list_checkpoints, set_aside
+from tilemoe.train.config import Recipe, differences
+from tilemoe.train.evaluate import Evaluation
+from tilemoe.train.files import write_atomic
+from tilemoe.train.loop import Trainer, data_fingerprint
+from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, open_tensorboard, truncate_metrics
+from tilemoe.train.plots import draw
+from tilemoe.train.progress import Reporter, make_reporter
+from tilemoe.train.restore import build_model, select_device
+from tilemoe.train.sample import continue_text
+from tilemoe.train.signals import StopRequest
+
+RESULT_FILE = "result.json"
+_SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run shows."""
+
+    evaluation: Evaluation
+    sample: str | None
+    plot: Path | None
+
+
+def require_fresh(run_dir: Path) -> None:
+    """Raise ValueError if ``run_dir`` holds anything a new run would mix with."""
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ValueError(
+            f"train.out_dir {run_dir} is not empty; add --resume to go on in it, or choose another --train.out-dir"
+        )
+
+
+def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
+    """Raise unless ``recipe`` can go on from ``checkpoint``; returns the harmless differences, one line each.
+
+    The model, the data and the order of the data must be the same. The length, the learning rate, the precision and
+    what is logged may change.
+    """
+    checkpoint.require_model(recipe.model)
+    ours, saved = to_dict(recipe), to_dict(checkpoint.state.recipe)
+    for settings in (
+        ours["data"],
+        saved["data"],
+    ):  # places, not content: the fingerprint tells whether that is the same
+        del settings["cache_dir"], settings["corpus"]
+    fixed = [*differences(ours["data"], saved["data"], "data.")]
+    free = [*differences(ours["optim"], saved["optim"], "optim.")]
+    for line in differences(ours["train"], saved["train"], "train."):
+        (fixed if line.startswith(("train.seed ", "train.accumulation ")) else free).append(line)
+    if fixed:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep that setting to resume"
+        )
+    if checkpoint.state.step > recipe.train.steps:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} is past train.steps ({recipe.train.steps}); raise train.steps to resume"
+        )
+    return [line for line in free if not line.startswith("train.out_dir ")]
+
+
+def train(recipe: Recipe, checkpoint: Checkpoint | None = None) -> RunResult | None:
+    """Run ``recipe``, from ``checkpoint`` on if given; None if SIGTERM or Ctrl-C stopped it (it was saved then).
+
+    Raises:
+        ValueError: settings, data and checkpoint do not fit together; one line that names what and the fix.
+    """
+    reporter = make_reporter(recipe.train.log_every)
+    run_dir = Path(recipe.train.out_dir).expanduser()
+    for line in require_resumable(recipe, checkpoint) if checkpoint else ():
+        reporter.say(f"note: {line}")
+    device = select_device(recipe.train.device)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
+    data = _prepare(recipe, checkpoint, reporter)
+    trainer = Trainer(recipe, build_model(recipe, device), data, device)
+    _enter(run_dir, trainer, checkpoint)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    reporter.say(f"{recipe.name}: {parameters:,} parameters on {device.type}, {recipe.train.steps} steps, {run_dir}")
+    metrics = MetricsWriter(run_dir, _events(recipe, trainer.step, reporter))
+    try:
+        with StopRequest() as stop_requested:
+            evaluation = trainer.fit(metrics, reporter, stop_requested)
+            metrics.sync()
+            if evaluation is None:
+                trainer.save_if_needed()
+                reporter.say(
+                    f"stopped after step {trainer.step} of {recipe.train.steps} and saved; "
+                    f"go on with: tilemoe train --resume {run_dir}"
+                )
+                return None
+            return _finish(trainer, evaluation, parameters, reporter)
+    finally:
+        metrics.close()
+
+
+def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter) -> Prepared:
+    """The token shards, checked against the model's vocabulary and the checkpoint's data."""
+    reporter.say(f"data: corpus {recipe.data.corpus}, tokenizer {recipe.data.tokenizer}")
+    data = prepare(
+        recipe.data.corpus, recipe.data.tokenizer, recipe.data.cache_path, heldout_every=recipe.data.heldout_every
+    )
+    reporter.say(f"data: {data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens")
+    if data.tokenizer.vocab_size > recipe.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size ({recipe.model.vocab_size}) is below the tokenizer's {data.tokenizer.vocab_size}; "
+            f"set --model.vocab-size {data.tokenizer.vocab_size}"
+        )
+    if checkpoint is not None and checkpoint.state.data_fingerprint != data_fingerprint(data):
+        raise CheckpointError(
+            f"data.corpus {recipe.data.corpus} is not the text that checkpoint {checkpoint.path} was trained on; "
+            "restore that text, or start a new run in another train.out_dir"
+        )
+    return data
+
+
+def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> None:
+    """Bring the run's folder and the trainer to the point where training goes on."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    clean_stale(run_dir)
+    if checkpoint is not None:
+        trainer.load(checkpoint)
+        newer = [path for path in list_checkpoints(run_dir) if path.name > checkpoint.path.name]
+        set_aside(newer)
+    truncate_metrics(run_dir / METRICS_FILE, trainer.step)
+
+
+def _events(recipe: Recipe, step: int, reporter: Reporter) -> Any:
+    if not recipe.train.tensorboard:
+        return None
+    try:
+        return open_tensorboard(Path(recipe.train.out_dir).expanduser(), step + 1)
+    except ImportError:
+        reporter.say("no TensorBoard files: pip install 'tilemoe[log]'")
+        return None
+
+
+def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
+    """Sample, plot and result.json of a finished run."""
+    recipe, run_dir = trainer.recipe, trainer.run_dir
+    sample = None
+    if recipe.train.sample_tokens:
+        sample = continue_text(
+            trainer.model,
+            trainer.data.tokenizer,
+            recipe.train.sample_prompt,
+            recipe.train.sample_tokens,
+            temperature=_SAMPLE_TEMPERATURE,
+            top_k=_SAMPLE_TOP_K,
+            seed=recipe.train.seed,
+        )
+    plot = _plot(recipe, run_dir, reporter) if recipe.train.plot else None
+    result = {
+        "heldout_nats_per_byte": evaluation.nats_per_byte,
+        "heldout_nats_per_token": evaluation.nats_per_token,
+        "heldout_tokens": evaluation.tokens,
+        "training_tokens": trainer.tokens,
+        "seconds": trainer.seconds,
+        "parameters": parameters,
+        "flops_per_token": flops_per_token(recipe.model),
+        "recipe": to_dict(recipe),
+        "versions": {"tilemoe": tilemoe.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": _device_name(trainer.device),
+        "threads": torch.get_num_threads(),
+        "commit": git_commit(),
+    }
+    write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
+    return RunResult(evaluation, sample, plot)
+
+
+def _plot(recipe: Recipe, run_dir: Path, reporter: Reporter) -> Path | None:
+    try:
+        return draw(run_dir, recipe.name)
+    except ImportError:
+        reporter.say("no plot: pip install 'tilemoe[plot]'")
+        return None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from; None when it is installed, or git is missing."""
+    here = str(Path(__file__).parent)
+    try:
+        tracked = subprocess.run(
+            ["git", "-C", here, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=False
+        )
+        if tracked.returncode:
+            return None
+        head = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip()
