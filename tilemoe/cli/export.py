@@ -1,0 +1,38 @@
+"""``tilemoe export``: a folder that ``transformers`` loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilemoe.cli.parsing import parse
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of ``tilemoe export``."""
+
+    checkpoint: Path  # a run's folder (its newest checkpoint) or a step_* folder
+    out: Path  # the folder to write; it must not exist yet, or be empty
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parse(
+        ExportOptions,
+        arguments,
+        prog="tilemoe export",
+        description="Write safetensors and config.json for transformers' AutoModelForCausalLM.",
+    )
+    out = options.out.expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out} exists and is not an empty folder; choose another")
+
+    from tilemoe.models.huggingface import save_hf
+    from tilemoe.train.checkpoint import TOKENIZER_FILE
+    from tilemoe.train.restore import restore
+
+    restored = restore(options.checkpoint.expanduser(), "cpu")
+    save_hf(restored.model, out)
+    restored.tokenizer.save(out / TOKENIZER_FILE)
+    print(f"exported {restored.checkpoint.path} to {out}")

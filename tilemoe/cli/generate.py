@@ -1,0 +1,50 @@
+"""``tilemoe generate``: continue a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tilemoe.cli.parsing import parse
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of ``tilemoe generate``."""
+
+    checkpoint: Path  # a run's folder (its newest checkpoint) or a step_* folder
+    prompt: str  # the text to continue
+    max_new_tokens: int = 200
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int = 40  # sample among the K likeliest tokens only; 0: among all
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens must be >= 1, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature must be a finite number >= 0, got {self.temperature}")
+        if self.top_k < 0 or self.seed < 0:
+            raise ValueError(f"--top-k and --seed must be >= 0, got {self.top_k} and {self.seed}")
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parse(GenerateOptions, arguments, prog="tilemoe generate", description="Continue a prompt.")
+
+    from tilemoe.train.restore import restore
+    from tilemoe.train.sample import continue_text
+
+    restored = restore(options.checkpoint.expanduser(), options.device)
+    text = continue_text(
+        restored.model,
+        restored.tokenizer,
+        options.prompt,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    print(text)

@@ -1,0 +1,79 @@
+"""The ``tilemoe`` command: picks the subcommand and turns errors into one line.
+
+Nothing here or in the subcommands' modules imports torch until a command really runs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from tilemoe import __version__
+
+# name -> (module with ``run(arguments)``, one line of help)
+COMMANDS = {
+    "train": ("tilemoe.cli.train", "train a model from a recipe; --resume goes on where a run stopped"),
+    "eval": ("tilemoe.cli.evaluate", "held-out loss of a checkpoint"),
+    "generate": ("tilemoe.cli.generate", "continue a prompt with a checkpoint's model"),
+    "export": ("tilemoe.cli.export", "write a checkpoint as a folder that transformers loads"),
+}
+
+
+_USAGE = """\
+usage: tilemoe COMMAND [options]
+
+Train mixture-of-experts language models.
+
+commands:
+{commands}
+
+options:
+  -h, --help  this text; `tilemoe COMMAND --help` for a command's own
+  --version"""
+
+
+def usage() -> str:
+    return _USAGE.format(commands="\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, or 2 after a one-line error on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a generated character must not end a run on an ASCII terminal
+    try:
+        _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has seen enough; spare it Python's complaint at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        if os.environ.get("TILEMOE_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"tilemoe: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _dispatch(arguments: list[str]) -> None:
+    if not arguments:
+        raise ValueError(f"no command; give one of {', '.join(COMMANDS)} (see tilemoe --help)")
+    first, *rest = arguments
+    if first in ("-h", "--help"):
+        print(usage())
+    elif first == "--version":
+        print(f"tilemoe {__version__}")
+    elif first in COMMANDS:
+        import_module(COMMANDS[first][0]).run(rest)
+    else:
+        raise ValueError(f"unknown command {first!r}; give one of {', '.join(COMMANDS)} (see tilemoe --help)")
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; checkpoints written so far are intact"
+    return " ".join(str(error).split()) or type(error).__name__
