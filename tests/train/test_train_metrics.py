@@ -57,6 +57,17 @@ def test_a_torn_last_line_alone_is_dropped(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("line", [b"{oops}\n", b"[]\n", b'{"kind": "train"}\n'])
+def test_a_foreign_line_is_named_and_nothing_is_cut(tmp_path: Path, line: bytes) -> None:
+    path = write_run(tmp_path, steps=2)
+    content = path.read_bytes() + line
+    path.write_bytes(content)
+    for use in (lambda: list(read_metrics(path)), lambda: truncate_metrics(path, 9)):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl line 4 .*move the file away"):
+            use()
+    assert path.read_bytes() == content
+
+
 def test_every_record_is_readable_at_once(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write("train", {"step": 1, "loss": 2.5})

@@ -30,10 +30,22 @@ class EventWriter(Protocol):
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file; a last line cut short by a kill is left out."""
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            yield json.loads(line)
+            yield _parse(line, path, number)
+
+
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} line {number} is not JSON ({error}); move the file away to go on without it"
+        ) from error
+    if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+        raise ValueError(f"{path} line {number} is not a record of a run; move the file away to go on without it")
+    return record
 
 
 def truncate_metrics(path: Path, step: int) -> None:
@@ -46,10 +58,10 @@ def truncate_metrics(path: Path, step: int) -> None:
         return
     kept = 0
     with path.open("r+b") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
-            record = json.loads(line)
+            record = _parse(line, path, number)
             if record["step"] > step or (record["step"] == step and record["kind"] == "eval"):
                 break
             kept += len(line)

@@ -52,4 +52,6 @@ def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]
     share = [[len(layer) * count / max(sum(layer), 1) for count in layer] for layer in tokens_per_expert]
     image = axes.imshow(share, aspect="auto", cmap="coolwarm", vmin=0.0, vmax=2.0, interpolation="nearest")
     axes.set(xlabel="expert", ylabel="MoE layer", title="held-out tokens per expert / mean")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=axes, extend="max")

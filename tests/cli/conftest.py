@@ -1,0 +1,93 @@
+"""A small corpus, a recipe file over it, and the command line in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SETTINGS = {
+    "name": "little",
+    "description": "for tests",
+    "model": {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "max_seq_len": 32,
+        "moe": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "router": {"aux_loss_coef": 0.01},
+        },
+    },
+    "data": {"seq_len": 32, "batch_size": 4, "heldout_every": 4},
+    "optim": {"lr": 0.01, "warmup_steps": 4, "schedule": "wsd"},
+    "train": {
+        "steps": 30,
+        "accumulation": 2,
+        "precision": "fp32",
+        "threads": 1,
+        "log_every": 1,
+        "eval_every": 10,
+        "eval_batches": 2,
+        "save_every": 5,
+        "plot": False,
+        "sample_prompt": "ab",
+        "sample_tokens": 8,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty short text files of made-up words."""
+    folder = tmp_path_factory.mktemp("text")
+    dice = random.Random(1)
+    words = ["".join(dice.choices("abcdefgh", k=dice.randint(2, 6))) for _ in range(50)]
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(" ".join(dice.choices(words, k=120)) + ".\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recipe_file(text: Path) -> Path:
+    """The path of the recipe; its train.out_dir has to be given."""
+    settings = json.loads(json.dumps(SETTINGS))
+    settings["data"] |= {"corpus": str(text), "cache_dir": str(text.parent / "cache")}
+    settings["train"]["out_dir"] = str(text.parent / "unused")
+    path = text.parent / "little.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="session")
+def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``tilemoe`` with the given arguments in a new process; ``first`` is Python code run before it there."""
+
+    def run(*arguments: str | Path, first: str = "") -> subprocess.CompletedProcess[str]:
+        code = f"import sys\n{first}\nfrom tilemoe.cli.main import main\nsys.exit(main())"
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(recipe_file: Path, cli: Callable[..., subprocess.CompletedProcess[str]]) -> Path:
+    """The folder of an uninterrupted run."""
+    folder = recipe_file.parent / "finished"
+    done = cli("train", "--recipe", recipe_file, "--train.out-dir", folder)
+    assert done.returncode == 0, done.stderr
+    return folder

@@ -1,0 +1,243 @@
+"""The subcommands on a finished run, help without torch, and errors on one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilemoe
+from tilemoe.cli.main import COMMANDS, main
+from tilemoe.cli.parsing import condense
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """The command line in this process: (exit status, stdout, stderr)."""
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The one line that ``arguments`` fail with."""
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert err.startswith("tilemoe: error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+def test_train_leaves_a_result(finished: Path) -> None:
+    result = json.loads((finished / "result.json").read_text())
+    assert 0 < result["heldout_nats_per_byte"] < 5.6
+    assert result["training_tokens"] == 30 * 2 * 4 * 32
+    assert result["recipe"]["name"] == "little"
+    assert result["parameters"] > 10_000
+    assert result["flops_per_token"] > 0
+    assert result["versions"]["tilemoe"] == tilemoe.__version__
+    assert result["commit"] is None or re.fullmatch(r"[0-9a-f]{40}", result["commit"])
+
+
+def test_train_ends_with_sample_plot_and_loss(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    options = ("--train.steps", "5", "--train.plot", "--model.num-layers", "1", "--train.tensorboard")
+    status, out, err = run(capsys, "train", "--recipe", recipe_file, "--train.out-dir", folder, *options)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert "sample:" in lines
+    assert lines[lines.index("sample:") + 1].startswith("ab")
+    assert lines[-2] == f"plot: {folder / 'plot.png'}"
+    assert re.fullmatch(r"held-out loss \d+\.\d\d nats/byte", lines[-1])
+    assert any((folder / "tensorboard").iterdir())
+
+
+def test_eval_repeats_the_runs_figure(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = json.loads((finished / "result.json").read_text())
+    status, out, _ = run(capsys, "eval", "--checkpoint", finished)
+    assert status == 0
+    assert out.splitlines()[-1] == f"held-out loss {result['heldout_nats_per_byte']:.2f} nats/byte"
+    status, older, _ = run(capsys, "eval", "--checkpoint", finished / "step_00000025", "--batches", "2")
+    assert status == 0
+    assert "256 tokens" in older
+
+
+def test_eval_on_another_corpus(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.txt").write_text("0123456789 " * 500)
+    status, out, _ = run(capsys, "eval", "--checkpoint", finished, "--corpus", tmp_path / "other.txt")
+    assert status == 0
+    assert float(out.split()[-2]) > json.loads((finished / "result.json").read_text())["heldout_nats_per_byte"]
+
+
+def test_generate_continues_the_prompt(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", "--checkpoint", finished, "--prompt", "abc", "--max-new-tokens", "6")
+    status, out, _ = run(capsys, *arguments, "--seed", "3")
+    assert status == 0
+    assert out.startswith("abc")
+    assert run(capsys, *arguments, "--seed", "3")[1] == out
+    greedy = [run(capsys, *arguments, "--temperature", "0", "--seed", str(seed))[1] for seed in (1, 2)]
+    assert greedy[0] == greedy[1]
+
+
+def test_export_is_loaded_by_transformers_with_equal_logits(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from tilemoe.train.restore import restore
+
+    out = tmp_path / "hub"
+    assert run(capsys, "export", "--checkpoint", finished, "--out", out)[0] == 0
+    ids = torch.arange(97, 117)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, restore(finished, "cpu").model(ids).logits, rtol=1e-4, atol=1e-4)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))
+    assert tokenizer("abc")["input_ids"] == [97, 98, 99]
+    assert "not an empty folder" in fails(capsys, "export", "--checkpoint", finished, "--out", out)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_quick_and_imports_no_torch(command: str) -> None:
+    code = (
+        "import sys, time\nstart = time.perf_counter()\nfrom tilemoe.cli.main import main\n"
+        "try:\n    main([*sys.argv[1:], '--help'])\nexcept SystemExit as leave:\n    assert not leave.code\n"
+        "print('torch' in sys.modules, time.perf_counter() - start < 2.0)"
+    )
+    arguments = [command] if command else []
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: tilemoe")
+    assert done.stdout.splitlines()[-1] == "False True"
+
+
+def test_python_m_tilemoe() -> None:
+    done = subprocess.run([sys.executable, "-m", "tilemoe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"tilemoe {tilemoe.__version__}\n"
+
+
+def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main(["train", "--recipe", "tiny", "--help"])
+    assert not leave.value.code
+    out = capsys.readouterr().out
+    for option in (
+        "--recipe",
+        "--resume",
+        "--train.steps",
+        "--model.num-layers",
+        "--model.moe.num-experts",
+        "--data.corpus",
+    ):
+        assert option in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "no command; give one of train"),
+        (["trian"], "unknown command 'trian'; give one of train"),
+        (["train"], "--recipe NAME is missing; choose one of"),
+        (["train", "--recipe"], "expected one argument"),
+        (["train", "--recipe", "huge"], "unknown recipe 'huge'; choose one of single-gpu"),
+        (["train", "--recipe", "nowhere/x.json"], "no file nowhere/x.json"),
+        (["train", "--recipe", "tiny", "--train.stpes", "5"], "perhaps you meant --train.steps"),
+        (["train", "--recipe", "tiny", "--train.steps", "many"], "--train.steps"),
+        (["train", "--recipe", "tiny", "--train.steps", "0"], "train.steps must be an integer >= 1"),
+        (["train", "--recipe", "tiny", "--optim.schedule", "x"], "--optim.schedule"),
+        (["train", "--recipe", "tiny", "--optim.lr", "nan"], "optim.lr must be a finite number"),
+        (["train", "--recipe", "tiny", "--model.moe.num-experts-per-tok", "9"], "must not exceed num_experts (8)"),
+        (["train", "--recipe", "tiny", "--model.moe.activation", "swish"], "activation must be one of"),
+        (["train", "--resume", "nowhere"], "no folder nowhere"),
+        (["eval"], "--checkpoint"),
+        (["eval", "--checkpoint", "nowhere"], "no folder nowhere"),
+        (["generate", "--checkpoint", "x", "--prompt", "x", "--temperature", "-1"], "--temperature must be"),
+        (["generate", "--checkpoint", "x", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named in fails(capsys, *arguments)
+
+
+def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run", "--data.corpus")
+    assert "missing.txt" in fails(capsys, *base, tmp_path / "missing.txt")
+    (tmp_path / "empty").mkdir()
+    assert "empty" in fails(capsys, *base, tmp_path / "empty")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    assert "bad.jsonl" in fails(capsys, *base, tmp_path / "bad.jsonl")
+    (tmp_path / "short.txt").write_text("short text " * 2)
+    assert "seq_len" in fails(capsys, *base, tmp_path / "short.txt")
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_and_foreign_checkpoints_are_one_line(
+    recipe_file: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    base = ("train", "--recipe", recipe_file, "--resume", folder)
+    assert "model.num_layers is 3 here and 2 in the checkpoint" in fails(capsys, *base, "--model.num-layers", "3")
+    assert "stays in" in fails(capsys, *base, "--train.out-dir", tmp_path / "elsewhere")
+    newest = folder / "step_00000030" / "model.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    for arguments in (
+        base,
+        ("eval", "--checkpoint", folder),
+        ("generate", "--checkpoint", folder, "--prompt", "a"),
+        ("export", "--checkpoint", folder, "--out", tmp_path / "out"),
+    ):
+        message = fails(capsys, *arguments)
+        assert "model.safetensors does not match its checksum" in message
+        assert f"--resume {folder / 'step_00000025'}" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TILEMOE_DEBUG", "1")
+    assert main(["train"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilemoe.train import checkpoint
+
+    real, calls = checkpoint.save_file, []
+
+    def full_at_the_third(*arguments: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save_file", full_at_the_third)
+    arguments = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run")
+    message = fails(capsys, *arguments)
+    assert "No space left on device" in message
+    assert "step_00000010" in message
+    assert checkpoint.find_latest(tmp_path / "run").state.step == 10
+    assert run(capsys, *arguments, "--resume")[0] == 0
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    code = f"{sys.executable} -m tilemoe train --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""
+
+
+def test_a_boxed_report_becomes_one_line() -> None:
+    rows = ["╭─ Oops ─────╮", "│ It is \x1b[31mbad\x1b[0m │", "│ and long.  │", "│ ────────── │", "│ more       │"]
+    box = "\n".join([*rows, "╰────────────╯"])
+    assert condense(box) == "It is bad and long"

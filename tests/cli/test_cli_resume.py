@@ -1,0 +1,131 @@
+"""Killed at random moments, a run resumed from the command line ends exactly as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tilemoe.train.checkpoint import find_latest, list_checkpoints, open_checkpoint
+from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
+
+STEPS = 30  # of the recipe that the fixtures make
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Run in the child before the command line: the ``after``-th call of ``where`` at or after step ``step`` gets a signal.
+INTERRUPT = """
+import os
+from tilemoe.train import checkpoint, loop, metrics, optim
+calls, steps = 0, 0
+def counting_steps(real):
+    def call(self):
+        global steps
+        steps = self.step
+        return real(self)
+    return call
+def interrupting(real):
+    def call(*arguments, **options):
+        global calls
+        calls += steps >= {step}
+        if calls == {after} and steps >= {step}:
+            os.kill(os.getpid(), {number})
+        return real(*arguments, **options)
+    return call
+loop.Trainer.train_step = counting_steps(loop.Trainer.train_step)
+owner = {owner}
+setattr(owner, {name!r}, interrupting(getattr(owner, {name!r})))
+"""
+# Moments of a step, of a record and of a checkpoint's write: (owner, function, calls of it to choose from).
+MOMENTS = [
+    ("loop", "learning_rate", 1),  # before a step
+    ("loop", "clip_gradients", 1),  # in the middle of it
+    ("metrics.MetricsWriter", "write", 2),  # between a step and its record
+    ("checkpoint", "save_model", 1),
+    ("checkpoint", "fsync_file", 4),
+    ("checkpoint.os", "rename", 2),  # publishing a checkpoint, or dropping the oldest
+]
+
+
+def interruption(moment: tuple[str, str, int], step: int, number: int, dice: random.Random) -> str:
+    owner, name, calls = moment
+    return INTERRUPT.format(step=step, owner=owner, name=name, after=dice.randint(1, calls), number=int(number))
+
+
+def timeless(folder: Path) -> list[dict[str, object]]:
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if key not in TIMING_FIELDS} for record in records]
+
+
+def assert_same_end(folder: Path, expected: Path) -> None:
+    assert timeless(folder) == timeless(expected)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (run / f"step_{STEPS:08d}" / file for run in (folder, expected))
+        assert ours.read_bytes() == theirs.read_bytes(), file
+
+
+def test_sigkill_at_random_moments(recipe_file: Path, cli: Cli, finished: Path, tmp_path: Path) -> None:
+    dice = random.Random()
+    seed = dice.randrange(10**6)
+    dice.seed(seed)
+    folder = tmp_path / "run"
+    arguments = ("train", "--recipe", recipe_file, "--train.out-dir", folder, "--resume")
+    steps = sorted(dice.sample(range(1, STEPS - 5), len(MOMENTS)))
+    for step, moment in zip(steps, dice.sample(MOMENTS, len(MOMENTS)), strict=True):
+        done = cli(*arguments, first=interruption(moment, step, signal.SIGKILL, dice))
+        assert done.returncode == -signal.SIGKILL, (seed, step, moment, done.stdout, done.stderr)
+        for checkpoint in list_checkpoints(folder):  # whatever there is, is whole
+            open_checkpoint(checkpoint)
+    done = cli(*arguments)
+    assert done.returncode == 0, (seed, done.stderr)
+    assert re.search(r"^held-out loss \d+\.\d\d nats/byte$", done.stdout, re.MULTILINE), seed
+    assert_same_end(folder, finished)
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")], seed
+
+
+def test_sigterm_and_ctrl_c_save_and_the_run_goes_on(
+    recipe_file: Path, cli: Cli, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    dice = random.Random(0)
+    arguments: tuple[object, ...] = ("train", "--recipe", recipe_file, "--train.out-dir", folder)
+    for step, number in ((7, signal.SIGTERM), (18, signal.SIGINT)):
+        done = cli(*arguments, first=interruption(MOMENTS[1], step, number, dice))
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        assert f"stopped after step {step + 1} of {STEPS} and saved" in done.stdout
+        command = re.search(r"tilemoe (train --resume .*)", done.stdout)
+        assert command is not None
+        arguments = tuple(command[1].split())  # what it says is what is run next
+        assert find_latest(folder).state.step == step + 1
+    done = cli(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert_same_end(folder, finished)
+
+
+def test_a_second_ctrl_c_leaves_at_once(recipe_file: Path, cli: Cli, tmp_path: Path) -> None:
+    first = interruption(MOMENTS[1], 7, signal.SIGINT, random.Random(0)).replace(
+        "os.kill(", "[os.kill(os.getpid(), 2), os.kill("
+    )
+    first = first.replace(", 2)\n", ", 2)]\n")
+    done = cli("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run", first=first)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["tilemoe: error: interrupted; checkpoints written so far are intact"]
+    assert find_latest(tmp_path / "run").state.step == 5
+
+
+@pytest.mark.parametrize("flag", [(), ("--resume",)])
+def test_a_finished_run_is_not_run_again(recipe_file: Path, cli: Cli, finished: Path, flag: tuple[str, ...]) -> None:
+    before = timeless(finished)
+    done = cli("train", "--recipe", recipe_file, "--train.out-dir", finished, *flag)
+    if flag:
+        assert done.returncode == 0
+        assert "held-out loss" in done.stdout
+    else:
+        assert done.returncode == 2
+        assert "is not empty; add --resume" in done.stderr
+    assert timeless(finished) == before
