@@ -151,7 +151,7 @@ class Trainer:
         """Train to the last step and evaluate on the whole held-out split; None if stopped (and saved) before."""
         train = self.recipe.train
         started, seconds_before = time.perf_counter(), self.seconds
-        step_seconds = 0.0
+        step_seconds, first_step = 0.0, self.step
         reporter.start(self.step, train.steps)
         try:
             while not stop_requested():
@@ -163,7 +163,7 @@ class Trainer:
                 stats = self.train_step()
                 now = time.perf_counter()
                 self.seconds = seconds_before + now - started
-                step_seconds = _moving_average(step_seconds, now - begun)
+                step_seconds = _moving_average(step_seconds, now - begun, self.step - first_step)
                 speed = self.recipe.tokens_per_step * self.world_size / step_seconds
                 self._record(metrics, stats, speed)
                 reporter.update(stats, speed, (train.steps - self.step) * step_seconds)
@@ -223,8 +223,9 @@ def data_fingerprint(data: Prepared) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _moving_average(average: float, value: float) -> float:
-    return value if average == 0.0 else _SPEED_MEMORY * average + (1.0 - _SPEED_MEMORY) * value
+def _moving_average(average: float, value: float, count: int) -> float:
+    """Of a step's seconds, ``count`` steps in; the first step compiles and warms up, so it counts only until the next."""
+    return value if count <= 2 else _SPEED_MEMORY * average + (1.0 - _SPEED_MEMORY) * value
 
 
 def _expert_load(counts: Tensor) -> list[float]:

@@ -174,7 +174,7 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
         "training_tokens": trainer.tokens,
         "seconds": trainer.seconds,
         "parameters": parameters,
-        "flops_per_token": flops_per_token(recipe.model),
+        "flops_per_token": flops_per_token(recipe.model, recipe.data.seq_len),
         "recipe": to_dict(recipe),
         "versions": {"tilemoe": tilemoe.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": _device_name(trainer.device),

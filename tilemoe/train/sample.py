@@ -34,8 +34,6 @@ def continue_text(
         raise ValueError(f"prompt: {len(ids)} tokens fill the model's {model.config.max_seq_len}; shorten it")
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    was_training = model.training
-    model.eval()
     tokens = generate(
         model,
         torch.tensor([ids], device=device),
@@ -44,7 +42,6 @@ def continue_text(
         top_k=top_k,
         generator=generator,
     )
-    model.train(was_training)
     new = tokens[0, len(ids) :].tolist()
     if tokenizer.separator_id in new:
         new = new[: new.index(tokenizer.separator_id)]
