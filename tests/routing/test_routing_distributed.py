@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def check_compiled(rank: int) -> None:
 
 def check_bias_update(rank: int) -> None:
     # Each rank alone would move the biases another way than both together.
-    counts = torch.tensor([[[9, 0, 3], [4, 4, 4]], [[0, 3, 3], [6, 1, 5]]], dtype=torch.int32)[rank]
+    counts = torch.tensor([[[9, 0, 3], [4, 4, 4]], [[0, 3, 3], [6, 1, 5]]])[rank]
     biases = [torch.zeros(3), torch.ones(3)]
     update_selection_bias(biases, counts, 0.5)
     assert [bias.tolist() for bias in biases] == [[-0.5, 0.5, 0.0], [0.5, 1.5, 0.5]]
@@ -78,7 +79,13 @@ def check_bias_update(rank: int) -> None:
 
 def worker(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),  # a rank that waits for one that does not call fails the test
+    )
     try:
         for first_of_rank_1 in (8, 5, 0):  # equal shares, unequal ones, a rank without tokens
             check_whole_batch_loss(rank, first_of_rank_1)

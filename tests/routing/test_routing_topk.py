@@ -143,6 +143,14 @@ def test_experts_masked_by_minus_infinity_come_last_and_score_zero(router: Route
     assert not crowded.dense()[:, 0].any()
 
 
+def test_groups_of_masked_experts_alone_never_repeat_an_expert() -> None:
+    cfg = config(6, 4, RouterConfig(score="sigmoid", num_groups=3, top_groups=2))
+    logits = random(5, 6)
+    logits[:, 2:] = float("-inf")
+    routing = assert_routes_as_the_reference(logits, cfg)
+    assert routing.tokens_per_expert.tolist() == [5, 5, 5, 5, 0, 0]
+
+
 def test_a_biased_masked_expert_stays_masked() -> None:
     cfg = config(4, 1, RouterConfig(score="sigmoid", selection_bias=True))
     logits = torch.tensor([[float("-inf"), 0.0, 1.0, 2.0]])
