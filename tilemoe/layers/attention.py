@@ -1,0 +1,126 @@
+"""Causal grouped-query attention with normalised queries and keys and rotary positions, and its key-value cache.
+
+B sequences · S tokens of this call · C tokens in the cache, this call's included · d model width · D head width ·
+H query heads · H_kv key and value heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilemoe.config import ModelConfig
+from tilemoe.layers.norm import RMSNorm
+
+
+class LayerCache:
+    """Keys and values of one layer, in buffers made at the first call for ``max_tokens`` tokens."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (B, H_kv, S, D) keys and values; returns views (B, H_kv, C, D) of all so far."""
+        start, self.length = self.length, self.length + keys.shape[2]
+        assert self.length <= self.max_tokens, "the model checks this before it computes anything"
+        if self._keys is None or self._values is None:
+            shape = (keys.shape[0], keys.shape[1], self.max_tokens, keys.shape[3])
+            self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
+        self._keys[:, :, start : self.length] = keys
+        self._values[:, :, start : self.length] = values
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+
+class KVCache:
+    """One `LayerCache` per layer, for incremental decoding; pass it to the model's forward, which appends to it."""
+
+    def __init__(self, num_layers: int, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._layers = [LayerCache(max_tokens) for _ in range(num_layers)]
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._layers[0].length
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return iter(self._layers)
+
+
+def rotary_angles(
+    start: int, count: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (count, D) of the positions from ``start`` on (arXiv 2104.09864, equation 34).
+
+    Position p turns the pair of columns (i, i + D/2) by ``p / theta^(2i/D)``, which is how Hugging Face's checkpoints
+    pair them. ``dtype`` is fp32, or fp64 for an fp64 model: bf16 could not tell neighbouring positions apart.
+    """
+    inverse_wavelength = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
+    positions = torch.arange(start, start + count, device=device, dtype=dtype)
+    angles = (positions[:, None] * inverse_wavelength).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn (..., S, D) queries or keys by the angles (S, D), in the angles' dtype or a wider one."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal self-attention: H query heads share H_kv key and value heads; no biases."""
+
+    def __init__(
+        self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.initializer_range = config.initializer_range
+        d, q_width, kv_width = (
+            config.hidden_size,
+            config.num_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+        )
+        self.q_proj = nn.Linear(d, q_width, bias=False, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(d, kv_width, bias=False, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(d, kv_width, bias=False, device=device, dtype=dtype)
+        self.o_proj = nn.Linear(q_width, d, bias=False, device=device, dtype=dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            nn.init.normal_(linear.weight, 0.0, self.initializer_range, generator=generator)
+        self.q_norm.reset_parameters()
+        self.k_norm.reset_parameters()
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+        """x (B, S, d) -> (B, S, d), attending to the cache's tokens too; ``angles`` are those of the S positions."""
+        queries, keys, values = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        queries = rotate(self.q_norm(queries), *angles).to(values.dtype)
+        keys = rotate(self.k_norm(keys), *angles).to(values.dtype)
+        mask = None
+        if cache is not None:
+            keys, values = cache.append(keys, values)
+            mask = _mask_after(cache.length, x.shape[1], x.device)
+        causal = mask is None and x.shape[1] == keys.shape[2]
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, S, H D) -> (B, H, S, D)."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _mask_after(total: int, new: int, device: torch.device) -> Tensor | None:
+    """(S, C) bool, True where a new token may look; None when that is everything (S = 1) or plainly causal (S = C)."""
+    if new in (1, total):
+        return None
+    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)

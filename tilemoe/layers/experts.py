@@ -1,0 +1,68 @@
+"""The routed experts' weights, stacked, and their computation.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilemoe.config import MoEConfig
+from tilemoe.kernels.base import KernelSet
+from tilemoe.ops.moe import moe
+from tilemoe.routing.plan import RoutingPlan
+
+
+class Experts(nn.Module):
+    """w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) and b2 (E, d), or None without ``cfg.expert_bias``."""
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recompute: str | None = None,
+        kernels: str | KernelSet | None = None,
+    ) -> None:
+        super().__init__()
+        self.cfg, self.recompute, self.kernels = cfg, recompute, kernels
+        num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
+        self.w1 = nn.Parameter(torch.empty(num, width, d, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(num, d, n, device=device, dtype=dtype))
+        self.b1: nn.Parameter | None = None
+        self.b2: nn.Parameter | None = None
+        if cfg.expert_bias:
+            self.b1 = nn.Parameter(torch.empty(num, width, device=device, dtype=dtype))
+            self.b2 = nn.Parameter(torch.empty(num, d, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        for weight in (self.w1, self.w2):
+            nn.init.normal_(weight, 0.0, self.cfg.initializer_range, generator=generator)
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
+        """x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d) in x's dtype, under autocast in autocast's."""
+        return moe(
+            x,
+            self.w1,
+            self.w2,
+            plan,
+            scores,
+            activation=self.cfg.activation,
+            activation_limit=self.cfg.activation_limit,
+            activation_alpha=self.cfg.activation_alpha,
+            gate_up=self.cfg.gate_up,
+            b1=self.b1,
+            b2=self.b2,
+            recompute=self.recompute,
+            kernels=self.kernels,
+        )
+
+    def extra_repr(self) -> str:
+        cfg = self.cfg
+        return f"{cfg.num_experts} x ({cfg.hidden_size} -> {cfg.intermediate_size}), {cfg.activation}, {cfg.gate_up}"

@@ -1,0 +1,78 @@
+"""The two-layer MLP that every token goes through: a dense block's, and a MoE layer's shared expert.
+
+T tokens · d hidden_size · n intermediate_size · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tilemoe.activations import ActivationSpec, activation_grad, activation_value
+
+
+class _Activation(torch.autograd.Function):
+    """An activation of the table that keeps ``h`` alone, where autograd's own would keep several tensors in fp32."""
+
+    @staticmethod
+    def forward(h: Tensor, spec: ActivationSpec) -> Tensor:
+        return activation_value(h, spec).to(h.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ActivationSpec], output: Tensor) -> None:
+        h, ctx.spec = inputs
+        ctx.save_for_backward(h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, da: Tensor) -> tuple[Tensor, None]:
+        (h,) = ctx.saved_tensors
+        dh = torch.empty_like(h)
+        activation_grad(h, da.to(torch.promote_types(da.dtype, torch.float32)), ctx.spec, dh)
+        return dh, None
+
+
+def activate(h: Tensor, spec: ActivationSpec) -> Tensor:
+    """``a`` (..., n) of a pre-activation ``h`` (..., w), in h's dtype; inside fp32 or fp64. Differentiable once."""
+    width = h.shape[-1]
+    a = _Activation.apply(h.reshape(-1, width), spec)
+    return a.view(*h.shape[:-1], width // spec.width_factor)
+
+
+class MLP(nn.Module):
+    """``w2 act(w1 x)``; w1 (w, d) holds gate and up as the experts' do, w2 is (d, n); no biases.
+
+    x (..., d) -> (..., d) in x's dtype, under autocast in autocast's.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        spec: ActivationSpec,
+        initializer_range: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.initializer_range = initializer_range
+        width = spec.width_factor * intermediate_size
+        self.w1 = nn.Parameter(torch.empty(width, hidden_size, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(hidden_size, intermediate_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        for weight in (self.w1, self.w2):
+            nn.init.normal_(weight, 0.0, self.initializer_range, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(activate(F.linear(x, self.w1), self.spec), self.w2)
+
+    def extra_repr(self) -> str:
+        return f"{self.w1.shape[1]} -> {self.w2.shape[1]}, {self.spec.name}, {self.spec.gate_up}"

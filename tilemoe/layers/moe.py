@@ -1,0 +1,133 @@
+"""The mixture-of-experts layer: router, routed experts, and optionally a shared expert.
+
+T tokens · d hidden_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tilemoe.activations import activation_spec
+from tilemoe.config import MoEConfig
+from tilemoe.kernels.base import KernelSet
+from tilemoe.layers.experts import Experts
+from tilemoe.layers.mlp import MLP
+from tilemoe.layers.router import Router
+from tilemoe.routing.balance import update_selection_bias
+from tilemoe.routing.topk import route
+
+
+class MoEOutput(NamedTuple):
+    """hidden (..., d) in x's dtype, under autocast in autocast's
+
+    aux_loss            fp32 scalar, coefficients applied; 0 when the router has none
+    tokens_per_expert   (E,) int32 rows really computed
+    router_logits       (T, E) fp32, or fp64; differentiable
+    """
+
+    hidden: Tensor
+    aux_loss: Tensor
+    tokens_per_expert: Tensor
+    router_logits: Tensor
+
+
+class MoE(nn.Module):
+    """A drop-in MLP with ``cfg.num_experts`` experts, of which each token uses ``cfg.num_experts_per_tok``.
+
+    Args:
+        cfg: the layer.
+        device, dtype: of the parameters.
+        recompute: "up_proj" keeps no pre-activations for backward and repeats one GEMM there.
+        kernels: name of a KernelSet; None chooses by device, dtype and shape.
+
+    Parameters: ``router.weight`` (E, d) · ``experts.w1`` (E, 2n or n, d) · ``experts.w2`` (E, d, n) ·
+    ``experts.b1``, ``experts.b2`` · ``shared.w1`` (2m or m, d), ``shared.w2`` (d, m), m the shared width, in the
+    experts' activation and gate_up layout · ``shared_gate.weight`` (1, d). Weights start as normal(0,
+    cfg.initializer_range), biases at 0.
+    """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recompute: str | None = None,
+        kernels: str | KernelSet | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(cfg, MoEConfig):
+            raise ValueError(f"cfg must be a MoEConfig, got {type(cfg).__name__}")
+        self.cfg = cfg
+        self.router = Router(cfg, device=device, dtype=dtype)
+        self.experts = Experts(cfg, device=device, dtype=dtype, recompute=recompute, kernels=kernels)
+        self.shared: MLP | None = None
+        self.shared_gate: nn.Linear | None = None
+        if cfg.shared_intermediate_size:
+            spec = activation_spec(cfg.activation, cfg.gate_up, cfg.activation_limit, cfg.activation_alpha)
+            self.shared = MLP(
+                cfg.hidden_size, cfg.shared_intermediate_size, spec, cfg.initializer_range, device=device, dtype=dtype
+            )
+        if cfg.shared_gate:
+            self.shared_gate = nn.Linear(cfg.hidden_size, 1, bias=False, device=device, dtype=dtype)
+            nn.init.normal_(self.shared_gate.weight, 0.0, cfg.initializer_range)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the weights anew, for instance after ``to_empty`` brought the layer here from the meta device."""
+        self.router.reset_parameters(generator)
+        self.experts.reset_parameters(generator)
+        if self.shared is not None:
+            self.shared.reset_parameters(generator)
+        if self.shared_gate is not None:
+            nn.init.normal_(self.shared_gate.weight, 0.0, self.cfg.initializer_range, generator=generator)
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
+        """x (..., d); token_mask, bool, shaped like x without d or (T,): False marks padding, which is not routed.
+
+        Raises:
+            ValueError: a shape or dtype is off, or (on CPU) the router's logits are not finite.
+        """
+        if x.ndim == 0 or x.shape[-1] != self.cfg.hidden_size:
+            raise ValueError(f"x must be (..., {self.cfg.hidden_size}) as cfg.hidden_size says, got {tuple(x.shape)}")
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"x must be floating point, got {x.dtype}")
+        flat = x.reshape(-1, x.shape[-1])
+        logits = self.router(flat)
+        routing = route(
+            logits,
+            self.cfg,
+            training=self.training,
+            selection_bias=self.router.selection_bias,
+            token_mask=_flat_mask(token_mask, x),
+        )
+        hidden = self.experts(flat, routing.plan, routing.scores)
+        if self.shared is not None:
+            hidden = hidden + self._shared(flat, self.shared)
+        return MoEOutput(hidden.view(x.shape), routing.aux_loss, routing.tokens_per_expert, logits)
+
+    def _shared(self, x: Tensor, shared: MLP) -> Tensor:
+        """(T, d) the shared expert's output, gated by a sigmoid of each token if there is a gate."""
+        out = shared(x)
+        if self.shared_gate is None:
+            return out
+        gate = self.shared_gate(x)
+        return (out * torch.sigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))).to(out.dtype)
+
+    def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
+        """Move the selection bias by ``rate`` towards an even load; counts (E,), once per optimiser step.
+
+        All ranks must call it when torch.distributed is initialised: the counts are summed over them.
+
+        Raises:
+            ValueError: the router has no selection bias.
+        """
+        if self.router.selection_bias is None:
+            raise ValueError("this layer has no selection bias; set router.selection_bias=True in its MoEConfig")
+        update_selection_bias([self.router.selection_bias], tokens_per_expert[None], rate)
+
+
+def _flat_mask(token_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """(T,) view of a mask shaped like x's leading dimensions; other shapes are left for `route` to refuse."""
+    return token_mask.flatten() if token_mask is not None and token_mask.shape == x.shape[:-1] else token_mask

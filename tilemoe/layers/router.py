@@ -1,0 +1,60 @@
+"""The router's weights and its logits; turning logits into a plan is `tilemoe.route`.
+
+T tokens · d hidden_size · E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilemoe.config import MoEConfig
+
+
+class Router(nn.Module):
+    """``logits = x weight^T + bias``, in fp32 (fp64 for fp64 x or weights), whatever autocast says.
+
+    weight (E, d) · bias (E,) or None · selection_bias (E,) fp32 buffer or None, part of the state dict
+    """
+
+    selection_bias: Tensor | None
+
+    def __init__(
+        self, cfg: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.initializer_range = cfg.initializer_range
+        self.weight = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(cfg.num_experts, device=device, dtype=dtype)) if cfg.router.bias else None
+        selection_bias = None
+        if cfg.router.selection_bias:
+            selection_bias = torch.empty(cfg.num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("selection_bias", selection_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        nn.init.normal_(self.weight, 0.0, self.initializer_range, generator=generator)
+        for bias in (self.bias, self.selection_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, d) -> logits (T, E)."""
+        dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Keep the selection bias in fp32 through ``module.to(torch.bfloat16)``: it moves by steps bf16 would lose."""
+        before = self.selection_bias
+        super()._apply(fn, recurse)
+        after = self.selection_bias
+        if before is not None and after is not None and after.dtype != torch.float32:
+            self.selection_bias = before.to(after.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, bias={self.bias is not None}"
