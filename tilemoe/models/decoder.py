@@ -1,0 +1,224 @@
+"""A decoder language model, the architecture of Hugging Face's Qwen3-MoE: pre-norm blocks of attention and an MLP.
+
+B sequences · S tokens each · d model width · V vocabulary · E experts · L MoE layers
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilemoe.activations import activation_spec
+from tilemoe.config import ModelConfig
+from tilemoe.kernels.base import KernelSet
+from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles
+from tilemoe.layers.mlp import MLP
+from tilemoe.layers.moe import MoE
+from tilemoe.layers.norm import RMSNorm
+from tilemoe.models.loss import IGNORED, chunked_cross_entropy
+from tilemoe.routing.balance import update_selection_bias
+
+
+class LMOutput(NamedTuple):
+    """What `DecoderLM` returns.
+
+    loss                scalar, mean cross-entropy in nats over the labels that are not -100, without auxiliary losses;
+                        fp32, fp64 for an fp64 model; None without labels
+    aux_loss            fp32 scalar, summed over the layers, coefficients applied; 0 if there are none
+    logits              (B, S, V); None when labels were given
+    tokens_per_expert   (L, E) int32, rows really computed; (0, 0) for a dense model
+    """
+
+    loss: Tensor | None
+    aux_loss: Tensor
+    logits: Tensor | None
+    tokens_per_expert: Tensor
+
+
+class BlockOutput(NamedTuple):
+    """hidden (B, S, d), and of a MoE block the fp32 auxiliary loss () and the (E,) rows computed; None when dense."""
+
+    hidden: Tensor
+    aux_loss: Tensor | None
+    tokens_per_expert: Tensor | None
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` with a MoE or, in a dense layer, a swiglu MLP."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recompute: str | None = None,
+        kernels: str | KernelSet | None = None,
+    ) -> None:
+        super().__init__()
+        d, eps = config.hidden_size, config.norm_eps
+        self.attention_norm = RMSNorm(d, eps, device=device, dtype=dtype)
+        self.attention = Attention(config, device=device, dtype=dtype)
+        self.mlp_norm = RMSNorm(d, eps, device=device, dtype=dtype)
+        self.mlp: MoE | MLP
+        if config.moe is not None and config.is_moe_layer(layer):
+            self.mlp = MoE(config.moe, device=device, dtype=dtype, recompute=recompute, kernels=kernels)
+        else:
+            spec = activation_spec("swiglu", "concatenated", None, None)
+            width = config.dense_intermediate_size
+            self.mlp = MLP(d, width, spec, config.initializer_range, device=device, dtype=dtype)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        self.attention_norm.reset_parameters()
+        self.attention.reset_parameters(generator)
+        self.mlp_norm.reset_parameters()
+        self.mlp.reset_parameters(generator)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> BlockOutput:
+        x = x + self.attention(self.attention_norm(x), angles, cache)
+        normed = self.mlp_norm(x)
+        if isinstance(self.mlp, MoE):
+            out = self.mlp(normed)
+            return BlockOutput(x + out.hidden, out.aux_loss, out.tokens_per_expert)
+        return BlockOutput(x + self.mlp(normed), None, None)
+
+
+class DecoderLM(nn.Module):
+    """The language model of a `ModelConfig`, kept as ``.config``; its blocks are ``.blocks``.
+
+    Args:
+        device, dtype: of the parameters. Under autocast over fp32 parameters the residual stream stays fp32.
+        recompute, kernels: of every MoE layer, see `tilemoe.MoE`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recompute: str | None = None,
+        kernels: str | KernelSet | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            Block(config, layer, device=device, dtype=dtype, recompute=recompute, kernels=kernels)
+            for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, device=device, dtype=dtype)
+        self.head: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype)
+        self._reset_embeddings(None)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw every matrix from normal(0, initializer_range); norms become 1, biases 0.
+
+        With a generator, which must be of the parameters' device, the weights are a function of its state alone.
+        """
+        self._reset_embeddings(generator)
+        for block in self._blocks():
+            block.reset_parameters(generator)
+        self.norm.reset_parameters()
+
+    def _reset_embeddings(self, generator: torch.Generator | None) -> None:
+        tables = [self.embed.weight] if self.head is None else [self.embed.weight, self.head.weight]
+        for table in tables:
+            nn.init.normal_(table, 0.0, self.config.initializer_range, generator=generator)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: KVCache | None = None) -> LMOutput:
+        """input_ids (B, S) integers; labels (B, S), shifted already: labels[b, s] is the token after input_ids[b, s].
+
+        With a cache the tokens follow those it holds, and are added to it; it is for inference, so no labels then.
+
+        Raises:
+            ValueError: a shape is off, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU) an id is
+                not in the vocabulary.
+        """
+        self._check(input_ids, labels, cache)
+        hidden, aux_loss, counts = self._hidden(input_ids, cache)
+        if labels is None:
+            return LMOutput(None, aux_loss, F.linear(hidden, self._head_weight()), counts)
+        loss = chunked_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
+        return LMOutput(loss, aux_loss, None, counts)
+
+    def next_logits(self, input_ids: Tensor, cache: KVCache) -> Tensor:
+        """(B, V) logits of the token after the last of input_ids (B, S), which are added to the cache."""
+        self._check(input_ids, None, cache)
+        hidden, _, _ = self._hidden(input_ids, cache)
+        return F.linear(hidden[:, -1], self._head_weight())
+
+    def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
+        """Balance the experts without a loss: move every layer's selection bias by ``rate`` towards an even load.
+
+        tokens_per_expert (L, E), summed over the micro-batches of one optimiser step; call it once per step, on all
+        ranks, over which the counts are summed. Does nothing when the routers have no selection bias.
+        """
+        layers = [block.mlp for block in self._blocks() if isinstance(block.mlp, MoE)]
+        biases = [moe.router.selection_bias for moe in layers if moe.router.selection_bias is not None]
+        if biases:
+            update_selection_bias(biases, tokens_per_expert, rate)
+
+    def _hidden(self, input_ids: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(normalised hidden (B, S, d), auxiliary loss (), tokens per expert (L, E))."""
+        config = self.config
+        start = 0 if cache is None else cache.length
+        hidden = self.embed(input_ids)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        angles = rotary_angles(start, input_ids.shape[1], config.head_dim, config.rope_theta, hidden.device, dtype)
+        layer_caches = [None] * config.num_layers if cache is None else list(cache)
+        aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        counts = []
+        for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
+            hidden, block_aux_loss, block_counts = block(hidden, angles, layer_cache)
+            if block_aux_loss is not None:
+                aux_loss = aux_loss + block_aux_loss
+                counts.append(block_counts)
+        stacked = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int32, device=hidden.device)
+        return self.norm(hidden), aux_loss, stacked
+
+    def _head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def _check(self, input_ids: Tensor, labels: Tensor | None, cache: KVCache | None) -> None:
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"input_ids must be (B, S) integers with S >= 1, got {tuple(input_ids.shape)} {input_ids.dtype}"
+            )
+        held = 0 if cache is None else cache.length
+        room = self.config.max_seq_len if cache is None else min(cache.max_tokens, self.config.max_seq_len)
+        if held + input_ids.shape[1] > room:
+            where = f"the cache, which holds {held} of {room}" if held else f"the {room} the model has positions for"
+            raise ValueError(f"input_ids has {input_ids.shape[1]} tokens, too many for {where}; shorten it")
+        _check_ids("input_ids", input_ids, self.config.vocab_size, lowest=0)
+        if labels is None:
+            return
+        if cache is not None:
+            raise ValueError("labels and cache were both given, but a cache is for inference; drop one")
+        if labels.shape != input_ids.shape or labels.dtype != torch.int64:
+            raise ValueError(
+                f"labels must be {tuple(input_ids.shape)} torch.int64, got {tuple(labels.shape)} {labels.dtype}"
+            )
+        _check_ids("labels", labels, self.config.vocab_size, lowest=IGNORED)
+
+
+def _check_ids(name: str, ids: Tensor, vocab_size: int, *, lowest: int) -> None:
+    """ValueError for an id that is not in the vocabulary, where looking costs nothing: on CPU, outside torch.compile.
+
+    Of the negative ids only ``lowest`` itself may occur, if it is one.
+    """
+    if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    bad = ids[((ids < 0) & (ids != lowest)) | (ids >= vocab_size)]
+    if bad.numel():
+        allowed = f"[0, {vocab_size})" + (f" or {lowest}" if lowest < 0 else "")
+        raise ValueError(f"{name} must lie in {allowed}, got {int(bad[0])}; is it the right tokenizer?")

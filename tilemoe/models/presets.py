@@ -1,0 +1,98 @@
+"""Dimensions of public architectures by name. Standard library only.
+
+Sources: each model's published config.json; `moe_preset` gives the mixture-of-experts layer alone, `model_preset` the
+whole decoder where `ModelConfig` expresses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
+
+
+def moe_preset(name: str) -> MoEConfig:
+    """The MoE layer of a public model; ValueError that lists the names otherwise."""
+    if name not in MOE_PRESETS:
+        raise ValueError(f"moe preset must be one of {', '.join(sorted(MOE_PRESETS))}; got {name!r}")
+    return MOE_PRESETS[name]
+
+
+def model_preset(name: str) -> ModelConfig:
+    """The decoder of a public model; ValueError that lists the names otherwise."""
+    if name not in MODEL_PRESETS:
+        raise ValueError(f"model preset must be one of {', '.join(sorted(MODEL_PRESETS))}; got {name!r}")
+    return MODEL_PRESETS[name]
+
+
+def _layer(
+    router: str, d: int, n: int, experts: int, top_k: int, *, shared: int = 0, shared_gate: bool = False
+) -> MoEConfig:
+    """A swiglu layer; ``shared`` is the width of the shared expert."""
+    return MoEConfig(
+        hidden_size=d,
+        intermediate_size=n,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        shared_intermediate_size=shared,
+        shared_gate=shared_gate,
+        router=RouterConfig.preset(router),
+    )
+
+
+def _gpt_oss(experts: int) -> MoEConfig:
+    return MoEConfig(
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_experts=experts,
+        num_experts_per_tok=4,
+        activation="swiglu_oai",
+        activation_limit=7.0,
+        activation_alpha=1.702,
+        gate_up="interleaved",
+        expert_bias=True,
+        router=RouterConfig.preset("gpt_oss"),
+    )
+
+
+MOE_PRESETS: Mapping[str, MoEConfig] = MappingProxyType(
+    {
+        "mixtral-8x7b": _layer("mixtral", 4096, 14336, 8, 2),
+        "olmoe-1b-7b": _layer("olmoe", 2048, 1024, 64, 8),
+        "qwen3-30b-a3b": _layer("qwen3_moe", 2048, 768, 128, 8),
+        "qwen3-235b-a22b": _layer("qwen3_moe", 4096, 1536, 128, 8),
+        "qwen3-next-80b-a3b": _layer("qwen3_next", 2048, 512, 512, 10, shared=512, shared_gate=True),
+        "deepseek-v3": _layer("deepseek_v3", 7168, 2048, 256, 8, shared=2048),
+        "kimi-k2": _layer("kimi_k2", 7168, 2048, 384, 8, shared=2048),
+        "glm-4.5": _layer("glm4_moe", 5120, 1536, 160, 8, shared=1536),
+        "glm-4.5-air": _layer("glm4_moe_air", 4096, 1408, 128, 8, shared=1408),
+        "gpt-oss-20b": _gpt_oss(32),
+        "gpt-oss-120b": _gpt_oss(128),
+        "granite-3-1b-a400m": _layer("granite_moe", 1024, 512, 32, 8),
+        "granite-3-3b-a800m": _layer("granite_moe", 1536, 512, 40, 8),
+    }
+)
+
+
+def _qwen3(layers: int, heads: int, moe: str) -> ModelConfig:
+    layer = MOE_PRESETS[moe]
+    return ModelConfig(
+        vocab_size=151_936,
+        hidden_size=layer.hidden_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=4,
+        head_dim=128,
+        max_seq_len=40_960,
+        moe=layer,
+        rope_theta=1_000_000.0,
+    )
+
+
+MODEL_PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "qwen3-30b-a3b": _qwen3(48, 32, "qwen3-30b-a3b"),
+        "qwen3-235b-a22b": _qwen3(94, 64, "qwen3-235b-a22b"),
+    }
+)
