@@ -1,0 +1,28 @@
+"""Text in, batches of tokens out: corpora, tokenizers, memory-mapped token shards, deterministic sampling.
+
+    prepared = prepare("stdlib", "bytes", cache_dir)
+    inputs, targets = Sampler(prepared.train, seq_len=256, batch_size=32, seed=0).batch(step=0)
+
+Every mistake of the user is a ValueError of one line. Nothing here prints and nothing imports torch.
+"""
+
+from __future__ import annotations
+
+from tilemoe.data.corpus import Corpus, Document, open_corpus
+from tilemoe.data.prepare import Prepared, prepare
+from tilemoe.data.sampler import Sampler, sequential_windows
+from tilemoe.data.shards import TokenShards
+from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Corpus",
+    "Document",
+    "Prepared",
+    "Sampler",
+    "TokenShards",
+    "Tokenizer",
+    "load_tokenizer",
+    "open_corpus",
+    "prepare",
+    "sequential_windows",
+]

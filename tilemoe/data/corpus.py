@@ -1,0 +1,213 @@
+"""Corpora: text files, tables of texts and Python's own standard library as a stream of documents.
+
+The order of the documents is that of the files' POSIX paths relative to the corpus, and within a file its own order; it
+depends on nothing else. One document at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+STDLIB = "stdlib"
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
+SUFFIXES = TEXT_SUFFIXES | {".jsonl", ".parquet"}
+TEXT_FIELDS = ("text", "content")  # of a .jsonl line, the first that is there; .parquet columns alike
+
+_PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
+_PARQUET_ROWS = 1024  # rows in memory at once
+_STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of a corpus; ``name`` is where it comes from, e.g. ``json/decoder.py`` or ``a.jsonl:12``."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of a corpus, relative to ``root`` and sorted. Make one with ``open_corpus``."""
+
+    name: str
+    root: Path
+    files: tuple[str, ...]
+
+    def documents(self) -> Iterator[Document]:
+        """Every document in order, empty ones included (they hold a position, and no tokens).
+
+        A text file (.txt, .md, .py) is one document, or several of about 1 Mi characters cut at line ends; bytes that
+        are not UTF-8 become U+FFFD. A line of a .jsonl file and a row of a .parquet file are one document each.
+        Raises ValueError for a file that cannot be read, naming the file and the line or row.
+        """
+        for name in self.files:
+            path = self.root / name
+            read = _READERS.get(path.suffix.lower(), _read_text)
+            try:
+                for suffix, text in read(path):
+                    yield Document(name + suffix, clean_text(text))
+            except OSError as error:
+                raise _unreadable(path, error) from error
+
+    def fingerprint(self) -> str:
+        """Hex digest of the files' names, sizes and modification times; no content is read."""
+        digest = hashlib.sha256()
+        for name in self.files:
+            stat = _stat(self.root / name)
+            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def file_bytes(self) -> int:
+        """Total size of the files on disk, in bytes."""
+        return sum(_stat(self.root / name).st_size for name in self.files)
+
+
+def open_corpus(spec: str) -> Corpus:
+    """The corpus that ``spec`` names: "stdlib", or the path of a file or of a folder.
+
+    "stdlib" is the .py files of Python's standard library without its tests. A folder is searched recursively for
+    .txt, .md, .py, .jsonl and .parquet files; hidden entries and __pycache__ are left out. (A folder that is itself
+    called stdlib is "./stdlib".) Raises ValueError for a missing path, another kind of file, or nothing usable.
+    """
+    if spec == STDLIB:
+        return _open_stdlib()
+    if not spec:  # Path("") would be the current folder
+        raise ValueError("corpus: the name is empty; give 'stdlib' or a path")
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        files = tuple(_walk(path, SUFFIXES, lambda name: name.startswith(".") or name == "__pycache__"))
+        if not files:
+            raise ValueError(f"corpus {spec!r}: no usable file in this folder; put {_known_suffixes()} files into it")
+        return Corpus(spec, path, files)
+    if not path.exists():
+        raise ValueError(
+            f"corpus {spec!r}: no such file or folder; give 'stdlib' or the path of a {_known_suffixes()} file "
+            "or of a folder of them"
+        )
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {_known_suffixes()}")
+    return Corpus(spec, path.parent, (path.name,))
+
+
+def clean_text(text: str) -> str:
+    """``text`` without NUL, which separates documents, and with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
+    text = text.replace("\0", "")
+    if text.isascii():
+        return text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _open_stdlib() -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = tuple(_walk(root, {".py"}, lambda name: name in _STDLIB_SKIPPED or name.startswith("config-")))
+    if not files:
+        raise ValueError(f"corpus 'stdlib': this Python keeps no .py files in {root}; give the path of a text file")
+    return Corpus(STDLIB, root, files)
+
+
+def _walk(root: Path, suffixes: frozenset[str] | set[str], is_skipped: Callable[[str], bool]) -> list[str]:
+    """Sorted POSIX paths, relative to ``root``, of the files with one of ``suffixes`` that no skipped name leads to."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise _unreadable(root, error) from error
+
+    found = []
+    for folder, subfolders, names in os.walk(root, onerror=fail):
+        subfolders[:] = [name for name in subfolders if not is_skipped(name)]
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix.lower() in suffixes and not is_skipped(name) and path.is_file():
+                found.append(path.relative_to(root).as_posix())
+    return sorted(found)
+
+
+def _read_text(path: Path) -> Iterator[tuple[str, str]]:
+    """(name suffix, text) of each piece of a text file; the first piece, usually the only one, has no suffix."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        piece, suffix = 0, ""
+        text = file.read(_PIECE)
+        while text or piece == 0:
+            if len(text) == _PIECE:
+                text += file.readline(_PIECE)  # bounded: a file may be one endless line
+            yield suffix, text
+            piece += 1
+            suffix = f"#{piece + 1}"
+            text = file.read(_PIECE)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
+    """(":" and line number, text) of each line that is not blank."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: this line is not JSON; correct or remove it") from error
+            fields = record if isinstance(record, dict) else {}
+            text = next((fields[key] for key in TEXT_FIELDS if key in fields), None)
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"{path}:{number}: no string in a field {' or '.join(map(repr, TEXT_FIELDS))}; "
+                    "correct or remove the line"
+                )
+            yield f":{number}", text
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, str]]:
+    """("[row]", text) of each row; a batch of rows of the one column is in memory at a time."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{path}: reading .parquet needs pyarrow; pip install 'tilemoe[data]'") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            column = next((name for name in TEXT_FIELDS if name in names), None)
+            if column is None:
+                raise ValueError(
+                    f"{path}: no column {' or '.join(map(repr, TEXT_FIELDS))} among {', '.join(names)}; "
+                    "rename the column that holds the text"
+                )
+            row = 0
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    if not isinstance(text, str):
+                        raise ValueError(f"{path}[{row}]: {column!r} holds no string; correct or remove the row")
+                    yield f"[{row}]", text
+                    row += 1
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a readable .parquet file; write or copy it again") from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    reason = error.strerror or type(error).__name__
+    return ValueError(f"{error.filename or path}: cannot be read ({reason}); check that it exists and its permissions")
+
+
+def _known_suffixes() -> str:
+    return ", ".join(sorted(SUFFIXES))

@@ -1,0 +1,113 @@
+"""Batches of next-token windows: a seeded, stateless order for training and a complete one for evaluation.
+
+B batch_size · S seq_len · W windows of an epoch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilemoe.data.permutation import permute
+from tilemoe.data.shards import TokenShards
+
+IGNORED_TARGET = -100
+
+Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+_ORDER, _OFFSET = 0, 1  # what a key derived from (seed, epoch) is for
+
+
+class Sampler:
+    """Training batches as a pure function of (seed, step, rank): nothing to save, nothing to restore.
+
+    An epoch takes the split as a ring, cuts it from a random offset on into W = ``num_windows`` windows of S tokens and
+    visits each once in a random order; both are drawn per epoch, so windows and the unused remainder differ each time.
+    Epochs follow one another without a gap: batch ``step`` of rank r holds the positions
+    ``(step * world_size + r) * B + [0, B)`` of this endless sequence. Ranks never share one, and the data of a step
+    depends only on B * world_size. Time and memory per call are O(B * S) for any number of tokens.
+    """
+
+    def __init__(
+        self, shards: TokenShards, seq_len: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        _check_sizes(seq_len, batch_size)
+        _check_int("seed", seed, 0)
+        _check_int("world_size", world_size, 1)
+        _check_int("rank", rank, 0)
+        if rank >= world_size:
+            raise ValueError(f"rank must be below world_size ({world_size}), got {rank}")
+        if shards.num_tokens < seq_len + 1:
+            raise ValueError(
+                f"the {shards.split} split in {shards.directory} has {shards.num_tokens} tokens, fewer than "
+                f"seq_len + 1 = {seq_len + 1}; lower seq_len or give more text"
+            )
+        self.shards, self.seq_len, self.batch_size = shards, seq_len, batch_size
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.num_windows = shards.num_tokens // seq_len
+
+    def batch(self, step: int) -> Batch:
+        """(inputs, targets) of ``step`` >= 0, (B, S) int64 each; a target is the token after its input."""
+        windows = np.stack([self._read_ring(int(start)) for start in self.starts(step)])
+        return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+
+    def starts(self, step: int) -> NDArray[np.int64]:
+        """(B,) int64: where in the split each sequence of the batch begins."""
+        _check_int("step", step, 0)
+        first = (step * self.world_size + self.rank) * self.batch_size
+        starts = np.empty(self.batch_size, dtype=np.int64)
+        done = 0
+        while done < self.batch_size:  # a batch may reach into the next epochs
+            epoch, position = divmod(first + done, self.num_windows)
+            count = min(self.batch_size - done, self.num_windows - position)
+            window = permute(np.arange(position, position + count), self.num_windows, (_ORDER, self.seed, epoch))
+            starts[done : done + count] = (self._offset(epoch) + window * self.seq_len) % self.shards.num_tokens
+            done += count
+        return starts
+
+    def _offset(self, epoch: int) -> int:
+        generator = np.random.SeedSequence((_OFFSET, self.seed, epoch)).generate_state(1, np.uint64)
+        return int(generator[0]) % self.shards.num_tokens
+
+    def _read_ring(self, start: int) -> NDArray[np.int64]:
+        """(S + 1,) int64 from ``start`` on; the split's first token follows its last, a separator."""
+        length = self.seq_len + 1
+        before_end = min(length, self.shards.num_tokens - start)
+        head = self.shards.read(start, before_end)
+        return head if before_end == length else np.concatenate([head, self.shards.read(0, length - before_end)])
+
+
+def sequential_windows(shards: TokenShards, seq_len: int, batch_size: int) -> Iterator[Batch]:
+    """(inputs, targets) batches, (B, S) int64, in which every token of the split is a target exactly once, in order.
+
+    The first input is the separator, as before any document. What the last batch lacks has separators as inputs and
+    targets of -100, so that all batches have one shape.
+    """
+    _check_sizes(seq_len, batch_size)
+    return _sequential_windows(shards, seq_len, batch_size)
+
+
+def _sequential_windows(shards: TokenShards, seq_len: int, batch_size: int) -> Iterator[Batch]:
+    tokens_per_batch = seq_len * batch_size
+    previous = shards.separator_id
+    for start in range(0, shards.num_tokens, tokens_per_batch):
+        tokens = shards.read(start, min(tokens_per_batch, shards.num_tokens - start))
+        inputs = np.full(tokens_per_batch, shards.separator_id, dtype=np.int64)
+        targets = np.full(tokens_per_batch, IGNORED_TARGET, dtype=np.int64)
+        inputs[0], inputs[1 : tokens.size] = previous, tokens[:-1]
+        targets[: tokens.size] = tokens
+        previous = int(tokens[-1])
+        yield inputs.reshape(batch_size, seq_len), targets.reshape(batch_size, seq_len)
+
+
+def _check_sizes(seq_len: int, batch_size: int) -> None:
+    _check_int("seq_len", seq_len, 1)
+    _check_int("batch_size", batch_size, 1)
+
+
+def _check_int(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")

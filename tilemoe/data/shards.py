@@ -1,0 +1,219 @@
+"""Token shards: header-less .bin files of little-endian token ids, memory-mapped, and the index.json over them.
+
+A folder holds both splits: ``train-00000.bin``, ``heldout-00000.bin``, ... uint16 when the vocabulary has at most 65536
+ids, else uint32. The index records per split the tokens, the bytes of text and each shard's size and SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilemoe.data.split import SPLITS, Split
+
+FORMAT = "tilemoe-token-shards"
+VERSION = 1
+INDEX = "index.json"
+SHARD_TOKENS = 1 << 28  # tokens of a full shard: 512 MiB in uint16
+
+_HASH_CHUNK = 1 << 22  # bytes
+_HASH_THREADS = 8
+_AGAIN = "delete the folder and it is prepared again"
+
+
+class ShardWriter:
+    """Append token ids to the shards of one split. A context manager: leaving it closes the file at hand."""
+
+    def __init__(self, directory: Path, split: Split, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
+        if shard_tokens < 1:
+            raise ValueError(f"shard_tokens must be >= 1, got {shard_tokens}")
+        self.num_tokens = 0
+        self.num_bytes = 0
+        self._directory, self._split = directory, split
+        self._vocab_size, self._shard_tokens = vocab_size, shard_tokens
+        self._dtype = token_dtype(vocab_size)
+        self._shards: list[dict[str, Any]] = []
+        self._file: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self._tokens_in_shard = 0
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._close_shard()
+
+    def append(self, ids: NDArray[np.int64], num_bytes: int) -> None:
+        """Add ``ids`` (any length), which encode ``num_bytes`` bytes of text. ValueError for an id out of range."""
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            wrong = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
+            raise ValueError(
+                f"token id {wrong} is outside the tokenizer's vocabulary of {self._vocab_size}; "
+                "correct the vocabulary of its tokenizer.json"
+            )
+        tokens = ids.astype(self._dtype)
+        while tokens.size:
+            room = self._shard_tokens - self._tokens_in_shard
+            self._write(tokens[:room])
+            tokens = tokens[room:]
+        self.num_tokens += ids.size
+        self.num_bytes += num_bytes
+
+    def entry(self) -> dict[str, Any]:
+        """The split's part of the index, once everything is appended."""
+        self._close_shard()
+        return {"num_tokens": self.num_tokens, "num_bytes": self.num_bytes, "shards": self._shards}
+
+    def _write(self, tokens: NDArray[Any]) -> None:
+        if self._file is None:
+            self._file = (self._directory / f"{self._split}-{len(self._shards):05d}.bin").open("xb")
+        content = tokens.tobytes()
+        self._file.write(content)
+        self._digest.update(content)
+        self._tokens_in_shard += tokens.size
+        if self._tokens_in_shard == self._shard_tokens:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self._file is None:
+            return
+        self._file.close()
+        name = Path(self._file.name).name
+        self._shards.append({"file": name, "num_tokens": self._tokens_in_shard, "sha256": self._digest.hexdigest()})
+        self._file, self._digest, self._tokens_in_shard = None, hashlib.sha256(), 0
+
+
+class TokenShards:
+    """One split of prepared token shards, memory-mapped and read-only.
+
+    ``num_tokens``  tokens, the separator after each document included.
+    ``num_bytes``   UTF-8 bytes of the texts, and one for each separator: the mean loss in nats per token, times
+                    ``num_tokens / num_bytes``, is in nats per byte, whatever the tokenizer.
+    """
+
+    def __init__(self, directory: Path, split: Split) -> None:
+        """Map the shards of ``split``; ValueError if the index or a shard is missing, damaged or of another size."""
+        index = read_index(directory)
+        self.directory, self.split = directory, split
+        try:
+            dtype = np.dtype(index["dtype"])
+            entry = index["splits"][split]
+            self.separator_id = int(index["separator_id"])
+            self.vocab_size = int(index["vocab_size"])
+            self.num_tokens = int(entry["num_tokens"])
+            self.num_bytes = int(entry["num_bytes"])
+            self._shards = [
+                (directory / str(s["file"]), int(s["num_tokens"]), str(s["sha256"])) for s in entry["shards"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _bad_index(directory, f"{type(error).__name__}: {error}") from error
+        self._maps = [_map_shard(path, dtype, count) for path, count, _ in self._shards]
+        self._start_of_shard = np.cumsum([0, *(count for _, count, _ in self._shards)])
+        if self._start_of_shard[-1] != self.num_tokens:
+            raise _bad_index(directory, "the shards do not add up")
+
+    @classmethod
+    def open(cls, directory: Path, split: str) -> TokenShards:
+        """The shards of ``split`` ("train" or "heldout") in a folder made by ``prepare``."""
+        for known in SPLITS:
+            if split == known:
+                return cls(Path(directory), known)
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
+
+    def __repr__(self) -> str:
+        return f"TokenShards({str(self.directory)!r}, {self.split!r}, num_tokens={self.num_tokens})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenShards, (self.directory, self.split)  # another process maps the files anew
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """(length,) int64: tokens ``start`` to ``start + length`` of the split, across the borders of shards."""
+        if start < 0 or length < 0 or start + length > self.num_tokens:
+            raise ValueError(
+                f"start {start} and length {length} reach outside the {self.num_tokens} tokens of {self!r}"
+            )
+        out = np.empty(length, dtype=np.int64)
+        shard = int(np.searchsorted(self._start_of_shard, start, side="right")) - 1
+        done = 0
+        while done < length:
+            offset = start + done - int(self._start_of_shard[shard])
+            part = self._maps[shard][offset : offset + length - done]
+            out[done : done + part.size] = part
+            done += part.size
+            shard += 1
+        return out
+
+    def verify(self) -> None:
+        """Read everything and compare the checksums; ValueError naming the first shard that differs."""
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:
+            digests = pool.map(_sha256, [path for path, _, _ in self._shards])
+            for (path, _, expected), found in zip(self._shards, digests, strict=True):
+                if found != expected:
+                    raise ValueError(f"token shard {path}: its content is not what was written; {_AGAIN}")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smaller of uint16 and uint32, little-endian, that holds ids below ``vocab_size``."""
+    assert 0 < vocab_size <= 1 << 32
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def write_index(directory: Path, fields: Mapping[str, Any]) -> None:
+    """Write index.json: ``fields``, the format and a checksum over both."""
+    content = {"format": FORMAT, "version": VERSION, **fields}
+    content["checksum"] = _index_checksum(content)
+    (directory / INDEX).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_index(directory: Path) -> dict[str, Any]:
+    """The fields of index.json; ValueError if it is missing, damaged or of another version."""
+    try:
+        content = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _bad_index(directory, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise _bad_index(directory, "not JSON") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise _bad_index(directory, "not an index of token shards")
+    if content.get("version") != VERSION:
+        raise _bad_index(directory, f"format version {content.get('version')!r}, this release reads {VERSION}")
+    if content.pop("checksum", None) != _index_checksum(content):
+        raise _bad_index(directory, "checksum mismatch")
+    return content
+
+
+def _index_checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def _bad_index(directory: Path, reason: str) -> ValueError:
+    return ValueError(f"token shards {directory / INDEX}: cannot be used ({reason}); {_AGAIN}")
+
+
+def _map_shard(path: Path, dtype: np.dtype[Any], num_tokens: int) -> NDArray[Any]:
+    try:
+        size = path.stat().st_size
+        if size != num_tokens * dtype.itemsize:
+            raise ValueError(
+                f"token shard {path}: {size} bytes instead of {num_tokens * dtype.itemsize}, it was truncated or "
+                f"changed; {_AGAIN}"
+            )
+        return np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))
+    except OSError as error:
+        raise ValueError(f"token shard {path}: cannot be read ({error.strerror}); {_AGAIN}") from error
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,219 @@
+"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or any tokenizer.json.
+
+Every tokenizer saves itself as a tokenizer.json that the `tokenizers` library, and so `load_tokenizer`, reads back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tilemoe.data.corpus import Corpus, clean_text
+from tilemoe.data.files import only_one_process, write_atomic
+from tilemoe.data.split import split_documents
+
+TokenIds = NDArray[np.int64]
+
+BYTES = "bytes"
+END_OF_TEXT = "<|endoftext|>"
+# The token that ends a document, by the names that public tokenizers give it; the first that is there is used.
+SEPARATORS = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "[SEP]",
+    "<0x00>",
+)
+_MIN_BPE_VOCAB = 257  # 256 bytes and the separator
+_BPE_SAMPLE_BYTES = 1 << 28  # of files; a larger corpus is thinned evenly, for merges gain nothing beyond
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. A separator token stands between documents and is no part of any text."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1."""
+
+    @property
+    def separator_id(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of all that decides the ids."""
+
+    def encode(self, text: str) -> TokenIds:
+        """(number of tokens,) int64, without separators; NUL is removed and lone surrogates become U+FFFD."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """``encode`` of each text, in parallel where the tokenizer can."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids`` without separators; bytes that are not UTF-8 become U+FFFD. ValueError: id unknown."""
+
+    def save(self, path: Path) -> None:
+        """Write a tokenizer.json, atomically."""
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes of a text: 256 ids, of which 0 separates documents."""
+
+    name = BYTES
+    vocab_size = 256
+    separator_id = 0
+    fingerprint = hashlib.sha256(b"utf-8 bytes, 0 separates").hexdigest()
+
+    def encode(self, text: str) -> TokenIds:
+        return np.frombuffer(clean_text(text).encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        kept = _without_separator(ids, self.separator_id, self.vocab_size)
+        return kept.astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def save(self, path: Path) -> None:
+        # No character is in the vocabulary, so all fall back to their bytes, whose ids are their values.
+        model = models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True)
+        backend = tokenizers.Tokenizer(model)
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        write_atomic(path, backend.to_str(pretty=True))
+
+
+class JsonTokenizer:
+    """A tokenizer.json. Special tokens that a text spells out get their ids; none is added to it."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, name: str) -> None:
+        """ValueError, naming ``name``, if no token of ``backend`` can separate documents."""
+        self.name = name
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        separator = next((token for token in SEPARATORS if token in vocabulary), None)
+        if separator is None:
+            raise ValueError(
+                f"tokenizer {name!r}: has no token that ends a document; add {END_OF_TEXT!r} to its added_tokens"
+            )
+        self.vocab_size: int = max(vocabulary.values()) + 1  # ids may have gaps
+        self.separator_id: int = vocabulary[separator]
+        self.fingerprint = hashlib.sha256(self._backend.to_str().encode("utf-8")).hexdigest()
+
+    def encode(self, text: str) -> TokenIds:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        encodings = self._backend.encode_batch([clean_text(text) for text in texts], add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        kept = _without_separator(ids, self.separator_id, self.vocab_size)
+        return self._backend.decode(kept.tolist(), skip_special_tokens=False)
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, self._backend.to_str(pretty=True))
+
+
+def load_tokenizer(
+    spec: str, corpus: Corpus | None = None, cache_dir: Path | None = None, heldout_every: int = 20
+) -> Tokenizer:
+    """The tokenizer that ``spec`` names: "bytes", "bpe:N", or the path of a tokenizer.json.
+
+    "bpe:N" is a byte-level BPE of at most N ids, trained on the training split of ``corpus`` and kept in ``cache_dir``
+    (trained anew each time when that is None). Raises ValueError for another spec and for a missing or invalid file.
+    """
+    if spec == BYTES:
+        return ByteTokenizer()
+    if spec.startswith("bpe:"):
+        vocab_size = _bpe_size(spec)
+        if corpus is None:
+            raise ValueError(
+                f"tokenizer {spec!r}: it is trained on a corpus; give one, or the path of a tokenizer.json"
+            )
+        if cache_dir is None:
+            return JsonTokenizer(_train_bpe(corpus, vocab_size, heldout_every), spec)
+        return _cached_bpe(spec, corpus, vocab_size, heldout_every, cache_dir)
+    path = Path(spec).expanduser()
+    if not path.exists() and path.suffix != ".json":
+        raise ValueError(f"tokenizer {spec!r}: unknown; use 'bytes', 'bpe:N' or the path of a tokenizer.json")
+    return JsonTokenizer(_parse(path, "give the path of a tokenizer.json"), spec)
+
+
+def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"tokenizer {str(path)!r}: cannot be read ({error.strerror}); {fix}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tokenizer {str(path)!r}: not a valid tokenizer.json (not UTF-8); {fix}") from error
+    except Exception as error:
+        if type(error) is not Exception:  # the library raises the base class itself for a file it cannot parse
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"tokenizer {str(path)!r}: not a valid tokenizer.json ({reason}); {fix}") from error
+
+
+def _bpe_size(spec: str) -> int:
+    match = re.fullmatch(r"bpe:([0-9]{1,9})", spec)
+    if match is None or int(match[1]) < _MIN_BPE_VOCAB:
+        raise ValueError(f"tokenizer {spec!r}: write 'bpe:N' with N >= {_MIN_BPE_VOCAB}, e.g. 'bpe:4096'")
+    return int(match[1])
+
+
+def _cached_bpe(spec: str, corpus: Corpus, vocab_size: int, heldout_every: int, cache_dir: Path) -> JsonTokenizer:
+    made_from: list[Any] = [corpus.fingerprint(), vocab_size, heldout_every, _BPE_SAMPLE_BYTES]
+    digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    path = cache_dir / "tokenizers" / f"bpe-{vocab_size}-{digest}.json"
+    if not path.exists():
+        with only_one_process(path):
+            if not path.exists():
+                backend = _train_bpe(corpus, vocab_size, heldout_every)
+                write_atomic(path, backend.to_str(pretty=True))
+    return JsonTokenizer(_parse(path, "delete it and it is trained again"), spec)
+
+
+def _train_bpe(corpus: Corpus, vocab_size: int, heldout_every: int) -> tokenizers.Tokenizer:
+    """A BPE over bytes, a function of the training split alone."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_training_sample(corpus, heldout_every), trainer)
+    return backend
+
+
+def _training_sample(corpus: Corpus, heldout_every: int) -> Iterator[str]:
+    stride = 1 + corpus.file_bytes() // _BPE_SAMPLE_BYTES
+    texts = (text for split, text in split_documents(corpus, heldout_every) if split == "train")
+    return islice(texts, 0, None, stride)
+
+
+def _without_separator(ids: Iterable[int], separator_id: int, vocab_size: int) -> TokenIds:
+    array = np.asarray(list(ids), dtype=np.int64)
+    unknown = array[(array < 0) | (array >= vocab_size)]
+    if unknown.size:
+        raise ValueError(f"ids: {unknown[0]} is not an id of this tokenizer; ids run from 0 to {vocab_size - 1}")
+    return array[array != separator_id]
