@@ -1,0 +1,110 @@
+"""Inputs of the expert MLP at the scale it sees in training, and two ways to run it.
+
+T tokens · d hidden_size · n intermediate_size · E experts · P pairs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.config import GATED_ACTIVATIONS
+from tilemoe.reference import activation as activate
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing.routings import used_pairs
+
+MoE = Callable[..., Tensor]
+
+
+def make_inputs(
+    plan: RoutingPlan,
+    hidden_size: int,
+    intermediate_size: int,
+    activation: str = "swiglu",
+    *,
+    dtype: torch.dtype = torch.float32,
+    score_dtype: torch.dtype | None = None,
+    bias: bool = False,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """x, w1, w2, scores and, with ``bias``, b1, b2, on the plan's device: x, h and y are all O(1).
+
+    Scores (T, K) or (P,) have both signs; ``score_dtype`` None: fp32, or fp64 for fp64. What may not be read is NaN:
+    the score of a skipped pair, and x of a token without a row.
+    """
+    d, n, experts = hidden_size, intermediate_size, plan.num_experts
+    width = n * (2 if activation in GATED_ACTIVATIONS else 1)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        value = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        return value.to(device=plan.device, dtype=dtype)
+
+    used = used_pairs(plan)
+    routed = torch.zeros(plan.num_tokens, dtype=torch.bool, device=plan.device)
+    num_rows = int(plan.row_start_of_expert[-1])
+    routed[plan.token_of_row[:num_rows].long()] = True
+    inputs = {
+        "x": normal(plan.num_tokens, d).masked_fill(~routed[:, None], float("nan")),
+        "w1": normal(experts, width, d, scale=d**-0.5),
+        "w2": normal(experts, d, n, scale=2 * n**-0.5),
+    }
+    magnitude = 0.25 + torch.rand(plan.num_pairs, generator=generator, dtype=torch.float64)
+    sign = torch.where(torch.rand(plan.num_pairs, generator=generator) < 0.2, -1.0, 1.0)
+    score_dtype = score_dtype or torch.promote_types(dtype, torch.float32)
+    scores = (magnitude * sign).to(device=plan.device, dtype=score_dtype).masked_fill(~used, float("nan"))
+    if plan.pair_start_of_token is None:
+        scores = scores.view(plan.num_tokens, plan.num_pairs // max(plan.num_tokens, 1))
+    inputs["scores"] = scores
+    if bias:
+        inputs |= {"b1": normal(experts, width, scale=0.5), "b2": normal(experts, d, scale=0.5)}
+    return inputs
+
+
+def forward_and_grads(moe: MoE, inputs: Mapping[str, Tensor], plan: RoutingPlan, **options: Any) -> dict[str, Tensor]:
+    """Run ``moe`` once and differentiate it in all its inputs: ``o`` and the gradients, named dx, dw1, ...
+
+    The gradient that flows in is normal(0, 1), the same for every dtype up to its rounding. Strides of the inputs
+    are kept.
+    """
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    o = moe(plan=plan, **leaves, **options)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = torch.autograd.grad(o, list(leaves.values()), do.to(device=o.device, dtype=o.dtype))
+    return {"o": o.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+
+
+def plain_moe(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    plan: RoutingPlan,
+    scores: Tensor,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation_limit: float | None = None,
+    activation_alpha: float | None = None,
+) -> Tensor:
+    """The layer as ordinary PyTorch computes it: every matrix product's result is stored in the inputs' dtype.
+
+    Its error is the yardstick for a KernelSet's. The activation and the sum over experts are computed in fp32.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    starts = plan.row_start_of_expert.tolist()
+    for expert in range(plan.num_experts):
+        rows = slice(starts[expert], starts[expert + 1])
+        token = plan.token_of_row[rows].long()
+        h = x[token] @ w1[expert].T
+        h = h if b1 is None else h + b1[expert]
+        a = activate(h.to(wide), activation, gate_up, activation_limit, activation_alpha).to(x.dtype)
+        y = a @ w2[expert].T
+        y = y if b2 is None else y + b2[expert]
+        score = scores.reshape(-1)[plan.pair_of_row[rows].long()].to(wide)
+        out = out.index_add(0, token, score[:, None] * y.to(wide))
+    return out.to(x.dtype)
