@@ -1,0 +1,221 @@
+"""The package's import arrows, what importing it costs, and that it changes nothing of anybody else's."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tilemoe
+
+ROOT = Path(tilemoe.__file__).parent
+MAX_LINES = 520
+
+# What each part may import besides itself. A part not listed here may not exist.
+_BELOW_LAYERS = {"config", "activations", "routing.plan", "kernels", "ops", "routing"}
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "activations": {"config"},
+    "routing.plan": set(),
+    "kernels": {"config", "activations", "routing.plan"},
+    "ops": {"config", "activations", "routing.plan", "kernels"},
+    "routing": {"config", "activations", "routing.plan", "kernels", "ops"},
+    "reference": {"config", "activations", "routing.plan"},
+    "layers": _BELOW_LAYERS,
+    "models": _BELOW_LAYERS | {"layers"},
+    "data": set(),
+    "recipes": set(),
+    "train": _BELOW_LAYERS | {"layers", "models", "data", "recipes"},
+    "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train"},
+    "testing": _BELOW_LAYERS | {"reference"},
+    "__main__": {"cli"},
+}
+# The whole package may read these of the root; whatever else it offers, import from its home.
+ROOT_NAMES = {"__version__"}
+# Third-party packages that a part may import; None: any that the package depends on.
+THIRD_PARTY: dict[str, set[str] | None] = {
+    **dict.fromkeys(ALLOWED),
+    "config": set(),
+    "recipes": set(),
+    "data": {"numpy", "tokenizers", "pyarrow"},
+    **{part: {"torch"} for part in ("activations", "routing.plan", "routing", "kernels", "ops", "reference", "layers")},
+}
+DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "tokenizers", "safetensors", "matplotlib", "tensorboard", "pyarrow"}
+
+
+def module_files() -> dict[str, Path]:
+    """Dotted name below the root ("" for the root itself) to file."""
+    files = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+MODULES = module_files()
+MODULE_NAMES = {f"tilemoe.{name}" for name in MODULES if name}
+
+
+def part_of(module: str) -> str:
+    """The row of the table that a module (dotted, below the root) belongs to."""
+    return module if module in ALLOWED else module.partition(".")[0]
+
+
+def imports_of(module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of everything a module imports, also inside functions, under TYPE_CHECKING, and by name."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name != "tilemoe")
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tilemoe":
+            yield node.lineno, f"tilemoe.{node.attr}"  # what a plain `import tilemoe` is used for
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            assert node.module is not None
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Constant) and node.value in MODULE_NAMES:
+            yield node.lineno, str(node.value)  # a module's name as text is there to be imported
+
+
+def module_named(absolute: str) -> str:
+    """The module, dotted and below the root, that ``tilemoe.a.b.name`` lives in."""
+    name = absolute.removeprefix("tilemoe").removeprefix(".")
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name])
+def test_import_arrows(module: str) -> None:
+    part = part_of(module)
+    assert part in ALLOWED, f"tilemoe.{module}: add its part {part!r} to the table of import arrows"
+    for line, absolute in imports_of(module):
+        top = absolute.partition(".")[0]
+        if top == "tilemoe":
+            target = module_named(absolute)
+            if target == "":
+                assert absolute.removeprefix("tilemoe.") in ROOT_NAMES, f"{module}:{line} imports {absolute}"
+                continue
+            ok = part_of(target) in ALLOWED[part] | {part}
+            assert ok, f"tilemoe/{module.replace('.', '/')}.py:{line}: {part} may not import {part_of(target)}"
+        elif top not in sys.stdlib_module_names:
+            permitted = THIRD_PARTY[part]
+            permitted = DEPENDENCIES if permitted is None else permitted
+            assert top in permitted, f"tilemoe/{module.replace('.', '/')}.py:{line}: {part} may not import {top}"
+
+
+def test_the_walk_sees_imports_inside_functions_and_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "made_up.py"
+    path.write_text(
+        "import tilemoe\n"
+        "def f():\n"
+        "    from tilemoe.layers.moe import MoE\n"
+        "    import_module(['tilemoe.train.loop'][0])\n"
+        "    tilemoe.route\n"
+    )
+    MODULES["made_up"] = path
+    try:
+        found = {name for _, name in imports_of("made_up")}
+        assert found == {"tilemoe.layers.moe.MoE", "tilemoe.train.loop", "tilemoe.route"}
+    finally:
+        del MODULES["made_up"]
+    assert part_of("routing.plan") == "routing.plan"
+    assert part_of("routing.build") == "routing"
+    assert part_of(module_named("tilemoe.kernels.torch.mlp.TORCH_KERNELS")) == "kernels"
+
+
+def test_table_has_no_cycle_and_no_row_without_a_module() -> None:
+    order: list[str] = []
+    rows = dict(ALLOWED)
+    while rows:
+        free = sorted(part for part, below in rows.items() if below <= set(order))
+        assert free, f"a cycle among {sorted(rows)}"
+        order += free
+        rows = {part: below for part, below in rows.items() if part not in free}
+    assert {part_of(module) for module in MODULES if module} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_stay_readable(module: str) -> None:
+    lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{MODULES[module]} has {lines} lines"
+
+
+def test_every_public_name_resolves_and_type_checkers_see_it() -> None:
+    for name in tilemoe.__all__:
+        assert getattr(tilemoe, name) is not None
+    assert set(tilemoe.__all__) <= set(dir(tilemoe))
+    with pytest.raises(AttributeError, match="module 'tilemoe' has no attribute 'nonsense'"):
+        _ = tilemoe.nonsense
+    tree = ast.parse(MODULES[""].read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname for node in block.body for alias in node.names}  # type: ignore[attr-defined]
+    assert seen | {"__version__"} == set(tilemoe.__all__)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+HELP = """
+import contextlib, io, runpy, sys
+sys.argv = {arguments}
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+    runpy.run_module("tilemoe", run_name="__main__")
+assert {expected!r} in out.getvalue()
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tilemoe; dir(tilemoe); tilemoe.MoEConfig(8, 8, 4, 2)",
+        "import tilemoe.config",
+        "import tilemoe; tilemoe.model_preset; import tilemoe.models.presets",
+        "import tilemoe.train.config; tilemoe.train.config.list_recipes()",
+        HELP.format(arguments=["tilemoe", "--help"], expected="train"),
+        HELP.format(arguments=["tilemoe", "train", "--help"], expected="recipe"),
+    ],
+    ids=["tilemoe", "config", "presets", "train.config", "--help", "train --help"],
+)
+def test_torch_is_not_imported_by(code: str) -> None:
+    run_python(code + "\nimport sys\nassert 'torch' not in sys.modules, 'torch was imported'")
+
+
+def test_importing_is_quick_and_changes_nothing() -> None:
+    out = run_python(
+        """
+import logging, os, signal, time, warnings
+import torch, torch.nn.functional, torch.distributed, torch.utils.checkpoint, torch.library
+
+PLACES = [torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, torch.autograd, torch.optim,
+          torch.distributed, torch.utils.checkpoint, torch.library, torch.amp, torch.backends.cuda.matmul]
+
+def state():
+    return (os.environ.copy(), torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            list(warnings.filters), list(logging.getLogger().handlers),
+            [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], torch.initial_seed(),
+            torch.get_default_device())
+
+before, attributes = state(), [dict(vars(place)) for place in PLACES]
+start = time.perf_counter()
+import tilemoe
+tilemoe.MoE
+seconds = time.perf_counter() - start
+for place, was in zip(PLACES, attributes):
+    now = vars(place)
+    for name, value in was.items():
+        assert now[name] is value, f"{place.__name__}.{name} was replaced"
+assert state() == before, "importing tilemoe changed the process"
+assert not torch.cuda.is_initialized()
+print(seconds)
+"""
+    )
+    assert float(out) < 2.0, f"importing tilemoe.MoE took {out} s beyond torch's own import"
