@@ -102,7 +102,12 @@ def test_export_is_loaded_by_transformers_with_equal_logits(
         torch.testing.assert_close(theirs(ids).logits, restore(finished, "cpu").model(ids).logits, rtol=1e-4, atol=1e-4)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))
     assert tokenizer("abc")["input_ids"] == [97, 98, 99]
-    assert "not an empty folder" in fails(capsys, "export", "--checkpoint", finished, "--out", out)
+
+
+def test_export_overwrites_nothing(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    assert "not an empty folder" in fails(capsys, "export", "--checkpoint", finished, "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

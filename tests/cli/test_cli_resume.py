@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tilemoe.cli.main import main
 from tilemoe.train.checkpoint import find_latest, list_checkpoints, open_checkpoint
+from tilemoe.train.loop import Trainer
 from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
+from tilemoe.train.progress import StepStats
 
 STEPS = 30  # of the recipe that the fixtures make
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -107,25 +111,41 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on(
     assert_same_end(folder, finished)
 
 
-def test_a_second_ctrl_c_leaves_at_once(recipe_file: Path, cli: Cli, tmp_path: Path) -> None:
-    first = interruption(MOMENTS[1], 7, signal.SIGINT, random.Random(0)).replace(
-        "os.kill(", "[os.kill(os.getpid(), 2), os.kill("
-    )
-    first = first.replace(", 2)\n", ", 2)]\n")
-    done = cli("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run", first=first)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == ["tilemoe: error: interrupted; checkpoints written so far are intact"]
+def test_a_second_ctrl_c_leaves_at_once(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Trainer.train_step
+
+    def interrupted(self: Trainer) -> StepStats:
+        if self.step == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    assert main(["train", "--recipe", str(recipe_file), "--train.out-dir", str(tmp_path / "run")]) == 2
+    message = "tilemoe: error: interrupted; checkpoints written so far are intact"
+    assert capsys.readouterr().err.splitlines() == [message]
     assert find_latest(tmp_path / "run").state.step == 5
 
 
-@pytest.mark.parametrize("flag", [(), ("--resume",)])
-def test_a_finished_run_is_not_run_again(recipe_file: Path, cli: Cli, finished: Path, flag: tuple[str, ...]) -> None:
+def test_a_finished_run_is_not_run_again(recipe_file: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = timeless(finished)
-    done = cli("train", "--recipe", recipe_file, "--train.out-dir", finished, *flag)
-    if flag:
-        assert done.returncode == 0
-        assert "held-out loss" in done.stdout
-    else:
-        assert done.returncode == 2
-        assert "is not empty; add --resume" in done.stderr
+    arguments = ["train", "--recipe", str(recipe_file), "--train.out-dir", str(finished)]
+    assert main(arguments) == 2
+    assert "is not empty; add --resume" in capsys.readouterr().err
+    assert main([*arguments, "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "held-out loss" in out
+    assert "step 30/30  loss" not in out  # no step is done again
     assert timeless(finished) == before
+
+
+def test_resuming_where_nothing_was_saved_starts_anew_and_says_so(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    base = ["train", "--recipe", str(recipe_file), "--train.out-dir", str(folder), "--train.steps", "4"]
+    assert main([*base, "--resume"]) == 0
+    assert f"no checkpoint in {folder} yet: starting at step 0" in capsys.readouterr().out
+    assert list_checkpoints(folder)[-1].name == "step_00000004"

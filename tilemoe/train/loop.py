@@ -224,7 +224,7 @@ def data_fingerprint(data: Prepared) -> str:
 
 
 def _moving_average(average: float, value: float, count: int) -> float:
-    """Of a step's seconds, ``count`` steps in; the first step compiles and warms up, so it counts only until the next."""
+    """Of a step's seconds, ``count`` steps in; the first, which warms up, counts only until there is a second."""
     return value if count <= 2 else _SPEED_MEMORY * average + (1.0 - _SPEED_MEMORY) * value
 
 
