@@ -40,7 +40,7 @@ def _require_bool(name: str, value: Any) -> None:
 
 
 def _require_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(sorted(choices))}; got {value!r}")
 
 
@@ -246,13 +246,18 @@ class ModelConfig:
         self._validate_blocks()
 
     def _validate_blocks(self) -> None:
+        if self.moe is not None and not isinstance(self.moe, MoEConfig):
+            raise ValueError(f"model.moe must be a MoEConfig or None, got {type(self.moe).__name__}")
         if self.moe is not None and self.moe.hidden_size != self.hidden_size:
             raise ValueError(
                 f"model.moe.hidden_size ({self.moe.hidden_size}) must equal model.hidden_size ({self.hidden_size})"
             )
-        bad = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]
-        if bad:
-            raise ValueError(f"model.dense_layers names {bad[0]}, but layers run from 0 to {self.num_layers - 1}")
+        if not isinstance(self.dense_layers, tuple):
+            raise ValueError(f"model.dense_layers must be a tuple of layer numbers, got {self.dense_layers!r}")
+        for layer in self.dense_layers:
+            _require_int("model.dense_layers: each layer", layer, 0)
+            if layer >= self.num_layers:
+                raise ValueError(f"model.dense_layers names {layer}, but layers run from 0 to {self.num_layers - 1}")
         if self.num_dense_layers and not self.dense_intermediate_size:
             raise ValueError(
                 "model.dense_intermediate_size must be > 0 when a block is dense (moe=None or dense_layers)"
@@ -280,7 +285,7 @@ def _plain(value: Any) -> Any:
 def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
     """Build the config dataclass ``cls`` from plain values; an unknown or missing key is a ValueError naming it."""
     if not isinstance(data, Mapping):
-        raise ValueError(f"{where or cls.__name__}: expected a table of settings, got {type(data).__name__}")
+        raise ValueError(f"{where.rstrip('.') or cls.__name__}: expected a table of settings, got {type(data).__name__}")
     known = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(data) - set(known))
     if unknown:

@@ -1,0 +1,206 @@
+"""The table of activations: values, gradients, kinks, large values and what it must leave alone.
+
+R rows · n expert width
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilemoe import reference
+from tilemoe.activations import _INNER, activation_grad, activation_spec, activation_value, split_gate_up
+from tilemoe.config import ACTIVATIONS, GATE_UP_LAYOUTS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+
+R, N = 61, 7
+ALL = sorted(ACTIVATIONS)
+
+
+def cases() -> list[tuple[str, str, float | None, float | None]]:
+    """(activation, layout, limit, alpha)."""
+    plain = [
+        (name, layout, None, None)
+        for name in ALL
+        for layout in (GATE_UP_LAYOUTS if name in GATED_ACTIVATIONS else GATE_UP_LAYOUTS[:1])
+    ]
+    return plain + [("swiglu_oai", layout, 1.5, 0.7) for layout in GATE_UP_LAYOUTS]
+
+
+def width(name: str, n: int = N) -> int:
+    return 2 * n if name in GATED_ACTIVATIONS else n
+
+
+def random_h(name: str, dtype: torch.dtype, scale: float = 3.0) -> Tensor:
+    h = scale * torch.randn(R, width(name), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return h.to(dtype)
+
+
+def random_da(dtype: torch.dtype) -> Tensor:
+    return torch.randn(R, N, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def run_table(
+    h: Tensor,
+    da: Tensor,
+    name: str,
+    layout: str = "concatenated",
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(value, value recomputed by the gradient, dh); checks that the inputs were left alone."""
+    spec = activation_spec(name, layout, limit, alpha)
+    h_before, da_before = h.clone(), da.clone()
+    value = activation_value(h, spec)
+    dh = torch.full_like(h, float("nan"))
+    again = activation_grad(h, da, spec, dh)
+    assert torch.equal(h.nan_to_num(), h_before.nan_to_num())
+    assert torch.equal(da, da_before)
+    return value, again, dh
+
+
+def autograd(h: Tensor, da: Tensor, *case: object) -> tuple[Tensor, Tensor]:
+    """(value, dh) of the oracle in fp64."""
+    h = h.detach().double().clone().requires_grad_()
+    a = reference.activation(h, *case)  # type: ignore[arg-type]
+    return a.detach(), torch.autograd.grad(a, h, da.double())[0]
+
+
+def test_table_is_the_configs() -> None:
+    assert set(_INNER) | {"swiglu_oai"} == ACTIVATIONS
+    assert {name for name in ALL if activation_spec(name, "concatenated", None, None).is_gated} == GATED_ACTIVATIONS
+    assert {name for name in ALL if activation_spec(name, "concatenated", None, None).width_factor == 1} == (
+        UNGATED_ACTIVATIONS
+    )
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_fp64_value_and_gradient(case: tuple[str, str, float | None, float | None]) -> None:
+    h, da = random_h(case[0], torch.float64), random_da(torch.float64)
+    a, dh = autograd(h, da, *case)
+    value, again, actual_dh = run_table(h, da, *case)
+    for actual, exact in ((value, a), (again, a), (actual_dh, dh)):
+        assert float(exact.abs().max()) > 1
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_stored_in_lower_precision_computed_in_fp32(
+    case: tuple[str, str, float | None, float | None], dtype: torch.dtype
+) -> None:
+    h, da = random_h(case[0], dtype), random_da(torch.float32)
+    a, dh = autograd(h, da, *case)
+    value, again, actual_dh = run_table(h, da, *case)
+    assert (value.dtype, again.dtype, actual_dh.dtype) == (torch.float32, torch.float32, dtype)
+    for actual in (value, again):
+        torch.testing.assert_close(actual.double(), a, rtol=1e-5, atol=2e-6)
+    # One rounding to the dtype, and the error of fp32 below it.
+    torch.testing.assert_close(actual_dh.double(), dh, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(GATED_ACTIVATIONS))
+def test_interleaved_is_a_permutation_of_concatenated(name: str) -> None:
+    h, da = random_h(name, torch.float32), random_da(torch.float32)
+    mixed = torch.arange(2 * N).view(2, N).T.reshape(-1)  # gate0, up0, gate1, ...
+    value, _, dh = run_table(h, da, name)
+    value_mixed, _, dh_mixed = run_table(h[:, mixed].contiguous(), da, name, "interleaved")
+    assert torch.equal(value, value_mixed)
+    assert torch.equal(dh[:, mixed], dh_mixed)
+    spec = activation_spec(name, "interleaved", None, None)
+    gate, up = split_gate_up(h, spec)
+    assert gate.data_ptr() == h.data_ptr()
+    assert up.data_ptr() == h.data_ptr() + h.element_size()
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("name", ["relu", "relu2", "reglu"])
+def test_gradient_at_the_kink_of_relu_is_zero(name: str, zero: float) -> None:
+    h = torch.tensor([[zero, 2.0]] if name == "reglu" else [[zero]])
+    value, _, dh = run_table(h, torch.ones(1, 1), name)
+    assert not value.any()
+    assert not dh.any()
+
+
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_gradient_at_the_clamps_is_that_of_torch(limit: float | None) -> None:
+    bound = 7.0 if limit is None else limit
+    ends = torch.tensor([-bound, bound], dtype=torch.float64)
+    inf = torch.full_like(ends, float("inf"))
+    around = torch.cat([ends, torch.nextafter(ends, inf), torch.nextafter(ends, -inf), torch.tensor([0.5, -0.5])])
+    h = torch.cartesian_prod(around, around)
+    da = torch.ones(h.shape[0], 1, dtype=torch.float64)
+    _, expected = autograd(h, da, "swiglu_oai", "concatenated", limit, None)
+    _, _, dh = run_table(h, da, "swiglu_oai", "concatenated", limit, None)
+    torch.testing.assert_close(dh, expected, rtol=1e-12, atol=1e-15)
+    at_bound = (h[:, 0] == bound) & (h[:, 1] == bound)
+    assert dh[at_bound].all(), "the bound itself lets the gradient through"
+    assert torch.equal(dh[:, 0] == 0, h[:, 0] > bound)
+    assert torch.equal(dh[:, 1] == 0, h[:, 1].abs() > bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_large_values_stay_finite_and_reach_their_limits(name: str, dtype: torch.dtype) -> None:
+    sizes = torch.tensor([1e4, 300.0, 60.0, 0.0], dtype=torch.float64).to(dtype)
+    ends = torch.cat([sizes, -sizes])
+    h = torch.cartesian_prod(ends, ends) if name in GATED_ACTIVATIONS else ends[:, None]
+    value, again, dh = run_table(h, torch.ones(h.shape[0], 1, dtype=torch.promote_types(dtype, torch.float32)), name)
+    for t in (value, again, dh):
+        assert t.isfinite().all()
+    gate, up = (h[:, :1].double(), h[:, 1:].double()) if name in GATED_ACTIVATIONS else (h.double(), None)
+    inner = {
+        "silu": F.silu(gate),
+        "swiglu": F.silu(gate),
+        "gelu": F.gelu(gate),
+        "geglu": F.gelu(gate),
+        "gelu_tanh": F.gelu(gate, approximate="tanh"),
+        "relu": gate.relu(),
+        "reglu": gate.relu(),
+        "relu2": gate.relu().square(),
+        "swiglu_oai": gate.clamp(max=7.0) * torch.sigmoid(1.702 * gate.clamp(max=7.0)),
+    }[name]
+    factor = 1.0 if up is None else up.clamp(-7.0, 7.0) + 1.0 if name == "swiglu_oai" else up
+    for t in (value, again):
+        torch.testing.assert_close(t.double(), inner * factor, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nan_is_not_hidden(name: str) -> None:
+    h = torch.zeros(2, width(name, 1))
+    h[0, 0] = float("nan")
+    value, again, _ = run_table(h, torch.ones(2, 1), name)
+    assert value[0].isnan()
+    assert again[0].isnan()
+    assert value[1].isfinite()
+
+
+def test_spec_is_hashable_and_carries_its_parameters() -> None:
+    one, two = (activation_spec("swiglu_oai", "interleaved", 3.0, alpha) for alpha in (None, 1.702))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert (one.limit, one.alpha) == (3.0, 1.702)
+    assert activation_spec("swiglu_oai", "interleaved", None, None).limit == 7.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("swish", None, None), "activation must be one of geglu, gelu, .*; got 'swish'"),
+        ((None, None, None), "activation must be one of .*; got None"),
+        (({}, None, None), "activation must be one of"),
+        (("swiglu", 7.0, None), "activation_limit is a parameter of activation='swiglu_oai'; leave it None"),
+        (("gelu", None, 1.0), "activation_alpha is a parameter of activation='swiglu_oai'; leave it None"),
+        (("swiglu_oai", 0.0, None), "activation_limit must be a finite number > 0, got 0.0"),
+        (("swiglu_oai", float("nan"), None), "activation_limit must be a finite number > 0, got nan"),
+        (("swiglu_oai", None, float("inf")), "activation_alpha must be a finite number > 0, got inf"),
+        (("swiglu_oai", None, True), "activation_alpha must be a finite number > 0, got True"),
+    ],
+    ids=str,
+)
+def test_bad_specs_are_named_in_one_line(arguments: tuple, message: str) -> None:
+    name, limit, alpha = arguments
+    with pytest.raises(ValueError, match=message) as error:
+        activation_spec(name, "concatenated", limit, alpha)
+    assert "\n" not in str(error.value)
