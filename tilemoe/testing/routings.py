@@ -33,8 +33,9 @@ class HostileRouting:
 def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[HostileRouting]:
     """Every routing that a KernelSet has to survive. ``tile``: rows of the tile whose edges the ragged ones straddle.
 
-    Experts number at most 6, tokens about ``3 * tile``.
+    Experts number at most 5, pairs about ``3 * tile``; ``tile`` is at least 4.
     """
+    assert tile >= 4, "the cases need some tokens"
     generator = torch.Generator().manual_seed(seed)
     for name, expert_ids, num_experts in _topk_cases(tile, generator):
         yield HostileRouting(name, plan_topk(expert_ids.to(device), num_experts))
@@ -92,4 +93,6 @@ def _pairs_cases(tile: int, generator: torch.Generator) -> Iterator[tuple[str, T
     none = torch.zeros(0, dtype=torch.int64)
     yield "pairs, none", none, none, tokens, 3
     yield "pairs, none and no tokens", none.int(), none.int(), 0, 3
+    yield "pairs, one expert", token, torch.zeros_like(token), tokens, 1
+    yield "pairs, all on one expert", token, torch.full_like(token, 2), tokens, 4
     yield "pairs, one", torch.tensor([0]), torch.tensor([1]), 1, 2
