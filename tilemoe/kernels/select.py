@@ -22,7 +22,10 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
     """
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(str(d) for d in FLOAT_DTYPES)}; got {dtype}")
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}") from error
     layer = "" if cfg is None else f", d={cfg.hidden_size}, n={cfg.intermediate_size}"
     return TORCH_KERNELS.because(
         f"plain PyTorch runs on any device; nothing faster is installed for {kind}, {dtype}{layer}"
@@ -31,6 +34,6 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
 
 def kernel_set(name: str) -> KernelSet:
     """The KernelSet called ``name``; ValueError that lists the names otherwise."""
-    if name not in KERNEL_SETS:
+    if not isinstance(name, str) or name not in KERNEL_SETS:
         raise ValueError(f"kernels must be None or one of {', '.join(sorted(KERNEL_SETS))}; got {name!r}")
     return KERNEL_SETS[name]

@@ -27,7 +27,8 @@ def rows_times_experts(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: 
     rows (R_max, p) expert-major, weight (E, p, q) of any strides, bias (E, q). Rows past R are left uninitialised.
     """
     if _is_groupable(rows) and _is_groupable(weight):
-        out = F.grouped_mm(rows, weight, offs=plan.row_start_of_expert[1:])
+        # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
+        out = F.grouped_mm(rows, weight, offs=plan.row_start_of_expert[1:]).contiguous()
         return out if bias is None else out.add_(bias.index_select(0, expert_of_row(plan)))
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     for expert, span in expert_spans(plan):
@@ -45,7 +46,7 @@ def outer_per_expert(left: Tensor, right: Tensor, plan: RoutingPlan) -> Tensor:
     """
     # On CPU the loop is faster: grouped_mm's fp32 form takes twice its time (docs/notes/cpu.md).
     if left.device.type != "cpu" and _is_groupable(left) and _is_groupable(right):
-        return F.grouped_mm(left.t(), right, offs=plan.row_start_of_expert[1:])
+        return F.grouped_mm(left.t(), right, offs=plan.row_start_of_expert[1:]).contiguous()
     out = left.new_zeros(plan.num_experts, left.shape[1], right.shape[1])
     for expert, span in expert_spans(plan):
         torch.mm(left[span].t(), right[span], out=out[expert])

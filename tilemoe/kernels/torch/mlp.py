@@ -97,7 +97,8 @@ def combine_grad(dx_rows: Tensor, plan: RoutingPlan) -> Tensor:
 
 def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
     """db2 (E, d), as ``S^T do`` with S (T, E) the scores laid out densely: no gather of do."""
-    s_row = s.index_select(0, plan.pair_of_row) * _in_use(plan)
+    # A skipped pair's score may be anything, NaN too, and rows past R name pair 0: hence no product with a mask.
+    s_row = torch.where(_in_use(plan), s.index_select(0, plan.pair_of_row), 0)
     dense = s.new_zeros(plan.num_tokens, plan.num_experts)
     dense.index_put_((plan.token_of_row, expert_of_row(plan)), s_row, accumulate=True)
     return dense.t() @ do.to(s.dtype)

@@ -1,0 +1,160 @@
+"""The two grouped products against a loop in fp64, on every routing, stride order and alignment.
+
+E experts · R_max row capacity · p, q widths
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilemoe.kernels.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
+from tilemoe.routing.build import plan_topk
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing import ERROR_CAPS, hostile_routings, relative_error
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+PLANS = {routing.name: routing.plan for routing in hostile_routings()}
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def spans(plan: RoutingPlan) -> Iterator[tuple[int, slice]]:
+    starts = plan.row_start_of_expert.tolist()
+    return ((expert, slice(starts[expert], starts[expert + 1])) for expert in range(plan.num_experts))
+
+
+def rows_of(plan: RoutingPlan, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """(R_max, width), NaN past R."""
+    rows = normal(plan.capacity, width, dtype=dtype, seed=seed)
+    rows[int(plan.row_start_of_expert[-1]) :] = float("nan")
+    return rows
+
+
+def assert_close(actual: Tensor, exact: Tensor) -> None:
+    assert actual.isfinite().all()
+    if exact.any():
+        assert relative_error(actual, exact) < ERROR_CAPS[actual.dtype]
+    else:
+        assert not actual.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_products_on_hostile_routings(name: str, dtype: torch.dtype) -> None:
+    plan = PLANS[name]
+    num_rows = int(plan.row_start_of_expert[-1])
+    for p, q in ((16, 8), (5, 3), (8, 5), (3, 16)):
+        rows, other = rows_of(plan, p, dtype), rows_of(plan, q, dtype, seed=1)
+        weight, bias = normal(plan.num_experts, p, q, dtype=dtype, seed=2), normal(plan.num_experts, q, dtype=dtype)
+        exact, exact_outer = torch.zeros(num_rows, q).double(), torch.zeros(plan.num_experts, p, q).double()
+        for expert, span in spans(plan):
+            exact[span] = rows[span].double() @ weight[expert].double()
+            exact_outer[expert] = rows[span].double().T @ other[span].double()
+        exact_biased = exact + bias.double()[expert_of_row(plan)[:num_rows].long()]
+        for given, expected in ((None, exact), (bias, exact_biased)):
+            out = rows_times_experts(rows, weight, given, plan)
+            assert out.shape == (plan.capacity, q)
+            assert out.dtype == dtype
+            assert out.is_contiguous()
+            assert_close(out[:num_rows], expected)
+        outer = outer_per_expert(rows, other, plan)
+        assert outer.shape == (plan.num_experts, p, q)
+        assert outer.dtype == dtype
+        assert_close(outer, exact_outer)
+
+
+def weights_of_every_stride(dtype: torch.dtype, p: int, q: int) -> dict[str, Tensor]:
+    experts = PLANS["random"].num_experts
+    plain = normal(experts, p, q, dtype=dtype)
+    padded = torch.full((experts, p + 3, q + 1), float("nan"), dtype=dtype)
+    padded[:, :p, :q] = plain
+    shifted = torch.full((plain.numel() + 1,), float("nan"), dtype=dtype)
+    shifted[1:] = plain.flatten()
+    last = torch.full((p, q, experts), float("nan"), dtype=dtype)
+    last.copy_(plain.permute(1, 2, 0))
+    return {
+        "contiguous": plain,
+        "transposed": plain.transpose(1, 2).contiguous().transpose(1, 2),
+        "padded": padded[:, :p, :q],
+        "misaligned": shifted[1:].view(experts, p, q),
+        "experts last": last.permute(2, 0, 1),
+        "every second": torch.stack([plain, plain.new_full(plain.shape, float("nan"))], 1).flatten(0, 1)[::2],
+        "backed by one expert": plain[:1].expand(experts, p, q),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("p", "q"), [(16, 8), (8, 24), (5, 3), (1, 8), (8, 1)])
+def test_weights_of_any_strides(dtype: torch.dtype, p: int, q: int) -> None:
+    plan = PLANS["random"]
+    rows = rows_of(plan, p, dtype)
+    for name, weight in weights_of_every_stride(dtype, p, q).items():
+        out = rows_times_experts(rows, weight, None, plan)
+        for expert, span in spans(plan):
+            exact = rows[span].double() @ weight[expert].double()
+            assert relative_error(out[span], exact) < ERROR_CAPS[dtype], f"{name}, expert {expert}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "p", "q", "grouped"),
+    [
+        (torch.bfloat16, 8, 8, True),
+        (torch.bfloat16, 8, 5, False),
+        (torch.bfloat16, 4, 8, False),
+        (torch.float32, 4, 4, True),
+        (torch.float16, 16, 24, True),
+        (torch.float64, 8, 8, False),
+    ],
+    ids=str,
+)
+def test_grouped_mm_serves_what_it_can(
+    dtype: torch.dtype, p: int, q: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    grouped_mm = F.grouped_mm
+
+    def count(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        calls.append(args)
+        return grouped_mm(*args, **kwargs)
+
+    monkeypatch.setattr(F, "grouped_mm", count)
+    plan = PLANS["random"]
+    weight = normal(plan.num_experts, p, q, dtype=dtype)
+    for strided in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        calls.clear()
+        rows_times_experts(rows_of(plan, p, dtype), strided, None, plan)
+        if strided.is_contiguous() or p == q:
+            assert len(calls) == grouped
+        assert all(args[1].data_ptr() == strided.data_ptr() for args in calls), "weights are used where they are"
+
+
+def test_expert_of_row() -> None:
+    for name, plan in PLANS.items():
+        expected = [expert for expert, span in spans(plan) for _ in range(span.stop - span.start)]
+        got = expert_of_row(plan)
+        assert got.dtype == torch.int32
+        assert got[: len(expected)].tolist() == expected, name
+        assert ((got >= 0) & (got < plan.num_experts)).all(), f"{name}: rows past R must stay in range"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_products_agree_with_the_loop(dtype: torch.dtype) -> None:
+    """Several cache blocks and threads' worth of rows, unevenly spread."""
+    generator = torch.Generator().manual_seed(0)
+    ids = (torch.rand(700, 2, generator=generator).square() * 7).long()
+    plan = plan_topk(ids, 7)
+    rows, weight = rows_of(plan, 64, dtype), normal(7, 64, 48, dtype=dtype, seed=1)
+    out, outer = rows_times_experts(rows, weight, None, plan), outer_per_expert(rows, rows[:, :40].contiguous(), plan)
+    for expert, span in spans(plan):
+        assert relative_error(out[span], rows[span].double() @ weight[expert].double()) < ERROR_CAPS[dtype]
+        exact = rows[span].double().T @ rows[span, :40].double()
+        assert relative_error(outer[expert], exact) < ERROR_CAPS[dtype]

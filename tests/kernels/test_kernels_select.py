@@ -1,0 +1,60 @@
+"""Which KernelSet is chosen, that it says why, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilemoe.config import MoEConfig
+from tilemoe.kernels.base import compute_dtype
+from tilemoe.kernels.select import KERNEL_SETS, kernel_set, select_kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_float_dtype_has_a_set_and_a_reason(dtype: torch.dtype) -> None:
+    cfg = MoEConfig(hidden_size=24, intermediate_size=7, num_experts=4, num_experts_per_tok=2)
+    for device in ("cpu", torch.device("cpu")):
+        chosen = select_kernels(device, dtype, cfg)
+        assert chosen.name in KERNEL_SETS
+        assert "\n" not in chosen.reason
+        for fact in ("cpu", str(dtype), "d=24", "n=7"):
+            assert fact in chosen.reason
+        assert chosen.because("") == KERNEL_SETS[chosen.name]
+    assert "d=" not in select_kernels("cpu", dtype).reason
+
+
+def test_registry_is_read_only_and_named_by_its_keys() -> None:
+    assert all(name == ks.name for name, ks in KERNEL_SETS.items())
+    assert all(kernel_set(name) is ks for name, ks in KERNEL_SETS.items())
+    with pytest.raises(TypeError):
+        KERNEL_SETS["mine"] = KERNEL_SETS["torch"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cpu", torch.int32), "dtype must be one of torch.bfloat16, .*; got torch.int32"),
+        (("cpu", torch.float8_e4m3fn), "dtype must be one of .*; got torch.float8_e4m3fn"),
+        (("cpu", "float32"), "dtype must be one of .*; got float32"),
+        (("gpu", torch.float32), "device must be a torch device such as 'cpu' or 'cuda:0', got 'gpu'"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named_in_one_line(arguments: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        select_kernels(*arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["cutlass", 3, None, [], {}], ids=str)
+def test_unknown_sets_are_named_in_one_line(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"kernels must be None or one of .*torch.*; got") as error:
+        kernel_set(name)
+    assert "\n" not in str(error.value)
+
+
+def test_compute_dtype() -> None:
+    assert compute_dtype(torch.float64) == torch.float64
+    assert {compute_dtype(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)} == {torch.float32}
