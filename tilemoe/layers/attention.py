@@ -56,21 +56,21 @@ class KVCache:
 def rotary_angles(
     start: int, count: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (count, D) of the positions from ``start`` on (arXiv 2104.09864, equation 34).
+    """Cosine and sine (count, 1, D/2) of the positions from ``start`` on (arXiv 2104.09864, equation 34).
 
     Position p turns the pair of columns (i, i + D/2) by ``p / theta^(2i/D)``, which is how Hugging Face's checkpoints
     pair them. ``dtype`` is fp32, or fp64 for an fp64 model: bf16 could not tell neighbouring positions apart.
     """
     inverse_wavelength = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
     positions = torch.arange(start, start + count, device=device, dtype=dtype)
-    angles = (positions[:, None] * inverse_wavelength).repeat(1, 2)
+    angles = positions[:, None, None] * inverse_wavelength
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (..., S, D) queries or keys by the angles (S, D), in the angles' dtype or a wider one."""
+    """Turn (..., S, H, D) queries or keys by the angles (S, 1, D/2), in the angles' dtype or a wider one."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Attention(nn.Module):
@@ -104,8 +104,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
         """x (B, S, d) -> (B, S, d), attending to the cache's tokens too; ``angles`` are those of the S positions."""
         queries, keys, values = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        queries = rotate(self.q_norm(queries), *angles).to(values.dtype)
-        keys = rotate(self.k_norm(keys), *angles).to(values.dtype)
+        queries = rotate(self.q_norm(queries), *angles).to(values.dtype).transpose(1, 2)
+        keys = rotate(self.k_norm(keys), *angles).to(values.dtype).transpose(1, 2)
+        values = values.transpose(1, 2)
         mask = None
         if cache is not None:
             keys, values = cache.append(keys, values)
@@ -115,8 +116,8 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, S, H D) -> (B, H, S, D)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        """(B, S, H D) -> (B, S, H, D)."""
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 def _mask_after(total: int, new: int, device: torch.device) -> Tensor | None:

@@ -14,13 +14,18 @@ from torch.autograd.function import once_differentiable
 
 from tilemoe.activations import ActivationSpec, activation_grad, activation_value
 
+_BLOCK_BYTES = 1 << 20  # a block of fp32 pre-activations and its temporaries stay in a core's cache
+
 
 class _Activation(torch.autograd.Function):
     """An activation of the table that keeps ``h`` alone, where autograd's own would keep several tensors in fp32."""
 
     @staticmethod
     def forward(h: Tensor, spec: ActivationSpec) -> Tensor:
-        return activation_value(h, spec).to(h.dtype)
+        a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
+        for rows in _row_blocks(h):
+            a[rows] = activation_value(h[rows], spec)
+        return a
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ActivationSpec], output: Tensor) -> None:
@@ -32,7 +37,9 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, da: Tensor) -> tuple[Tensor, None]:
         (h,) = ctx.saved_tensors
         dh = torch.empty_like(h)
-        activation_grad(h, da.to(torch.promote_types(da.dtype, torch.float32)), ctx.spec, dh)
+        work = torch.promote_types(da.dtype, torch.float32)
+        for rows in _row_blocks(h):
+            activation_grad(h[rows], da[rows].to(work), ctx.spec, dh[rows])
         return dh, None
 
 
@@ -41,6 +48,13 @@ def activate(h: Tensor, spec: ActivationSpec) -> Tensor:
     width = h.shape[-1]
     a = _Activation.apply(h.reshape(-1, width), spec)
     return a.view(*h.shape[:-1], width // spec.width_factor)
+
+
+def _row_blocks(h: Tensor) -> list[slice]:
+    """Row slices for element-wise work: cache-sized in eager mode on a CPU, where that is 2 to 3 times as fast."""
+    blocked = h.device.type == "cpu" and not torch.compiler.is_compiling()
+    step = max(1, _BLOCK_BYTES // (4 * h.shape[1]) if blocked else h.shape[0])
+    return [slice(start, start + step) for start in range(0, h.shape[0], step)]
 
 
 class MLP(nn.Module):

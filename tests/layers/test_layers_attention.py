@@ -1,0 +1,145 @@
+"""Attention against explicit loops in fp64, its causality, its positions and its cache."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe.config import ModelConfig
+from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles, rotate
+from tilemoe.testing import relative_error
+
+CONFIG = ModelConfig(
+    vocab_size=8,
+    hidden_size=24,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=32,
+    dense_intermediate_size=8,
+    rope_theta=50.0,
+    initializer_range=0.5,
+)
+
+
+def make(dtype: torch.dtype, config: ModelConfig = CONFIG) -> Attention:
+    torch.manual_seed(1)
+    attention = Attention(config, dtype=dtype)
+    for norm in (attention.q_norm, attention.k_norm):
+        torch.nn.init.normal_(norm.weight, 1.0, 0.3)
+    return attention
+
+
+def angles(count: int, start: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return rotary_angles(start, count, CONFIG.head_dim, CONFIG.rope_theta, torch.device("cpu"), dtype)
+
+
+def by_loops(attention: Attention, x: Tensor, config: ModelConfig = CONFIG) -> Tensor:
+    """One sequence, head, query and key at a time, in fp64; positions turn complex numbers."""
+    width, eps = config.head_dim, config.norm_eps
+    weight = {name: parameter.detach().double() for name, parameter in attention.named_parameters()}
+
+    def head(name: str, token: Tensor, index: int, position: int) -> Tensor:
+        v = (weight[f"{name}_proj.weight"] @ token)[index * width : (index + 1) * width]
+        if name == "v":
+            return v
+        v = v / (v.square().mean() + eps).sqrt() * weight[f"{name}_norm.weight"]
+        turned = torch.complex(v[: width // 2], v[width // 2 :])
+        for i in range(width // 2):
+            turn = position / config.rope_theta ** (2 * i / width)
+            turned[i] *= complex(math.cos(turn), math.sin(turn))
+        return torch.cat([turned.real, turned.imag])
+
+    out = torch.zeros_like(x, dtype=torch.float64)
+    per_kv = config.num_heads // config.num_kv_heads
+    for b in range(x.shape[0]):
+        tokens = x[b].double()
+        for s in range(x.shape[1]):
+            parts = []
+            for h in range(config.num_heads):
+                query = head("q", tokens[s], h, s)
+                keys = [head("k", tokens[t], h // per_kv, t) for t in range(s + 1)]
+                share = torch.softmax(torch.stack([query @ key for key in keys]) / math.sqrt(width), 0)
+                values = [head("v", tokens[t], h // per_kv, t) for t in range(s + 1)]
+                parts.append(sum(p * v for p, v in zip(share, values, strict=True)))
+            out[b, s] = weight["o_proj.weight"] @ torch.cat(parts)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_matches_loops(dtype: torch.dtype, tolerance: float) -> None:
+    attention = make(dtype)
+    x = torch.randn(2, 9, 24).to(dtype)
+    turn = angles(9, dtype=torch.promote_types(dtype, torch.float32))
+    out = attention(x, turn)
+    assert out.dtype == dtype
+    assert relative_error(out.detach(), by_loops(attention, x)) < tolerance
+
+
+def test_autocast_keeps_the_angles_exact() -> None:
+    attention = make(torch.float32)
+    x = torch.randn(2, 9, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(x, angles(9))
+    assert out.dtype == torch.bfloat16
+    assert relative_error(out.detach(), by_loops(attention, x)) < 2e-2
+
+
+def test_later_tokens_change_nothing_earlier() -> None:
+    attention = make(torch.float32)
+    x = torch.randn(1, 10, 24)
+    changed = x.clone()
+    changed[:, 6:] += 1.0
+    before, after = attention(x, angles(10)), attention(changed, angles(10))
+    torch.testing.assert_close(before[:, :6], after[:, :6], rtol=1e-6, atol=1e-6)
+    assert (before[:, 6:] - after[:, 6:]).abs().amax() > 0.1
+
+
+def test_scores_depend_on_distance_alone() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
+    products = []
+    for start in (0, 3, 20):
+        cos, sin = angles(6, start, torch.float64)
+        products.append((rotate(q, cos[:1], sin[:1]) * rotate(k, cos[5:], sin[5:])).sum())
+    torch.testing.assert_close(products[1], products[0])
+    torch.testing.assert_close(products[2], products[0])
+    assert not torch.isclose(products[0], (q * k).sum())
+
+
+@pytest.mark.parametrize("steps", [[10], [1] * 10, [4, 6], [3, 1, 1, 5], [9, 1]])
+def test_cache_gives_what_one_pass_gives(steps: list[int]) -> None:
+    attention = make(torch.float32)
+    x = torch.randn(2, 10, 24)
+    whole = attention(x, angles(10))
+    cache, parts = LayerCache(12), []
+    with torch.no_grad():
+        for count in steps:
+            start = cache.length
+            parts.append(attention(x[:, start : start + count], angles(count, start), cache))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
+    assert cache.length == 10
+
+
+def test_cache_is_allocated_once() -> None:
+    cache = KVCache(num_layers=3, max_tokens=5)
+    layer = next(iter(cache))
+    first, _ = layer.append(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+    second, values = layer.append(torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 2, 4))
+    assert first.data_ptr() == second.data_ptr()
+    assert values.shape == (1, 2, 5, 4)
+    assert cache.length == 5
+    assert len(list(cache)) == 3
+
+
+def test_gradients_in_fp64() -> None:
+    attention = make(torch.float64)
+    x = torch.randn(1, 4, 24, dtype=torch.float64, requires_grad=True)
+    turn = angles(4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x, *_: attention(x, turn), (x, *attention.parameters()), fast_mode=True)

@@ -1,0 +1,88 @@
+"""The MLP of dense blocks and shared experts: every activation against the reference, what it saves, what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe import reference
+from tilemoe.activations import ActivationSpec
+from tilemoe.config import ACTIVATIONS, GATED_ACTIVATIONS
+from tilemoe.layers.mlp import MLP, activate
+from tilemoe.testing import relative_error
+
+CASES = [(name, layout) for name in sorted(ACTIVATIONS) for layout in ("concatenated", "interleaved")]
+
+
+def make(name: str, layout: str, dtype: torch.dtype) -> MLP:
+    torch.manual_seed(0)
+    return MLP(16, 12, ActivationSpec(name, layout), 0.3, dtype=dtype)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_matches_the_reference(name: str, layout: str, dtype: torch.dtype, tolerance: float) -> None:
+    mlp = make(name, layout, dtype)
+    x = torch.randn(3, 11, 16).to(dtype).requires_grad_()
+    do = torch.randn(3, 11, 16).to(dtype)
+    out = mlp(x)
+    grads = torch.autograd.grad(out, (x, mlp.w1, mlp.w2), do)
+
+    inputs = [t.detach().double().requires_grad_() for t in (x, mlp.w1, mlp.w2)]
+    exact = reference.shared_expert(inputs[0].flatten(0, 1), *inputs[1:], name, layout).view(x.shape)
+    exact_grads = torch.autograd.grad(exact, inputs, do.double())
+    assert out.dtype == dtype
+    assert relative_error(out.detach(), exact.detach()) < tolerance
+    for got, expected in zip(grads, exact_grads, strict=True):
+        assert got.dtype == dtype
+        assert relative_error(got, expected) < tolerance
+
+
+def test_saves_the_pre_activation_alone() -> None:
+    saved: list[Tensor] = []
+    h = torch.randn(64, 24, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        activate(h, ActivationSpec("swiglu"))
+    assert [t.data_ptr() for t in saved] == [h.data_ptr()]
+
+
+def test_many_rows_are_worked_on_in_blocks_with_the_same_result() -> None:
+    h = torch.randn(5000, 512, requires_grad=True)
+    a = activate(h, ActivationSpec("swiglu"))
+    (dh,) = torch.autograd.grad(a, h, torch.ones_like(a))
+    for rows in (slice(0, 100), slice(2450, 2600), slice(4900, 5000)):
+        part = h.detach()[rows].requires_grad_()
+        a_part = activate(part, ActivationSpec("swiglu"))
+        torch.testing.assert_close(a[rows], a_part)
+        torch.testing.assert_close(dh[rows], torch.autograd.grad(a_part, part, torch.ones_like(a_part))[0])
+
+
+@pytest.mark.parametrize("name", sorted(GATED_ACTIVATIONS | {"gelu"}))
+def test_no_tokens(name: str) -> None:
+    mlp = make(name, "concatenated", torch.float32)
+    x = torch.zeros(2, 0, 16, requires_grad=True)
+    mlp(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (2, 0, 16)
+    assert mlp.w1.grad is not None
+    assert not mlp.w1.grad.any()
+
+
+def test_second_derivative_is_refused() -> None:
+    mlp = make("swiglu", "concatenated", torch.float64)
+    x = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_compiles_without_a_break() -> None:
+    mlp = make("geglu", "interleaved", torch.float32)
+    x = torch.randn(5, 16, requires_grad=True)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), mlp(x))
+    (got,) = torch.autograd.grad(compiled(x).sum(), x)
+    torch.testing.assert_close(got, torch.autograd.grad(mlp(x).sum(), x)[0])

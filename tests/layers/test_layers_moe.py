@@ -1,0 +1,357 @@
+"""The MoE layer against the reference, under autocast, checkpointing and compilation, and what it refuses.
+
+T tokens · d hidden_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tilemoe
+from tilemoe import reference
+from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
+from tilemoe.layers.moe import MoE, MoEOutput
+from tilemoe.testing import relative_error
+
+SIZES = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 16, "num_experts_per_tok": 3}
+EVERYTHING: dict[str, Any] = {
+    "expert_bias": True,
+    "shared_intermediate_size": 12,
+    "shared_gate": True,
+    "router": RouterConfig(selection_bias=True, bias=True, aux_loss_coef=0.1, z_loss_coef=0.01),
+    "initializer_range": 0.3,
+}
+TOLERANCES = [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+
+
+def make(dtype: torch.dtype = torch.float32, recompute: str | None = None, **options: Any) -> MoE:
+    """A layer whose biases, as after some training, are not zero."""
+    torch.manual_seed(0)
+    layer = MoE(MoEConfig(**{**SIZES, "initializer_range": 0.3, **options}), dtype=dtype, recompute=recompute)
+    for name, tensor in layer.state_dict().items():
+        if name.endswith(("bias", "b1", "b2")):
+            torch.nn.init.normal_(tensor, 0.0, 0.2)
+    return layer
+
+
+def by_reference(layer: MoE, x: Tensor, token_mask: Tensor | None = None, scores_of: Tensor | None = None) -> MoEOutput:
+    """The layer in fp64 from the reference's parts; x (T, d). ``scores_of``: logits to route by, if not its own."""
+    cfg = layer.cfg
+    weight = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    x = x.double()
+    logits = x @ weight["router.weight"].T + weight.get("router.bias", 0.0)
+    routing = reference.route(
+        logits if scores_of is None else scores_of.double(),
+        cfg,
+        selection_bias=weight.get("router.selection_bias"),
+        token_mask=token_mask,
+    )
+    token, expert = routing.scores.nonzero(as_tuple=True)
+    plan = tilemoe.plan_pairs(token, expert, x.shape[0], cfg.num_experts)
+    options = {
+        "activation": cfg.activation,
+        "gate_up": cfg.gate_up,
+        "activation_limit": cfg.activation_limit,
+        "activation_alpha": cfg.activation_alpha,
+    }
+    hidden = reference.moe(
+        x,
+        weight["experts.w1"],
+        weight["experts.w2"],
+        plan,
+        routing.scores[token, expert],
+        b1=weight.get("experts.b1"),
+        b2=weight.get("experts.b2"),
+        **options,
+    )
+    if cfg.shared_intermediate_size:
+        gate = weight.get("shared_gate.weight")
+        hidden = hidden + reference.shared_expert(
+            x, weight["shared.w1"], weight["shared.w2"], gate_weight=gate, **options
+        )
+    return MoEOutput(hidden, routing.aux_loss, routing.tokens_per_expert, logits)
+
+
+def assert_matches(out: MoEOutput, expected: MoEOutput, tolerance: float) -> None:
+    assert relative_error(out.hidden.detach().flatten(0, -2), expected.hidden) < tolerance
+    assert relative_error(out.router_logits.detach(), expected.router_logits) < max(tolerance, 1e-6)
+    assert out.tokens_per_expert.tolist() == expected.tokens_per_expert.tolist()
+    torch.testing.assert_close(out.aux_loss.double(), expected.aux_loss.double(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", sorted(ROUTER_PRESETS))
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_every_router_matches_the_reference(preset: str, dtype: torch.dtype, tolerance: float) -> None:
+    layer = make(dtype, router=RouterConfig.preset(preset))
+    x = torch.randn(33, 16).to(dtype)
+    out = layer(x)
+    # In bf16 the layer routes by its own logits' rounding: the reference is given those.
+    expected = by_reference(layer, x, scores_of=out.router_logits.detach())
+    assert out.hidden.dtype == dtype
+    assert out.aux_loss.dtype == torch.float32
+    assert_matches(out, expected, tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shared_intermediate_size": 12},
+        {"shared_intermediate_size": 12, "shared_gate": True},
+        {"shared_intermediate_size": 12, "activation": "relu2"},
+        {"shared_intermediate_size": 12, "activation": "geglu", "gate_up": "interleaved"},
+        {"activation": "swiglu_oai", "activation_limit": 0.5, "gate_up": "interleaved", "expert_bias": True},
+        {"activation": "gelu_tanh", "expert_bias": True},
+        EVERYTHING,
+    ],
+    ids=["shared", "gated", "relu2", "interleaved", "gpt-oss", "ungated-bias", "everything"],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_every_option_matches_the_reference(options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    layer = make(dtype, **options)
+    x = torch.randn(2, 3, 5, 16).to(dtype)
+    out = layer(x)
+    assert out.hidden.shape == x.shape
+    assert out.router_logits.shape == (30, 16)
+    assert_matches(out, by_reference(layer, x.reshape(30, 16), scores_of=out.router_logits.detach()), tolerance)
+
+
+def test_gradients_of_everything() -> None:
+    layer = make(torch.float64, **EVERYTHING)
+    x = torch.randn(7, 16, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor, *_: Tensor) -> Tensor:
+        return layer(x).hidden
+
+    assert all(parameter.requires_grad for parameter in layer.parameters())
+    assert torch.autograd.gradcheck(run, (x, *layer.parameters()), fast_mode=True)
+
+
+def test_auxiliary_loss_and_logits_reach_the_router() -> None:
+    layer = make(router=RouterConfig(aux_loss_coef=0.1))
+    x = torch.randn(9, 16)
+    (by_loss,) = torch.autograd.grad(layer(x).aux_loss, layer.router.weight)
+    (by_logits,) = torch.autograd.grad(layer(x).router_logits.square().sum(), layer.router.weight)
+    assert by_loss.any()
+    assert by_logits.any()
+
+
+@pytest.mark.parametrize("shape", [(30,), (2, 15)])
+def test_masked_tokens_are_not_routed(shape: tuple[int, ...]) -> None:
+    layer = make(**EVERYTHING)
+    x = torch.randn(*shape, 16)
+    mask = torch.rand(shape) < 0.6
+    out = layer(x, mask)
+    assert_matches(out, by_reference(layer, x.reshape(30, 16), mask.flatten()), 1e-5)
+    assert int(out.tokens_per_expert.sum()) == 3 * int(mask.sum())
+    torch.testing.assert_close(layer(x, mask.flatten()).hidden, out.hidden)
+
+
+def test_masked_token_without_a_shared_expert_gives_zero() -> None:
+    layer = make()
+    mask = torch.tensor([True, False, True])
+    hidden = layer(torch.randn(3, 16), mask).hidden
+    assert not hidden[1].any()
+    assert hidden[0].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    layer = make(**EVERYTHING)
+    x = torch.zeros(shape, requires_grad=True)
+    out = layer(x)
+    (out.hidden.sum() + out.aux_loss).backward()
+    assert out.hidden.shape == shape
+    assert not out.tokens_per_expert.any()
+    assert float(out.aux_loss.detach()) == 0.0
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_one_vector_is_one_token() -> None:
+    layer = make()
+    x = torch.randn(16)
+    torch.testing.assert_close(layer(x).hidden, layer(x[None]).hidden[0])
+
+
+def test_non_contiguous_input() -> None:
+    layer = make()
+    x = torch.randn(16, 5, 2).permute(2, 1, 0)
+    torch.testing.assert_close(layer(x).hidden, layer(x.contiguous()).hidden)
+
+
+# ------------------------------------------------------------------------------------------------------------ dtypes
+
+
+def test_autocast_routes_in_fp32_and_gives_its_own_dtype() -> None:
+    layer = make(**EVERYTHING)
+    x = torch.randn(40, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.hidden.dtype == torch.bfloat16
+    assert out.router_logits.dtype == torch.float32
+    torch.testing.assert_close(out.router_logits, layer(x).router_logits, rtol=0, atol=0)
+    assert_matches(out._replace(router_logits=layer(x).router_logits), by_reference(layer, x), 3e-2)
+    out.hidden.sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters() if parameter.grad is not None)
+
+
+def test_low_precision_weights_are_widened_for_the_logits() -> None:
+    layer = make(torch.bfloat16)
+    x = torch.randn(40, 16).bfloat16()
+    exact = x.double() @ layer.router.weight.detach().double().T
+    assert layer(x).router_logits.dtype == torch.float32
+    assert relative_error(layer(x).router_logits.detach(), exact) < 1e-6
+
+
+def test_selection_bias_stays_fp32_when_the_layer_is_cast() -> None:
+    layer = make(router=RouterConfig(selection_bias=True))
+    before = layer.router.selection_bias.clone()
+    layer.to(torch.bfloat16)
+    assert layer.experts.w1.dtype == torch.bfloat16
+    assert torch.equal(layer.router.selection_bias, before)
+    layer(torch.randn(4, 16).bfloat16())
+    assert torch.equal(copy.deepcopy(layer).double().router.selection_bias, before)
+
+
+# ------------------------------------------------------------------------------------------- initialisation and state
+
+
+def test_initialisation() -> None:
+    layer = MoE(MoEConfig(128, 64, 8, 2, expert_bias=True, shared_intermediate_size=64, router=RouterConfig(bias=True)))
+    for name, parameter in layer.named_parameters():
+        if name.endswith(("bias", "b1", "b2")):
+            assert not parameter.any(), name
+        else:
+            assert abs(float(parameter.mean())) < 2e-3, name
+            assert 0.018 < float(parameter.std()) < 0.022, name
+
+
+def test_meta_device_then_materialised_equals_made_here() -> None:
+    cfg = make(**EVERYTHING).cfg
+    on_meta = MoE(cfg, device="meta", dtype=torch.float64)
+    assert all(tensor.is_meta for tensor in on_meta.state_dict().values())
+    layer = on_meta.to_empty(device="cpu")
+    layer.reset_parameters(torch.Generator().manual_seed(5))
+    here = MoE(cfg, dtype=torch.float64)
+    here.reset_parameters(torch.Generator().manual_seed(5))
+    assert layer.state_dict().keys() == here.state_dict().keys()
+    for name, tensor in here.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], tensor), name
+
+
+def test_names_and_shapes_of_the_state() -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in make(**EVERYTHING).state_dict().items()}
+    assert shapes == {
+        "router.weight": (16, 16),
+        "router.bias": (16,),
+        "router.selection_bias": (16,),
+        "experts.w1": (16, 16, 16),
+        "experts.w2": (16, 16, 8),
+        "experts.b1": (16, 16),
+        "experts.b2": (16, 16),
+        "shared.w1": (24, 16),
+        "shared.w2": (16, 12),
+        "shared_gate.weight": (1, 16),
+    }
+    assert set(make(activation="relu").state_dict()) == {"router.weight", "experts.w1", "experts.w2"}
+    assert make(activation="relu").experts.w1.shape == (16, 8, 16)
+
+
+def test_selection_bias_moves_against_the_load() -> None:
+    layer = make(router=RouterConfig(selection_bias=True))
+    layer.router.selection_bias.zero_()
+    counts = torch.full((16,), 10)
+    counts[3], counts[4] = 15, 5
+    layer.update_selection_bias(counts, 0.01)
+    expected = torch.zeros(16)
+    expected[3], expected[4] = -0.01, 0.01
+    torch.testing.assert_close(layer.router.selection_bias, expected)
+
+
+def test_forward_leaves_the_selection_bias_alone() -> None:
+    layer = make(router=RouterConfig(selection_bias=True)).train()
+    before = layer.router.selection_bias.clone()
+    layer(torch.randn(8, 16)).hidden.sum().backward()
+    assert torch.equal(layer.router.selection_bias, before)
+
+
+# -------------------------------------------------------------------------------- recomputation, compilation, refusals
+
+
+def losses_and_grads(layer: MoE, x: Tensor, how: str) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = layer(x)
+        return out.hidden, out.aux_loss, out.tokens_per_expert
+
+    layer.zero_grad()
+    if how == "plain":
+        hidden, aux_loss, counts = run(x)
+    else:
+        hidden, aux_loss, counts = checkpoint(run, x, use_reentrant=how == "reentrant")
+    (hidden.square().sum() + aux_loss).backward()
+    grads = [parameter.grad.clone() for parameter in layer.parameters()]
+    return [hidden.detach(), aux_loss.detach(), counts, x.grad, *grads]
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+def test_activation_checkpointing_changes_nothing(how: str) -> None:
+    layer = make(**EVERYTHING)
+    x = torch.randn(50, 16)
+    for got, expected in zip(losses_and_grads(layer, x, how), losses_and_grads(layer, x, "plain"), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_recompute_changes_nothing() -> None:
+    layer, again = make(**EVERYTHING), make(recompute="up_proj", **EVERYTHING)
+    x = torch.randn(50, 16)
+    for got, expected in zip(losses_and_grads(again, x, "plain"), losses_and_grads(layer, x, "plain"), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_compiles_without_a_break() -> None:
+    layer = make(**EVERYTHING)
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    x = torch.randn(20, 16)
+    got, expected = compiled(x), layer(x)
+    torch.testing.assert_close(got.hidden, expected.hidden)
+    got.hidden.sum().backward()
+    expected.hidden.sum().backward()
+    for theirs, ours in zip(compiled.parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(theirs.grad, ours.grad)
+
+
+@pytest.mark.parametrize(
+    ("x", "mask", "message"),
+    [
+        (torch.zeros(3, 15), None, r"x must be \(\.\.\., 16\)"),
+        (torch.zeros(()), None, r"x must be \(\.\.\., 16\)"),
+        (torch.zeros(3, 16, dtype=torch.int64), None, "x must be floating point"),
+        (torch.zeros(3, 16, dtype=torch.bfloat16), None, "bfloat16"),
+        (torch.zeros(3, 16), torch.ones(4, dtype=torch.bool), r"token_mask must be \(3,\)"),
+        (torch.zeros(3, 16), torch.ones(3), "token_mask"),
+        (torch.full((3, 16), float("nan")), None, "NaN"),
+    ],
+)
+def test_bad_input_is_one_line(x: Tensor, mask: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        make()(x, mask)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_arguments_are_one_line() -> None:
+    with pytest.raises(ValueError, match="cfg must be a MoEConfig"):
+        MoE({"hidden_size": 16})
+    with pytest.raises(ValueError, match="no selection bias"):
+        make().update_selection_bias(torch.ones(16, dtype=torch.int64), 0.1)
+    layer = MoE(make().cfg, kernels="no such")
+    with pytest.raises(ValueError, match="no such"):
+        layer(torch.zeros(1, 16))
