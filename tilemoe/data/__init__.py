@@ -8,8 +8,8 @@ Every mistake of the user is a ValueError of one line. Nothing here prints and n
 
 from __future__ import annotations
 
+from tilemoe.data.cache import Prepared, prepare
 from tilemoe.data.corpus import Corpus, Document, open_corpus
-from tilemoe.data.prepare import Prepared, prepare
 from tilemoe.data.sampler import Sampler, sequential_windows
 from tilemoe.data.shards import TokenShards
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer

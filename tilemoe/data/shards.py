@@ -24,7 +24,7 @@ VERSION = 1
 INDEX = "index.json"
 SHARD_TOKENS = 1 << 28  # tokens of a full shard: 512 MiB in uint16
 
-_HASH_CHUNK = 1 << 22  # bytes
+_HASH_CHUNK = 1 << 18  # bytes
 _HASH_THREADS = 8
 _AGAIN = "delete the folder and it is prepared again"
 

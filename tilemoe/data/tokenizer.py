@@ -120,7 +120,7 @@ class JsonTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        encodings = self._backend.encode_batch([clean_text(text) for text in texts], add_special_tokens=False)
+        encodings = self._backend.encode_batch_fast([clean_text(text) for text in texts], add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -151,7 +151,7 @@ def load_tokenizer(
             return JsonTokenizer(_train_bpe(corpus, vocab_size, heldout_every), spec)
         return _cached_bpe(spec, corpus, vocab_size, heldout_every, cache_dir)
     path = Path(spec).expanduser()
-    if not path.exists() and path.suffix != ".json":
+    if not spec or (not path.exists() and path.suffix != ".json"):
         raise ValueError(f"tokenizer {spec!r}: unknown; use 'bytes', 'bpe:N' or the path of a tokenizer.json")
     return JsonTokenizer(_parse(path, "give the path of a tokenizer.json"), spec)
 

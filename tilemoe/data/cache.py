@@ -27,7 +27,7 @@ from tilemoe.data.shards import (
 from tilemoe.data.split import SPLITS, Split, split_documents
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 
-_BATCH_CHARS = 1 << 21  # text encoded at once; bounds the memory together with the longest document
+_BATCH_CHARS = 1 << 22  # text encoded at once, in parallel; bounds the memory together with the longest document
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,247 @@
+"""Preparing shards: what they hold, reuse, damage, and two processes at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tilemoe.data import cache as cache_module
+from tilemoe.data import corpus as corpus_module
+from tilemoe.data import open_corpus, prepare
+from tilemoe.data.files import staged_folder
+from tilemoe.data.shards import ShardWriter
+
+
+def joined(texts: list[str]) -> list[int]:
+    return list(b"".join(text.encode() + b"\0" for text in texts))
+
+
+def error_of(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        prepare(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def shard_folders(cache: Path) -> list[Path]:
+    return [path for path in (cache / "shards").iterdir() if path.is_dir()]
+
+
+def test_bytes_of_every_document_with_separators(folder: Path, texts: list[str], tmp_path: Path):
+    prepared = prepare(str(folder), "bytes", tmp_path / "cache", shard_tokens=1000)
+    held = [texts[19], texts[39]]
+    kept = [text for text in texts if text not in held]
+    assert len(kept) == 43
+    for shards, expected in ((prepared.train, joined(kept)), (prepared.heldout, joined(held))):
+        assert shards.read(0, shards.num_tokens).tolist() == expected
+        assert shards.num_bytes == shards.num_tokens
+        assert (shards.vocab_size, shards.separator_id) == (256, 0)
+    assert prepared.tokenizer.name == "bytes"
+    assert len(list(prepared.train.directory.glob("train-*.bin"))) > 1
+
+
+def test_bpe_encodes_the_same_bytes_in_fewer_tokens(folder: Path, texts: list[str], tmp_path: Path):
+    in_bytes = prepare(str(folder), "bytes", tmp_path)
+    in_bpe = prepare(str(folder), "bpe:300", tmp_path)
+    for split in ("train", "heldout"):
+        assert getattr(in_bpe, split).num_bytes == getattr(in_bytes, split).num_bytes
+        assert getattr(in_bpe, split).num_tokens < getattr(in_bytes, split).num_tokens
+    ids = in_bpe.heldout.read(0, in_bpe.heldout.num_tokens)
+    assert int((ids == in_bpe.tokenizer.separator_id).sum()) == 2
+    assert in_bpe.tokenizer.decode(ids) == texts[19] + texts[39]
+
+
+def test_tokenizer_file(folder: Path, tmp_path: Path):
+    trained = prepare(str(folder), "bpe:300", tmp_path)
+    trained.tokenizer.save(tmp_path / "tokenizer.json")
+    loaded = prepare(str(folder), str(tmp_path / "tokenizer.json"), tmp_path)
+    n = trained.train.num_tokens
+    assert loaded.train.num_tokens == n
+    assert np.array_equal(loaded.train.read(0, n), trained.train.read(0, n))
+
+
+def test_single_text_file(tmp_path: Path):
+    content = "".join(f"line {i}\n" for i in range(500))
+    (tmp_path / "a.txt").write_text(content)
+    prepared = prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
+    train = bytes(prepared.train.read(0, prepared.train.num_tokens).tolist())
+    heldout = bytes(prepared.heldout.read(0, prepared.heldout.num_tokens).tolist())
+    assert (train[:-1] + heldout[:-1]).decode() == content
+    assert train[-1] == heldout[-1] == 0
+    assert 0.04 < len(heldout) / len(content) < 0.06
+
+
+def test_large_text_file_holds_out_pieces_along_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(corpus_module, "_PIECE", 1000)
+    (tmp_path / "a.txt").write_text("".join(f"line {i:06d}\n" for i in range(4000)))  # 48 pieces
+    prepared = prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
+    pieces = bytes(prepared.heldout.read(0, prepared.heldout.num_tokens).tolist()).split(b"\0")[:-1]
+    assert [piece[:11] for piece in pieces] == [b"line 001596", b"line 003276"]  # the 20th and 40th of 84 lines each
+    assert all(len(piece) == 84 * 12 for piece in pieces)
+
+
+def test_prepared_once_and_reused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first = prepare(str(folder), "bytes", tmp_path)
+    monkeypatch.setattr(cache_module, "_build", lambda *_: pytest.fail("built again"))
+    assert prepare(str(folder), "bytes", tmp_path).train.directory == first.train.directory
+    monkeypatch.undo()
+    path = folder / "000.txt"
+    os.utime(path, ns=(1, 1))
+    directories = {
+        first.train.directory,
+        prepare(str(folder), "bytes", tmp_path).train.directory,
+        prepare(str(folder), "bytes", tmp_path, heldout_every=10).train.directory,
+        prepare(str(folder), "bpe:300", tmp_path).train.directory,
+    }
+    assert len(directories) == 4
+
+
+def test_damage_to_a_reused_cache_is_named_and_never_repaired_silently(folder: Path, tmp_path: Path):
+    directory = prepare(str(folder), "bytes", tmp_path).train.directory
+    path = directory / "heldout-00000.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:-2])
+    assert f"{path}: {len(content) - 2} bytes instead of {len(content)}" in error_of(str(folder), "bytes", tmp_path)
+    path.write_bytes(content[:5] + bytes([content[5] ^ 4]) + content[6:])
+    assert f"{path}: its content is not what was written" in error_of(str(folder), "bytes", tmp_path)
+    path.write_bytes(content)
+    (directory / "index.json").write_text("{}")
+    assert "index.json: cannot be used" in error_of(str(folder), "bytes", tmp_path)
+    shutil.rmtree(directory)
+    prepare(str(folder), "bytes", tmp_path)
+
+
+def test_shards_of_another_corpus_under_the_same_name(folder: Path, tmp_path: Path):
+    first = prepare(str(folder), "bytes", tmp_path).train.directory
+    other = prepare(str(folder), "bytes", tmp_path, heldout_every=7).train.directory
+    shutil.rmtree(first)
+    other.rename(first)
+    assert "made from another corpus or tokenizer" in error_of(str(folder), "bytes", tmp_path)
+
+
+def test_corpora_with_too_little_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("")
+    assert "it is empty; put text into it" in error_of(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
+    assert "it is empty; put text into it" in error_of(str(tmp_path / "a.txt"), "bpe:300", tmp_path / "cache")
+    (tmp_path / "a.txt").write_text("tiny")
+    message = error_of(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
+    assert "too little text to hold any out; add text or lower heldout_every (20)" in message
+    assert shard_folders(tmp_path / "cache") == []
+
+
+def test_failure_half_way_leaves_nothing_behind(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    append, calls = ShardWriter.append, []
+
+    def full_disk(self: ShardWriter, ids: np.ndarray, num_bytes: int) -> None:
+        calls.append(1)
+        if len(calls) == 20:
+            raise OSError(28, "No space left on device")
+        append(self, ids, num_bytes)
+
+    monkeypatch.setattr(ShardWriter, "append", full_disk)
+    message = error_of(str(folder), "bytes", tmp_path)
+    assert f"cache folder {tmp_path}: cannot be used (No space left on device)" in message
+    assert shard_folders(tmp_path) == []
+    prepare(str(folder), "bytes", tmp_path)
+
+
+def test_cache_that_is_a_file(folder: Path, tmp_path: Path):
+    (tmp_path / "cache").write_text("")
+    assert "cache folder" in error_of(str(folder), "bytes", tmp_path / "cache")
+
+
+def test_corpus_that_changes_while_it_is_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write = cache_module._write_documents
+
+    def write_and_touch(*args: Any) -> None:
+        write(*args)
+        (folder / "000.txt").write_text("changed")
+
+    monkeypatch.setattr(cache_module, "_write_documents", write_and_touch)
+    assert "its files changed while they were read; run again" in error_of(str(folder), "bytes", tmp_path)
+    assert shard_folders(tmp_path) == []
+
+
+def test_bad_document_is_named_and_nothing_is_published(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 30 + "oops\n")
+    assert "a.jsonl:31: this line is not JSON" in error_of(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "cache")
+    assert shard_folders(tmp_path / "cache") == []
+
+
+def test_leftovers_of_killed_processes_are_removed(folder: Path, tmp_path: Path):
+    directory = prepare(str(folder), "bytes", tmp_path).train.directory
+    shutil.rmtree(directory)
+    leftover = directory.with_name(f".tmp-{directory.name}-0123")
+    leftover.mkdir()
+    (leftover / "train-00000.bin").write_bytes(b"half")
+    prepare(str(folder), "bytes", tmp_path)
+    assert shard_folders(tmp_path) == [directory]
+
+
+def test_the_second_to_publish_a_folder_yields(tmp_path: Path):
+    final = tmp_path / "final"
+    with staged_folder(final) as late:
+        (late / "a").write_text("late")
+        with staged_folder(final) as early:
+            (early / "a").write_text("early")
+    assert (final / "a").read_text() == "early"
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def _prepare_with_others(barrier: Any, results: Any, folder: str, cache: str) -> None:
+    barrier.wait(timeout=60)
+    prepared = prepare(folder, "bpe:300", Path(cache), shard_tokens=500)
+    tokens = prepared.train.read(0, prepared.train.num_tokens)
+    results.put((prepared.train.directory.name, prepared.tokenizer.fingerprint, hash(tokens.tobytes())))
+
+
+def test_several_processes_prepare_the_same_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # of the children: their hashes of bytes must compare
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    arguments = (barrier, results, str(folder), str(tmp_path / "cache"))
+    processes = [context.Process(target=_prepare_with_others, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    outcomes = {results.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert len(outcomes) == 1
+    assert len(shard_folders(tmp_path / "cache")) == 1
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(corpus_module, "_PIECE", 1 << 14)
+    monkeypatch.setattr(cache_module, "_BATCH_CHARS", 1 << 15)
+    line = "x" * 99 + "\n"
+    (tmp_path / "a.txt").write_text(line * 200_000)  # 20 MB, 40 MB as uint16
+    tracemalloc.start()
+    try:
+        prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache", shard_tokens=1 << 20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6_000_000
+
+
+def test_stdlib_in_bytes_is_quick(tmp_path: Path):
+    started = time.perf_counter()
+    prepared = prepare("stdlib", "bytes", tmp_path)
+    assert time.perf_counter() - started < 5
+    texts = [document.text for document in open_corpus("stdlib").documents()]
+    expected = joined([text for i, text in enumerate(texts) if i % 20 == 19 and text])
+    assert prepared.heldout.read(0, prepared.heldout.num_tokens).tolist() == expected
+
+
+def test_nothing_is_printed(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    prepare(str(folder), "bpe:300", tmp_path)
+    assert capfd.readouterr() == ("", "")

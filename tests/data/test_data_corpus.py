@@ -1,0 +1,182 @@
+"""Corpora: what is read, in which order, and what a mistake says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tilemoe.data import corpus as corpus_module
+from tilemoe.data.corpus import clean_text, open_corpus
+
+
+def read_all(spec: Path | str) -> list[tuple[str, str]]:
+    return [(document.name, document.text) for document in open_corpus(str(spec)).documents()]
+
+
+def error_of(spec: Path | str) -> str:
+    with pytest.raises(ValueError) as caught:
+        read_all(spec)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_stdlib_holds_its_sources_and_no_tests():
+    corpus = open_corpus("stdlib")
+    assert corpus.name == "stdlib"
+    assert list(corpus.files) == sorted(corpus.files)
+    assert {"argparse.py", "json/decoder.py", "unittest/mock.py"} <= set(corpus.files)
+    folders = {part for name in corpus.files for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    assert not any(folder.startswith("config-") for folder in folders)
+    source = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text(encoding="utf-8")
+    assert next(d.text for d in corpus.documents() if d.name == "argparse.py") == source
+
+
+def test_stdlib_skips_every_test_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kept = ["b.py", "a/x.py", "a.py", "idlelib/run.py"]
+    skipped = ["test/t.py", "a/tests/t.py", "idlelib/idle_test/t.py", "site-packages/s.py", "dist-packages/d.py"]
+    skipped += ["__pycache__/c.py", "config-3.11-x86_64/c.py", "notes.txt"]
+    for name in kept + skipped:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(corpus_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert read_all("stdlib") == [(name, name) for name in sorted(kept)]
+
+
+def test_stdlib_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(corpus_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert str(tmp_path) in error_of("stdlib")
+
+
+def test_folder_is_read_recursively_sorted_and_by_kind(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x.txt").write_text("hidden")
+    (tmp_path / "b" / "c.PY").write_text("code")
+    (tmp_path / "b.md").write_text("mark")
+    (tmp_path / "z.csv").write_text("left out")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"content": "two", "id": 3}\r\n')
+    table = pyarrow.table({"id": list(range(3000)), "text": [f"row {i}" for i in range(3000)]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=700)
+    expected = [("a.jsonl:1", "one"), ("a.jsonl:3", "two"), ("b.md", "mark"), ("b/c.PY", "code")]
+    expected += [(f"t.parquet[{i}]", f"row {i}") for i in range(3000)]
+    assert read_all(tmp_path) == expected
+
+
+def test_text_is_kept_as_it_is_but_for_nul_bom_and_invalid_bytes(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfx\r\ny\rz\0\n\xff\xfe end")
+    assert read_all(path) == [("a.txt", "x\r\ny\rz\n\ufffd\ufffd end")]
+
+
+def test_lone_surrogates_become_replacement_characters(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b\\ud83c\\udf89"}')
+    assert read_all(tmp_path) == [("a.jsonl:1", "a\ufffdb🎉")]
+    assert clean_text("plain\0 é") == "plain é"
+
+
+def test_long_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(corpus_module, "_PIECE", 100)
+    content = "".join(f"line {i} é\n" for i in range(200))
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    pieces = read_all(tmp_path / "a.txt")
+    assert "".join(text for _, text in pieces) == content
+    assert [name for name, _ in pieces[:3]] == ["a.txt", "a.txt#2", "a.txt#3"]
+    assert all(text.endswith("\n") and 100 <= len(text) < 120 for _, text in pieces[:-1])
+
+
+def test_endless_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(corpus_module, "_PIECE", 100)
+    (tmp_path / "a.txt").write_text("x" * 1001)
+    lengths = [len(text) for _, text in read_all(tmp_path / "a.txt")]
+    assert sum(lengths) == 1001
+    assert max(lengths) <= 200
+
+
+def test_empty_file_keeps_its_position(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text("b")
+    assert read_all(tmp_path) == [("a.txt", ""), ("b.txt", "b")]
+
+
+def test_fingerprint_follows_names_sizes_and_times(folder: Path):
+    def fingerprint() -> str:
+        return open_corpus(str(folder)).fingerprint()
+
+    first = fingerprint()
+    assert fingerprint() == first
+    path = folder / "003.txt"
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    touched = fingerprint()
+    path.write_text("longer than before, whatever it was" * 99)
+    longer = fingerprint()
+    path.rename(folder / "003b.txt")
+    assert len({first, touched, longer, fingerprint()}) == 4
+
+
+def test_missing_and_unusable_paths(tmp_path: Path):
+    missing = error_of(tmp_path / "nowhere")
+    assert "nowhere" in missing
+    assert "no such file or folder" in missing
+    (tmp_path / "a.csv").write_text("1,2")
+    assert "cannot read this kind of file" in error_of(tmp_path / "a.csv")
+    no_file = error_of(tmp_path)
+    assert str(tmp_path) in no_file
+    assert "no usable file" in no_file
+    assert "empty" in error_of("")
+
+
+@pytest.mark.parametrize(
+    "line", ["{broken", '"a string"', '{"body": "x"}', '{"text": 5}', '{"text": null}', "[" * 99999]
+)
+def test_bad_jsonl_line_is_named_by_number(tmp_path: Path, line: str):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "fine"}) + "\n\n" + line + "\n")
+    assert error_of(path).startswith(f"{path}:3: ")
+
+
+def test_parquet_without_a_text_column_or_with_another_type(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
+    message = error_of(path)
+    assert message.startswith(f"{path}: no column 'text' or 'content'")
+    assert "body, id" in message
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x", None]}), path)
+    assert error_of(path).startswith(f"{path}[1]: ")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), path)
+    assert error_of(path).startswith(f"{path}[0]: ")
+    path.write_bytes(b"PAR1 nothing of the kind")
+    assert "not a readable .parquet file" in error_of(path)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install 'tilemoe[data]'" in error_of(tmp_path)
+
+
+def test_file_that_vanished_is_named(folder: Path):
+    corpus = open_corpus(str(folder))
+    (folder / "007.txt").unlink()
+    for action in (corpus.fingerprint, corpus.file_bytes, lambda: list(corpus.documents())):
+        with pytest.raises(ValueError, match=r"007\.txt: cannot be read"):
+            action()
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, tilemoe.data; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

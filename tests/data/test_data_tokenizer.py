@@ -1,0 +1,182 @@
+"""Tokenizers: round trips, files that load back, training that depends on the training split alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilemoe.data import tokenizer as tokenizer_module
+from tilemoe.data.corpus import clean_text, open_corpus
+from tilemoe.data.tokenizer import END_OF_TEXT, ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+
+ANY_TEXT = st.text(st.characters(), max_size=200)  # lone surrogates and NUL included
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("bpe") / "a.txt"
+    path.write_text("the quick brown fox = [the, quick]\n    return naïve\n" * 200, encoding="utf-8")
+    return load_tokenizer("bpe:300", open_corpus(str(path)))
+
+
+@given(ANY_TEXT)
+def test_bytes_are_the_utf8_bytes(text: str):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int64
+    assert ids.tolist() == list(clean_text(text).encode())
+    assert tokenizer.separator_id not in ids
+    assert tokenizer.decode(ids) == clean_text(text)
+
+
+@settings(deadline=None)
+@given(ANY_TEXT.filter(lambda text: END_OF_TEXT not in text))
+def test_bpe_round_trip(bpe: Tokenizer, text: str):
+    ids = bpe.encode(text)
+    assert ids.dtype == np.int64
+    assert bpe.decode(ids) == clean_text(text)
+    assert ((ids >= 0) & (ids < bpe.vocab_size) & (ids != bpe.separator_id)).all()
+
+
+def test_bpe_merges_and_keeps_to_its_size(bpe: Tokenizer):
+    assert 257 < bpe.vocab_size <= 300
+    assert len(bpe.encode("the quick brown fox")) < 10
+    assert bpe.name == "bpe:300"
+
+
+def test_separators_are_no_text(bpe: Tokenizer):
+    for tokenizer in (ByteTokenizer(), bpe):
+        ids = [tokenizer.separator_id, *tokenizer.encode("a é"), tokenizer.separator_id]
+        assert tokenizer.decode(ids) == "a é"
+        assert tokenizer.decode(np.array(ids)) == "a é"
+        assert tokenizer.decode([]) == ""
+
+
+def test_bytes_that_are_no_utf8_are_replaced():
+    assert ByteTokenizer().decode([65, 0xFF, 66]) == "A\ufffdB"
+
+
+def test_ids_out_of_range_are_refused(bpe: Tokenizer):
+    for tokenizer in (ByteTokenizer(), bpe):
+        for wrong in (-1, tokenizer.vocab_size):
+            with pytest.raises(ValueError, match=f"ids: {wrong} is not an id"):
+                tokenizer.decode([1, wrong])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_saved_tokenizer_loads_back_with_the_same_ids(bpe: Tokenizer, kind: str, tmp_path: Path):
+    original: Tokenizer = ByteTokenizer() if kind == "bytes" else bpe
+    path = tmp_path / "tokenizer.json"
+    original.save(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tokenizer.json"]
+    loaded = load_tokenizer(str(path))
+    text = "def f(x):\n\treturn 'naïve 漢字 🎉 <0x41>' \r\n"
+    assert loaded.encode(text).tolist() == original.encode(text).tolist()
+    assert loaded.decode(loaded.encode(text)) == text
+    assert (loaded.vocab_size, loaded.separator_id) == (original.vocab_size, original.separator_id)
+    hub = tokenizers.Tokenizer.from_file(str(path))
+    assert hub.encode(text).ids == original.encode(text).tolist()
+
+
+def test_batch_equals_one_by_one(bpe: Tokenizer):
+    texts = ["", "the fox", "ü" * 50, "\ud800\0"]
+    for tokenizer in (ByteTokenizer(), bpe):
+        assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(t).tolist() for t in texts]
+
+
+def test_bpe_is_deterministic_and_ignores_heldout_text(folder: Path, texts: list[str]):
+    def train() -> str:
+        return load_tokenizer("bpe:400", open_corpus(str(folder))).fingerprint
+
+    first = train()
+    assert train() == first
+    (folder / "019.txt").write_text("entirely different words, many times over " * 500)  # a held-out file
+    assert train() == first
+    (folder / "018.txt").write_text("entirely different words, many times over " * 500)
+    assert train() != first
+
+
+def test_bpe_of_a_large_corpus_is_trained_on_a_sample(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    corpus = open_corpus(str(folder))
+    everything = list(tokenizer_module._training_sample(corpus, 20))
+    monkeypatch.setattr(tokenizer_module, "_BPE_SAMPLE_BYTES", corpus.file_bytes() // 2)
+    assert list(tokenizer_module._training_sample(corpus, 20)) == everything[::3]
+
+
+def test_bpe_is_trained_once_and_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    corpus, cache = open_corpus(str(folder)), tmp_path / "cache"
+    first = load_tokenizer("bpe:300", corpus, cache)
+    monkeypatch.setattr(tokenizer_module, "_train_bpe", lambda *_: pytest.fail("trained again"))
+    assert load_tokenizer("bpe:300", corpus, cache).fingerprint == first.fingerprint
+    (kept,) = (cache / "tokenizers").glob("bpe-*.json")
+    kept.write_text(kept.read_text()[:100])
+    with pytest.raises(ValueError, match=f"{kept.name}.*delete it and it is trained again"):
+        load_tokenizer("bpe:300", corpus, cache)
+
+
+def backend_with(specials: list[str]) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens(specials)
+    return backend
+
+
+def test_foreign_tokenizer_adds_truncates_and_pads_nothing(tmp_path: Path):
+    backend = backend_with(["[CLS]", "</s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A </s>", special_tokens=[("[CLS]", 3), ("</s>", 4)]
+    )
+    backend.enable_truncation(3)
+    backend.enable_padding(length=9)
+    path = tmp_path / "tokenizer.json"
+    backend.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.encode("hello world hello world hello").tolist() == [1, 2, 1, 2, 1]
+    assert tokenizer.encode("hello</s>world").tolist() == [1, 4, 2]
+    assert (tokenizer.separator_id, tokenizer.vocab_size) == (4, 5)
+
+
+def test_tokenizer_without_a_separator_is_refused():
+    with pytest.raises(ValueError, match=r"tokenizer 'x': has no token that ends a document; add '<\|endoftext\|>'"):
+        JsonTokenizer(backend_with([]), "x")
+
+
+@pytest.mark.parametrize("spec", ["byte", "gpt2", "", "bpe"])
+def test_unknown_spec(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"tokenizer '{spec}': unknown; use 'bytes', 'bpe:N' or"):
+        load_tokenizer(spec)
+
+
+@pytest.mark.parametrize("spec", ["bpe:", "bpe:x", "bpe:256", "bpe:-5", "bpe:1e4", "bpe:99999999999"])
+def test_bad_bpe_size(spec: str):
+    with pytest.raises(ValueError, match=f"tokenizer '{spec}': write 'bpe:N' with N >= 257"):
+        load_tokenizer(spec)
+
+
+def test_bpe_needs_a_corpus():
+    with pytest.raises(ValueError, match="tokenizer 'bpe:300': it is trained on a corpus; give one"):
+        load_tokenizer("bpe:300")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"not json", b"\xff\xfe", json.dumps({"model": {"type": "X"}}).encode()]
+)
+def test_invalid_tokenizer_file(tmp_path: Path, content: bytes):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json': not a valid tokenizer\.json") as caught:
+        load_tokenizer(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_tokenizer_file(tmp_path: Path):
+    for path in (tmp_path / "tokenizer.json", tmp_path):
+        with pytest.raises(ValueError, match=r"cannot be read .*; give the path of a tokenizer\.json"):
+            load_tokenizer(str(path))
