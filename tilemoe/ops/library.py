@@ -57,7 +57,13 @@ def _unpack(tail: Tail) -> tuple[RoutingPlan, ActivationSpec, KernelSet]:
 def _define(name: str, args: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register ``tilemoe::name(args, plan, activation) -> returns`` with its implementation and its shape function."""
     schema = f"({args}, {_PLAN_SCHEMA}, {_SPEC_SCHEMA}) -> {returns}"
-    op = torch.library.custom_op(f"tilemoe::{name}", run, mutates_args=(), schema=schema)
+
+    def run_as_given(*tensors_and_tail: Any) -> Any:
+        # The op has chosen its dtypes: a backward that is called under autocast must not lower the fp32 ones.
+        with torch.autocast(tensors_and_tail[0].device.type, enabled=False):
+            return run(*tensors_and_tail)
+
+    op = torch.library.custom_op(f"tilemoe::{name}", run_as_given, mutates_args=(), schema=schema)
     op.register_fake(fake)
     return op
 

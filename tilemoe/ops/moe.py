@@ -118,19 +118,24 @@ for _op in library.BACKWARD_OPS:
 
 
 def _autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
-    """Cast to autocast's dtype where it is on, as PyTorch's own GEMMs do; fp64 is left alone."""
+    """Cast to autocast's dtype where it is on, as PyTorch's own GEMMs do; fp64 and integers are left alone."""
     tensors = (x, *rest)
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
+    castable = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(t if t is None or t.dtype not in castable else t.to(dtype) for t in tensors)
 
 
 def _kernels_name(kernels: str | KernelSet | None, x: Tensor) -> str:
     if kernels is None:
         return select_kernels(x.device, x.dtype).name
-    return kernel_set(kernels.name if isinstance(kernels, KernelSet) else kernels).name
+    if not isinstance(kernels, KernelSet):
+        return kernel_set(kernels).name
+    if kernel_set(kernels.name) != kernels.because(""):
+        raise ValueError(f"kernels: this KernelSet is not the registered one called {kernels.name!r}; pass its name")
+    return kernels.name
 
 
 def _check_options(gate_up: str, recompute: str | None) -> None:

@@ -78,5 +78,6 @@ def _check_ids(name: str, ids: Tensor, ndim: int) -> None:
 
 
 def _check_count(name: str, value: int, minimum: int) -> None:
-    if isinstance(value, (bool, float)) or value < minimum or value > _INT32_MAX:
+    integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not integer or value < minimum or value > _INT32_MAX:
         raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {value!r}")
