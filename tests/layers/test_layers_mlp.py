@@ -1,4 +1,4 @@
-"""The MLP of dense blocks and shared experts: every activation against the reference, what it saves, what it refuses."""
+"""The MLP of dense blocks and shared experts: against the reference for every activation, and what it saves."""
 
 from __future__ import annotations
 

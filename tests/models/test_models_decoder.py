@@ -1,0 +1,270 @@
+"""The decoder: shapes, losses, autocast, dtypes, state, checkpointing, compilation, refusals.
+
+B sequences · S tokens each · V vocabulary · E experts · L MoE layers
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
+from tilemoe.layers.attention import KVCache
+from tilemoe.layers.mlp import MLP
+from tilemoe.layers.moe import MoE
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.testing import relative_error
+
+CONFIG = ModelConfig(
+    vocab_size=41,
+    hidden_size=16,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=24,
+    moe=MoEConfig(
+        hidden_size=16,
+        intermediate_size=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+        router=RouterConfig(aux_loss_coef=0.05, selection_bias=True),
+        initializer_range=0.2,
+    ),
+    dense_intermediate_size=20,
+    dense_layers=(1,),
+    initializer_range=0.2,
+)
+DENSE = replace(CONFIG, moe=None, dense_layers=())
+
+
+def make(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32, recompute: str | None = None) -> DecoderLM:
+    model = DecoderLM(config, dtype=dtype, recompute=recompute)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return model
+
+
+def batch(count: int = 3, length: int = 11) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 41, (count, length + 1), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[0, :4] = -100
+    return tokens[:, :-1], labels
+
+
+def test_blocks_follow_the_configuration() -> None:
+    assert [type(block.mlp) for block in make().blocks] == [MoE, MLP, MoE]
+    assert [type(block.mlp) for block in make(DENSE).blocks] == [MLP, MLP, MLP]
+
+
+def test_outputs() -> None:
+    model, (inputs, labels) = make(), batch()
+    out = model(inputs)
+    assert out.loss is None
+    assert out.logits.shape == (3, 11, 41)
+    assert out.tokens_per_expert.shape == (2, 6)
+    assert out.tokens_per_expert.sum(1).tolist() == [66, 66]
+    assert not out.tokens_per_expert.requires_grad
+    assert out.aux_loss.shape == ()
+    trained = model(inputs, labels)
+    assert trained.logits is None
+    assert trained.loss.dtype == trained.aux_loss.dtype == torch.float32
+    torch.testing.assert_close(trained.loss, F.cross_entropy(out.logits.flatten(0, 1), labels.flatten()))
+    layers = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
+    assert len(layers) == 2
+    assert 0.05 * 2 * 2 <= float(out.aux_loss.detach()) < 0.05 * 2 * 4  # K per layer when balanced, and a little more
+
+
+def test_dense_outputs() -> None:
+    model, (inputs, labels) = make(DENSE), batch()
+    out = model(inputs, labels)
+    assert out.tokens_per_expert.shape == (0, 0)
+    assert float(out.aux_loss) == 0.0
+    (out.loss + out.aux_loss).backward()
+    model.update_selection_bias(out.tokens_per_expert, 0.1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_gets_the_gradient_of_the_plain_loss(tied: bool) -> None:
+    model, (inputs, labels) = make(replace(CONFIG, tie_embeddings=tied), torch.float64), batch()
+    assert (model.head is None) == tied
+    out = model(inputs, labels)
+    assert out.loss.dtype == torch.float64
+    grads = torch.autograd.grad(out.loss + out.aux_loss, list(model.parameters()))
+    plain = model(inputs)
+    loss = F.cross_entropy(plain.logits.flatten(0, 1), labels.flatten()) + plain.aux_loss
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), got, wanted in zip(model.named_parameters(), grads, expected, strict=True):
+        assert wanted.any(), name
+        torch.testing.assert_close(got, wanted, msg=name)
+
+
+def test_logits_of_a_token_depend_on_no_later_one() -> None:
+    model, (inputs, _) = make(dtype=torch.float64), batch()
+    changed = inputs.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 41
+    before, after = model(inputs).logits, model(changed).logits
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert (before[:, 7:] - after[:, 7:]).abs().amax() > 1e-2
+
+
+def test_autocast_stays_close_and_keeps_fp32_gradients() -> None:
+    model, (inputs, labels) = make(), batch()
+    expected = model(inputs, labels).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(inputs, labels)
+        logits = model(inputs).logits
+    assert out.loss.dtype == torch.float32
+    assert logits.dtype == torch.bfloat16
+    assert relative_error(out.loss.detach(), expected.detach().double()) < 1e-2
+    (out.loss + out.aux_loss).backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_bf16_model() -> None:
+    model, (inputs, labels) = make(dtype=torch.bfloat16), batch()
+    exact = make(dtype=torch.float64)
+    exact.load_state_dict(model.state_dict())
+    out = model(inputs, labels)
+    assert out.loss.dtype == torch.float32
+    assert relative_error(out.loss.detach(), exact(inputs, labels).loss.detach()) < 2e-2
+
+
+def test_all_labels_ignored() -> None:
+    model, (inputs, labels) = make(), batch()
+    out = model(inputs, torch.full_like(labels, -100))
+    assert float(out.loss.detach()) == 0.0
+    out.loss.backward()
+    assert not model.embed.weight.grad.any()
+
+
+# ------------------------------------------------------------------------------------------------------------- state
+
+
+def test_initial_weights_are_a_function_of_the_seed() -> None:
+    first, second = make(), make()
+    other = DecoderLM(CONFIG)
+    other.reset_parameters(torch.Generator().manual_seed(1))
+    for (name, one), two, three in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+        assert torch.equal(one, three) == name.endswith("norm.weight"), name
+
+
+def test_initial_scale() -> None:
+    config = replace(
+        CONFIG, vocab_size=400, hidden_size=64, initializer_range=0.02, moe=MoEConfig(64, 32, 6, 2), head_dim=32
+    )
+    for name, parameter in DecoderLM(config).named_parameters():
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all(), name
+        else:
+            assert 0.0175 < float(parameter.detach().std()) < 0.0225, name
+
+
+def test_meta_device_then_materialised() -> None:
+    model = DecoderLM(CONFIG, device="meta").to_empty(device="cpu")
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    inputs, labels = batch()
+    assert torch.equal(model(inputs, labels).loss, make()(inputs, labels).loss)
+
+
+def test_selection_biases_follow_the_load() -> None:
+    model = make()
+    counts = torch.tensor([[9, 1, 5, 5, 5, 5], [5, 5, 5, 5, 9, 1]])
+    model.update_selection_bias(counts, 0.01)
+    biases = torch.stack([model.blocks[layer].mlp.router.selection_bias for layer in (0, 2)])
+    torch.testing.assert_close(biases, 0.01 * torch.sign(5.0 - counts))
+    without = make(replace(CONFIG, moe=replace(CONFIG.moe, router=RouterConfig())))
+    before = {name: tensor.clone() for name, tensor in without.state_dict().items()}
+    without.update_selection_bias(counts, 0.01)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in without.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------- recomputation, compilation
+
+
+def gradients(model: DecoderLM, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    out = model(inputs, labels)
+    (out.loss + out.aux_loss).backward()
+    return [out.loss.detach(), out.aux_loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
+    model, (inputs, labels) = make(), batch()
+    expected = gradients(model, inputs, labels)
+    for block in model.blocks:
+        plain = block.forward
+        block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=reentrant)
+    for got, wanted in zip(gradients(model, inputs, labels), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_recompute_changes_nothing() -> None:
+    inputs, labels = batch()
+    plain, again = gradients(make(), inputs, labels), gradients(make(recompute="up_proj"), inputs, labels)
+    for got, wanted in zip(again, plain, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_compiles_without_a_break() -> None:
+    model, (inputs, labels) = make(), batch()
+    expected = gradients(model, inputs, labels)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    out = compiled(inputs, labels)
+    (out.loss + out.aux_loss).backward()
+    got = [out.loss.detach(), out.aux_loss.detach(), *(p.grad for p in model.parameters())]
+    for one, two in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+# ---------------------------------------------------------------------------------------------------------- the cache
+
+
+def test_cache_gives_what_one_pass_gives() -> None:
+    model, (inputs, _) = make().eval(), batch()
+    cache = KVCache(3, 11)
+    with torch.no_grad():
+        parts = [model(piece, cache=cache).logits for piece in inputs.split([5, 1, 4, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(inputs).logits)
+        again = KVCache(3, 11)
+        torch.testing.assert_close(model.next_logits(inputs, again), model(inputs).logits[:, -1])
+    assert cache.length == again.length == 11
+
+
+@pytest.mark.parametrize(
+    ("inputs", "labels", "message"),
+    [
+        (torch.zeros(5, dtype=torch.int64), None, r"input_ids must be \(B, S\)"),
+        (torch.zeros(2, 0, dtype=torch.int64), None, r"input_ids must be \(B, S\)"),
+        (torch.zeros(2, 5), None, r"input_ids must be \(B, S\) integers"),
+        (torch.zeros(1, 25, dtype=torch.int64), None, "25 tokens, too many for the 24"),
+        (torch.full((1, 5), 41), None, r"input_ids must lie in \[0, 41\), got 41"),
+        (torch.full((1, 5), -1), None, r"input_ids must lie in \[0, 41\), got -1"),
+        (torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64), r"labels must be \(1, 5\)"),
+        (torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int32), "labels must be"),
+        (torch.zeros(1, 5, dtype=torch.int64), torch.full((1, 5), -1), "labels must lie in .* or -100, got -1"),
+        (torch.zeros(1, 5, dtype=torch.int64), torch.full((1, 5), 99), "labels must lie in .* or -100, got 99"),
+    ],
+)
+def test_bad_input_is_one_line(inputs: Tensor, labels: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        make()(inputs, labels)
+    assert "\n" not in str(error.value)
+
+
+def test_full_cache_and_labels_with_a_cache_are_refused() -> None:
+    model, (inputs, labels) = make(), batch()
+    cache = KVCache(3, 12)
+    with torch.no_grad():
+        model(inputs, cache=cache)
+        with pytest.raises(ValueError, match="the cache, which holds 11 of 12"):
+            model(inputs[:, :2], cache=cache)
+    with pytest.raises(ValueError, match="labels and cache"):
+        model(inputs, labels, KVCache(3, 12))

@@ -1,0 +1,205 @@
+"""Presets against published parameter counts and transformers' defaults; parameters and FLOPs against real models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig, Qwen3NextConfig
+
+from tilemoe import reference
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
+from tilemoe.layers import experts
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
+from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS, model_preset, moe_preset
+
+# Published: MoE layers, parameters of the whole model in billions, and of those the active ones.
+PUBLISHED = {
+    "mixtral-8x7b": (32, 46.7, 12.9),
+    "olmoe-1b-7b": (16, 6.9, 1.3),
+    "qwen3-30b-a3b": (48, 30.5, 3.3),
+    "qwen3-235b-a22b": (94, 235.0, 22.0),
+    "qwen3-next-80b-a3b": (48, 80.0, 3.0),
+    "deepseek-v3": (58, 671.0, 37.0),
+    "kimi-k2": (60, 1040.0, 32.0),
+    "glm-4.5": (89, 355.0, 32.0),
+    "glm-4.5-air": (45, 106.0, 12.0),
+    "gpt-oss-20b": (24, 20.9, 3.6),
+    "gpt-oss-120b": (36, 116.8, 5.1),
+    "granite-3-1b-a400m": (24, 1.33, 0.4),
+    "granite-3-3b-a800m": (32, 3.3, 0.8),
+}
+
+
+def experts_of_model(cfg: MoEConfig, layers: int, per_layer: int) -> float:
+    """Billions of parameters in ``per_layer`` experts, and the shared one, of all layers."""
+    matrices = 3 if cfg.is_gated else 2
+    width = per_layer * cfg.intermediate_size + cfg.shared_intermediate_size
+    return layers * matrices * cfg.hidden_size * width / 1e9
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_experts_make_up_most_of_the_published_size(name: str) -> None:
+    layers, total, active = PUBLISHED[name]
+    cfg = moe_preset(name)
+    assert 0.88 * total < experts_of_model(cfg, layers, cfg.num_experts) < total
+    assert 0.35 * active < experts_of_model(cfg, layers, cfg.num_experts_per_tok) < active
+
+
+def test_every_preset_is_checked() -> None:
+    assert set(PUBLISHED) == set(MOE_PRESETS)
+
+
+def test_dimensions_are_those_of_transformers_defaults() -> None:
+    def dims(cfg: MoEConfig) -> tuple[int, int, int, int, int]:
+        return (
+            cfg.hidden_size,
+            cfg.intermediate_size,
+            cfg.num_experts,
+            cfg.num_experts_per_tok,
+            cfg.shared_intermediate_size,
+        )
+
+    mixtral, deepseek, qwen_next, gpt = MixtralConfig(), DeepseekV3Config(), Qwen3NextConfig(), GptOssConfig()
+    assert dims(moe_preset("mixtral-8x7b")) == (
+        mixtral.hidden_size,
+        mixtral.intermediate_size,
+        mixtral.num_local_experts,
+        mixtral.num_experts_per_tok,
+        0,
+    )
+    assert dims(moe_preset("deepseek-v3")) == (
+        deepseek.hidden_size,
+        deepseek.moe_intermediate_size,
+        deepseek.n_routed_experts,
+        deepseek.num_experts_per_tok,
+        deepseek.n_shared_experts * deepseek.moe_intermediate_size,
+    )
+    assert dims(moe_preset("qwen3-next-80b-a3b")) == (
+        qwen_next.hidden_size,
+        qwen_next.moe_intermediate_size,
+        qwen_next.num_experts,
+        qwen_next.num_experts_per_tok,
+        qwen_next.shared_expert_intermediate_size,
+    )
+    assert dims(moe_preset("gpt-oss-120b")) == (
+        gpt.hidden_size,
+        gpt.intermediate_size,
+        gpt.num_local_experts,
+        gpt.num_experts_per_tok,
+        0,
+    )
+    qwen = Qwen3MoeConfig()
+    assert dims(moe_preset("qwen3-30b-a3b")) == (
+        qwen.hidden_size,
+        qwen.moe_intermediate_size,
+        qwen.num_experts,
+        qwen.num_experts_per_tok,
+        0,
+    )
+
+
+def test_gpt_oss_layer() -> None:
+    cfg = moe_preset("gpt-oss-20b")
+    assert (cfg.activation, cfg.gate_up, cfg.expert_bias) == ("swiglu_oai", "interleaved", True)
+    assert cfg.router == RouterConfig.preset("gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("qwen3-30b-a3b", 30.53e9, 3.35e9), ("qwen3-235b-a22b", 235.09e9, 22.19e9)]
+)
+def test_whole_models_have_the_published_size(name: str, total: float, active: float) -> None:
+    config = model_preset(name)
+    assert count_parameters(config) == pytest.approx(total, rel=1e-3)
+    assert count_active_parameters(config) == pytest.approx(active, rel=1e-2)
+    assert config.moe == moe_preset(name)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"moe preset must be one of .*kimi-k2.*; got 'kimi'"):
+        moe_preset("kimi")
+    with pytest.raises(ValueError, match=r"model preset must be one of .*; got 'mixtral-8x7b'"):
+        model_preset("mixtral-8x7b")
+    assert set(MODEL_PRESETS) == {"qwen3-30b-a3b", "qwen3-235b-a22b"}
+
+
+CONFIG = ModelConfig(
+    vocab_size=50,
+    hidden_size=16,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=64,
+    moe=MoEConfig(
+        16,
+        8,
+        6,
+        2,
+        expert_bias=True,
+        shared_intermediate_size=12,
+        shared_gate=True,
+        router=RouterConfig(bias=True, selection_bias=True),
+    ),
+    dense_intermediate_size=20,
+    dense_layers=(1,),
+)
+VARIANTS = [
+    CONFIG,
+    replace(CONFIG, tie_embeddings=True),
+    replace(CONFIG, moe=None),
+    replace(CONFIG, moe=MoEConfig(16, 8, 6, 2, activation="relu2", shared_intermediate_size=4)),
+]
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_parameter_counts_are_those_of_the_model(config: ModelConfig) -> None:
+    model = DecoderLM(config, device="meta")
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
+    idle = sum(
+        p.numel() * 4 // 6 for name, p in model.named_parameters() if ".experts." in name
+    )  # 2 of 6 experts are active
+    assert count_active_parameters(config) == count_parameters(config) - idle
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_flops_are_those_that_pytorch_counts(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch counts matrix products: the reference's are plain ones, as are attention's without a fused kernel.
+    monkeypatch.setattr(experts, "moe", reference.moe)
+    model = DecoderLM(config)
+    tokens = torch.randint(0, 50, (2, 64))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        out = model(tokens, tokens)
+        out.loss.backward()
+    # It multiplies each query with all 64 keys, where a causal kernel needs 32.5 on average.
+    masked = 6 * (64 - 32.5) * 2 * config.num_layers * config.num_heads * config.head_dim
+    assert flops_per_token(config) == counter.get_total_flops() / tokens.numel() - masked
+
+
+def test_flops_grow_with_the_context_and_the_active_experts_only() -> None:
+    per_key = 6 * 2 * 3 * 4 * 8
+    assert flops_per_token(CONFIG, 33) - flops_per_token(CONFIG, 31) == per_key
+    assert flops_per_token(CONFIG) == flops_per_token(CONFIG, 64)
+    moe = CONFIG.moe
+    assert moe is not None
+    more_experts = flops_per_token(replace(CONFIG, moe=replace(moe, num_experts=12)))
+    assert more_experts - flops_per_token(CONFIG) == 2 * 6 * 6 * 16  # their rows in the router
+    with pytest.raises(ValueError, match="seq_len"):
+        flops_per_token(CONFIG, 0)
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys, tilemoe.models.presets, tilemoe.models.flops, tilemoe.models.hf_config as hf\n"
+        "config = tilemoe.models.presets.model_preset('qwen3-30b-a3b')\n"
+        "tilemoe.models.flops.flops_per_token(config), hf.hf_config_dict(config)\n"
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
