@@ -1,0 +1,148 @@
+"""Every mistake that a caller of the operator can make: one line that names the argument.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe.kernels.select import select_kernels
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.testing import make_inputs
+
+T, D, N, E, K = 5, 8, 4, 3, 2
+PLAN = plan_topk(torch.arange(T * K).view(T, K) % E, E)
+PAIRS = plan_pairs(torch.arange(T * K) // K, torch.arange(T * K) % E, T, E)
+INPUTS = make_inputs(PLAN, D, N, bias=True)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"x": ones(T, 1, D)}, r"x must be \(T, d\), got shape \(5, 1, 8\); flatten the leading dimensions"),
+    ({"x": ones(D)}, r"x must be \(T, d\), got shape \(8,\)"),
+    ({"x": ones(T, D + 1)}, r"x must be \(5, 8\) to go with w2 \(3, 8, 4\), got \(5, 9\)"),
+    ({"x": ones(T, D, dtype=torch.int64)}, "x must be bfloat16, float16, float32 or float64, got torch.int64"),
+    ({"x": ones(T, D, dtype=torch.complex64)}, "x must be bfloat16, .* got torch.complex64"),
+    ({"x": ones(T, D).to(torch.float8_e4m3fn)}, "x must be bfloat16, .* got torch.float8_e4m3fn"),
+    ({"x": ones(T, D, dtype=torch.bfloat16)}, "w1 is torch.float32 but x is torch.bfloat16; cast one of them"),
+    ({"x": ones(T, D, device="meta")}, "w1 is on cpu but x is on meta; move them to one device"),
+    ({"x": ones(T + 1, D)}, "plan was made for 5 tokens, but x has 6"),
+    ({"w1": ones(E, 2 * N, D)[0]}, r"w1 must be \(3, 8, 8\) to go with w2 \(3, 8, 4\), got \(8, 8\)"),
+    ({"w1": ones(E, N, D)}, r"w1 must be \(3, 8, 8\) .*, got \(3, 4, 8\)"),
+    ({"w1": ones(E, D, 2 * N + 1)}, r"w1 must be \(3, 8, 8\)"),
+    ({"w1": ones(E + 1, 2 * N, D)}, r"w1 must be \(3, 8, 8\) .*, got \(4, 8, 8\)"),
+    ({"w1": ones(E, 2 * N, D, dtype=torch.float64)}, "w1 is torch.float64 but x is torch.float32"),
+    ({"w1": ones(E, 2 * N, D, device="meta")}, "w1 is on meta but x is on cpu"),
+    ({"activation": "silu"}, r"w1 must be \(3, 4, 8\) to go with w2"),
+    ({"w2": ones(D, N)}, r"w2 must be \(E, d, n\), got shape \(8, 4\)"),
+    ({"w2": ones(E, N, D)}, "must be .* to go with w2"),
+    ({"w2": ones(E, D, 0)}, r"w2 \(E, d, n\) must have no empty dimension, got shape \(3, 8, 0\)"),
+    ({"w2": ones(E, 0, N)}, "w2 .* must have no empty dimension"),
+    ({"w2": ones(0, D, N)}, "w2 .* must have no empty dimension"),
+    ({"w2": ones(E, D, N, dtype=torch.float16)}, "w2 is torch.float16 but x is torch.float32"),
+    ({"w2": ones(E, D, N, device="meta")}, "w2 is on meta but x is on cpu"),
+    ({"b1": ones(E, N)}, r"b1 must be \(3, 8\) .*, got \(3, 4\)"),
+    ({"b1": ones(E, 2 * N, dtype=torch.bfloat16)}, "b1 is torch.bfloat16 but x is torch.float32"),
+    ({"b1": ones(E, 2 * N, device="meta")}, "b1 is on meta but x is on cpu"),
+    ({"b2": ones(D)}, r"b2 must be \(3, 8\) .*, got \(8,\)"),
+    ({"b2": ones(E, D, dtype=torch.float64)}, "b2 is torch.float64 but x is torch.float32"),
+    ({"b2": ones(E, D, device="meta")}, "b2 is on meta but x is on cpu"),
+    ({"scores": ones(T, K + 1)}, r"scores must be \(T, K\) with the plan's 10 pairs, got \(5, 3\)"),
+    ({"scores": ones(K, T)}, r"scores must be \(T, K\) with the plan's 10 pairs, got \(2, 5\)"),
+    ({"scores": ones(T * K)}, r"scores must be \(T, K\) with the plan's 10 pairs, got \(10,\)"),
+    ({"scores": ones(T, K, 1)}, r"scores must be \(T, K\)"),
+    ({"scores": ones(T, K, dtype=torch.int64)}, "scores must be floating point, got torch.int64"),
+    ({"scores": ones(T, K, dtype=torch.bool)}, "scores must be floating point, got torch.bool"),
+    ({"scores": ones(T, K, device="meta")}, "scores is on meta but x is on cpu"),
+    ({"plan": PAIRS}, r"scores must be \(P,\) with the plan's 10 pairs, got \(5, 2\)"),
+    ({"plan": PAIRS, "scores": ones(T * K - 1)}, r"scores must be \(P,\) with the plan's 10 pairs, got \(9,\)"),
+    ({"plan": None}, r"plan must be a RoutingPlan \(plan_topk, plan_pairs or route make one\), got NoneType"),
+    ({"plan": torch.zeros(T, K)}, "plan must be a RoutingPlan .*, got Tensor"),
+    ({"plan": plan_topk(torch.zeros(T + 2, K, dtype=torch.int64), E)}, "plan was made for 7 tokens, but x has 5"),
+    ({"plan": plan_topk(torch.zeros(T, K, dtype=torch.int64), E + 1)}, "plan was made for 4 experts, but w1 has 3"),
+    ({"plan": plan_topk(torch.zeros(T, K, dtype=torch.int64, device="meta"), E)}, "plan is on meta but x is on cpu"),
+    ({"activation": "swish"}, "activation must be one of geglu, .*; got 'swish'"),
+    ({"activation": None}, "activation must be one of .*; got None"),
+    ({"activation": []}, "activation must be one of"),
+    ({"activation_limit": 7.0}, "activation_limit is a parameter of activation='swiglu_oai'"),
+    ({"activation_alpha": 1.0}, "activation_alpha is a parameter of activation='swiglu_oai'"),
+    ({"activation": "swiglu_oai", "activation_limit": 0}, "activation_limit must be a finite number > 0, got 0"),
+    ({"gate_up": "stacked"}, "gate_up must be one of concatenated, interleaved; got 'stacked'"),
+    ({"gate_up": None}, "gate_up must be one of"),
+    ({"recompute": "all"}, "recompute must be None or 'up_proj', got 'all'"),
+    ({"recompute": True}, "recompute must be None or 'up_proj', got True"),
+    ({"kernels": "cutlass"}, "kernels must be None or one of torch; got 'cutlass'"),
+    ({"kernels": 3}, "kernels must be None or one of torch; got 3"),
+    ({"kernels": {}}, "kernels must be None or one of torch"),
+    ({"kernels": replace(TORCH_KERNELS, name="mine")}, "kernels must be None or one of torch; got 'mine'"),
+    (
+        {"kernels": replace(TORCH_KERNELS, combine=TORCH_KERNELS.down_proj)},
+        "kernels: this KernelSet is not the registered one called 'torch'; pass its name",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    REFUSED,
+    ids=[f"{i}-{'-'.join(changes)}" for i, (changes, _) in enumerate(REFUSED)],
+)
+def test_bad_arguments_are_named_in_one_line(changes: dict[str, Any], message: str) -> None:
+    arguments = {**INPUTS, "plan": PLAN, **changes}
+    with pytest.raises(ValueError, match=message) as error:
+        moe(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_the_arguments_they_were_made_from_are_fine() -> None:
+    expected = moe(plan=PLAN, **INPUTS)
+    assert expected.isfinite().all()
+    flat = {**INPUTS, "scores": INPUTS["scores"].reshape(-1)}
+    torch.testing.assert_close(moe(plan=PAIRS, **flat), expected)
+
+
+@pytest.mark.parametrize(
+    "kernels", ["torch", TORCH_KERNELS, select_kernels("cpu", torch.float32)], ids=["name", "set", "selected"]
+)
+def test_kernels_by_name_by_set_and_as_selected(kernels: Any) -> None:
+    assert torch.equal(moe(plan=PLAN, kernels=kernels, **INPUTS), moe(plan=PLAN, **INPUTS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("3", E), "expert_ids must be a tensor"),
+        ((torch.zeros(T, K, dtype=torch.int64), "3"), "num_experts must be an integer in .*, got '3'"),
+        ((torch.zeros(T, K, dtype=torch.int64), None), "num_experts must be an integer in .*, got None"),
+        ((torch.zeros(T, K, dtype=torch.int64), 3.0), "num_experts must be an integer in .*, got 3.0"),
+        ((torch.zeros(T, K, dtype=torch.int64), 2**31), "num_experts must be an integer in"),
+        ((torch.full((T, K), -1), E), "expert ids must be >= 0 .*found a negative id"),
+    ],
+    ids=str,
+)
+def test_bad_plans_are_named_in_one_line(arguments: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        plan_topk(*arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_is_computed_on_meta_but_shapes_are_right() -> None:
+    meta = {name: tensor.to("meta").requires_grad_() for name, tensor in INPUTS.items()}
+    plan = plan_topk(torch.zeros(T, K, dtype=torch.int64, device="meta"), E)
+    o = moe(plan=plan, **meta)
+    assert o.device.type == "meta"
+    assert o.shape == (T, D)
+    o.backward(torch.empty_like(o))
+    for name, tensor in meta.items():
+        assert tensor.grad.shape == INPUTS[name].shape

@@ -1,0 +1,247 @@
+"""What the operator keeps between forward and backward: the promised tensors, the promised bytes, and for how long.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs · R_max row capacity
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels import select
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing import make_inputs
+
+INDEX_FIELDS = ("token_of_row", "pair_of_row", "row_of_pair", "pair_start_of_token", "row_start_of_expert")
+
+
+def topk_plan(tokens: int, experts: int, k: int) -> RoutingPlan:
+    ids = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :k]
+    return plan_topk(ids, experts)
+
+
+def pairs_plan(tokens: int, experts: int, pairs: int) -> RoutingPlan:
+    generator = torch.Generator().manual_seed(0)
+    token = torch.randint(0, tokens, (pairs,), generator=generator)
+    expert = torch.randint(0, experts, (pairs,), generator=generator)
+    return plan_pairs(token, expert, tokens, experts)
+
+
+def leaves(plan: RoutingPlan, d: int, n: int, activation: str = "swiglu", **options: Any) -> dict[str, Tensor]:
+    inputs = make_inputs(plan, d, n, activation, **{"dtype": torch.bfloat16, **options})
+    return {name: tensor.nan_to_num().requires_grad_() for name, tensor in inputs.items()}
+
+
+def saved_by(plan: RoutingPlan, inputs: dict[str, Tensor], **options: Any) -> list[Tensor]:
+    """Every distinct tensor that autograd keeps for the backward of one call."""
+    saved: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr(), tensor.shape] = tensor.detach()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        o = moe(plan=plan, **inputs, **options)
+    assert o.grad_fn is not None
+    return list(saved.values())
+
+
+def is_among(tensor: Tensor, others: list[Tensor]) -> bool:
+    return any(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in others)
+
+
+def held_bytes(tensors: list[Tensor]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("plan", [topk_plan(24, 6, 3), pairs_plan(24, 6, 70)], ids=["topk", "pairs"])
+def test_saved_are_exactly_x_h_scores_and_the_plan(plan: RoutingPlan, activation: str, bias: bool) -> None:
+    d, n = 64, 8
+    width = n * (2 if activation == "swiglu" else 1)
+    inputs = leaves(plan, d, n, activation, bias=bias)
+    given = list(inputs.values())
+    index = [getattr(plan, name) for name in INDEX_FIELDS if getattr(plan, name) is not None]
+    saved = saved_by(plan, inputs, activation=activation)
+    kept = [tensor for tensor in saved if not is_among(tensor, given)]
+    assert all(is_among(tensor, saved) for tensor in given), "scores, x, weights and biases are kept as they are"
+    assert all(is_among(tensor, kept) for tensor in index)
+    (h,) = [tensor for tensor in kept if not is_among(tensor, index)]
+    assert h.shape == (plan.capacity, width)
+    assert h.dtype == torch.bfloat16
+    assert len(saved) == len(given) + len(index) + 1
+    assert held_bytes([h]) == 2 * plan.capacity * width, "no padding, no larger storage behind it"
+    scores = inputs["scores"]
+    pair_start = 0 if plan.pair_start_of_token is None else 4 * (plan.num_tokens + 1)
+    rest = 4 * (plan.num_experts + 1) + pair_start
+    assert held_bytes([*kept, scores]) == 2 * width * plan.capacity + 16 * plan.capacity + rest
+    assert all(tensor.numel() < plan.capacity * d for tensor in kept)
+
+
+@pytest.mark.parametrize(("d", "n"), [(64, 5), (64, 12), (63, 8)])
+def test_bytes_hold_for_odd_sizes(d: int, n: int) -> None:
+    plan = topk_plan(24, 6, 3)
+    inputs = leaves(plan, d, n)
+    kept = [t for t in saved_by(plan, inputs) if not is_among(t, list(inputs.values()))]
+    expected = 4 * plan.capacity * n + 12 * plan.capacity + 4 * (plan.num_experts + 1)
+    assert held_bytes(kept) == expected
+
+
+def test_memory_does_not_grow_with_granularity() -> None:
+    """n halves and K doubles: h stays the same, and only indices and scores grow."""
+    sizes = []
+    for n, k, experts in ((64, 1, 8), (32, 2, 16), (16, 4, 32), (8, 8, 64)):
+        plan = topk_plan(32, experts, k)
+        inputs = leaves(plan, 128, n)
+        kept = [t for t in saved_by(plan, inputs) if not is_among(t, list(inputs.values()))]
+        (h,) = [t for t in kept if t.is_floating_point()]
+        sizes.append(held_bytes([h]))
+        assert held_bytes(kept) - sizes[-1] == 12 * 32 * k + 4 * (experts + 1)
+    assert sizes == [4 * 32 * 64] * 4
+
+
+@pytest.mark.parametrize("plan", [topk_plan(24, 6, 3), pairs_plan(24, 6, 70)], ids=["topk", "pairs"])
+def test_recomputing_keeps_no_h(plan: RoutingPlan) -> None:
+    inputs = leaves(plan, 64, 8, bias=True)
+    kept = [t for t in saved_by(plan, inputs, recompute="up_proj") if not is_among(t, list(inputs.values()))]
+    assert all(t.dtype == torch.int32 for t in kept)
+    pair_start = 0 if plan.pair_start_of_token is None else 4 * (plan.num_tokens + 1)
+    assert held_bytes(kept) == 12 * plan.capacity + 4 * (plan.num_experts + 1) + pair_start
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_scores_are_kept_once_in_fp32(dtype: torch.dtype) -> None:
+    plan = topk_plan(24, 6, 3)
+    inputs = leaves(plan, 64, 8, score_dtype=dtype)
+    kept = [t for t in saved_by(plan, inputs) if not is_among(t, list(inputs.values()))]
+    assert held_bytes(kept) == 4 * plan.capacity * 8 + 16 * plan.capacity + 4 * 7
+
+
+def spy_on(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
+    """Call ``before`` with the kernel's name at the start of each kernel of the backward."""
+
+    def wrap(name: str) -> Callable[..., Any]:
+        kernel = getattr(TORCH_KERNELS, name)
+
+        def run(*args: Any) -> Any:
+            before(name)
+            return kernel(*args)
+
+        return run
+
+    backward = ("down_proj_act_grad", "down_proj_weight_grad", "up_proj_act_grad", "up_proj_weight_grad")
+    backward += ("combine_grad", "down_proj_bias_grad", "up_proj_bias_grad")
+    spied = replace(TORCH_KERNELS, **{name: wrap(name) for name in backward})
+    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": spied})
+
+
+def h_of(o: Tensor, plan: RoutingPlan, width: int) -> StorageWeakRef:
+    node: Any = o.grad_fn
+    (h,) = [t for t in node.saved_tensors if t is not None and t.shape == (plan.capacity, width)]
+    return StorageWeakRef(h.untyped_storage())
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_h_is_gone_once_b1_has_read_it(dtype: torch.dtype, retain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = topk_plan(24, 6, 3)
+    inputs = leaves(plan, 32, 8, dtype=dtype, bias=True)
+    alive: dict[str, bool] = {}
+    o = moe(plan=plan, **inputs)
+    ref = h_of(o, plan, 16)
+    assert not ref.expired(), "kept for the backward"
+    spy_on(monkeypatch, lambda name: alive.__setitem__(name, not ref.expired()))
+    o.sum().backward(retain_graph=retain)
+    assert alive.pop("down_proj_act_grad")
+    assert alive.pop("down_proj_bias_grad"), "runs first"
+    later = {"down_proj_weight_grad", "up_proj_act_grad", "up_proj_weight_grad", "combine_grad", "up_proj_bias_grad"}
+    assert alive == dict.fromkeys(later, retain)
+    if retain:
+        o.sum().backward()
+        assert alive["down_proj_weight_grad"] is False
+
+
+def test_recomputed_h_is_gone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = topk_plan(24, 6, 3)
+    inputs = leaves(plan, 32, 8)
+    refs: list[StorageWeakRef] = []
+    alive_at_b2 = []
+
+    def note_h(*args: Any) -> tuple[Tensor, ...]:
+        refs.append(StorageWeakRef(args[3].untyped_storage()))
+        return TORCH_KERNELS.down_proj_act_grad(*args)
+
+    def weight_grad(*args: Any) -> Tensor:
+        alive_at_b2.append(not refs[-1].expired())
+        return TORCH_KERNELS.down_proj_weight_grad(*args)
+
+    spied = replace(TORCH_KERNELS, down_proj_act_grad=note_h, down_proj_weight_grad=weight_grad)
+    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": spied})
+    moe(plan=plan, recompute="up_proj", **inputs).sum().backward()
+    assert alive_at_b2 == [False]
+
+
+def test_nothing_outlives_the_backward() -> None:
+    plan = topk_plan(24, 6, 3)
+    inputs = leaves(plan, 32, 8)
+    o = moe(plan=plan, **inputs)
+    ref = h_of(o, plan, 16)
+    del o
+    assert ref.expired(), "dropping the output drops h"
+
+
+class LargeBuffers(TorchDispatchMode):
+    """Counts the storages of at least ``elements`` elements, made inside the block, that are alive at once."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.most = elements, 0
+        self.refs: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            fresh = isinstance(t, Tensor) and t.untyped_storage()._cdata not in inputs
+            if fresh and t.untyped_storage().nbytes() >= self.elements * t.element_size():
+                self.refs[t.untyped_storage()._cdata] = StorageWeakRef(t.untyped_storage())
+        self.refs = {key: ref for key, ref in self.refs.items() if not ref.expired()}
+        self.most = max(self.most, len(self.refs))
+        return out
+
+
+def test_each_kernel_makes_one_routed_buffer_of_width_d_at_a_time() -> None:
+    """Top-K, no biases. d is so much wider than n that only (R, d) buffers are large."""
+    d, n = 256, 8
+    plan = topk_plan(40, 6, 4)
+    spec = activation_spec("swiglu", "concatenated", None, None)
+    given = make_inputs(plan, d, n, dtype=torch.bfloat16)
+    x, w1, w2, s = given["x"], given["w1"], given["w2"], given["scores"].reshape(-1)
+    a, h = TORCH_KERNELS.up_proj_act(x, w1, None, plan, spec)
+    y = TORCH_KERNELS.down_proj(a, w2, None, plan)
+    for name, made, args in (
+        ("up_proj_act", 1, (x, w1, None, plan, spec)),
+        ("down_proj", 1, (a, w2, None, plan)),
+        ("combine", 0, (y, s, plan)),
+        ("down_proj_act_grad", 1, (x, w2, None, h, s, plan, spec)),
+        ("down_proj_weight_grad", 1, (x, a, plan)),
+        ("up_proj_act_grad", 1, (h, w1, plan)),
+        ("up_proj_weight_grad", 1, (x, h, plan)),
+        ("combine_grad", 0, (y, plan)),
+    ):
+        with LargeBuffers(plan.capacity * d) as buffers:
+            getattr(TORCH_KERNELS, name)(*args)
+        assert buffers.most == made, name
