@@ -1,0 +1,172 @@
+"""The layer on CPU, forward and backward, against transformers' MoE block with its `grouped_mm` experts.
+
+    python benchmarks/cpu_layer.py
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+
+Two comparisons, each in bf16 and fp32: the experts alone, given the same ids and scores, and the whole layer with its
+router. Both sides hold the same weights; a speed is printed only if outputs and gradients agree first. Rounds are
+interleaved and the side that goes first alternates, because the clock moves more than the difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import record
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+import tilemoe
+
+T, D, N, E, K = 2048, 512, 256, 32, 4
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # RMS error over RMS value
+
+
+@dataclass
+class Side:
+    """One contestant: ``run(x)`` gives the output; ``leaves`` are what gets gradients, in the same order on both sides."""
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    leaves: list[Tensor]
+
+
+def build(dtype: torch.dtype) -> tuple[nn.Module, tilemoe.MoE]:
+    """transformers' block and ours, in ``dtype``, with equal weights."""
+    hf_config = Qwen3MoeConfig(
+        hidden_size=D, moe_intermediate_size=N, num_experts=E, num_experts_per_tok=K, norm_topk_prob=True
+    )
+    hf_config._experts_implementation = "grouped_mm"
+    theirs = Qwen3MoeSparseMoeBlock(hf_config).to(dtype)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    ours = tilemoe.MoE(tilemoe.MoEConfig(D, N, E, K), dtype=dtype)
+    with torch.no_grad():
+        ours.router.weight.copy_(theirs.gate.weight)
+        ours.experts.w1.copy_(theirs.experts.gate_up_proj)
+        ours.experts.w2.copy_(theirs.experts.down_proj)
+    return theirs, ours
+
+
+def experts_sides(theirs: nn.Module, ours: tilemoe.MoE, dtype: torch.dtype) -> list[Side]:
+    """The experts alone: both get the same ids and scores; sorting them by expert is part of the work."""
+    scores, ids = torch.rand(T, E).softmax(-1).topk(K)
+    scores_ours, scores_theirs = scores.clone().requires_grad_(), scores.to(dtype).requires_grad_()
+
+    def run_ours(x: Tensor) -> Tensor:
+        return ours.experts(x, tilemoe.plan_topk(ids, E), scores_ours)
+
+    def run_theirs(x: Tensor) -> Tensor:
+        return theirs.experts(x, ids, scores_theirs)
+
+    return [
+        Side("tilemoe", run_ours, [ours.experts.w1, ours.experts.w2, scores_ours]),
+        Side("transformers", run_theirs, [theirs.experts.gate_up_proj, theirs.experts.down_proj, scores_theirs]),
+    ]
+
+
+def layer_sides(theirs: nn.Module, ours: tilemoe.MoE) -> list[Side]:
+    """The whole layer, router included."""
+
+    def run_ours(x: Tensor) -> Tensor:
+        return ours(x).hidden
+
+    def run_theirs(x: Tensor) -> Tensor:
+        out = theirs(x[None])
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    return [
+        Side("tilemoe", run_ours, [ours.experts.w1, ours.experts.w2, ours.router.weight]),
+        Side("transformers", run_theirs, [theirs.experts.gate_up_proj, theirs.experts.down_proj, theirs.gate.weight]),
+    ]
+
+
+def gradients(side: Side, x: Tensor, do: Tensor) -> list[Tensor]:
+    out = side.run(x)
+    return [out.detach(), *torch.autograd.grad(out, [x, *side.leaves], do)]
+
+
+def check_agreement(theirs: nn.Module, ours: tilemoe.MoE, x: Tensor, do: Tensor) -> None:
+    """Raise SystemExit unless both comparisons agree, in outputs and in every gradient.
+
+    The layers are compared in fp32: transformers computes the logits in the layer's dtype, and in bf16 that picks other
+    experts for the tokens whose choice is close.
+    """
+    compare(experts_sides(theirs, ours, x.dtype), x, do)
+    theirs, ours = copy.deepcopy(theirs).float(), copy.deepcopy(ours).float()
+    compare(layer_sides(theirs, ours), x.detach().float().requires_grad_(), do.float())
+
+
+def compare(sides: list[Side], x: Tensor, do: Tensor) -> None:
+    for ours, theirs in zip(gradients(sides[0], x, do), gradients(sides[1], x, do), strict=True):
+        error = (ours.double() - theirs.double()).square().mean().sqrt() / theirs.double().square().mean().sqrt()
+        if not error <= TOLERANCE[x.dtype]:
+            raise SystemExit(f"the two sides disagree: relative RMS error {error:.2e} in {x.dtype}; nothing was timed")
+
+
+def time_once(side: Side, x: Tensor, do: Tensor) -> tuple[float, float]:
+    """Milliseconds of one forward and of one backward, gradients accumulated into fresh buffers."""
+    for leaf in (x, *side.leaves):
+        leaf.grad = None
+    start = time.perf_counter()
+    out = side.run(x)
+    middle = time.perf_counter()
+    out.backward(do)
+    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
+
+
+def measure(sides: list[Side], x: Tensor, do: Tensor, rounds: int) -> dict[str, object]:
+    times: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
+    for index in range(rounds + 2):  # two rounds of warm-up
+        for side in sides if index % 2 else sides[::-1]:
+            sample = time_once(side, x, do)
+            if index >= 2:
+                times[side.name].append(sample)
+    row: dict[str, object] = {"rounds": rounds}
+    totals = {}
+    for name, samples in times.items():
+        total = [forward + backward for forward, backward in samples]
+        totals[name] = total
+        row[name] = {
+            "forward_ms": round(statistics.median(f for f, _ in samples), 2),
+            "backward_ms": round(statistics.median(b for _, b in samples), 2),
+            "total_ms": round(statistics.median(total), 2),
+            "total_p20_ms": round(statistics.quantiles(total, n=5)[0], 2),
+            "total_p80_ms": round(statistics.quantiles(total, n=5)[3], 2),
+        }
+    ratios = [b / a for a, b in zip(totals["tilemoe"], totals["transformers"], strict=True)]
+    row["speedup"] = round(statistics.median(ratios), 3)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    rounds = parser.parse_args().rounds
+    torch.manual_seed(0)
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs, ours = build(dtype)
+        x = torch.randn(T, D).to(dtype).requires_grad_()
+        do = torch.randn(T, D).to(dtype)
+        check_agreement(theirs, ours, x, do)
+        for what, sides in (("experts", experts_sides(theirs, ours, dtype)), ("layer", layer_sides(theirs, ours))):
+            case = {"what": what, "dtype": str(dtype).removeprefix("torch."), "T": T, "d": D, "n": N, "E": E, "K": K}
+            row = {**case, **measure(sides, x, do, rounds), "transformers_version": transformers.__version__}
+            print(f"{what:8} {case['dtype']:9} tilemoe {row['tilemoe']} transformers {row['transformers']}")
+            print(f"{'':18} tilemoe is {row['speedup']}x as fast")
+            rows.append(row)
+    print("appended to", record.append("cpu_layer", rows).relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()
