@@ -15,6 +15,8 @@ import tilemoe
 from tilemoe.cli.main import COMMANDS, main
 from tilemoe.cli.parsing import condense
 
+RECIPE = "the recipe file of the fixtures"
+
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     """The command line in this process: (exit status, stdout, stderr)."""
@@ -153,13 +155,13 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         (["train", "--recipe"], "expected one argument"),
         (["train", "--recipe", "huge"], "unknown recipe 'huge'; choose one of single-gpu"),
         (["train", "--recipe", "nowhere/x.json"], "no file nowhere/x.json"),
-        (["train", "--recipe", "tiny", "--train.stpes", "5"], "perhaps you meant --train.steps"),
-        (["train", "--recipe", "tiny", "--train.steps", "many"], "--train.steps"),
-        (["train", "--recipe", "tiny", "--train.steps", "0"], "train.steps must be an integer >= 1"),
-        (["train", "--recipe", "tiny", "--optim.schedule", "x"], "--optim.schedule"),
-        (["train", "--recipe", "tiny", "--optim.lr", "nan"], "optim.lr must be a finite number"),
-        (["train", "--recipe", "tiny", "--model.moe.num-experts-per-tok", "9"], "must not exceed num_experts (8)"),
-        (["train", "--recipe", "tiny", "--model.moe.activation", "swish"], "activation must be one of"),
+        (["train", "--recipe", RECIPE, "--train.stpes", "5"], "perhaps you meant --train.steps"),
+        (["train", "--recipe", RECIPE, "--train.steps", "many"], "--train.steps"),
+        (["train", "--recipe", RECIPE, "--train.steps", "0"], "train.steps must be an integer >= 1"),
+        (["train", "--recipe", RECIPE, "--optim.schedule", "x"], "--optim.schedule"),
+        (["train", "--recipe", RECIPE, "--optim.lr", "nan"], "optim.lr must be a finite number"),
+        (["train", "--recipe", RECIPE, "--model.moe.num-experts-per-tok", "9"], "must not exceed num_experts (4)"),
+        (["train", "--recipe", RECIPE, "--model.moe.activation", "swish"], "activation must be one of"),
         (["train", "--resume", "nowhere"], "no folder nowhere"),
         (["eval"], "--checkpoint"),
         (["eval", "--checkpoint", "nowhere"], "no folder nowhere"),
@@ -167,8 +169,17 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         (["generate", "--checkpoint", "x", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert named in fails(capsys, *arguments)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    named: str,
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named in fails(capsys, *[recipe_file if argument == RECIPE else argument for argument in arguments])
+    assert not any(tmp_path.iterdir())
 
 
 def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,3 +54,8 @@ def test_degenerate_lengths_stay_in_range(schedule: str, steps: int, warmup: int
     config = replace(BASE, schedule=schedule, warmup_steps=warmup, decay_fraction=decay)
     assert all(0.2 - 1e-12 <= rate <= 2.0 for rate in curve(config, steps) if warmup == 0)
     assert all(0.0 < rate <= 2.0 for rate in curve(config, steps))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_a_run_shorter_than_its_warm_up_ends_within_it(schedule: str) -> None:
+    assert curve(replace(BASE, schedule=schedule), steps=3) == pytest.approx([0.2, 0.4, 0.6])

@@ -71,7 +71,7 @@ class OptimConfig:
     weight_decay: float = 0.1  # on weight matrices only: not on norms, biases and the embedding table
     grad_clip: float = 1.0  # largest L2 norm of the gradient; 0 turns clipping off
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 100  # linear warm-up, in optimiser steps
+    warmup_steps: int = 100  # linear warm-up, in optimiser steps; a shorter run ends within it
     decay_fraction: float = 0.2  # wsd: the part of all steps spent decaying at the end
     min_lr_ratio: float = 0.1  # the last step's learning rate over the peak
 
@@ -151,10 +151,6 @@ class Recipe:
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"
-            )
-        if self.optim.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"optim.warmup_steps ({self.optim.warmup_steps}) must not exceed train.steps ({self.train.steps})"
             )
 
     @property
