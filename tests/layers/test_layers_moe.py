@@ -186,6 +186,19 @@ def test_non_contiguous_input() -> None:
     torch.testing.assert_close(layer(x).hidden, layer(x.contiguous()).hidden)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_routing_is_told_the_mode(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    def spy(*args: Any, training: bool, **kwargs: Any) -> Any:
+        told.append(training)
+        return tilemoe.route(*args, training=training, **kwargs)
+
+    monkeypatch.setattr("tilemoe.layers.moe.route", spy)
+    make().train(training)(torch.randn(4, 16))
+    assert told == [training]
+
+
 # ------------------------------------------------------------------------------------------------------------ dtypes
 
 

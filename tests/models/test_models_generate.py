@@ -83,6 +83,15 @@ def test_under_autocast(model: DecoderLM) -> None:
     assert out.shape == (1, 15)
 
 
+def test_compiled_blocks_are_not_compiled_anew_for_every_token(model: DecoderLM) -> None:
+    expected = generate(model, PROMPT, 20, temperature=0)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    model(PROMPT)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(generate(model, PROMPT, 20, temperature=0), expected)
+
+
 def test_fills_the_context_exactly_and_restores_the_mode(model: DecoderLM) -> None:
     model.train()
     assert generate(model, PROMPT, 35, temperature=0).shape == (1, 40)

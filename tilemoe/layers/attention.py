@@ -107,11 +107,10 @@ class Attention(nn.Module):
         queries = rotate(self.q_norm(queries), *angles).to(values.dtype).transpose(1, 2)
         keys = rotate(self.k_norm(keys), *angles).to(values.dtype).transpose(1, 2)
         values = values.transpose(1, 2)
-        mask = None
+        mask, causal = None, True
         if cache is not None:
+            mask, causal = _visibility(cache.length, x.shape[1], x.device)
             keys, values = cache.append(keys, values)
-            mask = _mask_after(cache.length, x.shape[1], x.device)
-        causal = mask is None and x.shape[1] == keys.shape[2]
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -120,8 +119,13 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
-def _mask_after(total: int, new: int, device: torch.device) -> Tensor | None:
-    """(S, C) bool, True where a new token may look; None when that is everything (S = 1) or plainly causal (S = C)."""
-    if new in (1, total):
-        return None
-    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+def _visibility(held: int, new: int, device: torch.device) -> tuple[Tensor | None, bool]:
+    """(mask, is_causal) for ``new`` tokens after ``held`` cached ones: the mask is (S, C) or None.
+
+    is_causal lets query i see key i and before, so it fits an empty cache only.
+    """
+    if held == 0:
+        return None, True
+    if new == 1:
+        return None, False
+    return torch.ones(new, held + new, dtype=torch.bool, device=device).tril(held), False

@@ -13,6 +13,7 @@ from tilemoe.models.decoder import DecoderLM
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # each token meets another length, for which compiled blocks would recompile
 def generate(
     model: DecoderLM,
     input_ids: Tensor,
