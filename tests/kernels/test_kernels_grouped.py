@@ -89,6 +89,8 @@ def weights_of_every_stride(dtype: torch.dtype, p: int, q: int) -> dict[str, Ten
         "experts last": last.permute(2, 0, 1),
         "every second": torch.stack([plain, plain.new_full(plain.shape, float("nan"))], 1).flatten(0, 1)[::2],
         "backed by one expert": plain[:1].expand(experts, p, q),
+        "backed by one row": plain[:, :1].expand(experts, p, q),
+        "backed by one column": plain[:, :, :1].expand(experts, p, q),
     }
 
 
@@ -135,6 +137,10 @@ def test_grouped_mm_serves_what_it_can(
         if strided.is_contiguous() or p == q:
             assert len(calls) == grouped
         assert all(args[1].data_ptr() == strided.data_ptr() for args in calls), "weights are used where they are"
+    calls.clear()
+    for name in ("misaligned", "backed by one row", "backed by one column"):
+        rows_times_experts(rows_of(plan, p, dtype), weights_of_every_stride(dtype, p, q)[name], None, plan)
+    assert not calls, "what a GPU's grouped_mm refuses is left to the loop"
 
 
 def test_expert_of_row() -> None:

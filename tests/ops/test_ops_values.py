@@ -15,7 +15,7 @@ from torch import Tensor
 from tilemoe import reference
 from tilemoe.config import ACTIVATIONS, GATE_UP_LAYOUTS, GATED_ACTIVATIONS
 from tilemoe.ops.moe import moe
-from tilemoe.routing.build import plan_topk
+from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.testing import (
     ERROR_CAPS,
     HostileRouting,
@@ -173,6 +173,16 @@ def test_scores_finer_than_bf16_are_felt() -> None:
     double["scores"] = torch.tensor([[1.0], [1.0 + 2**-45]], dtype=torch.float64)
     o = moe(plan=plan, **double)
     assert not torch.equal(o[0], o[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_fp64_scores_of_coarser_inputs_are_summed_in_fp64(dtype: torch.dtype) -> None:
+    plan = plan_pairs(torch.tensor([0, 0]), torch.tensor([1, 1]), 1, 2)
+    inputs = make_inputs(plan, 8, 8, dtype=dtype)
+    once = moe(plan=plan, **{**inputs, "scores": torch.tensor([1.0, 0.0])})
+    cancelling = torch.tensor([1.0 + 2**-40, -1.0], dtype=torch.float64)
+    o = moe(plan=plan, **{**inputs, "scores": cancelling})
+    torch.testing.assert_close(o.double(), once.double() * 2**-40, rtol=0.01, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

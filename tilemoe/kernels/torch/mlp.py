@@ -106,7 +106,7 @@ def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
 
 def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan) -> Tensor:
     """db1 (E, w): the sum of each expert's rows of dh."""
-    rows = torch.where(_in_use(plan).unsqueeze(1), dh, 0).to(compute_dtype(dh.dtype))
+    rows = dh.to(compute_dtype(dh.dtype))  # the offsets end at R: rows past it are in no segment
     return torch.segment_reduce(rows, "sum", offsets=plan.row_start_of_expert, axis=0, unsafe=True, initial=0)
 
 
