@@ -203,6 +203,31 @@ def test_nothing_outlives_the_backward() -> None:
     assert ref.expired(), "dropping the output drops h"
 
 
+def test_without_grad_the_inference_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not write h at all; with recompute the forward takes it too, and only the backward makes h."""
+    ran: list[str] = []
+    names = ("up_proj_act", "up_proj_act_inference")
+
+    def wrap(name: str) -> Callable[..., Any]:
+        return lambda *args: ran.append(name) or getattr(TORCH_KERNELS, name)(*args)
+
+    monkeypatch.setattr(
+        select, "KERNEL_SETS", {"torch": replace(TORCH_KERNELS, **{name: wrap(name) for name in names})}
+    )
+    plan = topk_plan(24, 6, 3)
+    inputs = leaves(plan, 32, 8)
+    with torch.no_grad():
+        moe(plan=plan, **inputs)
+    moe(plan=plan, **{name: tensor.detach() for name, tensor in inputs.items()})
+    o = moe(plan=plan, recompute="up_proj", **inputs)
+    assert ran == ["up_proj_act_inference"] * 3
+    o.sum().backward()
+    assert ran[3:] == ["up_proj_act"]
+    ran.clear()
+    moe(plan=plan, **inputs).sum().backward()
+    assert ran == ["up_proj_act"]
+
+
 class LargeBuffers(TorchDispatchMode):
     """Counts the storages of at least ``elements`` elements, made inside the block, that are alive at once."""
 

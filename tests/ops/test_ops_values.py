@@ -5,7 +5,6 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -214,50 +213,6 @@ def test_empty_work_keeps_its_graph_and_gives_zero_gradients(name: str, recomput
             assert tensor.grad.shape == tensor.shape
             assert tensor.grad.dtype == tensor.dtype
             assert not tensor.grad.any(), key
-
-
-def test_two_shapes_and_two_activations_alternating() -> None:
-    layers = []
-    for name, size, options in (
-        ("random", (16, 8), {"activation": "swiglu"}),
-        ("pairs, repeated", (5, 3), {"activation": "relu2"}),
-        ("K = E", (16, 8), {"activation": "swiglu_oai", "activation_alpha": 1.1}),
-        ("random", (8, 24), {"activation": "swiglu", "gate_up": "interleaved"}),
-    ):
-        plan = PLANS[name]
-        inputs = make_inputs(plan, *size, options["activation"], dtype=torch.bfloat16)
-        layers.append(functools.partial(forward_and_grads, moe, inputs, plan, **options))
-    first = [layer() for layer in layers]
-    for _ in range(2):
-        for layer, expected in zip(layers, first, strict=True):
-            for name, value in layer().items():
-                assert torch.equal(value, expected[name])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["sentinels", "pairs, repeated", "pairs, unordered"])
-def test_repeated_runs_are_bit_equal(name: str, dtype: torch.dtype) -> None:
-    plan = PLANS[name]
-    inputs = make_inputs(plan, 16, 8, dtype=dtype, bias=True)
-    first, second = (forward_and_grads(moe, inputs, plan) for _ in range(2))
-    for key, value in first.items():
-        assert torch.equal(value, second[key]), key
-
-
-def test_repeated_runs_are_bit_equal_with_two_threads() -> None:
-    ids = torch.rand(900, 16, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :4]
-    plan = plan_topk(ids, 16)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for dtype in (torch.bfloat16, torch.float32):
-            inputs = make_inputs(plan, 64, 40, dtype=dtype, bias=True)
-            first, *others = (forward_and_grads(moe, inputs, plan) for _ in range(3))
-            for other in others:
-                for key, value in first.items():
-                    assert torch.equal(value, other[key]), key
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

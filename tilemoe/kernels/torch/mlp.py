@@ -100,7 +100,12 @@ def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
     # A skipped pair's score may be anything, NaN too, and rows past R name pair 0: hence no product with a mask.
     s_row = torch.where(_in_use(plan), s.index_select(0, plan.pair_of_row), 0)
     dense = s.new_zeros(plan.num_tokens, plan.num_experts)
-    dense.index_put_((plan.token_of_row, expert_of_row(plan)), s_row, accumulate=True)
+    place = plan.token_of_row.long() * plan.num_experts + expert_of_row(plan)
+    # A pair may be repeated. Each device has one of the two forms that adds in a fixed order.
+    if dense.device.type == "cpu":
+        dense.view(-1).scatter_add_(0, place, s_row)
+    else:
+        dense.view(-1).index_put_((place,), s_row, accumulate=True)
     return dense.t() @ do.to(s.dtype)
 
 
