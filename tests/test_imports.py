@@ -44,6 +44,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "data": {"numpy", "tokenizers", "pyarrow"},
     **{part: {"torch"} for part in ("activations", "routing.plan", "routing", "kernels", "ops", "reference", "layers")},
 }
+TRITON_HOMES = ("kernels.triton", "kernels.hopper")  # it comes with PyTorch, but not on every machine
 DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "tokenizers", "safetensors", "matplotlib", "tensorboard", "pyarrow"}
 
 
@@ -102,6 +103,8 @@ def test_import_arrows(module: str) -> None:
                 continue
             ok = part_of(target) in ALLOWED[part] | {part}
             assert ok, f"tilemoe/{module.replace('.', '/')}.py:{line}: {part} may not import {part_of(target)}"
+        elif top == "triton":
+            assert module.startswith(TRITON_HOMES), f"{module}:{line}: triton is imported in {TRITON_HOMES} alone"
         elif top not in sys.stdlib_module_names:
             permitted = THIRD_PARTY[part]
             permitted = DEPENDENCIES if permitted is None else permitted
