@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.kernels.base import KernelSet, compute_dtype
-from tilemoe.kernels.select import KERNEL_SETS
 from tilemoe.kernels.torch import mlp
 from tilemoe.kernels.torch.grouped import expert_of_row
 from tilemoe.reference import activation
@@ -74,9 +73,9 @@ def assert_close(name: str, actual: Tensor, exact: Tensor, dtype: torch.dtype, o
         assert not actual.any(), name
 
 
-@pytest.fixture(params=sorted(KERNEL_SETS))
-def kernels(request: pytest.FixtureRequest) -> KernelSet:
-    return KERNEL_SETS[request.param]
+@pytest.fixture
+def kernels() -> KernelSet:
+    return mlp.TORCH_KERNELS
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -172,7 +171,7 @@ def test_kernels_leave_their_inputs_alone() -> None:
     tensors = {**c.given, "do": c.do, "h": h, "y": y}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     versions = {name: tensor._version for name, tensor in tensors.items()}
-    ks, given = KERNEL_SETS["torch"], c.given
+    ks, given = mlp.TORCH_KERNELS, c.given
     ks.up_proj_act(given["x"], given["w1"], given["b1"], c.plan, c.spec)
     ks.down_proj_act_grad(c.do, given["w2"], given["b2"], h, c.s, c.plan, c.spec)
     ks.combine(y, c.s, c.plan)
