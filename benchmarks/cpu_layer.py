@@ -33,7 +33,7 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # RMS error over RMS va
 
 @dataclass
 class Side:
-    """One contestant: ``run(x)`` gives the output; ``leaves`` are what gets gradients, in the same order on both sides."""
+    """One contestant: ``run(x)`` gives the output; ``leaves`` get gradients, in the same order on both sides."""
 
     name: str
     run: Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Results files: one JSON object a line, each with the commit, the machine and the versions that it was measured with."""
+"""Results files: one JSON object a line, each with the commit, the machine and the versions it was measured with."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def test_wheel_installs_elsewhere_and_trains(wheel: Path, tmp_path: Path) -> Non
     for index in range(40):
         (corpus / f"{index:02}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     # -I leaves out the checkout and PYTHONPATH; the wheel's own folder is put back by hand.
-    code = f"import sys; sys.path.insert(0, {str(site)!r}); import tilemoe; print(tilemoe.__file__); " + (
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r}); import tilemoe; print(tilemoe.__file__); "
         "from tilemoe.cli.main import main; sys.exit(main())"
     )
     arguments = ["train", "--recipe", "smoke", "--train.steps", "3", "--train.out-dir", str(tmp_path / "run")]

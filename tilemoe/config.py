@@ -23,23 +23,23 @@ ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "do
 GateUp = Literal["concatenated", "interleaved"]
 
 
-def _require_int(name: str, value: Any, minimum: int) -> None:
+def require_int(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
-def _require_finite(name: str, value: Any, *, positive: bool = False) -> None:
+def require_finite(name: str, value: Any, *, positive: bool = False) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (positive and value == 0):
         raise ValueError(f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
 
 
-def _require_bool(name: str, value: Any) -> None:
+def require_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def _require_choice(name: str, value: Any, choices: Any) -> None:
+def require_choice(name: str, value: Any, choices: Any) -> None:
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(sorted(choices))}; got {value!r}")
 
@@ -71,14 +71,14 @@ class RouterConfig:
     z_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_choice("router.score", self.score, ("softmax", "sigmoid"))
+        require_choice("router.score", self.score, ("softmax", "sigmoid"))
         for name in ("softmax_after_topk", "normalize", "selection_bias", "bias"):
-            _require_bool(f"router.{name}", getattr(self, name))
-        _require_finite("router.scale", self.scale, positive=True)
-        _require_finite("router.aux_loss_coef", self.aux_loss_coef)
-        _require_finite("router.z_loss_coef", self.z_loss_coef)
-        _require_int("router.num_groups", self.num_groups, 1)
-        _require_int("router.top_groups", self.top_groups, 1)
+            require_bool(f"router.{name}", getattr(self, name))
+        require_finite("router.scale", self.scale, positive=True)
+        require_finite("router.aux_loss_coef", self.aux_loss_coef)
+        require_finite("router.z_loss_coef", self.z_loss_coef)
+        require_int("router.num_groups", self.num_groups, 1)
+        require_int("router.top_groups", self.top_groups, 1)
         if self.top_groups > self.num_groups:
             raise ValueError(
                 f"router.top_groups ({self.top_groups}) must not exceed router.num_groups ({self.num_groups})"
@@ -89,7 +89,7 @@ class RouterConfig:
     @classmethod
     def preset(cls, name: str) -> RouterConfig:
         """The router of a public architecture; the names are the keys of ``ROUTER_PRESETS``."""
-        _require_choice("router preset", name, ROUTER_PRESETS)
+        require_choice("router preset", name, ROUTER_PRESETS)
         return ROUTER_PRESETS[name]
 
 
@@ -121,8 +121,8 @@ class TokenRounding:
     tile: int = 128
 
     def __post_init__(self) -> None:
-        _require_choice("rounding.mode", self.mode, ROUNDING_MODES)
-        _require_int("rounding.tile", self.tile, 16)
+        require_choice("rounding.mode", self.mode, ROUNDING_MODES)
+        require_int("rounding.tile", self.tile, 16)
         if self.tile & (self.tile - 1):
             raise ValueError(f"rounding.tile must be a power of two >= 16, got {self.tile}")
 
@@ -152,12 +152,12 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok"):
-            _require_int(name, getattr(self, name), 1)
-        _require_int("shared_intermediate_size", self.shared_intermediate_size, 0)
-        _require_bool("expert_bias", self.expert_bias)
-        _require_bool("shared_gate", self.shared_gate)
-        _require_finite("initializer_range", self.initializer_range)
-        _require_choice("gate_up", self.gate_up, GATE_UP_LAYOUTS)
+            require_int(name, getattr(self, name), 1)
+        require_int("shared_intermediate_size", self.shared_intermediate_size, 0)
+        require_bool("expert_bias", self.expert_bias)
+        require_bool("shared_gate", self.shared_gate)
+        require_finite("initializer_range", self.initializer_range)
+        require_choice("gate_up", self.gate_up, GATE_UP_LAYOUTS)
         validate_activation(self.activation, self.activation_limit, self.activation_alpha)
         if not isinstance(self.router, RouterConfig):
             raise ValueError(f"router must be a RouterConfig, got {type(self.router).__name__}")
@@ -198,13 +198,13 @@ class MoEConfig:
 
 def validate_activation(name: str, limit: float | None, alpha: float | None) -> None:
     """Raise ValueError unless ``name`` is in the table and limit/alpha are given only where they mean something."""
-    _require_choice("activation", name, ACTIVATIONS)
+    require_choice("activation", name, ACTIVATIONS)
     for arg, value in (("activation_limit", limit), ("activation_alpha", alpha)):
         if value is None:
             continue
         if name != "swiglu_oai":
             raise ValueError(f"{arg} is a parameter of activation='swiglu_oai'; leave it None for {name!r}")
-        _require_finite(arg, value, positive=True)
+        require_finite(arg, value, positive=True)
 
 
 @dataclass(frozen=True)
@@ -233,12 +233,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len")
         for name in sizes:
-            _require_int(f"model.{name}", getattr(self, name), 1)
-        _require_int("model.dense_intermediate_size", self.dense_intermediate_size, 0)
-        _require_finite("model.rope_theta", self.rope_theta, positive=True)
-        _require_finite("model.norm_eps", self.norm_eps, positive=True)
-        _require_finite("model.initializer_range", self.initializer_range)
-        _require_bool("model.tie_embeddings", self.tie_embeddings)
+            require_int(f"model.{name}", getattr(self, name), 1)
+        require_int("model.dense_intermediate_size", self.dense_intermediate_size, 0)
+        require_finite("model.rope_theta", self.rope_theta, positive=True)
+        require_finite("model.norm_eps", self.norm_eps, positive=True)
+        require_finite("model.initializer_range", self.initializer_range)
+        require_bool("model.tie_embeddings", self.tie_embeddings)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"model.num_kv_heads ({self.num_kv_heads}) must divide model.num_heads ({self.num_heads})")
         if self.head_dim % 2:
@@ -255,7 +255,7 @@ class ModelConfig:
         if not isinstance(self.dense_layers, tuple):
             raise ValueError(f"model.dense_layers must be a tuple of layer numbers, got {self.dense_layers!r}")
         for layer in self.dense_layers:
-            _require_int("model.dense_layers: each layer", layer, 0)
+            require_int("model.dense_layers: each layer", layer, 0)
             if layer >= self.num_layers:
                 raise ValueError(f"model.dense_layers names {layer}, but layers run from 0 to {self.num_layers - 1}")
         if self.num_dense_layers and not self.dense_intermediate_size:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilemoe.kernels.torch import grouped as grouped_module
 from tilemoe.kernels.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
@@ -129,6 +130,7 @@ def test_grouped_mm_serves_what_it_can(
         return grouped_mm(*args, **kwargs)
 
     monkeypatch.setattr(F, "grouped_mm", count)
+    monkeypatch.setattr(grouped_module, "_compiles_each_shape", lambda t: False)  # as on a GPU
     plan = PLANS["random"]
     weight = normal(plan.num_experts, p, q, dtype=dtype)
     for strided in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -164,3 +166,23 @@ def test_large_products_agree_with_the_loop(dtype: torch.dtype) -> None:
         assert relative_error(out[span], rows[span].double() @ weight[expert].double()) < ERROR_CAPS[dtype]
         exact = rows[span].double().T @ rows[span, :40].double()
         assert relative_error(outer[expert], exact) < ERROR_CAPS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_cpu_gemms_of_16_bit_meet_few_shapes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN compiles a kernel for every shape it has not met: whatever the routing, the row counts must recur."""
+    shapes = set()
+    mm = torch.mm
+
+    def record(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+        shapes.add((tuple(left.shape), tuple(right.shape)))
+        return mm(left, right, out=out)
+
+    monkeypatch.setattr(torch, "mm", record)
+    for count in range(1, 700):
+        plan = plan_topk(torch.zeros(count, 1, dtype=torch.int64), 1)
+        rows = normal(count, 8, dtype=dtype, seed=count)
+        rows_times_experts(rows, normal(1, 8, 8, dtype=dtype), None, plan)
+        outer = outer_per_expert(rows, rows, plan)
+        assert relative_error(outer[0], rows.double().T @ rows.double()) < ERROR_CAPS[dtype]
+    assert len(shapes) <= 2 * -(-700 // 64), "one per multiple of 64 rows and kind of product"

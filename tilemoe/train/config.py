@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from tilemoe.config import (
     ModelConfig,
-    _require_bool,
-    _require_choice,
-    _require_finite,
-    _require_int,
+    require_bool,
+    require_choice,
+    require_finite,
+    require_int,
     from_dict,
 )
 
@@ -47,9 +47,9 @@ class DataConfig:
     cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder
 
     def __post_init__(self) -> None:
-        _require_int("data.seq_len", self.seq_len, 1)
-        _require_int("data.batch_size", self.batch_size, 1)
-        _require_int("data.heldout_every", self.heldout_every, 2)
+        require_int("data.seq_len", self.seq_len, 1)
+        require_int("data.batch_size", self.batch_size, 1)
+        require_int("data.heldout_every", self.heldout_every, 2)
         for name in ("corpus", "tokenizer"):
             _require_text(f"data.{name}", getattr(self, name))
         if self.cache_dir is not None:
@@ -76,20 +76,20 @@ class OptimConfig:
     min_lr_ratio: float = 0.1  # the last step's learning rate over the peak
 
     def __post_init__(self) -> None:
-        _require_finite("optim.lr", self.lr, positive=True)
-        _require_finite("optim.eps", self.eps, positive=True)
+        require_finite("optim.lr", self.lr, positive=True)
+        require_finite("optim.eps", self.eps, positive=True)
         for name in ("weight_decay", "grad_clip"):
-            _require_finite(f"optim.{name}", getattr(self, name))
+            require_finite(f"optim.{name}", getattr(self, name))
         for name in ("beta1", "beta2", "decay_fraction", "min_lr_ratio"):
-            _require_finite(f"optim.{name}", getattr(self, name))
+            require_finite(f"optim.{name}", getattr(self, name))
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(self, name)!r}")
         for name in ("decay_fraction", "min_lr_ratio"):
             if getattr(self, name) > 1:
                 raise ValueError(f"optim.{name} must be in [0, 1], got {getattr(self, name)!r}")
-        _require_choice("optim.schedule", self.schedule, SCHEDULES)
-        _require_int("optim.warmup_steps", self.warmup_steps, 0)
+        require_choice("optim.schedule", self.schedule, SCHEDULES)
+        require_int("optim.warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, minimum in (("steps", 1), ("accumulation", 1), ("seed", 0), ("threads", 0), ("log_every", 1)):
-            _require_int(f"train.{name}", getattr(self, name), minimum)
+            require_int(f"train.{name}", getattr(self, name), minimum)
         for name, minimum in (("eval_every", 0), ("eval_batches", 0), ("save_every", 0), ("keep_last", 1)):
-            _require_int(f"train.{name}", getattr(self, name), minimum)
-        _require_int("train.sample_tokens", self.sample_tokens, 0)
-        _require_choice("train.precision", self.precision, ("fp32", "bf16"))
-        _require_choice("train.device", self.device, ("auto", "cpu", "cuda"))
-        _require_choice("train.compile", self.compile, ("none", "blocks"))
+            require_int(f"train.{name}", getattr(self, name), minimum)
+        require_int("train.sample_tokens", self.sample_tokens, 0)
+        require_choice("train.precision", self.precision, ("fp32", "bf16"))
+        require_choice("train.device", self.device, ("auto", "cpu", "cuda"))
+        require_choice("train.compile", self.compile, ("none", "blocks"))
         if self.recompute is not None:
-            _require_choice("train.recompute", self.recompute, ("up_proj",))
-        _require_finite("train.selection_bias_rate", self.selection_bias_rate)
-        _require_bool("train.tensorboard", self.tensorboard)
-        _require_bool("train.plot", self.plot)
+            require_choice("train.recompute", self.recompute, ("up_proj",))
+        require_finite("train.selection_bias_rate", self.selection_bias_rate)
+        require_bool("train.tensorboard", self.tensorboard)
+        require_bool("train.plot", self.plot)
         _require_text("train.out_dir", self.out_dir)
         if not isinstance(self.sample_prompt, str) or (self.sample_tokens and not self.sample_prompt):
             raise ValueError(f"train.sample_prompt must be a non-empty text, got {self.sample_prompt!r}")
