@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": _BELOW_LAYERS | {"layers"},
     "data": set(),
     "recipes": set(),
+    "perf": set(),
     "train": _BELOW_LAYERS | {"layers", "models", "data", "recipes"},
     "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train"},
     "testing": _BELOW_LAYERS | {"reference"},
@@ -41,6 +42,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     **dict.fromkeys(ALLOWED),
     "config": set(),
     "recipes": set(),
+    "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow"},
     **{part: {"torch"} for part in ("activations", "routing.plan", "routing", "kernels", "ops", "reference", "layers")},
 }

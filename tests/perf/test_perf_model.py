@@ -1,0 +1,199 @@
+"""The cost model against the real operator, against figures worked out by hand, and against the paper's formula.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tilemoe.kernels import select
+from tilemoe.kernels.base import KernelSet
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.ops.moe import moe
+from tilemoe.perf.costs import (
+    BACKWARD,
+    FORWARD,
+    Cost,
+    forward_intensity,
+    kernel_costs,
+    layer_roofline_ms,
+    router_costs,
+)
+from tilemoe.perf.hardware import GPUS, Ceilings, find_gpu
+from tilemoe.perf.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
+from tilemoe.perf.shape import MoEShape
+from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing import make_inputs
+
+SMALL = MoEShape(24, 64, 8, 6, 3)
+WIDE_EXPERTS = MoEShape(24, 16, 64, 2, 2)
+UNGATED_FP32 = MoEShape(40, 48, 24, 5, 2, is_gated=False, element_bytes=4)
+
+
+def plan_for(shape: MoEShape) -> RoutingPlan:
+    generator = torch.Generator().manual_seed(0)
+    if shape.is_topk:
+        scores = torch.rand(shape.num_tokens, shape.num_experts, generator=generator)
+        return plan_topk(scores.topk(shape.num_experts_per_tok).indices, shape.num_experts)
+    token = torch.randint(0, shape.num_tokens, (shape.num_rows,), generator=generator)
+    expert = torch.randint(0, shape.num_experts, (shape.num_rows,), generator=generator)
+    return plan_pairs(token, expert, shape.num_tokens, shape.num_experts)
+
+
+def inputs_for(shape: MoEShape, plan: RoutingPlan) -> dict[str, Any]:
+    dtype = {2: torch.bfloat16, 4: torch.float32}[shape.element_bytes]
+    activation = "swiglu" if shape.is_gated else "relu2"
+    tensors = make_inputs(plan, shape.hidden_size, shape.intermediate_size, activation, dtype=dtype)
+    leaves: dict[str, Any] = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    return {**leaves, "plan": plan, "activation": activation}
+
+
+@pytest.mark.parametrize("shape", [SMALL, UNGATED_FP32, MoEShape(24, 64, 8, 6, 3, rows=70, is_topk=False)])
+def test_saved_bytes_are_those_of_the_operator(shape: MoEShape) -> None:
+    inputs = inputs_for(shape, plan_for(shape))
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        moe(**inputs)
+    alive_anyway = sum(kept[inputs[name].untyped_storage().data_ptr()] for name in ("x", "w1", "w2"))
+    assert sum(kept.values()) - alive_anyway == saved_bytes(shape)
+
+
+class Ledger:
+    """Bytes alive at once, of the tensors that kernels returned."""
+
+    def __init__(self) -> None:
+        self.alive: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+
+    def watch(self, kernels: KernelSet) -> KernelSet:
+        """The same kernels, whose results are entered here."""
+
+        def watched(name: str) -> Any:
+            def run(*args: Any) -> Any:
+                result = getattr(kernels, name)(*args)
+                for tensor in result if isinstance(result, tuple) else (result,):
+                    self.alive.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+                self.alive = [(ref, size) for ref, size in self.alive if not ref.expired()]
+                self.most = max(self.most, sum(size for _, size in self.alive))
+                return result
+
+            return run
+
+        names = (*FORWARD, "up_proj_act_inference", *BACKWARD)
+        return replace(kernels, **{name: watched(name) for name in names})
+
+
+@pytest.mark.parametrize("shape", [SMALL, WIDE_EXPERTS, UNGATED_FP32], ids=["small", "wide experts", "ungated"])
+def test_peaks_are_those_of_the_operator(shape: MoEShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger()
+    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": ledger.watch(TORCH_KERNELS)})
+    inputs = inputs_for(shape, plan_for(shape))
+    with torch.no_grad():
+        moe(**inputs)
+    assert ledger.most == inference_peak_bytes(shape)
+    ledger.most, ledger.alive = 0, []
+    o = moe(**inputs)
+    assert ledger.most == forward_peak_bytes(shape)
+    do = torch.ones_like(o)
+    del o
+    o = moe(**inputs)
+    ledger.most = 0
+    grads = torch.autograd.grad(o, [inputs[name] for name in ("x", "w1", "w2", "scores")], do)
+    # The output is the caller's: it stays alive in this test, and is no part of the backward.
+    assert ledger.most - o.nbytes == backward_peak_bytes(shape)
+    assert len(grads) == 4
+
+
+def test_costs_by_hand() -> None:
+    costs = kernel_costs(MoEShape(2, 4, 3, 5, 2))
+    assert (*costs,) == FORWARD + BACKWARD
+    rows, x, w1, w2, h, a, y = 4, 16, 240, 120, 48, 24, 32
+    assert costs["up_proj_act"] == Cost(2 * rows * 4 * 6, x + w1 + 16, h + a)
+    assert costs["down_proj"] == Cost(2 * rows * 4 * 3, a + w2, y)
+    assert costs["combine"] == Cost(0, y + 32, x)
+    assert costs["down_proj_act_grad"] == Cost(2 * rows * 4 * 3, x + w2 + h + 48, h + a + 16)
+    assert costs["down_proj_weight_grad"] == Cost(2 * rows * 4 * 3, x + a + 16, w2)
+    assert costs["up_proj_act_grad"] == Cost(2 * rows * 4 * 6, h + w1, y)
+    assert costs["up_proj_weight_grad"] == Cost(2 * rows * 4 * 6, x + h + 16, w1)
+    assert costs["combine_grad"] == Cost(0, y + 16, x)
+    assert sum(cost.flops for cost in costs.values()) == 18 * rows * 4 * 3
+    assert router_costs(MoEShape(2, 4, 3, 5, 2)) == (Cost(80, 16 + 40, 40), Cost(160, 80 + 56, 56))
+
+
+def test_roofline_is_the_larger_of_two_times() -> None:
+    ceilings = Ceilings(tflops=2.0, tbps=0.5, is_measured=True)
+    assert Cost(10**12, 10, 10).roofline_ms(ceilings) == pytest.approx(500)
+    assert Cost(10, 10**12, 10**12).roofline_ms(ceilings) == pytest.approx(4000)
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [
+        (MoEShape(24576, 1536, 256, 128, 8), 0.773, 1.389),
+        (MoEShape(24576, 1536, 1024, 32, 2), 0.667, 1.281),
+        (MoEShape(40960, 768, 256, 128, 8), 0.648, 1.216),
+        (MoEShape(32768, 2048, 1024, 64, 8), 4.553, 8.825),
+        (MoEShape(32768, 2048, 512, 512, 10), 3.082, 5.820),
+        (MoEShape(32768, 4096, 1536, 128, 8), 13.35, 26.13),
+        (MoEShape(32768, 4096, 256, 256, 16), 5.391, 9.719),
+    ],
+)
+def test_layer_roofline_on_an_h200(shape: MoEShape, forward: float, backward: float) -> None:
+    """Against figures worked out apart from this code, which counted the router's smallest operands differently."""
+    found = layer_roofline_ms(shape, GPUS["H200"].ceilings())
+    assert found == (pytest.approx(forward, rel=6e-3), pytest.approx(backward, rel=6e-3))
+
+
+@pytest.mark.parametrize("shape", [MoEShape(24576, 1536, 256, 128, 8), MoEShape(1000, 640, 512, 16, 4)])
+def test_intensity_is_flops_over_bytes(shape: MoEShape) -> None:
+    costs = kernel_costs(shape)
+    index = 4 * shape.num_rows
+    gathered = 2 * shape.hidden_size * (shape.num_rows - shape.num_tokens)
+    h = 2 * shape.num_rows * shape.width
+    flops = costs["up_proj_act"].flops + costs["down_proj"].flops
+    moved = costs["up_proj_act"].bytes + costs["down_proj"].bytes + gathered - index
+    assert forward_intensity(shape, training=True) == pytest.approx(flops / moved)
+    assert forward_intensity(shape, training=False) == pytest.approx(flops / (moved - h))
+
+
+def test_gpus() -> None:
+    assert find_gpu("NVIDIA H200").name == "H200"
+    assert find_gpu("NVIDIA GeForce RTX 4090").name == "RTX 4090"
+    with pytest.raises(ValueError, match="no figures for GPU 'Voodoo 2'; known are A100, H100"):
+        find_gpu("Voodoo 2")
+    assert GPUS["H200"].ceilings() == Ceilings(778, 4.295, is_measured=True)
+    assert GPUS["H200"].ceilings("fp32") == Ceilings(66.9, 4.8, is_measured=False)
+    assert GPUS["A100"].ceilings("tf32") == Ceilings(156, 2.039, is_measured=False)
+    with pytest.raises(ValueError, match="dtype must be one of bf16"):
+        GPUS["A100"].ceilings("int8")
+    for gpu in GPUS.values():
+        best = gpu.ceilings()
+        assert best.tflops <= gpu.bf16_tflops
+        assert best.tbps <= gpu.tbps
+        assert gpu.fp32_tflops <= gpu.tf32_tflops < gpu.bf16_tflops
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ({"num_tokens": -1}, "num_tokens and rows must be at least 0, got -1"),
+        ({"num_experts_per_tok": 7}, r"num_experts_per_tok \(7\) must be at most num_experts \(6\)"),
+    ],
+)
+def test_bad_shapes_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **sizes)

@@ -1,0 +1,94 @@
+"""FLOPs and bytes of the eight kernels, and the time they cannot go below.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows · w = 2n gated, n not
+
+Bytes count every operand once: a token's row of x that K experts read comes from memory once and K-1 times from cache.
+A multiplication and an addition are two FLOPs; the activation's and the sums' few are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilemoe.perf.hardware import Ceilings
+from tilemoe.perf.shape import MoEShape
+
+FORWARD = ("up_proj_act", "down_proj", "combine")
+BACKWARD = (
+    "down_proj_act_grad",
+    "down_proj_weight_grad",
+    "up_proj_act_grad",
+    "up_proj_weight_grad",
+    "combine_grad",
+)
+_INDEX_BYTES = 4  # of an entry of the plan
+_SCORE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs, and bytes read and written."""
+
+    flops: int
+    read: int
+    written: int
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
+
+    def roofline_ms(self, ceilings: Ceilings) -> float:
+        """The larger of the time to compute and the time to move the bytes, in milliseconds."""
+        return 1e3 * max(self.flops / (ceilings.tflops * 1e12), self.bytes / (ceilings.tbps * 1e12))
+
+
+def kernel_costs(shape: MoEShape) -> dict[str, Cost]:
+    """Kernel to cost, in the order they run; `FORWARD` writes h, as training does."""
+    tokens, d, n = shape.num_tokens, shape.hidden_size, shape.intermediate_size
+    rows, w, size = shape.num_rows, shape.width, shape.element_bytes
+    x, h, a, y = (size * count for count in (tokens * d, rows * w, rows * n, rows * d))
+    w1, w2 = size * shape.num_experts * w * d, size * shape.num_experts * d * n
+    index, score = _INDEX_BYTES * rows, _SCORE_BYTES * rows
+    up, down = 2 * rows * d * w, 2 * rows * d * n
+    return {
+        "up_proj_act": Cost(up, x + w1 + index, h + a),
+        "down_proj": Cost(down, a + w2, y),
+        "combine": Cost(0, y + score + index, x),
+        "down_proj_act_grad": Cost(down, x + w2 + h + score + 2 * index, h + a + score),
+        "down_proj_weight_grad": Cost(down, x + a + index, w2),
+        "up_proj_act_grad": Cost(up, h + w1, y),
+        "up_proj_weight_grad": Cost(up, x + h + index, w1),
+        "combine_grad": Cost(0, y + index, x),
+    }
+
+
+def router_costs(shape: MoEShape, logit_bytes: int = 4) -> tuple[Cost, Cost]:
+    """The router's GEMMs, forward and backward: logits (T, E) from x and its weight (E, d), and both gradients."""
+    tokens, d, experts = shape.num_tokens, shape.hidden_size, shape.num_experts
+    x, weight, logits = (
+        shape.element_bytes * tokens * d,
+        shape.element_bytes * experts * d,
+        logit_bytes * tokens * experts,
+    )
+    gemm = 2 * tokens * d * experts
+    return Cost(gemm, x + weight, logits), Cost(2 * gemm, 2 * logits + x + weight, x + weight)
+
+
+def layer_roofline_ms(shape: MoEShape, ceilings: Ceilings) -> tuple[float, float]:
+    """(forward, backward) of the layer with its router: the sum of its kernels' rooflines, in milliseconds."""
+    costs, router = kernel_costs(shape), router_costs(shape)
+    forward = sum(costs[name].roofline_ms(ceilings) for name in FORWARD) + router[0].roofline_ms(ceilings)
+    backward = sum(costs[name].roofline_ms(ceilings) for name in BACKWARD) + router[1].roofline_ms(ceilings)
+    return forward, backward
+
+
+def forward_intensity(shape: MoEShape, *, training: bool) -> float:
+    """FLOPs per byte of F1 and F2 for a 16-bit gated layer, the gathered rows of x counted each time they are read.
+
+    ``3 / (2/d + 2G/d + 3/(T rho))``; in training, where h is written too, ``4/d`` in place of ``2/d``. G = d/n, and
+    T rho = R/E rows of an expert. Paper (arXiv 2512.14080), section 3.
+    """
+    d = shape.hidden_size
+    granularity = d / shape.intermediate_size
+    rows_per_expert = shape.num_rows / shape.num_experts
+    return 3 / ((4 if training else 2) / d + 2 * granularity / d + 3 / rows_per_expert)

@@ -1,0 +1,46 @@
+"""The size of one layer's work.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """``rows`` is R, or R_max where memory is meant; None: T*K. ``element_bytes`` of x, the weights and h.
+
+    ``is_topk``: every token has exactly K pairs. ValueError for a size below 1 (T and R: below 0) or K > E.
+    """
+
+    num_tokens: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    is_gated: bool = True
+    element_bytes: int = 2
+    rows: int | None = None
+    is_topk: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok", "element_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_tokens < 0 or (self.rows is not None and self.rows < 0):
+            raise ValueError(f"num_tokens and rows must be at least 0, got {self.num_tokens} and {self.rows}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) must be at most num_experts ({self.num_experts})"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens * self.num_experts_per_tok if self.rows is None else self.rows
+
+    @property
+    def width(self) -> int:
+        """Columns of h: 2n gated, n ungated."""
+        return (2 if self.is_gated else 1) * self.intermediate_size
