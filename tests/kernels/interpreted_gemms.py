@@ -1,0 +1,104 @@
+"""The Triton kernels in Triton's interpreter, which must be on before triton is imported: run by another test.
+
+Its bf16 is wrong, so fp32 and fp16. Both ways to reach memory: by pointer, and by descriptor as on a GPU with TMA.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_checks import Case, assert_kernels_agree, turn
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.tiling import Device
+from tilemoe.kernels.triton import kernel_set
+from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
+from tilemoe.kernels.triton.tiles import tile_list
+from tilemoe.routing.build import plan_topk
+from tilemoe.testing import hostile_routings, make_inputs
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+TILE = 16
+FP16, FP32 = torch.float16, torch.float32
+TOLERANCE = {FP16: 1e-3, FP32: 3e-6}
+ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=TILE)}
+CASES = (
+    Case(FP32, "swiglu", bias=True),
+    Case(FP16, "swiglu_oai", "interleaved", bias=True, turned=True),
+    Case(FP32, "gelu", turned=True),
+    Case(FP16, "geglu", "interleaved"),
+    Case(FP32, "reglu", turned=True, hidden_size=32, intermediate_size=64),
+)
+
+
+@pytest.fixture(params=["pointer", "descriptor"])
+def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    capability = 90 if request.param == "descriptor" else 0
+    device = Device(capability, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
+    monkeypatch.setattr(kernel_set, "device_of", lambda t: device)
+    return request.param
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_hostile_routings(name: str, access: str) -> None:
+    # Every case meets both accesses and every routing a case of each; all pairs would take minutes.
+    case = CASES[(list(ROUTINGS).index(name) + (access == "pointer")) % len(CASES)]
+    assert_kernels_agree(TRITON_KERNELS, ROUTINGS[name], case, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "relu2"])
+def test_activations_not_among_the_cases(activation: str) -> None:
+    case = Case(FP32, activation, hidden_size=16, intermediate_size=24)
+    assert_kernels_agree(TRITON_KERNELS, ROUTINGS["random"], case, TOLERANCE[FP32])
+
+
+def test_limit_and_alpha_reach_the_kernels(access: str) -> None:
+    plan, spec = ROUTINGS["random"], activation_spec("swiglu_oai", "concatenated", 0.5, 0.9)
+    given = make_inputs(plan, 16, 24, "swiglu_oai")
+    a, h = TRITON_KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
+    num_rows = int(plan.row_start_of_expert[-1])
+    gate, up = h[:num_rows, :24].clamp(max=0.5), h[:num_rows, 24:].clamp(-0.5, 0.5)
+    torch.testing.assert_close(a[:num_rows], gate * torch.sigmoid(0.9 * gate) * (up + 1), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_any_strides_and_gathered_rows_of_any_stride(access: str) -> None:
+    plan, spec = ROUTINGS["ragged tiles"], activation_spec("swiglu", "concatenated", None, None)
+    given = make_inputs(plan, 24, 16)
+    expected, _ = TRITON_KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
+    wide = torch.randn(plan.num_tokens, 24 + 3)
+    wide[:, :24] = given["x"]
+    spread = torch.randn(*given["w1"].shape, 2)
+    spread[..., 0] = given["w1"]
+    for x, w1 in [(wide[:, :24], given["w1"]), (given["x"], turn(given["w1"])), (given["x"], spread[..., 0])]:
+        a, _ = TRITON_KERNELS.up_proj_act(x, w1, None, plan, spec)
+        num_rows = int(plan.row_start_of_expert[-1])
+        torch.testing.assert_close(a[:num_rows], expected[:num_rows])
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_tile_list(name: str) -> None:
+    plan = ROUTINGS[name]
+    starts = plan.row_start_of_expert.tolist()
+    expected = [
+        (expert, row) for expert in range(plan.num_experts) for row in range(starts[expert], starts[expert + 1], TILE)
+    ]
+    tiles = tile_list(plan, TILE)
+    count = int(tiles.num_tiles)
+    assert tiles.expert_of_tile.shape == tiles.row_of_tile.shape == (-(-plan.capacity // TILE) + plan.num_experts,)
+    assert list(zip(tiles.expert_of_tile[:count].tolist(), tiles.row_of_tile[:count].tolist(), strict=True)) == expected
+
+
+def test_many_experts() -> None:
+    ids = torch.tensor([[0, 129], [129, 17], [17, 0]])
+    case = Case(FP32, "relu", hidden_size=8, intermediate_size=8)
+    assert_kernels_agree(TRITON_KERNELS, plan_topk(ids, 130), case, TOLERANCE[FP32])
+
+
+def test_what_the_kernels_cannot_do_is_one_clear_error() -> None:
+    plan, spec = ROUTINGS["random"], activation_spec("relu", "concatenated", None, None)
+    x, w1 = torch.zeros(plan.num_tokens, 12), torch.zeros(plan.num_experts, 8, 12)
+    with pytest.raises(ValueError, match=r"multiples of 8.*kernels=None or 'torch'"):
+        TRITON_KERNELS.up_proj_act(x, w1, None, plan, spec)
+    with pytest.raises(ValueError, match=r"no Triton kernel computes in torch.float64"):
+        TRITON_KERNELS.up_proj_act(x.double(), w1.double(), None, plan, spec)

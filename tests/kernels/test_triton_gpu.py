@@ -1,0 +1,70 @@
+"""The Triton kernels on a GPU: all dtypes, hostile routings, repeatability, graphs, and no host sync."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_checks import Case, assert_kernels_agree, run_kernels
+
+from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
+from tilemoe.routing.build import plan_topk
+from tilemoe.testing import hostile_routings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 4e-3, FP16: 6e-4, FP32: 3e-6}
+TF32_TOLERANCE = 2e-3
+CASES = {
+    "bf16": Case(BF16, hidden_size=320, intermediate_size=264),
+    "bf16, small": Case(BF16, "swiglu", "interleaved", bias=True, hidden_size=136, intermediate_size=72),
+    "bf16, bias, turned": Case(BF16, "swiglu_oai", bias=True, turned=True, hidden_size=192, intermediate_size=128),
+    "fp16": Case(FP16, "geglu", "interleaved", bias=True, turned=True, hidden_size=328, intermediate_size=256),
+    "fp16, ungated": Case(FP16, "relu2", hidden_size=128, intermediate_size=512),
+    "fp32": Case(FP32, "reglu", bias=True, hidden_size=264, intermediate_size=136),
+    "fp32, ungated, turned": Case(FP32, "gelu_tanh", turned=True, hidden_size=72, intermediate_size=264),
+}
+ROUTINGS = [routing.name for routing in hostile_routings(tile=128)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_on_hostile_routings(name: str) -> None:
+    case = CASES[name]
+    for routing in hostile_routings(tile=128, device="cuda"):
+        assert_kernels_agree(TRITON_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "reglu"])
+def test_every_activation(activation: str) -> None:
+    case = Case(BF16, activation, hidden_size=128, intermediate_size=128)
+    assert_kernels_agree(TRITON_KERNELS, random_plan(300, 4, 2), case, TOLERANCE[BF16])
+
+
+def test_tf32_where_it_is_allowed() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        case = Case(FP32, hidden_size=256, intermediate_size=128)
+        assert_kernels_agree(TRITON_KERNELS, random_plan(500, 4, 2), case, TF32_TOLERANCE)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_many_experts() -> None:
+    case = Case(BF16, hidden_size=64, intermediate_size=64)
+    assert_kernels_agree(TRITON_KERNELS, random_plan(2000, 4096, 4), case, TOLERANCE[BF16])
+
+
+def test_twenty_runs_are_bit_equal() -> None:
+    plan, case = random_plan(3000, 8, 2), Case(BF16, bias=True, hidden_size=512, intermediate_size=320)
+    num_rows = int(plan.row_start_of_expert[-1])
+    first = {name: pair[0] for name, pair in run_kernels(TRITON_KERNELS, plan, case).items()}
+    assert num_rows == 6000
+    for _ in range(19):
+        for name, pair in run_kernels(TRITON_KERNELS, plan, case).items():
+            assert torch.equal(pair[0], first[name]), name
+
+
+def random_plan(tokens: int, experts: int, k: int) -> object:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(tokens, experts, generator=generator).topk(k, dim=1).indices
+    return plan_topk(ids.cuda(), experts)

@@ -1,0 +1,98 @@
+"""What the tests of the Triton kernels share, on a GPU and in the interpreter: one case against the torch set in fp64.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R routed rows · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.base import KernelSet
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing import make_inputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """How one run of all kernels is set up; ``turned``: the weights are stored in the other stride order."""
+
+    dtype: torch.dtype
+    activation: str = "swiglu"
+    gate_up: str = "concatenated"
+    bias: bool = False
+    turned: bool = False
+    hidden_size: int = 40
+    intermediate_size: int = 24
+
+
+def turn(weight: Tensor) -> Tensor:
+    """The same (E, p, q) weight with its middle dimension contiguous."""
+    return weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def run_kernels(kernels: KernelSet, plan: RoutingPlan, case: Case, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+    """Every GEMM and bias gradient of ``kernels`` by itself: name to (its result, the same by the torch set in fp64).
+
+    Each kernel reads what the one before it wrote, so that errors do not add up. Rows past R are cut off.
+    """
+    spec = activation_spec(case.activation, case.gate_up, None, None)
+    given = make_inputs(
+        plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias, seed=seed
+    )
+    x, w1, w2 = given["x"], given["w1"], given["w2"]
+    if case.turned:
+        w1, w2 = turn(w1), turn(w2)
+    b1, b2, s = given.get("b1"), given.get("b2"), given["scores"].reshape(-1)
+    generator = torch.Generator().manual_seed(seed + 1)
+    do = torch.randn(plan.num_tokens, case.hidden_size, generator=generator).to(plan.device, case.dtype)
+    exact, num_rows = TORCH_KERNELS, int(plan.row_start_of_expert[-1])
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def add(name: str, actual: Tensor, expected: Tensor, per_row: bool = False) -> None:
+        found[name] = (actual[:num_rows], expected[:num_rows]) if per_row else (actual, expected)
+
+    a, h = kernels.up_proj_act(x, w1, b1, plan, spec)
+    exact_a, exact_h = exact.up_proj_act(x.double(), w1.double(), _double(b1), plan, spec)
+    add("a", a, exact_a, per_row=True)
+    add("h", h, exact_h, per_row=True)
+    add("a, inference", kernels.up_proj_act_inference(x, w1, b1, plan, spec), exact_a, per_row=True)
+    y = kernels.down_proj(a, w2, b2, plan)
+    add("y", y, exact.down_proj(a.double(), w2.double(), _double(b2), plan), per_row=True)
+    dh, ds, a_scaled = kernels.down_proj_act_grad(do, w2, b2, h, s, plan, spec)
+    exact_dh, exact_ds, exact_a_scaled = exact.down_proj_act_grad(
+        do.double(), w2.double(), _double(b2), h.double(), s.double(), plan, spec
+    )
+    add("dh", dh, exact_dh, per_row=True)
+    add("ds", ds, exact_ds)
+    add("a_scaled", a_scaled, exact_a_scaled, per_row=True)
+    dw2 = kernels.down_proj_weight_grad(do, a_scaled, plan)
+    add("dw2", dw2, exact.down_proj_weight_grad(do.double(), a_scaled.double(), plan))
+    add("dx_rows", kernels.up_proj_act_grad(dh, w1, plan), exact.up_proj_act_grad(dh.double(), w1.double(), plan), True)
+    add("dw1", kernels.up_proj_weight_grad(x, dh, plan), exact.up_proj_weight_grad(x.double(), dh.double(), plan))
+    add("db2", kernels.down_proj_bias_grad(do, s, plan), exact.down_proj_bias_grad(do.double(), s.double(), plan))
+    add("db1", kernels.up_proj_bias_grad(dh, plan), exact.up_proj_bias_grad(dh.double(), plan))
+    return found
+
+
+def assert_kernels_agree(kernels: KernelSet, plan: RoutingPlan, case: Case, tolerance: float) -> None:
+    """RMS-relative error of every result at most ``tolerance``; zero throughout where the exact value is."""
+    for name, (actual, expected) in run_kernels(kernels, plan, case).items():
+        where = f"{name} of {case}"
+        fp32 = {"ds", "db1", "db2"}
+        assert actual.dtype == (torch.float32 if name in fp32 else case.dtype), where
+        assert actual.shape == expected.shape, where
+        assert bool(actual.isfinite().all()), f"{where}: not finite"
+        scale = float(expected.norm())
+        error = float((actual.double() - expected).norm())
+        assert error <= tolerance * scale, f"{where}: RMS-relative error {error / max(scale, 1e-30):.2e}"
+        if scale > 0:
+            assert bool(actual.any()), f"{where}: all zero"
+
+
+def _double(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.double()

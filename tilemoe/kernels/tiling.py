@@ -1,0 +1,158 @@
+"""Which tile each GEMM computes per step: a pure function of the kernel, its widths, the dtype and the GPU.
+
+Nothing is tuned at run time, and the number of tokens takes no part, so that a new batch size compiles nothing.
+
+M rows of a tile · N its columns · K the step of the contraction · T tokens (varlen) · E experts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+Kernel = Literal[
+    "up_proj_act",
+    "down_proj",
+    "down_proj_act_grad",
+    "down_proj_weight_grad",
+    "up_proj_act_grad",
+    "up_proj_weight_grad",
+]
+KERNELS: tuple[Kernel, ...] = (
+    "up_proj_act",
+    "down_proj",
+    "down_proj_act_grad",
+    "down_proj_weight_grad",
+    "up_proj_act_grad",
+    "up_proj_weight_grad",
+)
+WITH_ACTIVATION = ("up_proj_act", "down_proj_act_grad")
+WEIGHT_GRADS = ("down_proj_weight_grad", "up_proj_weight_grad")
+
+_MIN_BLOCK = 16  # what a matrix unit takes at least in any dimension
+_BARRIER_BYTES = 1024  # room for the pipeline's barriers and for alignment
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a GPU offers to one program. ``capability``: 10 * major + minor, 0 for other makes than NVIDIA.
+
+    ``interpreted``: Triton's interpreter plays this GPU on a CPU; it gets the smallest tiles.
+    """
+
+    capability: int
+    shared_bytes: int
+    multiprocessors: int
+    interpreted: bool = False
+
+    @property
+    def has_tma(self) -> bool:
+        return self.capability >= 90
+
+
+@dataclass(frozen=True)
+class Tile:
+    """block_m x block_n of the output per step of block_k; gated: gate and up have block_n columns each.
+
+    ``slices``: pieces that the columns are cut into in the epilogue, where registers are short.
+    ``flatten``: software-pipeline across tiles, too, so that the epilogue overlaps the next tile's loads.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    slices: int = 1
+    flatten: bool = False
+
+
+# Measured on an H200 (132 multiprocessors, 227 KB of shared memory); the other rows follow from shared memory and
+# registers: as large a tile as leaves three buffers.
+_LARGE: MappingProxyType[str, Tile] = MappingProxyType(
+    {
+        "up_proj_act": Tile(128, 256, 64, 8, 4, slices=2),
+        "down_proj": Tile(128, 256, 64, 8, 3, flatten=True),
+        "up_proj_act_grad": Tile(128, 256, 64, 8, 3, flatten=True),
+        "down_proj_act_grad": Tile(128, 256, 64, 8, 3, slices=4),
+        "down_proj_weight_grad": Tile(128, 256, 64, 8, 6),
+        "up_proj_weight_grad": Tile(128, 256, 64, 8, 6),
+    }
+)
+_MEDIUM = Tile(128, 128, 64, 8, 3, slices=2)  # A100: 163 KB
+_SMALL = Tile(128, 128, 32, 8, 3, slices=2)  # RTX and whatever else has 99 KB
+_TINY = Tile(64, 128, 32, 4, 3, slices=2)  # 64 KB
+_FP32 = Tile(64, 64, 32, 8, 3, slices=2)
+_INTERPRETED = Tile(16, 32, 16, 4, 1, slices=2)
+
+_LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
+
+
+def choose_tile(
+    kernel: Kernel, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None = None
+) -> Tile:
+    """The tile of ``kernel`` for elements of ``itemsize`` bytes.
+
+    Row GEMMs: ``rows_width`` is the contraction's length, ``out_width`` the columns of the output, of one part where
+    gate and up are computed side by side. Weight gradients: the widths of the gathered and of the contiguous operand.
+    ``gate_up``: the layout of h, None where the kernel has none or the activation is not gated. A tile never exceeds
+    the widths by more than a power of two needs.
+    """
+    tile = _base_tile(kernel, itemsize, device)
+    parts = _parts(kernel, gate_up)
+    across = _cover(out_width, tile.block_n // parts)
+    if kernel in WEIGHT_GRADS:
+        tile = replace(tile, block_m=_cover(rows_width, tile.block_m), block_n=across)
+    else:
+        tile = replace(tile, block_k=_cover(rows_width, tile.block_k), block_n=across)
+    while tile.slices > 1 and tile.block_n // tile.slices < _MIN_BLOCK:
+        tile = replace(tile, slices=tile.slices // 2)
+    if itemsize == 2 and tile.block_m * tile.block_n * parts <= 64 * 128:
+        tile = replace(tile, num_warps=min(tile.num_warps, 4))
+    while shared_bytes(kernel, tile, itemsize, gate_up) > device.shared_bytes:
+        assert tile.num_stages > 1, f"{kernel}: no tile fits {device.shared_bytes} bytes of shared memory"
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    return tile
+
+
+def tile_rows(itemsize: int, device: Device) -> int:
+    """M of all row GEMMs, which share one list of tiles."""
+    return _base_tile("down_proj", itemsize, device).block_m
+
+
+def shared_bytes(kernel: Kernel, tile: Tile, itemsize: int, gate_up: str | None = None) -> int:
+    """Upper bound of the shared memory that one program takes; ``gate_up`` as in `choose_tile`."""
+    columns = tile.block_n * _parts(kernel, gate_up)
+    buffers = tile.num_stages
+    if kernel in WEIGHT_GRADS:
+        buffers = (tile.num_stages + 1) // 2  # a load that needs an index loaded first spends stages on that
+    operands = buffers * (tile.block_m + columns) * tile.block_k * itemsize
+    # Results pass through shared memory on their way out: whole, or beside an activation two slices at a time.
+    staging = tile.block_m * tile.block_n * itemsize
+    if kernel in WITH_ACTIVATION:
+        staging = staging // tile.slices * (3 if gate_up == "interleaved" else 2)
+    return operands + staging + _BARRIER_BYTES
+
+
+def _parts(kernel: Kernel, gate_up: str | None) -> int:
+    return 2 if kernel == "up_proj_act" and gate_up is not None else 1
+
+
+def _base_tile(kernel: Kernel, itemsize: int, device: Device) -> Tile:
+    if device.interpreted:
+        return _INTERPRETED
+    if itemsize == 4:
+        return _FP32
+    if device.shared_bytes >= _LARGE_BYTES:
+        return _LARGE[kernel]
+    if device.shared_bytes >= _MEDIUM_BYTES:
+        return _MEDIUM
+    if device.shared_bytes < _SMALL_BYTES:
+        return _TINY
+    return _SMALL
+
+
+def _cover(width: int, limit: int) -> int:
+    """The power of two that covers ``width``, within what a matrix unit takes and ``limit``."""
+    return max(_MIN_BLOCK, min(limit, 1 << max(width - 1, 0).bit_length()))

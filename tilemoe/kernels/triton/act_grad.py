@@ -1,0 +1,204 @@
+"""B1: the gradient of the down projection and of the activation in one kernel, and the scores' gradient after it.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · P pairs · parts = 2 gated, 1 ungated
+BM, BN, BK: rows, columns and contraction step of a tile
+
+A row's score gradient is a sum over all n columns, of which a program holds BN: each writes its part to
+``partial`` (column tiles, R_max), and a second kernel adds the parts in a fixed order. No atomics.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilemoe.kernels.triton.activations import gated_grad, inner
+from tilemoe.kernels.triton.operands import (
+    halves,
+    load_gate_up,
+    load_pointers,
+    load_rows,
+    load_weight,
+    store_gate_up,
+    store_rows,
+)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def act_grad_kernel(
+    do,
+    weight,
+    h,
+    s,
+    dh,
+    a_scaled,
+    partial,
+    token_of_row,
+    pair_of_row,
+    expert_of_tile,
+    row_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    capacity,
+    d,
+    n,
+    stride_do,
+    stride_we,
+    stride_win,
+    stride_wout,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WEIGHT_ACCESS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``da' = do w2``, do (T, d) gathered by pointer, weight (E, 1, d, n); then h (R_max, parts * n) is read and dh
+    like it, a_scaled (R_max, n) and partial (column tiles, R_max) are written.
+    """
+    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    d, n, stride_do = d // 8 * 8, n // 8 * 8, stride_do // 8 * 8
+    column_tiles = tl.cdiv(n, BLOCK_N)
+    total = tl.load(num_tiles) * column_tiles
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        tile = index // column_tiles
+        col = (index % column_tiles) * BLOCK_N
+        expert = tl.load(expert_of_tile + tile)
+        row = tl.load(row_of_tile + tile)
+        end = tl.load(row_start_of_expert + expert + 1)
+        rows = row + tl.arange(0, BLOCK_M)
+        # Rows past the expert's end compute its last row again, and are not stored.
+        line = tl.minimum(rows, end - 1)
+        token = tl.load(token_of_row + line)
+        do_pointers = do + token.to(tl.int64)[:, None] * stride_do + tl.arange(0, BLOCK_K)[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, d, BLOCK_K):
+            left = load_pointers(do_pointers, k, d, EVEN_K, BLOCK_K)
+            right = load_weight(
+                weight, expert, k, col, d, n, stride_we, 0, stride_win, stride_wout,
+                1, WEIGHT_ACCESS, EVEN_K, BLOCK_K, BLOCK_N,
+            )  # fmt: skip
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        score = tl.load(s + tl.load(pair_of_row + line)).to(tl.float32)
+        # Slices of the columns one after another: h, a and dh of the whole tile would not fit the registers.
+        width: tl.constexpr = BLOCK_N // SLICES
+        if SLICES == 1:
+            ds = _slice(
+                acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
+                ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, width,
+            )  # fmt: skip
+        else:
+            left_half, right_half = halves(acc, BLOCK_M, BLOCK_N)
+            ds = _half(
+                left_half, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
+                ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2, SLICES // 2,
+            )  # fmt: skip
+            ds += _half(
+                right_half, score, h, dh, a_scaled, row, end, col + BLOCK_N // 2, n, limit, alpha,
+                ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2, SLICES // 2,
+            )  # fmt: skip
+        tl.store(partial + (index % column_tiles).to(tl.int64) * capacity + rows, ds, mask=rows < end)
+
+
+@triton.jit
+def _half(
+    acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """One or two slices: (BM) fp32, their part of the scores' gradient."""
+    tl.static_assert(SLICES == 1 or SLICES == 2, "slices: 1, 2 or 4")
+    if SLICES == 1:
+        ds = _slice(
+            acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
+            ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        left_half, right_half = halves(acc, BLOCK_M, BLOCK_N)
+        ds = _slice(
+            left_half, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
+            ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+        ds += _slice(
+            right_half, score, h, dh, a_scaled, row, end, col + BLOCK_N // 2, n, limit, alpha,
+            ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+    return ds
+
+
+@triton.jit
+def _slice(
+    da, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Everything of B1's epilogue for (BM, BN) of da': stores dh and a_scaled, returns (BM) of <da', a>."""
+    if GATED:
+        gate, up = load_gate_up(h, end, row, col, n, INTERLEAVED, BLOCK_M, BLOCK_N)
+        a, dgate, dup = gated_grad(
+            gate.to(tl.float32), up.to(tl.float32), da * score[:, None], limit, alpha, ACTIVATION
+        )
+        store_gate_up(dh, dgate, dup, end, row, col, n, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N)
+    else:
+        z = load_rows(h, end, row, col, n, BLOCK_M, BLOCK_N).to(tl.float32)
+        a, slope = inner(z, ACTIVATION)
+        store_rows(dh, da * score[:, None] * slope, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
+    store_rows(a_scaled, a * score[:, None], end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
+    inside = (col + tl.arange(0, BLOCK_N) < n)[None, :]
+    # Columns past n hold no part of the weight: what is there must not reach the sum.
+    return tl.sum(tl.where(inside, da * a, 0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def score_grad_kernel(
+    partial,
+    do,
+    bias,
+    ds,
+    token_of_row,
+    pair_of_row,
+    expert_of_tile,
+    row_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    capacity,
+    num_partial,
+    d,
+    stride_do,
+    stride_be,
+    stride_bout,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """ds (P): the sum of a row's parts and, with b2 (E, d), ``<do_t, b2_e>``, at the place of the row's pair."""
+    tile = tl.program_id(0)
+    if tile < tl.load(num_tiles):
+        expert = tl.load(expert_of_tile + tile)
+        end = tl.load(row_start_of_expert + expert + 1)
+        rows = tl.load(row_of_tile + tile) + tl.arange(0, BLOCK_M)
+        line = tl.minimum(rows, end - 1)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for part in range(num_partial):
+            total += tl.load(partial + tl.cast(part, tl.int64) * capacity + line)
+        if HAS_BIAS:
+            token = tl.load(token_of_row + line)
+            do_pointers = do + token.to(tl.int64)[:, None] * stride_do + tl.arange(0, BLOCK_K)[None, :]
+            products = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+            for k in range(0, d, BLOCK_K):
+                columns = k + tl.arange(0, BLOCK_K)
+                inside = (columns < d)[None, :]
+                grads = tl.load(do_pointers + k, mask=inside, other=0.0).to(tl.float32)
+                pointers = bias + expert.to(tl.int64) * stride_be + columns * stride_bout
+                products += grads * tl.load(pointers, mask=columns < d, other=0.0).to(tl.float32)[None, :]
+            total += tl.sum(products, axis=1)
+        tl.store(ds + tl.load(pair_of_row + line), total.to(ds.dtype.element_ty), mask=rows < end)

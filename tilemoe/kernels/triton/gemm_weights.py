@@ -1,0 +1,128 @@
+"""The weight gradients B2 and B4: one sum of outer products per expert, over its rows; and the biases' gradients.
+
+T tokens · E experts · R_max row capacity · p, q widths of the gathered and of the contiguous operand
+BM, BN: rows and columns of a tile of the gradient · BK: the expert's rows per step
+
+The operand by token is gathered inside the load, and always takes the tile's M; the gradient of w1 is computed
+transposed for that, and turned when it is stored.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilemoe.kernels.triton.operands import load_ragged
+
+
+@triton.jit
+def gemm_weights_kernel(
+    by_token,
+    by_row,
+    out,
+    token_of_row,
+    row_start_of_expert,
+    num_experts,
+    p,
+    q,
+    stride_token,
+    TRANSPOSED: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) when TRANSPOSED.
+
+    by_token (T, p), by_row (R_max, q). Zeros for an expert without rows.
+    """
+    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    p, q, stride_token = p // 8 * 8, q // 8 * 8, stride_token // 8 * 8
+    column_tiles = tl.cdiv(q, BLOCK_N)
+    tiles = tl.cdiv(p, BLOCK_M) * column_tiles
+    for index in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
+        expert = index // tiles
+        first = (index % tiles) // column_tiles * BLOCK_M
+        col = index % column_tiles * BLOCK_N
+        start = tl.load(row_start_of_expert + expert)
+        end = tl.load(row_start_of_expert + expert + 1)
+        along = first + tl.arange(0, BLOCK_M)
+        columns = col + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(start, end, BLOCK_K):
+            rows = k + tl.arange(0, BLOCK_K)
+            # Past the end the other operand is zero: any row of this expert does, and no mask is needed.
+            token = tl.load(token_of_row + tl.minimum(rows, end - 1))
+            pointers = by_token + token.to(tl.int64)[:, None] * stride_token + along[None, :]
+            left = tl.load(pointers) if EVEN_M else tl.load(pointers, mask=(along < p)[None, :], other=0.0)
+            if USE_TMA:
+                right = load_ragged(by_row, end, k, col, BLOCK_K, BLOCK_N)
+            else:
+                mask = (rows < end)[:, None] & (columns < q)[None, :]
+                right = tl.load(by_row + rows.to(tl.int64)[:, None] * q + columns[None, :], mask=mask, other=0.0)
+            acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+        if TRANSPOSED:
+            if USE_TMA:
+                tile = acc.to(out.dtype).T.reshape(1, BLOCK_N, BLOCK_M)
+                out.store([tl.cast(expert, tl.int32), col, first], tile)
+            else:
+                base = out + tl.cast(expert, tl.int64) * p * q
+                pointers = base + columns.to(tl.int64)[None, :] * p + along[:, None]
+                mask = (along < p)[:, None] & (columns < q)[None, :]
+                tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+        else:
+            if USE_TMA:
+                tile = acc.to(out.dtype).reshape(1, BLOCK_M, BLOCK_N)
+                out.store([tl.cast(expert, tl.int32), first, col], tile)
+            else:
+                base = out + tl.cast(expert, tl.int64) * p * q
+                pointers = base + along.to(tl.int64)[:, None] * q + columns[None, :]
+                mask = (along < p)[:, None] & (columns < q)[None, :]
+                tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def bias_grad_kernel(
+    values,
+    s,
+    out,
+    index_of_row,
+    pair_of_row,
+    row_start_of_expert,
+    width,
+    stride_value,
+    splits,
+    GATHER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out (splits, E, width) fp32: the sum over a split of an expert's rows of values (by row), or of s times values
+    (by token, GATHER). Programs: (column tiles, E, splits).
+    """
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert, split = tl.program_id(1), tl.program_id(2)
+    first = tl.load(row_start_of_expert + expert)
+    last = tl.load(row_start_of_expert + expert + 1)
+    share = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_K) * BLOCK_K
+    start = tl.minimum(first + split * share, last)
+    end = tl.minimum(start + share, last)
+    acc = tl.zeros((BLOCK_K, BLOCK_N), dtype=tl.float32)
+    inside = (columns < width)[None, :]
+    for k in range(start, end, BLOCK_K):
+        rows = k + tl.arange(0, BLOCK_K)
+        mask = rows < end
+        if GATHER:
+            line = tl.load(index_of_row + rows, mask=mask, other=0)
+            weight = tl.load(s + tl.load(pair_of_row + rows, mask=mask, other=0), mask=mask, other=0.0)
+        else:
+            line = rows
+        pointers = values + line.to(tl.int64)[:, None] * stride_value + columns[None, :]
+        value = tl.load(pointers, mask=mask[:, None] & inside, other=0.0).to(tl.float32)
+        if GATHER:
+            value *= weight.to(tl.float32)[:, None]
+        acc += value
+    slot = (split * tl.num_programs(1) + expert).to(tl.int64) * width
+    tl.store(out + slot + columns, tl.sum(acc, axis=0), mask=columns < width)

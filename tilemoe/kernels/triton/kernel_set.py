@@ -1,0 +1,176 @@
+"""The Triton KernelSet: each entry builds its launch, runs it and returns what the kernel wrote.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.base import KernelSet
+from tilemoe.kernels.tiling import Device, tile_rows
+from tilemoe.kernels.torch.mlp import combine, combine_grad
+from tilemoe.kernels.triton import mlp
+from tilemoe.kernels.triton.launch import device_of
+from tilemoe.kernels.triton.tiles import TileList, tile_list
+from tilemoe.routing.plan import RoutingPlan
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDTH_MULTIPLE = 8  # of n and d: 16 bytes of a 16-bit type, the least that a wide load takes
+
+
+def unsupported(dtype: torch.dtype, *widths: int) -> str | None:
+    """Why these kernels cannot compute in ``dtype`` with these values of d and n, in a few words; None if they can."""
+    if dtype not in DTYPES:
+        return f"no Triton kernel computes in {dtype}"
+    if any(width % WIDTH_MULTIPLE for width in widths):
+        return f"hidden_size and intermediate_size must be multiples of {WIDTH_MULTIPLE} for the Triton kernels"
+    return None
+
+
+def up_proj_act(
+    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+) -> tuple[Tensor, Tensor]:
+    """F1: (a (R_max, n), h (R_max, w))."""
+    return _up_proj_act(x, w1, b1, plan, spec, keep_h=True)
+
+
+def up_proj_act_inference(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+    """F1 without h: a (R_max, n)."""
+    return _up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
+
+
+def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    """F2: y (R_max, d)."""
+    device = _check(a, *w2.shape[1:])
+    if plan.capacity == 0:
+        return a.new_empty(0, w2.shape[1])
+    launch, y = mlp.rows_launch(
+        "down_proj", a.contiguous(), w2.transpose(1, 2), b2, plan, _tiles(a, plan, device), device
+    )
+    launch.run()
+    return y
+
+
+def down_proj_act_grad(
+    do: Tensor,
+    w2: Tensor,
+    b2: Tensor | None,
+    h: Tensor,
+    s: Tensor,
+    plan: RoutingPlan,
+    spec: ActivationSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
+    device = _check(do, *w2.shape[1:])
+    if plan.capacity == 0:
+        return torch.empty_like(h), torch.zeros_like(s), h.new_empty(0, w2.shape[2])
+    do, h, tiles = _by_token(do), h.contiguous(), _tiles(do, plan, device)
+    launch, dh, a_scaled, partial = mlp.act_grad_launch(do, w2, h, s, plan, tiles, spec, device)
+    launch.run()
+    tile_m = tile_rows(do.element_size(), device)
+    launch, ds = mlp.score_grad_launch(partial, do, b2, s, plan, tiles, tile_m)
+    launch.run()
+    return dh, ds, a_scaled
+
+
+def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Tensor:
+    """B2: dw2 (E, d, n)."""
+    device = _check(do, do.shape[1], a_scaled.shape[1])
+    if plan.capacity == 0:
+        return do.new_zeros(plan.num_experts, do.shape[1], a_scaled.shape[1])
+    launch, dw2 = mlp.weights_launch(
+        "down_proj_weight_grad", _by_token(do), a_scaled.contiguous(), plan, transposed=False, device=device
+    )
+    launch.run()
+    return dw2
+
+
+def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
+    """B3: dx_rows (R_max, d)."""
+    device = _check(dh, *w1.shape[1:])
+    if plan.capacity == 0:
+        return dh.new_empty(0, w1.shape[2])
+    launch, dx_rows = mlp.rows_launch(
+        "up_proj_act_grad", dh.contiguous(), w1, None, plan, _tiles(dh, plan, device), device
+    )
+    launch.run()
+    return dx_rows
+
+
+def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan) -> Tensor:
+    """B4: dw1 (E, w, d)."""
+    device = _check(x, x.shape[1], dh.shape[1])
+    if plan.capacity == 0:
+        return x.new_zeros(plan.num_experts, dh.shape[1], x.shape[1])
+    launch, dw1 = mlp.weights_launch(
+        "up_proj_weight_grad", _by_token(x), dh.contiguous(), plan, transposed=True, device=device
+    )
+    launch.run()
+    return dw1
+
+
+def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
+    """db2 (E, d) in s's dtype: the sum of each expert's rows of s times do."""
+    return _bias_grad(_by_token(do), s, plan).to(s.dtype)
+
+
+def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan) -> Tensor:
+    """db1 (E, w) fp32: the sum of each expert's rows of dh."""
+    return _bias_grad(dh.contiguous(), None, plan)
+
+
+def _up_proj_act(
+    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
+) -> tuple[Tensor, Tensor]:
+    n = w1.shape[1] // spec.width_factor
+    device = _check(x, x.shape[1], n)
+    if plan.capacity == 0:
+        return x.new_empty(0, n), x.new_empty(0, w1.shape[1])
+    launch, a, h = mlp.up_proj_act_launch(_by_token(x), w1, b1, plan, _tiles(x, plan, device), spec, keep_h, device)
+    launch.run()
+    return a, h
+
+
+def _bias_grad(values: Tensor, s: Tensor | None, plan: RoutingPlan) -> Tensor:
+    device = _check(values, values.shape[1])
+    if plan.capacity == 0:
+        return values.new_zeros(plan.num_experts, values.shape[1], dtype=torch.float32)
+    launch, sums = mlp.bias_grad_launch(values, s, plan, device)
+    launch.run()
+    return sums.sum(0)
+
+
+def _check(rows: Tensor, *widths: int) -> Device:
+    """What holds ``rows``, once it is clear that these kernels serve it; ValueError otherwise."""
+    problem = unsupported(rows.dtype, *widths)
+    if problem is not None:
+        raise ValueError(f"kernels='triton': {problem}; pass kernels=None or 'torch'")
+    return device_of(rows)
+
+
+def _tiles(rows: Tensor, plan: RoutingPlan, device: Device) -> TileList:
+    return tile_list(plan, tile_rows(rows.element_size(), device))
+
+
+def _by_token(t: Tensor) -> Tensor:
+    """A gathered operand may have any row stride that keeps its rows aligned, and no other."""
+    return t if t.stride(1) == 1 and t.stride(0) % WIDTH_MULTIPLE == 0 else t.contiguous()
+
+
+TRITON_KERNELS = KernelSet(
+    name="triton",
+    up_proj_act=up_proj_act,
+    up_proj_act_inference=up_proj_act_inference,
+    down_proj=down_proj,
+    combine=combine,
+    down_proj_act_grad=down_proj_act_grad,
+    down_proj_weight_grad=down_proj_weight_grad,
+    up_proj_act_grad=up_proj_act_grad,
+    up_proj_weight_grad=up_proj_weight_grad,
+    combine_grad=combine_grad,
+    down_proj_bias_grad=down_proj_bias_grad,
+    up_proj_bias_grad=up_proj_bias_grad,
+)

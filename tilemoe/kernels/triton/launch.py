@@ -1,0 +1,57 @@
+"""One way to start a kernel: `Launch` holds everything that a launch, or a compilation without a GPU, needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tilemoe.kernels.tiling import Device
+
+_INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel, its grid, its run-time and its compile-time arguments by name, and the compiler's options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    def run(self) -> None:
+        """Launch on the device of the first tensor, on PyTorch's current stream of it."""
+        first = next(value for value in self.args.values() if isinstance(value, Tensor))
+        with torch.cuda.device_of(first):
+            self.kernel[self.grid](**self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def device_of(t: Tensor) -> Device:
+    """What the GPU that holds ``t`` offers. ValueError where Triton cannot run there."""
+    if t.device.type == "cuda":
+        return _gpu(t.device.index)
+    if t.device.type == "cpu" and triton.knobs.runtime.interpret:
+        return _INTERPRETER
+    raise ValueError(f"kernels 'triton' need a GPU but x is on {t.device}; move x to one or pass kernels='torch'")
+
+
+@cache
+def _gpu(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    capability = 10 * properties.major + properties.minor if torch.version.hip is None else 0
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Device(capability, shared, properties.multi_processor_count)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How matrix units multiply fp32: what ``torch.backends.cuda.matmul`` allows; 16-bit types have one way only."""
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

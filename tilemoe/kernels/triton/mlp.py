@@ -1,0 +1,338 @@
+"""The launches behind the KernelSet's GEMMs: shapes, tiles, descriptors and grids. Nothing here reads a device value.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.tiling import Device, Kernel, Tile, choose_tile
+from tilemoe.kernels.triton.act_grad import act_grad_kernel, score_grad_kernel
+from tilemoe.kernels.triton.descriptors import (
+    can_describe,
+    can_describe_rows,
+    ragged_operand,
+    rows_operand,
+    weight_operand,
+)
+from tilemoe.kernels.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
+from tilemoe.kernels.triton.gemm_weights import bias_grad_kernel, gemm_weights_kernel
+from tilemoe.kernels.triton.launch import Launch, dot_precision
+from tilemoe.kernels.triton.tiles import TileList
+from tilemoe.routing.plan import RoutingPlan
+
+_SCORE_BLOCK = 32  # columns of do and b2 per step of the scores' gradient
+_BIAS_ROWS, _BIAS_COLUMNS = 32, 128
+_BIAS_PROGRAMS = 8  # per multiprocessor: how far few experts are split
+
+
+def rows_launch(
+    kernel: Kernel,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    device: Device,
+) -> tuple[Launch, Tensor]:
+    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, p, q) of any strides, plus bias (E, q)."""
+    p, q = weight.shape[1:]
+    out = rows.new_empty(plan.capacity, q)
+    tile = choose_tile(kernel, p, q, rows.element_size(), device)
+    use_tma = can_describe_rows(device, rows, out)
+    operand, access, strides = weight_operand(weight.unsqueeze(1), device, tile.block_k, tile.block_n)
+    launch = Launch(
+        gemm_rows_kernel,
+        _persistent(device, tiles.expert_of_tile.shape[0] * _ceil(q, tile.block_n)),
+        {
+            "rows": rows_operand(rows, [tile.block_m, tile.block_k], use_tma),
+            "weight": operand,
+            "bias": bias,
+            "out": ragged_operand(out, [tile.block_m, tile.block_n], use_tma),
+            **_tile_args(tiles, plan),
+            "width_in": p,
+            "width_out": q,
+            "stride_we": strides[0],
+            "stride_win": strides[2],
+            "stride_wout": strides[3],
+            "stride_be": 0 if bias is None else bias.stride(0),
+            "stride_bout": 0 if bias is None else bias.stride(1),
+        },
+        {
+            "HAS_BIAS": bias is not None,
+            "USE_TMA": use_tma,
+            "WEIGHT_ACCESS": access,
+            "EVEN_K": p % tile.block_k == 0,
+            "PRECISION": dot_precision(rows.dtype),
+            "FLATTEN": tile.flatten,
+            **_blocks(tile),
+        },
+        tile.num_warps,
+        tile.num_stages,
+    )
+    return launch, out
+
+
+def up_proj_act_launch(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    keep_h: bool,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor]:
+    """F1: (a (R_max, n), h (R_max, w), or (0, w) where it is not kept)."""
+    parts = spec.width_factor
+    d, n = x.shape[1], w1.shape[1] // parts
+    a, h = x.new_empty(plan.capacity, n), x.new_empty(plan.capacity if keep_h else 0, parts * n)
+    tile = choose_tile("up_proj_act", d, n, x.element_size(), device, _layout(spec))
+    weight = _split_parts(w1, spec).transpose(2, 3)
+    operand, access, strides = weight_operand(weight, device, tile.block_k, tile.block_n)
+    use_tma = can_describe_rows(device, a, *([h] if keep_h else []))
+    bias_strides = (0, 0, 0) if b1 is None else _split_parts(b1, spec).stride()
+    launch = Launch(
+        up_proj_act_kernel,
+        _persistent(device, tiles.expert_of_tile.shape[0] * _ceil(n, tile.block_n)),
+        {
+            "x": x,
+            "weight": operand,
+            "bias": b1,
+            "a": ragged_operand(a, [tile.block_m, tile.block_n // tile.slices], use_tma),
+            "h": _h_out(h, spec, tile, use_tma) if keep_h else None,
+            "token_of_row": plan.token_of_row,
+            **_tile_args(tiles, plan),
+            "d": d,
+            "n": n,
+            "stride_x": x.stride(0),
+            "stride_we": strides[0],
+            "stride_wpart": strides[1],
+            "stride_win": strides[2],
+            "stride_wout": strides[3],
+            "stride_be": bias_strides[0],
+            "stride_bpart": bias_strides[1],
+            "stride_bout": bias_strides[2],
+            "limit": spec.limit,
+            "alpha": spec.alpha,
+        },
+        {
+            **_activation(spec),
+            "HAS_BIAS": b1 is not None,
+            "KEEP_H": keep_h,
+            "USE_TMA": use_tma,
+            "WEIGHT_ACCESS": access,
+            "EVEN_K": d % tile.block_k == 0,
+            "PRECISION": dot_precision(x.dtype),
+            "FLATTEN": tile.flatten,
+            "SLICES": tile.slices,
+            **_blocks(tile),
+        },
+        tile.num_warps,
+        tile.num_stages,
+    )
+    return launch, a, h
+
+
+def act_grad_launch(
+    do: Tensor,
+    w2: Tensor,
+    h: Tensor,
+    s: Tensor,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor, Tensor]:
+    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32 of the scores' gradient)."""
+    d, n = w2.shape[1:]
+    tile = choose_tile("down_proj_act_grad", d, n, do.element_size(), device, _layout(spec))
+    column_tiles = _ceil(n, tile.block_n)
+    dh, a_scaled = h.new_empty(h.shape), h.new_empty(plan.capacity, n)
+    partial = s.new_empty(column_tiles, plan.capacity, dtype=torch.float32)
+    use_tma = can_describe_rows(device, h, dh, a_scaled)
+    operand, access, strides = weight_operand(w2.unsqueeze(1), device, tile.block_k, tile.block_n)
+    launch = Launch(
+        act_grad_kernel,
+        _persistent(device, tiles.expert_of_tile.shape[0] * column_tiles),
+        {
+            "do": do,
+            "weight": operand,
+            "h": h,
+            "s": s,
+            "dh": _h_out(dh, spec, tile, use_tma),
+            "a_scaled": ragged_operand(a_scaled, [tile.block_m, tile.block_n // tile.slices], use_tma),
+            "partial": partial,
+            "token_of_row": plan.token_of_row,
+            "pair_of_row": plan.pair_of_row,
+            **_tile_args(tiles, plan),
+            "capacity": plan.capacity,
+            "d": d,
+            "n": n,
+            "stride_do": do.stride(0),
+            "stride_we": strides[0],
+            "stride_win": strides[2],
+            "stride_wout": strides[3],
+            "limit": spec.limit,
+            "alpha": spec.alpha,
+        },
+        {
+            **_activation(spec),
+            "USE_TMA": use_tma,
+            "WEIGHT_ACCESS": access,
+            "EVEN_K": d % tile.block_k == 0,
+            "PRECISION": dot_precision(do.dtype),
+            "FLATTEN": tile.flatten,
+            "SLICES": tile.slices,
+            **_blocks(tile),
+        },
+        tile.num_warps,
+        tile.num_stages,
+    )
+    return launch, dh, a_scaled, partial
+
+
+def score_grad_launch(
+    partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
+) -> tuple[Launch, Tensor]:
+    """ds like s: the parts of each row added up, plus ``<do_t, b2_e>``; 0 for a skipped pair."""
+    ds = s.new_zeros(s.shape)
+    launch = Launch(
+        score_grad_kernel,
+        (tiles.expert_of_tile.shape[0],),
+        {
+            "partial": partial,
+            "do": do,
+            "bias": b2,
+            "ds": ds,
+            "token_of_row": plan.token_of_row,
+            "pair_of_row": plan.pair_of_row,
+            **_tile_args(tiles, plan),
+            "capacity": plan.capacity,
+            "num_partial": partial.shape[0],
+            "d": do.shape[1],
+            "stride_do": do.stride(0),
+            "stride_be": 0 if b2 is None else b2.stride(0),
+            "stride_bout": 0 if b2 is None else b2.stride(1),
+        },
+        {"HAS_BIAS": b2 is not None, "BLOCK_M": tile_m, "BLOCK_K": _SCORE_BLOCK},
+        num_warps=4,
+        num_stages=2,
+    )
+    return launch, ds
+
+
+def weights_launch(
+    kernel: Kernel, by_token: Tensor, by_row: Tensor, plan: RoutingPlan, transposed: bool, device: Device
+) -> tuple[Launch, Tensor]:
+    """B2 and B4: out (E, p, q), or (E, q, p) when ``transposed``, from by_token (T, p) and by_row (R_max, q)."""
+    p, q = by_token.shape[1], by_row.shape[1]
+    out = by_row.new_empty((plan.num_experts, q, p) if transposed else (plan.num_experts, p, q))
+    tile = choose_tile(kernel, p, q, by_row.element_size(), device)
+    use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
+    out_block = [1, tile.block_n, tile.block_m] if transposed else [1, tile.block_m, tile.block_n]
+    launch = Launch(
+        gemm_weights_kernel,
+        _persistent(device, plan.num_experts * _ceil(p, tile.block_m) * _ceil(q, tile.block_n)),
+        {
+            "by_token": by_token,
+            "by_row": ragged_operand(by_row, [tile.block_k, tile.block_n], use_tma),
+            "out": rows_operand(out, out_block, use_tma),
+            "token_of_row": plan.token_of_row,
+            "row_start_of_expert": plan.row_start_of_expert,
+            "num_experts": plan.num_experts,
+            "p": p,
+            "q": q,
+            "stride_token": by_token.stride(0),
+        },
+        {
+            "TRANSPOSED": transposed,
+            "USE_TMA": use_tma,
+            "EVEN_M": p % tile.block_m == 0,
+            "PRECISION": dot_precision(by_row.dtype),
+            **_blocks(tile),
+        },
+        tile.num_warps,
+        tile.num_stages,
+    )
+    return launch, out
+
+
+def bias_grad_launch(values: Tensor, s: Tensor | None, plan: RoutingPlan, device: Device) -> tuple[Launch, Tensor]:
+    """out (splits, E, width) fp32, to be summed over the splits: of values (R_max, width) by row where ``s`` is None,
+    else of s times values (T, width) by token.
+    """
+    width = values.shape[1]
+    programs = plan.num_experts * _ceil(width, _BIAS_COLUMNS)
+    splits = max(1, device.multiprocessors * _BIAS_PROGRAMS // programs)
+    out = values.new_empty(splits, plan.num_experts, width, dtype=torch.float32)
+    launch = Launch(
+        bias_grad_kernel,
+        (_ceil(width, _BIAS_COLUMNS), plan.num_experts, splits),
+        {
+            "values": values,
+            "s": s,
+            "out": out,
+            "index_of_row": plan.token_of_row,
+            "pair_of_row": plan.pair_of_row,
+            "row_start_of_expert": plan.row_start_of_expert,
+            "width": width,
+            "stride_value": values.stride(0),
+            "splits": splits,
+        },
+        {"GATHER": s is not None, "BLOCK_K": _BIAS_ROWS, "BLOCK_N": _BIAS_COLUMNS},
+        num_warps=4,
+        num_stages=2,
+    )
+    return launch, out
+
+
+def _split_parts(t: Tensor, spec: ActivationSpec) -> Tensor:
+    """(E, parts, n, ...) view of a w1 (E, w, d) or b1 (E, w): parts as the gate and up rows lie in it."""
+    if not spec.is_gated:
+        return t.unsqueeze(1)
+    n = t.shape[1] // 2
+    return t.unflatten(1, (n, 2)).transpose(1, 2) if spec.gate_up == "interleaved" else t.unflatten(1, (2, n))
+
+
+def _layout(spec: ActivationSpec) -> str | None:
+    return spec.gate_up if spec.is_gated else None
+
+
+def _h_out(h: Tensor, spec: ActivationSpec, tile: Tile, use_tma: bool) -> Any:
+    """h or dh (R_max, w) to be written in tiles: gate and up apart, (R_max, 2, n), unless they alternate."""
+    width = tile.block_n // tile.slices
+    if spec.is_gated and spec.gate_up == "concatenated":
+        return ragged_operand(h.unflatten(1, (2, -1)), [tile.block_m, 1, width], use_tma)
+    return ragged_operand(h, [tile.block_m, spec.width_factor * width], use_tma)
+
+
+def _activation(spec: ActivationSpec) -> dict[str, Any]:
+    gated = spec.is_gated
+    return {"ACTIVATION": spec.name, "GATED": gated, "INTERLEAVED": gated and spec.gate_up == "interleaved"}
+
+
+def _tile_args(tiles: TileList, plan: RoutingPlan) -> dict[str, Any]:
+    return {
+        "expert_of_tile": tiles.expert_of_tile,
+        "row_of_tile": tiles.row_of_tile,
+        "num_tiles": tiles.num_tiles,
+        "row_start_of_expert": plan.row_start_of_expert,
+    }
+
+
+def _blocks(tile: Tile) -> dict[str, int]:
+    return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+
+
+def _persistent(device: Device, tiles: int) -> tuple[int]:
+    return (max(1, min(device.multiprocessors, tiles)),)
+
+
+def _ceil(width: int, block: int) -> int:
+    return -(-width // block)

@@ -1,0 +1,153 @@
+"""Loads and stores of tiles, each by tensor descriptor (TMA) or by pointer as a compile-time constant says.
+
+BM rows of a tile · BN its columns · BK the step of the contraction · E experts · R_max row capacity
+
+A weight is seen as (E, parts, in, out): ``parts`` is 2 for gate and up, which are two tiles of one step.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Rows that a ragged descriptor (triton.tools.ragged_tma) pretends to have. It has two leading dimensions whose strides
+# move the end of its rows to wherever an expert's rows end, so that the hardware's bounds check keeps to them.
+_RAGGED_ROWS = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def load_ragged(rows, end, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BM, BN) at (row, col) of a ragged descriptor of (R_max, width); zeros past the row ``end``."""
+    tile = rows.load([_RAGGED_ROWS, end, _RAGGED_ROWS - end + row, col])
+    return tile.reshape(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def load_weight(
+    weight,
+    expert,
+    k,
+    col,
+    width_in,
+    width_out,
+    stride_e,
+    stride_part,
+    stride_in,
+    stride_out,
+    PARTS: tl.constexpr,
+    ACCESS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(BK, PARTS * BN) of one expert's weight, gate's columns before up's.
+
+    ACCESS: "in" or "out", the contiguous dimension of the descriptor, or "pointer". Past ``width_in`` the tile is
+    zero, past ``width_out`` unspecified.
+    """
+    if ACCESS == "in":
+        tile = weight.load([expert, 0, col, k]).reshape(PARTS * BLOCK_N, BLOCK_K).T
+    elif ACCESS == "out":
+        tile = weight.load([expert, k, 0, col]).reshape(BLOCK_K, PARTS * BLOCK_N)
+    else:
+        inside = (k + tl.arange(0, BLOCK_K))[:, None] < width_in
+        column = tl.arange(0, PARTS * BLOCK_N)
+        inner = tl.minimum(col + column % BLOCK_N, width_out - 1).to(tl.int64) * stride_out
+        across = inner + (column // BLOCK_N).to(tl.int64) * stride_part
+        base = weight + expert.to(tl.int64) * stride_e + tl.cast(k, tl.int64) * stride_in
+        pointers = base + tl.arange(0, BLOCK_K)[:, None] * stride_in + across[None, :]
+        tile = tl.load(pointers) if EVEN_K else tl.load(pointers, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of (BM, BN): in the matrix units' layout no data moves between threads."""
+    return acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def load_pointers(pointers, k, width, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(BM, BK) from the pointers of each row's first BK elements; zero past ``width``."""
+    inside = (k + tl.arange(0, BLOCK_K))[None, :] < width
+    return tl.load(pointers + k) if EVEN_K else tl.load(pointers + k, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(out, value, end, row, col, width, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store (BM, BN) at (row, col) of ``out`` (R_max, width), its rows before ``end`` only."""
+    if USE_TMA:
+        tile = value.to(out.dtype).reshape(1, 1, BLOCK_M, BLOCK_N)
+        out.store([_RAGGED_ROWS, end, _RAGGED_ROWS - end + row, col], tile)
+    else:
+        rows = row + tl.arange(0, BLOCK_M)
+        columns = col + tl.arange(0, BLOCK_N)
+        pointers = out + tl.cast(row, tl.int64) * width + tl.arange(0, BLOCK_M)[:, None] * width + columns[None, :]
+        mask = (rows < end)[:, None] & (columns < width)[None, :]
+        tl.store(pointers, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_rows(rows, end, row, col, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BM, BN) at (row, col) of ``rows`` (R_max, width), by pointer; zero past the row ``end`` and past ``width``."""
+    columns = col + tl.arange(0, BLOCK_N)
+    corner = rows + tl.cast(row, tl.int64) * width
+    mask = (row + tl.arange(0, BLOCK_M) < end)[:, None] & (columns < width)[None, :]
+    return tl.load(corner + tl.arange(0, BLOCK_M)[:, None] * width + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_gate_up(h, end, row, col, n, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Gate and up, (BM, BN) each, at (row, col) of h (R_max, 2n), by pointer."""
+    if INTERLEAVED:
+        both = load_rows(h, end, row, 2 * col, 2 * n, BLOCK_M, 2 * BLOCK_N)
+        gate, up = both.reshape(BLOCK_M, BLOCK_N, 2).split()
+    else:
+        columns = col + tl.arange(0, BLOCK_N)
+        pointers = h + tl.cast(row, tl.int64) * (2 * n)
+        pointers += tl.arange(0, BLOCK_M)[:, None] * (2 * n) + columns[None, :]
+        mask = (row + tl.arange(0, BLOCK_M) < end)[:, None] & (columns < n)[None, :]
+        gate = tl.load(pointers, mask=mask, other=0.0)
+        up = tl.load(pointers + n, mask=mask, other=0.0)
+    return gate, up
+
+
+@triton.jit
+def store_gate_up(
+    h,
+    gate,
+    up,
+    end,
+    row,
+    col,
+    n,
+    INTERLEAVED: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store gate and up, (BM, BN) each, at (row, col) of h (R_max, 2n), its rows before ``end`` only."""
+    if INTERLEAVED:
+        both = tl.join(gate, up).reshape(BLOCK_M, 2 * BLOCK_N)
+        store_rows(h, both, end, row, 2 * col, 2 * n, USE_TMA, BLOCK_M, 2 * BLOCK_N)
+    elif USE_TMA:
+        # The ragged descriptor of (R_max, 2, n).
+        last = _RAGGED_ROWS - end + row
+        h.store([_RAGGED_ROWS, end, last, 0, col], gate.to(h.dtype).reshape(1, 1, BLOCK_M, 1, BLOCK_N))
+        h.store([_RAGGED_ROWS, end, last, 1, col], up.to(h.dtype).reshape(1, 1, BLOCK_M, 1, BLOCK_N))
+    else:
+        columns = col + tl.arange(0, BLOCK_N)
+        pointers = h + tl.cast(row, tl.int64) * (2 * n)
+        pointers += tl.arange(0, BLOCK_M)[:, None] * (2 * n) + columns[None, :]
+        mask = (row + tl.arange(0, BLOCK_M) < end)[:, None] & (columns < n)[None, :]
+        tl.store(pointers, gate.to(h.dtype.element_ty), mask=mask)
+        tl.store(pointers + n, up.to(h.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_bias(bias, expert, col, width, stride_e, stride_col, BLOCK_N: tl.constexpr):
+    """(BN) fp32 of an expert's bias, zero past ``width``."""
+    columns = col + tl.arange(0, BLOCK_N)
+    pointers = bias + expert.to(tl.int64) * stride_e + columns * stride_col
+    return tl.load(pointers, mask=columns < width, other=0.0).to(tl.float32)
