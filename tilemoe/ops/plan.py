@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilemoe.kernels.select_plan import select_plan_topk
 from tilemoe.kernels.torch import plan as torch_plan
 
 
 @torch.library.custom_op("tilemoe::plan_topk", mutates_args=())
 def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilemoe.kernels.torch.plan.plan_topk`."""
-    return torch_plan.plan_topk(expert_ids, num_experts)
+    """See `tilemoe.kernels.torch.plan.plan_topk`; the builder is chosen by device and size."""
+    builder = select_plan_topk(expert_ids.device.type, expert_ids.numel(), num_experts)
+    return builder.build(expert_ids, num_experts)
 
 
 @plan_topk.register_fake

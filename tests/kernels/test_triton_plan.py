@@ -1,0 +1,91 @@
+"""Plan building and combine in Triton without a GPU: run in the interpreter, and compiled for four GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton_compile import compile_launch, count_spill_loads
+
+from tilemoe.kernels.select_plan import select_plan_topk
+from tilemoe.kernels.torch.plan import plan_topk as torch_plan_topk
+from tilemoe.kernels.triton.combine import combine_launch
+from tilemoe.kernels.triton.plan import MAX_EXPERTS, MAX_PAIRS, plan_topk, plan_topk_launches, unsupported
+from tilemoe.routing.build import plan_pairs
+from tilemoe.routing.build import plan_topk as make_plan
+
+CAPABILITIES = (80, 90, 100, 120)
+HERE = Path(__file__).parent
+
+
+def test_the_interpreter_agrees_with_torch() -> None:
+    # Triton reads the switch when it is imported: hence another process.
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "test_triton_plan_values.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 25
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_combine_compiles_to_wide_loads(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    ids = torch.arange(24).view(3, 8) % 5
+    plan, rows = make_plan(ids, 5), torch.zeros(24, 1536, dtype=dtype)
+    for s in (torch.zeros(24), None):
+        compiled = compile_launch(combine_launch(rows.new_empty(3, 1536), rows, s, plan), capability)
+        assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 16, "two 16-byte loads for each row of the token"
+        assert "st.global.v4.b32" in compiled.asm["ptx"]
+        assert count_spill_loads(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_combine_of_pairs_compiles(capability: int, tmp_path: Path) -> None:
+    token, expert = torch.tensor([2, 0, 2]), torch.tensor([1, 1, 0])
+    plan, rows = plan_pairs(token, expert, 3, 2), torch.zeros(3, 40, dtype=torch.float16)
+    for s in (torch.zeros(3), torch.zeros(3, dtype=torch.float64), None):
+        compiled = compile_launch(combine_launch(rows.new_empty(3, 40), rows, s, plan), capability)
+        assert count_spill_loads(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("experts", [1, 128, 512, MAX_EXPERTS])
+def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> None:
+    launches, _ = plan_topk_launches(torch.zeros(600, 8, dtype=torch.int64), experts)
+    for launch in launches:
+        compiled = compile_launch(launch, capability)
+        assert count_spill_loads(compiled, tmp_path) == 0, f"{launch.kernel} spills"
+        assert compiled.metadata.shared <= 48 * 1024
+
+
+def test_what_the_plan_kernels_do_not_take() -> None:
+    assert unsupported(1, MAX_EXPERTS) is None
+    assert unsupported(0, 4) is not None
+    assert unsupported(MAX_PAIRS + 1, 4) is not None
+    assert unsupported(8, MAX_EXPERTS + 1) is not None
+
+
+def test_cpu_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match="need a GPU"):
+        plan_topk(torch.zeros(2, 2, dtype=torch.int64), 3)
+
+
+def test_other_devices_and_sizes_go_to_torch_and_say_why() -> None:
+    for builder in (select_plan_topk("cpu", 8, 4), select_plan_topk("cuda", 0, 4), select_plan_topk("cuda", 8, 5000)):
+        assert builder.name == "torch"
+        assert builder.build is torch_plan_topk
+        assert builder.reason
+    assert select_plan_topk("cuda", 8, 4).build is plan_topk

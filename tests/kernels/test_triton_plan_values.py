@@ -1,0 +1,128 @@
+"""Checks of plan building and combine in Triton, for a GPU and for the interpreter: both run this file with pytest.
+
+T tokens · d hidden_size · K experts per token · E experts · P pairs
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from tilemoe.kernels.torch import mlp as torch_mlp
+from tilemoe.kernels.torch import plan as torch_plan
+from tilemoe.kernels.triton import plan as triton_plan
+from tilemoe.kernels.triton.combine import combine, combine_grad, combine_into
+from tilemoe.routing.build import plan_topk
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing import hostile_routings
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+TOLERANCE = {FP32: 1e-6, FP16: 5e-4, BF16: 4e-3}  # RMS-relative, of sums rounded once
+DTYPES = (FP32, FP16) if INTERPRETED else (FP32, FP16, BF16)  # the interpreter's bf16 rounds wrongly
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([] if INTERPRETED else [pytest.mark.gpu])]
+
+
+def rows_of(plan: RoutingPlan, width: int, dtype: torch.dtype) -> Tensor:
+    """(R_max, width) random rows; NaN where no row is."""
+    rows = torch.randn(plan.capacity, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows[int(plan.row_start_of_expert[-1]) :] = float("nan")
+    return rows.to(DEVICE)
+
+
+def scores_of(plan: RoutingPlan, dtype: torch.dtype = FP32) -> Tensor:
+    """(P,) random scores; NaN for a pair that is skipped."""
+    scores = torch.full((plan.num_pairs,), float("nan"), dtype=dtype)
+    used = plan.pair_of_row[: int(plan.row_start_of_expert[-1])].cpu().long()
+    scores[used] = torch.randn(used.shape[0], generator=torch.Generator().manual_seed(2), dtype=dtype)
+    return scores.to(DEVICE)
+
+
+def random_ids(tokens: int, experts_per_token: int, experts: int, seed: int = 0) -> Tensor:
+    """(T, K) int64, some of them sentinels."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, experts + 1 + experts // 8, (tokens, experts_per_token), generator=generator).to(DEVICE)
+
+
+def assert_close(actual: Tensor, exact: Tensor, tolerance: float) -> None:
+    assert actual.shape == exact.shape
+    assert bool(actual.isfinite().all()), "not finite"
+    assert float((actual.double() - exact).norm()) <= tolerance * float(exact.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 24, 72] if INTERPRETED else [1, 24, 1032, 4096])
+def test_combine_agrees_on_hostile_routings(width: int, dtype: torch.dtype) -> None:
+    for routing in hostile_routings(tile=12, device=DEVICE):
+        plan = routing.plan
+        rows, s = rows_of(plan, width, dtype), scores_of(plan)
+        o, dx = combine(rows, s, plan), combine_grad(rows, plan)
+        assert o.dtype == dx.dtype == dtype
+        assert_close(o, torch_mlp.combine(rows.double(), s.double(), plan), TOLERANCE[dtype])
+        assert_close(dx, torch_mlp.combine_grad(rows.double(), plan), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("experts_per_token", [1, 8, 17, 33])
+def test_combine_of_many_rows(experts_per_token: int) -> None:
+    plan = plan_topk(random_ids(13, experts_per_token, 40), 40)
+    rows, s = rows_of(plan, 24, FP32), scores_of(plan)
+    assert_close(combine(rows, s, plan), torch_mlp.combine(rows.double(), s.double(), plan), TOLERANCE[FP32])
+
+
+def test_fp64_scores_are_not_rounded() -> None:
+    plan = plan_topk(torch.tensor([[0, 1]], device=DEVICE), 2)
+    rows = torch.tensor([[2.0**12], [2.0**12]], device=DEVICE)
+    s = torch.tensor([1.0 + 2.0**-40, -1.0], dtype=torch.float64, device=DEVICE)
+    assert float(combine(rows, s, plan)) == 2.0**-28
+
+
+def test_slices_of_the_width_make_the_whole() -> None:
+    plan = plan_topk(random_ids(11, 4, 6), 6)
+    rows, s = rows_of(plan, 80, FP16), scores_of(plan)
+    whole, out = combine(rows, s, plan), rows.new_empty(11, 80)
+    for start in range(0, 80, 32):
+        span = slice(start, start + 32)
+        combine_into(out[:, span], rows[:, span], s, plan)
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts_per_token", "experts"),
+    [(1, 1, 1), (7, 3, 5), (300, 8, 64), (129, 32, 40), (513, 1, 1000), (260, 2, 4096)],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_plan_is_the_torch_plan(tokens: int, experts_per_token: int, experts: int, dtype: torch.dtype) -> None:
+    assert_same_plan(random_ids(tokens, experts_per_token, experts).to(dtype), experts)
+
+
+def test_plan_of_hostile_ids() -> None:
+    assert_same_plan(torch.zeros(600, 2, dtype=torch.int32, device=DEVICE), 3)
+    assert_same_plan(torch.full((600, 2), 2, dtype=torch.int32, device=DEVICE), 3)
+    assert_same_plan(torch.full((600, 2), 3, dtype=torch.int32, device=DEVICE), 3)
+    assert_same_plan(torch.tensor([[2**40, 1], [2**32, 2**31 - 1]], device=DEVICE), 3)
+    assert_same_plan(random_ids(8, 60, 5).t(), 5)
+
+
+def test_negative_ids_are_recorded() -> None:
+    ids = random_ids(700, 2, 5)
+    ids[650, 1] = -1
+    ids[3, 0] = -(2**32)
+    *arrays, error_bits = triton_plan.plan_topk(ids, 5)
+    assert int(error_bits) == 1
+    skipped = torch.where(ids < 0, 5, ids)
+    for name, actual, expected in zip(NAMES, arrays, torch_plan.plan_topk(skipped, 5), strict=False):
+        assert torch.equal(actual, expected), name
+
+
+NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "error_bits")
+
+
+def assert_same_plan(ids: Tensor, experts: int) -> None:
+    found, expected = triton_plan.plan_topk(ids, experts), torch_plan.plan_topk(ids, experts)
+    for name, actual, wanted in zip(NAMES, found, expected, strict=True):
+        assert actual.dtype == wanted.dtype, name
+        assert torch.equal(actual, wanted), f"{name} for {tuple(ids.shape)} ids of {experts} experts"

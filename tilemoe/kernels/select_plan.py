@@ -1,0 +1,38 @@
+"""Which plan builder serves a device and a size, and why.
+
+T tokens · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tilemoe.kernels.torch.plan import plan_topk as torch_plan_topk
+
+PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+
+
+class PlanBuilder(NamedTuple):
+    """``build(expert_ids (T, K), num_experts)`` gives the same tensors whatever the name; ``reason``: why this one."""
+
+    name: str
+    build: PlanTopK
+    reason: str
+
+
+def select_plan_topk(device_type: str, num_pairs: int, num_experts: int) -> PlanBuilder:
+    """The builder for ``num_pairs`` = T*K pairs on a device of this type ("cpu", "cuda", ...)."""
+    if device_type != "cuda":
+        return PlanBuilder("torch", torch_plan_topk, f"Triton does not run on {device_type}")
+    if find_spec("triton") is None:
+        return PlanBuilder("torch", torch_plan_topk, "Triton is not installed")
+    from tilemoe.kernels.triton import plan as triton_plan  # imported only where there is a GPU for it
+
+    problem = triton_plan.unsupported(num_pairs, num_experts)
+    if problem is not None:
+        return PlanBuilder("torch", torch_plan_topk, problem)
+    return PlanBuilder("triton", triton_plan.plan_topk, "a counting sort in four kernels")

@@ -1,0 +1,133 @@
+"""F3 and B5: each token's rows gathered and summed. Bound by memory: every row is read once, every output written once.
+
+T tokens · d hidden_size · K experts per token · P pairs · R_max row capacity · BLOCK_D columns of a program
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.kernels.triton.launch import Launch, device_of
+from tilemoe.routing.plan import RoutingPlan
+
+_MAX_UNROLL = 16  # rows of a token in flight at once
+_UNROLL_OF_PAIRS = 4  # where the rows per token vary
+_BYTES_OF_PROGRAM = 2048  # of a row
+_BYTES_OF_THREAD = 32  # two wide loads of each row: faster than one, by 5 to 8% of 4.3 TB/s on an H200
+
+
+def combine(y: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
+    """F3: o (T, d) in y's dtype; o_t = sum over t's rows of score times y (R_max, d), 0 for a token without rows.
+
+    s (P) fp32 or fp64, in the caller's order; sums are taken in its dtype and in the order of the token's pairs.
+    """
+    out = y.new_empty(plan.num_tokens, y.shape[1])
+    combine_into(out, y, s, plan)
+    return out
+
+
+def combine_grad(dx_rows: Tensor, plan: RoutingPlan) -> Tensor:
+    """B5: dx (T, d), the sum of each token's rows of dx_rows (R_max, d), taken in fp32."""
+    out = dx_rows.new_empty(plan.num_tokens, dx_rows.shape[1])
+    combine_into(out, dx_rows, None, plan)
+    return out
+
+
+def combine_into(out: Tensor, rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> None:
+    """Write the sums of ``rows`` (R_max, width), times their scores where given, to ``out`` (T, width).
+
+    Either may be a slice of columns of a wider tensor: rows of any stride, columns contiguous.
+    """
+    assert out.shape == (plan.num_tokens, rows.shape[1]), "one output row for each token"
+    device_of(rows)
+    if plan.capacity == 0:
+        out.zero_()
+    elif out.numel():
+        combine_launch(out, rows, s, plan).run()
+
+
+def combine_launch(out: Tensor, rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> Launch:
+    """The launch behind `combine_into`, for at least one token and one row."""
+    assert rows.stride(1) == 1, "columns are contiguous"
+    assert out.stride(1) == 1, "columns are contiguous"
+    width = rows.shape[1]
+    block = min(_BYTES_OF_PROGRAM // rows.element_size(), max(32, triton.next_power_of_2(width)))
+    pairs_per_token = 0 if plan.pair_start_of_token is not None else plan.num_pairs // plan.num_tokens
+    return Launch(
+        combine_kernel,
+        (plan.num_tokens * triton.cdiv(width, block),),
+        {
+            "out": out,
+            "rows": rows,
+            "s": s,
+            "row_of_pair": plan.row_of_pair,
+            "pair_of_row": plan.pair_of_row,
+            "pair_start_of_token": plan.pair_start_of_token,
+            "width": width,
+            "stride_out": out.stride(0),
+            "stride_row": rows.stride(0),
+        },
+        {
+            "HAS_SCORES": s is not None,
+            "PAIRS_PER_TOKEN": pairs_per_token,
+            "UNROLL": _unroll(pairs_per_token),
+            "BLOCK_D": block,
+        },
+        num_warps=max(1, block * rows.element_size() // (_BYTES_OF_THREAD * 32)),
+        num_stages=1,
+    )
+
+
+def _unroll(pairs_per_token: int) -> int:
+    """Rows in flight: all of them up to the limit, else equal parts of at most that."""
+    if pairs_per_token == 0:
+        return _UNROLL_OF_PAIRS
+    return triton.cdiv(pairs_per_token, triton.cdiv(pairs_per_token, _MAX_UNROLL))
+
+
+@triton.jit
+def combine_kernel(
+    out,
+    rows,
+    s,
+    row_of_pair,
+    pair_of_row,
+    pair_start_of_token,
+    width,
+    stride_out,
+    stride_row,
+    HAS_SCORES: tl.constexpr,
+    PAIRS_PER_TOKEN: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One token and BLOCK_D columns. PAIRS_PER_TOKEN is 0 where pair_start_of_token says how many there are."""
+    # The programs of one token are neighbours, so that a row is read from end to end at about the same time.
+    blocks = tl.cdiv(width, BLOCK_D)
+    token = tl.program_id(0) // blocks
+    col = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = col < width
+    if PAIRS_PER_TOKEN > 0:
+        first = token * PAIRS_PER_TOKEN
+        count = PAIRS_PER_TOKEN
+    else:
+        first = tl.load(pair_start_of_token + token)
+        count = tl.load(pair_start_of_token + token + 1) - first
+    acc = tl.zeros((BLOCK_D,), dtype=s.dtype.element_ty if HAS_SCORES else tl.float32)
+    for start in range(0, count, UNROLL):
+        for i in tl.static_range(UNROLL):
+            pair = first + start + i
+            row = tl.load(row_of_pair + pair, mask=start + i < count, other=-1)
+            # A skipped pair reads nothing: its score and the row it would name may be NaN.
+            value = tl.load(rows + row.to(tl.int64) * stride_row + col, mask=inside & (row >= 0), other=0.0)
+            if HAS_SCORES:
+                position = pair
+                if PAIRS_PER_TOKEN == 0:
+                    position = tl.load(pair_of_row + row, mask=row >= 0, other=0)
+                acc += value.to(acc.dtype) * tl.load(s + position, mask=row >= 0, other=0.0)
+            else:
+                acc += value.to(acc.dtype)
+    tl.store(out + token.to(tl.int64) * stride_out + col, acc.to(out.dtype.element_ty), mask=inside)
