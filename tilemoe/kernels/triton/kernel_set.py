@@ -11,8 +11,8 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import KernelSet
 from tilemoe.kernels.tiling import Device, tile_rows
-from tilemoe.kernels.torch.mlp import combine, combine_grad
 from tilemoe.kernels.triton import mlp
+from tilemoe.kernels.triton.combine import combine, combine_grad
 from tilemoe.kernels.triton.launch import device_of
 from tilemoe.kernels.triton.tiles import TileList, tile_list
 from tilemoe.routing.plan import RoutingPlan
