@@ -50,7 +50,7 @@ MOMENTS = [
     ("loop", "clip_gradients", 1),  # in the middle of it
     ("metrics.MetricsWriter", "write", 2),  # between a step and its record
     ("checkpoint", "save_model", 1),
-    ("checkpoint", "fsync_file", 4),
+    ("checkpoint", "fsync", 6),
     ("checkpoint.os", "rename", 2),  # publishing a checkpoint, or dropping the oldest
 ]
 

@@ -161,7 +161,7 @@ def _full_disk(*args: object, **kwargs: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["save_model", "save_file", "_manifest", "fsync_file", "fsync_dir", "os.rename"])
+@pytest.mark.parametrize("where", ["save_model", "save_file", "_manifest", "fsync", "os.rename"])
 def test_a_failing_write_leaves_the_older_checkpoint(
     save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_failing_write_leaves_the_older_checkpoint(
     assert find_latest(save(2).parent).state.step == 2
 
 
-@pytest.mark.parametrize("where", ["save_model", "save_file", "_manifest", "fsync_file", "fsync_dir", "os.rename"])
+@pytest.mark.parametrize("where", ["save_model", "save_file", "_manifest", "fsync", "os.rename"])
 def test_dying_in_the_middle_of_a_write_leaves_the_older_checkpoint(
     save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

@@ -1,8 +1,9 @@
-"""Durable, atomic publication of files and folders in a cache that several processes may fill at once."""
+"""Files and folders that are whole or not there, whatever happens while they are written, and locks between processes."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
@@ -14,18 +15,19 @@ if sys.platform != "win32":
     import fcntl
 
 _TEMPORARY = ".tmp-"
+_HASH_CHUNK = 1 << 18  # bytes
 
 
-def write_atomic(path: Path, content: str) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Make ``path`` hold ``content``: at every moment it has its old content or the new one, whole."""
     temporary = _temporary_beside(path)
     try:
-        temporary.write_text(content, encoding="utf-8")
-        _fsync(temporary)
+        temporary.write_bytes(content)
+        fsync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _fsync(path.parent)
+    fsync(path.parent)
 
 
 @contextlib.contextmanager
@@ -39,13 +41,13 @@ def staged_folder(final: Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in (*temporary.iterdir(), temporary):
-            _fsync(path)
+            fsync(path)
         try:
             os.rename(temporary, final)
         except OSError:
             if not final.is_dir():
                 raise
-        _fsync(final.parent)
+        fsync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -65,6 +67,29 @@ def only_one_process(target: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def owned_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder`` itself for the block, without waiting and without a file of its own.
+
+    Raises:
+        BlockingIOError: another process holds it. (Where folders cannot be locked, nobody is kept out.)
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the descriptor, also by a kill
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without such locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _locks(descriptor: int) -> bool:
     if sys.platform == "win32":
         return False
@@ -79,7 +104,17 @@ def _temporary_beside(path: Path) -> Path:
     return path.with_name(f"{_TEMPORARY}{path.name}-{secrets.token_hex(8)}")
 
 
-def _fsync(path: Path) -> None:
+def sha256_file(path: Path) -> str:
+    """Hex digest of a file's content, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fsync(path: Path) -> None:
+    """Force a file's content, or a folder's entries (creations, renames, deletions), to the disk."""
     if sys.platform == "win32" and path.is_dir():
         return  # folders cannot be opened there
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from tilemoe.data.files import sha256_file
 from tilemoe.data.split import SPLITS, Split
 
 FORMAT = "tilemoe-token-shards"
@@ -24,7 +25,6 @@ VERSION = 1
 INDEX = "index.json"
 SHARD_TOKENS = 1 << 28  # tokens of a full shard: 512 MiB in uint16
 
-_HASH_CHUNK = 1 << 18  # bytes
 _HASH_THREADS = 8
 _AGAIN = "delete the folder and it is prepared again"
 
@@ -154,7 +154,7 @@ class TokenShards:
     def verify(self) -> None:
         """Read everything and compare the checksums; ValueError naming the first shard that differs."""
         with ThreadPoolExecutor(_HASH_THREADS) as pool:
-            digests = pool.map(_sha256, [path for path, _, _ in self._shards])
+            digests = pool.map(sha256_file, [path for path, _, _ in self._shards])
             for (path, _, expected), found in zip(self._shards, digests, strict=True):
                 if found != expected:
                     raise ValueError(f"token shard {path}: its content is not what was written; {_AGAIN}")
@@ -209,11 +209,3 @@ def _map_shard(path: Path, dtype: np.dtype[Any], num_tokens: int) -> NDArray[Any
         return np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))
     except OSError as error:
         raise ValueError(f"token shard {path}: cannot be read ({error.strerror}); {_AGAIN}") from error
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

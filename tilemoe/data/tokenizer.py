@@ -94,7 +94,7 @@ class ByteTokenizer:
         model = models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True)
         backend = tokenizers.Tokenizer(model)
         backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-        write_atomic(path, backend.to_str(pretty=True))
+        write_atomic(path, backend.to_str(pretty=True).encode("utf-8"))
 
 
 class JsonTokenizer:
@@ -128,7 +128,7 @@ class JsonTokenizer:
         return self._backend.decode(kept.tolist(), skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
-        write_atomic(path, self._backend.to_str(pretty=True))
+        write_atomic(path, self._backend.to_str(pretty=True).encode("utf-8"))
 
 
 def load_tokenizer(
@@ -185,7 +185,7 @@ def _cached_bpe(spec: str, corpus: Corpus, vocab_size: int, heldout_every: int, 
         with only_one_process(path):
             if not path.exists():
                 backend = _train_bpe(corpus, vocab_size, heldout_every)
-                write_atomic(path, backend.to_str(pretty=True))
+                write_atomic(path, backend.to_str(pretty=True).encode("utf-8"))
     return JsonTokenizer(_parse(path, "delete it and it is trained again"), spec)
 
 

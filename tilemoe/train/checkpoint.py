@@ -31,9 +31,9 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 from tilemoe.config import ModelConfig, to_dict
+from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.train.config import Recipe, differences, parse_recipe
-from tilemoe.train.files import fsync_dir, fsync_file, sha256_file
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
 MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -109,11 +109,11 @@ def save_checkpoint(
         mode = (temporary / STATE_FILE).stat().st_mode
         for path in temporary.iterdir():
             path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
-            fsync_file(path)
-        fsync_dir(temporary)
+            fsync(path)
+        fsync(temporary)
         assert not target.exists(), f"{target} is saved twice: newer checkpoints are set aside before a run goes on"
         os.rename(temporary, target)
-        fsync_dir(run_dir)
+        fsync(run_dir)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         older = list_checkpoints(run_dir)

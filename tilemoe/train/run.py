@@ -14,11 +14,11 @@ import torch
 import tilemoe
 from tilemoe.config import to_dict
 from tilemoe.data import Prepared, prepare
+from tilemoe.data.files import write_atomic
 from tilemoe.models.flops import flops_per_token
 from tilemoe.train.checkpoint import Checkpoint, CheckpointError, clean_stale, list_checkpoints, set_aside
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.evaluate import Evaluation
-from tilemoe.train.files import write_atomic
 from tilemoe.train.loop import Trainer, data_fingerprint
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, open_tensorboard, truncate_metrics
 from tilemoe.train.plots import draw
