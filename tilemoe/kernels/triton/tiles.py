@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,8 +40,8 @@ def tile_list_launch(plan: RoutingPlan, tile_m: int) -> tuple[Launch, TileList]:
     """The launch that fills a TileList, and the list."""
     capacity = -(-plan.capacity // tile_m) + plan.num_experts
     start = plan.row_start_of_expert
-    expert_of_tile, row_of_tile = torch.empty(2, capacity, dtype=torch.int32, device=plan.device).unbind()
-    tiles = TileList(expert_of_tile, row_of_tile, start.new_empty(1))
+    # Two allocations: in a view of one, the second array's alignment, which kernels are compiled for, follows R_max.
+    tiles = TileList(start.new_empty(capacity), start.new_empty(capacity), start.new_empty(1))
     launch = Launch(
         tile_list_kernel,
         (plan.num_experts,),

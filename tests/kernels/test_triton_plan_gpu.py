@@ -1,0 +1,74 @@
+"""What plan building and combine promise on a GPU beyond their values: no compilation for a new T, no host sync.
+
+T tokens · d hidden_size · K experts per token · E experts
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilemoe.kernels.triton import plan as triton_plan
+from tilemoe.kernels.triton.combine import combine, combine_grad, combine_kernel
+from tilemoe.kernels.triton.tiles import tile_list, tile_list_kernel
+from tilemoe.routing.build import plan_topk
+from tilemoe.routing.plan import RoutingPlan
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = (
+    triton_plan.count_kernel,
+    triton_plan.block_start_kernel,
+    triton_plan.row_start_kernel,
+    triton_plan.place_kernel,
+    tile_list_kernel,
+    combine_kernel,
+)
+
+
+def use(ids: torch.Tensor, rows: torch.Tensor) -> RoutingPlan:
+    plan = plan_topk(ids, 64)
+    tile_list(plan, 128)
+    rows, s = rows[: plan.capacity], torch.ones(plan.capacity, device="cuda")
+    combine(rows, s, plan)
+    combine_grad(rows, plan)
+    return plan
+
+
+def test_other_numbers_of_tokens_compile_nothing() -> None:
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in KERNELS for cache in kernel.device_caches.values())
+
+    rows = torch.randn(8 * 4096, 128, device="cuda", dtype=torch.bfloat16)
+    counts = []
+    for tokens in (4096, 1, 1000, 1001, 77):
+        use(torch.randint(0, 64, (tokens, 8), device="cuda"), rows)
+        counts.append(compiled())
+    assert counts[0] >= len(KERNELS)
+    assert counts == counts[:1] * 5
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    ids = torch.randint(0, 64, (500, 8), device="cuda")
+    rows = torch.randn(4000, 128, device="cuda", dtype=torch.bfloat16)
+    use(ids, rows)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        use(ids, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_a_captured_plan_follows_its_ids() -> None:
+    ids = torch.randint(0, 64, (300, 8), device="cuda")
+    rows = torch.randn(2400, 128, device="cuda", dtype=torch.bfloat16)
+    use(ids, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = use(ids, rows)
+    ids.copy_(torch.randint(0, 70, (300, 8), device="cuda"))
+    graph.replay()
+    expected = plan_topk(ids, 64)
+    for name in ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert"):
+        assert torch.equal(getattr(plan, name), getattr(expected, name)), name
