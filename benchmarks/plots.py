@@ -1,0 +1,89 @@
+"""Figures from the recorded results: the whole layer by contestant, and each kernel against its roofline.
+
+python benchmarks/plots.py --mode sustained --out results/figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import record
+
+
+def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The last row of results/<name>.jsonl for each value of ``key``, of one mode and, unless None, one GPU."""
+    path = record.RESULTS / f"{name}.jsonl"
+    if not path.exists():
+        raise SystemExit(f"{path.relative_to(record.ROOT)} is missing: run `python benchmarks/run.py {name}` first")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    kept = [row for row in rows if row["mode"] == mode and gpu in (None, row["gpu"])]
+    return {tuple(row[field] for field in key): row for row in kept}
+
+
+def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:
+    """Milliseconds of forward and backward, one group of bars for each case."""
+    rows = latest("layer", mode, gpu, "case", "contestant")
+    names = list(dict.fromkeys(case for case, _ in rows))
+    contestants = list(dict.fromkeys(contestant for _, contestant in rows))
+    figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
+    width = 0.8 / max(1, len(contestants))
+    for axis, part in zip(axes, ("forward", "backward"), strict=True):
+        for index, contestant in enumerate(contestants):
+            present = [
+                (place, rows[case, contestant]) for place, case in enumerate(names) if (case, contestant) in rows
+            ]
+            heights = [row[f"{part}_ms"]["median"] for _, row in present]
+            axis.bar([place + index * width for place, _ in present], heights, width, label=contestant)
+        axis.set_ylabel(f"{part}, ms (log)")
+        axis.set_yscale("log")
+    axes[0].legend()
+    axes[1].set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names)
+    return save(figure, rows, f"Layer with its router, {mode}", folder / f"layer-{mode}.svg")
+
+
+def plot_kernels(mode: str, gpu: str | None, folder: Path) -> Path:
+    """Percent of its roofline for each kernel and case."""
+    rows = latest("kernels", mode, gpu, "case", "kernel")
+    names = list(dict.fromkeys(case for case, _ in rows))
+    kernels = list(dict.fromkeys(kernel for _, kernel in rows))
+
+    def share(case: str, kernel: str) -> float:
+        return 100 * rows[case, kernel]["of_roofline"] if (case, kernel) in rows else 0.0
+
+    grid = [[share(case, kernel) for kernel in kernels] for case in names]
+    figure, axis = plt.subplots(figsize=(11, 1 + 0.6 * len(names)), layout="constrained")
+    axis.imshow(grid, cmap="YlGn", vmin=0, vmax=100, aspect="auto")
+    for y, line in enumerate(grid):
+        for x, value in enumerate(line):
+            axis.text(x, y, f"{value:.0f}%", ha="center", va="center")
+    axis.set_xticks(range(len(kernels)), kernels, rotation=20)
+    axis.set_yticks(range(len(names)), names)
+    return save(figure, rows, f"Share of the roofline, {mode}", folder / f"kernels-{mode}.svg")
+
+
+def save(figure: Any, rows: dict[tuple[Any, ...], dict[str, Any]], title: str, path: Path) -> Path:
+    gpus = ", ".join(sorted({str(row["gpu"]) for row in rows.values()}))
+    commits = ", ".join(sorted({str(row["commit"]) for row in rows.values()}))
+    figure.suptitle(f"{title} · {gpus} · {commits}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=["burst", "sustained"], default="sustained")
+    parser.add_argument("--gpu", help="only rows of this GPU, by its full name")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "figures")
+    args = parser.parse_args()
+    for plot in (plot_layer, plot_kernels):
+        print(plot(args.mode, args.gpu, args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Timing on one GPU: interleaved rounds in rotating order, by device events.
+
+The clock moves by 10% with what ran before, so every contestant runs in every round, and each round starts with
+another one. "burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+IDLE_SECONDS = 0.3
+SUSTAINED_MS = 120.0  # of the same work before it is measured
+BURST_CALLS, SUSTAINED_CALLS = 3, 10
+
+# One call appends the events around its parts to the list it is given: (start, end) for each part.
+Step = Callable[[], list[tuple[torch.cuda.Event, torch.cuda.Event]]]
+
+
+def event() -> torch.cuda.Event:
+    """An event recorded now, on the current stream."""
+    recorded = torch.cuda.Event(enable_timing=True)
+    recorded.record()
+    return recorded
+
+
+def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[list[float]]]:
+    """Name to, for each round, the median milliseconds of each part of the step. ``mode``: "burst" or "sustained"."""
+    names = list(steps)
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    settle = {name: _calls_for(steps[name], SUSTAINED_MS) if mode == "sustained" else 1 for name in names}
+    calls = SUSTAINED_CALLS if mode == "sustained" else BURST_CALLS
+    for index in range(count):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            if mode == "burst":
+                torch.cuda.synchronize()
+                time.sleep(IDLE_SECONDS)
+            for _ in range(settle[name]):
+                steps[name]()
+            samples = [steps[name]() for _ in range(calls)]
+            torch.cuda.synchronize()
+            parts = zip(*([start.elapsed_time(end) for start, end in sample] for sample in samples), strict=True)
+            found[name].append([statistics.median(part) for part in parts])
+    return found
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median and the 20th and 80th percentile, in the unit given."""
+    if len(values) == 1:
+        return {"median": values[0], "p20": values[0], "p80": values[0]}
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return {"median": round(statistics.median(values), 4), "p20": round(fifths[0], 4), "p80": round(fifths[3], 4)}
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median over the rounds of theirs / ours."""
+    return round(statistics.median(b / a for a, b in zip(ours, theirs, strict=True)), 4)
+
+
+def memory_of(run: Callable[[], Any]) -> tuple[Any, int, int]:
+    """(what ``run`` returned, bytes it left allocated, bytes allocated at its peak), both beyond those before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    torch.cuda.synchronize()
+    return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+
+
+def _calls_for(step: Step, milliseconds: float) -> int:
+    step()
+    start = event()
+    step()
+    end = event()
+    end.synchronize()
+    return max(1, round(milliseconds / max(start.elapsed_time(end), 1e-3)))
