@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, whatever happens while they are written, and locks between processes."""
+"""Files and folders that are either whole or not there, and locks between processes."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import tilemoe
 from tilemoe.config import to_dict
 from tilemoe.data import Prepared, prepare
-from tilemoe.data.files import write_atomic
+from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
 from tilemoe.train.checkpoint import Checkpoint, CheckpointError, clean_stale, list_checkpoints, set_aside
 from tilemoe.train.config import Recipe, differences
@@ -25,7 +27,7 @@ from tilemoe.train.plots import draw
 from tilemoe.train.progress import Reporter, make_reporter
 from tilemoe.train.restore import build_model, select_device
 from tilemoe.train.sample import continue_text
-from tilemoe.train.signals import StopRequest
+from tilemoe.train.signals import StopRequest, sigterm_interrupts
 
 RESULT_FILE = "result.json"
 _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
@@ -89,11 +91,25 @@ def train(recipe: Recipe, checkpoint: Checkpoint | None = None) -> RunResult | N
     device = select_device(recipe.train.device)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    data = _prepare(recipe, checkpoint, reporter)
-    trainer = Trainer(recipe, build_model(recipe, device), data, device)
-    _enter(run_dir, trainer, checkpoint)
+    try:
+        with sigterm_interrupts():
+            data = _prepare(recipe, checkpoint, reporter)
+            trainer = Trainer(recipe, build_model(recipe, device), data, device)
+    except KeyboardInterrupt:
+        reporter.say("stopped before the first step: there is nothing to save, the same command starts again")
+        return None
+    with _owned(run_dir):
+        _enter(run_dir, trainer, checkpoint)
+        return _fit(trainer, reporter)
+
+
+def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
+    """Train in the run's folder to the end, or until a signal stops and saves the run (None)."""
+    recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    reporter.say(f"{recipe.name}: {parameters:,} parameters on {device.type}, {recipe.train.steps} steps, {run_dir}")
+    reporter.say(
+        f"{recipe.name}: {parameters:,} parameters on {trainer.device.type}, {recipe.train.steps} steps, {run_dir}"
+    )
     metrics = MetricsWriter(run_dir, _events(recipe, trainer.step, reporter))
     try:
         with StopRequest() as stop_requested:
@@ -131,9 +147,33 @@ def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter) 
     return data
 
 
+@contextlib.contextmanager
+def _owned(run_dir: Path) -> Iterator[None]:
+    """The run's folder, made if need be, for this process alone; what cannot be written there is a ValueError."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with owned_folder(run_dir):
+            yield
+    except BlockingIOError as error:
+        raise ValueError(
+            f"train.out_dir {run_dir}: another process is training in it; wait, or choose another --train.out-dir"
+        ) from error
+    except BrokenPipeError:  # of standard output, not of the folder
+        raise
+    except OSError as error:
+        raise ValueError(
+            f"train.out_dir {error.filename or run_dir}: cannot be used ({error.strerror or error}); make room or "
+            "correct its permissions and go on with --resume, or choose another --train.out-dir"
+        ) from error
+
+
 def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> None:
     """Bring the run's folder and the trainer to the point where training goes on."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    if checkpoint is None and list_checkpoints(run_dir):
+        raise ValueError(
+            f"train.out_dir {run_dir} holds checkpoints of a run; add --resume to go on in it, or choose another "
+            "--train.out-dir"
+        )
     clean_stale(run_dir)
     if checkpoint is not None:
         trainer.load(checkpoint)

@@ -1,0 +1,86 @@
+"""A run's folder belongs to one run and one process, and a signal before the first step loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilemoe.data.shards import ShardWriter
+from tilemoe.train import run as runs
+from tilemoe.train.config import Recipe
+from tilemoe.train.run import train
+
+
+def test_a_run_is_not_started_over_another(dense_recipe: Recipe) -> None:
+    train(dense_recipe)
+    before = (Path(dense_recipe.train.out_dir) / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="holds checkpoints of a run; add --resume"):
+        train(dense_recipe)
+    assert (Path(dense_recipe.train.out_dir) / "metrics.jsonl").read_bytes() == before
+
+
+def test_one_process_at_a_time_trains_in_a_folder(dense_recipe: Recipe) -> None:
+    folder = Path(dense_recipe.train.out_dir)
+    folder.mkdir(parents=True)
+    code = (
+        "import fcntl, os, sys; fd = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another process is training in it") as caught:
+            train(dense_recipe)
+        other.stdin.close()
+    assert "\n" not in str(caught.value)
+    assert not any(folder.iterdir())
+    assert train(dense_recipe) is not None
+
+
+def test_a_folder_that_cannot_be_written_is_named(dense_recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recipe = replace(dense_recipe, train=replace(dense_recipe.train, out_dir=str(tmp_path / "file" / "run")))
+    with pytest.raises(ValueError, match=r"train\.out_dir .*file/run: cannot be used \(Not a directory\)"):
+        train(recipe)
+
+
+def test_a_full_disk_names_the_metrics(dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(runs.MetricsWriter, "write", full)
+    with pytest.raises(ValueError, match=r"train\.out_dir .*run: cannot be used \(No space left on device\)"):
+        train(dense_recipe)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_data_is_prepared(
+    dense_recipe: Recipe,
+    tmp_path: Path,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = replace(dense_recipe, data=replace(dense_recipe.data, cache_dir=str(tmp_path / "cache")))
+    real = ShardWriter.append
+
+    def interrupted(*arguments: object) -> None:
+        os.kill(os.getpid(), number)
+        real(*arguments)
+
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "append", interrupted)
+        assert train(recipe) is None
+    assert "stopped before the first step" in capsys.readouterr().out
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert not [path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir()]
+    assert train(recipe) is not None
