@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 import torch
 
 from tilemoe.data import Prepared, prepare, sequential_windows
-from tilemoe.train import run as runs
 from tilemoe.train.checkpoint import CheckpointError, list_checkpoints, open_checkpoint
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import evaluate
@@ -302,15 +302,37 @@ def test_a_trained_tokenizer_travels_with_the_checkpoint(moe_recipe: Recipe) -> 
 def test_missing_extras_are_one_line_and_the_run_goes_on(
     dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def absent(*args: object) -> None:
-        raise ModuleNotFoundError("No module named 'x'")
-
-    monkeypatch.setattr(runs, "draw", absent)
-    monkeypatch.setattr(runs, "open_tensorboard", absent)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("matplotlib", "tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("matplotlib", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)  # what is None there cannot be imported
     train(replace(dense_recipe, train=replace(dense_recipe.train, steps=2, plot=True, tensorboard=True)))
     out = capsys.readouterr().out
-    assert "pip install 'tilemoe[plot]'" in out
-    assert "pip install 'tilemoe[log]'" in out
+    assert "no plot: pip install 'tilemoe[plot]'" in out.splitlines()
+    assert "no TensorBoard files: pip install 'tilemoe[log]'" in out.splitlines()
+    assert (Path(dense_recipe.train.out_dir) / "result.json").exists()
+
+
+def test_a_part_of_a_split_has_nats_per_byte_only_where_a_token_is_a_byte(dense_recipe: Recipe) -> None:
+    for tokenizer, known in (("bytes", True), ("bpe:300", False)):
+        recipe = replace(
+            dense_recipe,
+            model=replace(dense_recipe.model, vocab_size=300),
+            data=replace(dense_recipe.data, tokenizer=tokenizer),
+        )
+        data, model = data_of(recipe), build_model(recipe, CPU)
+        part, whole = (
+            evaluate(model, data.heldout, seq_len=16, batch_size=4, device=CPU, autocast=nullcontext, max_batches=n)
+            for n in (2, 0)
+        )
+        assert whole.shown(2) == f"{whole.nats_per_byte:.2f} nats/byte"
+        if known:
+            assert part.nats_per_byte == part.nats_per_token
+        else:
+            assert part.nats_per_byte is None
+            assert part.shown(2) == f"{part.nats_per_token:.2f} nats/token"
 
 
 def test_prompts_that_do_not_fit(dense_recipe: Recipe) -> None:

@@ -34,6 +34,7 @@ def run(arguments: Sequence[str]) -> None:
 
     from tilemoe.data import prepare
     from tilemoe.train.evaluate import evaluate
+    from tilemoe.train.loop import data_fingerprint
     from tilemoe.train.restore import restore
 
     restored = restore(options.checkpoint.expanduser(), options.device)
@@ -44,6 +45,8 @@ def run(arguments: Sequence[str]) -> None:
         recipe.data.cache_path,
         heldout_every=recipe.data.heldout_every,
     )
+    if options.corpus is None and data_fingerprint(data) != restored.checkpoint.state.data_fingerprint:
+        print(f"note: corpus {recipe.data.corpus} changed since training, which may have seen what is held out now")
     result = evaluate(
         restored.model,
         data.heldout,
@@ -55,4 +58,4 @@ def run(arguments: Sequence[str]) -> None:
     )
     assert result is not None, "nothing asks this evaluation to stop"
     print(f"checkpoint {restored.checkpoint.path}, {result.tokens:,} tokens, {result.nats_per_token:.4f} nats/token")
-    print(f"held-out loss {result.nats_per_byte:.2f} nats/byte")
+    print(f"held-out loss {result.shown(2)}")

@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
         print(f"\nsample:\n{result.sample}\n")
     if result.plot is not None:
         print(f"plot: {result.plot}")
-    print(f"held-out loss {result.evaluation.nats_per_byte:.2f} nats/byte")
+    print(f"held-out loss {result.evaluation.shown(2)}")
 
 
 def _choose(name: str | None, resume: str | None, overrides: Sequence[str]) -> tuple[Recipe, Checkpoint | None]:

@@ -22,9 +22,15 @@ class Evaluation:
     """The mean loss over ``tokens`` predicted tokens."""
 
     nats_per_token: float
-    nats_per_byte: float
+    nats_per_byte: float | None  # None: unknown, a part of the split was read in tokens of many lengths
     tokens: int
     tokens_per_expert: list[list[int]]  # (MoE layers, experts)
+
+    def shown(self, digits: int) -> str:
+        """The loss with its unit: per byte where that is known."""
+        if self.nats_per_byte is None:
+            return f"{self.nats_per_token:.{digits}f} nats/token"
+        return f"{self.nats_per_byte:.{digits}f} nats/byte"
 
 
 def evaluate(
@@ -41,7 +47,8 @@ def evaluate(
     """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over its first ``max_batches`` batches.
 
     Every window starts without context, so the figure is a little pessimistic for small ``seq_len``. Nats per byte are
-    nats per token times the split's tokens per byte of text. Returns None when ``stop_requested`` says so in between.
+    nats per token times the split's tokens per byte of text, which is that of a part only where every token is a byte.
+    Returns None when ``stop_requested`` says so in between.
     """
     nats, tokens = 0.0, 0
     counts: torch.Tensor | None = None
@@ -62,7 +69,10 @@ def evaluate(
         model.train(was_training)
     assert counts is not None, "a held-out split is never empty"
     per_token = nats / tokens
-    return Evaluation(per_token, per_token * shards.num_tokens / shards.num_bytes, tokens, counts.tolist())
+    bytewise = shards.num_tokens == shards.num_bytes
+    known = bytewise or tokens == shards.num_tokens
+    per_byte = per_token * shards.num_tokens / shards.num_bytes if known else None
+    return Evaluation(per_token, per_byte, tokens, counts.tolist())
 
 
 def _batches(

@@ -208,7 +208,7 @@ class Trainer:
         seconds = time.perf_counter() - begun
         if self.rank == 0:
             metrics.write("eval", {"step": self.step, "whole_split": whole, **asdict(result), "seconds": seconds})
-        reporter.say(f"step {self.step}/{self.recipe.train.steps}  held-out {result.nats_per_byte:.4f} nats/byte")
+        reporter.say(f"step {self.step}/{self.recipe.train.steps}  held-out {result.shown(4)}")
         return result
 
     def _record(self, metrics: MetricsWriter, stats: StepStats, speed: float) -> None:

@@ -4,7 +4,8 @@ Two kinds of record, told apart by ``kind``; everything except the ``TIMING_FIEL
 
 * ``train``: step, tokens, loss (cross-entropy, nats/token), aux_loss, lr, grad_norm, expert_load (per MoE layer, the
   busiest expert's share over the mean), seconds, tokens_per_second;
-* ``eval``: step, nats_per_token, nats_per_byte, tokens, whole_split, tokens_per_expert (MoE layers x experts), seconds.
+* ``eval``: step, nats_per_token, nats_per_byte (null where unknown), tokens, whole_split, tokens_per_expert (MoE layers
+  x experts), seconds.
 """
 
 from __future__ import annotations
