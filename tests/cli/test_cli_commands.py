@@ -194,6 +194,37 @@ def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, capsys: pyt
     assert not (tmp_path / "run").exists()
 
 
+def test_a_model_too_large_for_the_memory_is_one_line(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run")
+    assert "out of memory; lower data.batch_size" in fails(capsys, *base, "--model.vocab-size", 10**13)
+    assert "out of memory; lower data.batch_size" in fails(capsys, *base, "--data.batch-size", 10**14)
+
+
+def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(arguments: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("tilemoe.cli.export.run", broken)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["export"])
+
+
+def test_evaluating_a_changed_corpus_says_so(
+    recipe_file: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "corpus"
+    shutil.copytree(text, corpus)
+    options = ("--data.corpus", corpus, "--train.out-dir", tmp_path / "run", "--train.steps", "1")
+    assert run(capsys, "train", "--recipe", recipe_file, *options)[0] == 0
+    assert "note:" not in run(capsys, "eval", "--checkpoint", tmp_path / "run")[1]
+    (corpus / "00.txt").write_text("changed " * 100)
+    status, out, _ = run(capsys, "eval", "--checkpoint", tmp_path / "run")
+    assert status == 0
+    assert "changed since training" in out.splitlines()[0]
+
+
 def test_damaged_and_foreign_checkpoints_are_one_line(
     recipe_file: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,3 +134,12 @@ def test_recipes_do_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe{", b"[" * 100_000, b"{'name': 1}"])
+def test_a_file_that_is_not_json_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"mine\.json: not JSON \(.*\); correct the file") as caught:
+        load_recipe(path)
+    assert "\n" not in str(caught.value)

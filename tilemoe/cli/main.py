@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough; spare it Python's complaint at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, KeyboardInterrupt) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
+        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
+            raise  # a defect of ours, whose traceback is wanted
         if os.environ.get("TILEMOE_DEBUG") == "1":
             traceback.print_exc()
         print(f"tilemoe: error: {one_line(error)}", file=sys.stderr)
@@ -76,4 +78,12 @@ def one_line(error: BaseException) -> str:
     """An error's message on one line."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; checkpoints written so far are intact"
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (MemoryError, RuntimeError)):
+        return f"out of memory; lower data.batch_size, data.seq_len or the model's sizes ({text})"
+    return text
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """torch has a class of its own for a GPU's memory (named, for importing torch is slow) and none for the host's."""
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

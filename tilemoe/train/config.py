@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from tilemoe.config import (
     ModelConfig,
+    from_dict,
     require_bool,
     require_choice,
     require_finite,
     require_int,
-    from_dict,
 )
 
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -148,6 +148,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _require_text("name", self.name)
+        _require_text("description", self.description)
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"
@@ -174,18 +175,21 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
             raise ValueError(
                 f"recipe: no file {path}; give an existing .json file or one of {', '.join(list_recipes())}"
             )
-        return parse_recipe(path.read_text(encoding="utf-8"), str(path))
+        return parse_recipe(path.read_bytes(), str(path))
     if text not in list_recipes():
         raise ValueError(f"recipe: unknown recipe {text!r}; choose one of {', '.join(list_recipes())} or a .json file")
     return parse_recipe((files("tilemoe.recipes") / f"{text}.json").read_text(encoding="utf-8"), f"recipe {text}")
 
 
-def parse_recipe(text: str, where: str) -> Recipe:
-    """A recipe from JSON text; ``where`` names its origin in error messages."""
+def parse_recipe(text: str | bytes, where: str) -> Recipe:
+    """A recipe from JSON text (bytes: UTF-8); ``where`` names its origin in error messages."""
     try:
         data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error}); correct the file") from error
+    try:
         recipe: Recipe = from_dict(Recipe, data)
-    except ValueError as error:  # JSONDecodeError is one too
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return recipe
 
@@ -205,5 +209,5 @@ def _short(value: Any) -> str:
 
 
 def _require_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a non-empty text, got {value!r}")
+    if not isinstance(value, str) or not value or "\0" in value:  # no path holds a NUL
+        raise ValueError(f"{name} must be a non-empty text without NUL, got {value!r}")
