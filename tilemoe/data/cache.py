@@ -58,7 +58,8 @@ def prepare(
     try:
         tokenizer = load_tokenizer(tokenizer_spec, corpus, cache_dir, heldout_every)
         fingerprint = _fingerprint(corpus, tokenizer, heldout_every)
-        folder = cache_dir / "shards" / f"{_slug(corpus.name)}-{_slug(tokenizer.name)}-{fingerprint[:16]}"
+        # Not by the tokenizer's name: a checkpoint's copy of the tokenizer finds the shards of its training.
+        folder = cache_dir / "shards" / f"{_slug(corpus.name)}-{fingerprint[:16]}"
         if not folder.exists():
             with only_one_process(folder):
                 if not folder.exists():
