@@ -44,7 +44,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Within the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does: for work that can be cut short anywhere."""
+    """Within the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does: for work that can be cut short anywhere.
+
+    Native code, such as the training of a tokenizer, is not interrupted: the signal waits until it returns.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
