@@ -55,7 +55,7 @@ def assert_close(actual: Tensor, exact: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 24, 72] if INTERPRETED else [1, 24, 1032, 4096])
+@pytest.mark.parametrize("width", [1, 72] if INTERPRETED else [1, 24, 1032, 4096])
 def test_combine_agrees_on_hostile_routings(width: int, dtype: torch.dtype) -> None:
     for routing in hostile_routings(tile=12, device=DEVICE):
         plan = routing.plan
