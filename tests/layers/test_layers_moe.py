@@ -223,6 +223,33 @@ def test_low_precision_weights_are_widened_for_the_logits() -> None:
     assert relative_error(layer(x).router_logits.detach(), exact) < 1e-6
 
 
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_router_keeps_x_as_it_came_and_differentiates_the_upcast(weight_dtype: torch.dtype) -> None:
+    router = make(weight_dtype, router=RouterConfig(bias=True)).router
+    x = torch.randn(40, 16).bfloat16().requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        logits = router(x)
+    assert {t.untyped_storage().data_ptr() for t in kept} == {
+        t.untyped_storage().data_ptr() for t in (x, router.weight)
+    }
+    leaves = (x, router.weight, router.bias)
+    d_logits = torch.randn(40, 16)
+    with torch.autocast("cpu", torch.bfloat16):  # must not lower the backward either
+        grads = torch.autograd.grad(logits, leaves, d_logits)
+    plain = torch.nn.functional.linear(x.float(), router.weight.float(), router.bias.float())
+    for got, expected in zip(grads, torch.autograd.grad(plain, leaves, d_logits), strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected)
+
+
+def test_router_differentiates_twice_in_fp64() -> None:
+    router = make(torch.float64, router=RouterConfig(bias=True)).router
+    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(router, (x,))
+    torch.autograd.gradgradcheck(router, (x,))
+
+
 def test_selection_bias_stays_fp32_when_the_layer_is_cast() -> None:
     layer = make(router=RouterConfig(selection_bias=True))
     before = layer.router.selection_bias.clone()
@@ -349,6 +376,7 @@ def test_compiles_without_a_break() -> None:
         (torch.zeros(()), None, r"x must be \(\.\.\., 16\)"),
         (torch.zeros(3, 16, dtype=torch.int64), None, "x must be floating point"),
         (torch.zeros(3, 16, dtype=torch.bfloat16), None, "bfloat16"),
+        (torch.zeros(3, 16, device="meta"), None, "x is on meta but the weights are on cpu; move"),
         (torch.zeros(3, 16), torch.ones(4, dtype=torch.bool), r"token_mask must be \(3,\)"),
         (torch.zeros(3, 16), torch.ones(3), "token_mask"),
         (torch.full((3, 16), float("nan")), None, "NaN"),

@@ -244,6 +244,16 @@ def test_cache_gives_what_one_pass_gives() -> None:
         (torch.zeros(5, dtype=torch.int64), None, r"input_ids must be \(B, S\)"),
         (torch.zeros(2, 0, dtype=torch.int64), None, r"input_ids must be \(B, S\)"),
         (torch.zeros(2, 5), None, r"input_ids must be \(B, S\) integers"),
+        (
+            torch.zeros(2, 5, dtype=torch.int64, device="meta"),
+            None,
+            "input_ids is on meta but the model is on cpu; move",
+        ),
+        (
+            torch.zeros(1, 5, dtype=torch.int64),
+            torch.zeros(1, 5, dtype=torch.int64, device="meta"),
+            "labels is on meta but the model is on cpu; move",
+        ),
         (torch.zeros(1, 25, dtype=torch.int64), None, "25 tokens, too many for the 24"),
         (torch.full((1, 5), 41), None, r"input_ids must lie in \[0, 41\), got 41"),
         (torch.full((1, 5), -1), None, r"input_ids must lie in \[0, 41\), got -1"),

@@ -6,12 +6,41 @@ T tokens · d hidden_size · E experts
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilemoe.config import MoEConfig
+
+
+class _UpcastLinear(torch.autograd.Function):
+    """``x weight^T + bias`` in ``dtype``, keeping the operands as they came: autograd's own would keep their copies.
+
+    An fp32 copy of a 16-bit x is twice x, as large as the pre-activations of a layer of fine experts.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, ctx.dtype = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            dx = (d_logits @ weight.to(ctx.dtype)).to(x.dtype) if need_x else None
+            d_weight = (d_logits.t() @ x.to(ctx.dtype)).to(weight.dtype) if need_weight else None
+            d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
+        return dx, d_weight, d_bias, None
 
 
 class Router(nn.Module):
@@ -42,10 +71,11 @@ class Router(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (T, d) -> logits (T, E)."""
+        """x (T, d) -> logits (T, E). ValueError: x is on another device than the weights."""
+        if x.device != self.weight.device:
+            raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        return _UpcastLinear.apply(x, self.weight, self.bias, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Keep the selection bias in fp32 through ``module.to(torch.bfloat16)``: it moves by steps bf16 would lose."""

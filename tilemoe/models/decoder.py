@@ -138,8 +138,8 @@ class DecoderLM(nn.Module):
         With a cache the tokens follow those it holds, and are added to it; it is for inference, so no labels then.
 
         Raises:
-            ValueError: a shape is off, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU) an id is
-                not in the vocabulary.
+            ValueError: a shape or device is off, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU)
+                an id is not in the vocabulary.
         """
         self._check(input_ids, labels, cache)
         hidden, aux_loss, counts = self._hidden(input_ids, cache)
@@ -194,6 +194,11 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 f"input_ids must be (B, S) integers with S >= 1, got {tuple(input_ids.shape)} {input_ids.dtype}"
             )
+        device = self.embed.weight.device
+        if input_ids.device != device:
+            raise ValueError(
+                f"input_ids is on {input_ids.device} but the model is on {device}; move them to one device"
+            )
         held = 0 if cache is None else cache.length
         room = self.config.max_seq_len if cache is None else min(cache.max_tokens, self.config.max_seq_len)
         if held + input_ids.shape[1] > room:
@@ -208,6 +213,8 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 f"labels must be {tuple(input_ids.shape)} torch.int64, got {tuple(labels.shape)} {labels.dtype}"
             )
+        if labels.device != device:
+            raise ValueError(f"labels is on {labels.device} but the model is on {device}; move them to one device")
         _check_ids("labels", labels, self.config.vocab_size, lowest=IGNORED)
 
 
