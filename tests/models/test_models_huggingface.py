@@ -260,6 +260,11 @@ def test_what_qwen3_cannot_express_is_not_exported(change: dict[str, Any], name:
         ({"use_sliding_window": True}, "use_sliding_window must be False"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "rope_type must be 'default', got 'yarn'"),
         ({"vocab_size": 0}, "vocab_size"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_experts": "many"}, "num_experts must be a number, got 'many'"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_heads"),
+        ({"initializer_range": [0.1]}, "initializer_range must be a number"),
+        ({"rope_parameters": "yarn"}, "rope_parameters must be a table of settings or null, got 'yarn'"),
     ],
 )
 def test_what_the_decoder_does_not_implement_is_not_imported(change: dict[str, Any], message: str) -> None:
@@ -272,6 +277,10 @@ def test_missing_setting_and_other_spellings() -> None:
     del data["moe_intermediate_size"]
     with pytest.raises(ValueError, match="moe_intermediate_size is missing"):
         config_from_hf(data)
+    with pytest.raises(ValueError, match="must hold a table of settings, got list"):
+        config_from_hf([])
+    unset = {"num_key_value_heads": None, "rms_norm_eps": None, "decoder_sparse_step": None}
+    assert config_from_hf({**hf_config_dict(CONFIG), **unset}).num_kv_heads == CONFIG.num_heads
     older = hf_config_dict(replace(CONFIG, dense_layers=(0, 2)))
     del older["rope_parameters"], older["head_dim"]
     older |= {"rope_scaling": None, "mlp_only_layers": [], "decoder_sparse_step": 2}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 _ARCHITECTURE = "Qwen3MoeForCausalLM"
+
+Number = TypeVar("Number", int, float)
 
 
 def hf_config_dict(config: ModelConfig) -> dict[str, Any]:
@@ -59,6 +61,8 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ValueError: another architecture, a missing setting, or one that `DecoderLM` does not implement.
     """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"config.json must hold a table of settings, got {type(data).__name__}")
     if data.get("model_type") != "qwen3_moe":
         raise ValueError(f"config.json: model_type must be 'qwen3_moe', got {data.get('model_type')!r}")
     rope = _rope(data)
@@ -66,25 +70,25 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
     for name, value in implemented.items():
         if data.get(name, value) != value:
             raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
-    layers = int(_setting(data, "num_hidden_layers"))
-    step = int(data.get("decoder_sparse_step", 1))
+    layers = _number(data, "num_hidden_layers", int)
+    step = _number(data, "decoder_sparse_step", int, 1)
     listed = set(data.get("mlp_only_layers") or ())
     dense = tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
-    heads, width = int(_setting(data, "num_attention_heads")), int(_setting(data, "hidden_size"))
-    std = float(data.get("initializer_range", 0.02))
+    heads, width = _number(data, "num_attention_heads", int), _number(data, "hidden_size", int)
+    std = _number(data, "initializer_range", float, 0.02)
     return ModelConfig(
-        vocab_size=int(_setting(data, "vocab_size")),
+        vocab_size=_number(data, "vocab_size", int),
         hidden_size=width,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(data.get("num_key_value_heads", heads)),
-        head_dim=int(data.get("head_dim") or width // heads),
-        max_seq_len=int(_setting(data, "max_position_embeddings")),
+        num_kv_heads=_number(data, "num_key_value_heads", int, heads),
+        head_dim=_number(data, "head_dim", int, width // max(heads, 1)),
+        max_seq_len=_number(data, "max_position_embeddings", int),
         moe=None if len(dense) == layers else _moe_from_hf(data, width, std),
-        dense_intermediate_size=int(_setting(data, "intermediate_size")) if dense else 0,
+        dense_intermediate_size=_number(data, "intermediate_size", int) if dense else 0,
         dense_layers=() if len(dense) == layers else dense,
-        rope_theta=float(rope.get("rope_theta", 10_000.0)),
-        norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+        rope_theta=_number(rope, "rope_theta", float, 10_000.0),
+        norm_eps=_number(data, "rms_norm_eps", float, 1e-6),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         initializer_range=std,
     )
@@ -92,15 +96,15 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
 
 def _moe_from_hf(data: Mapping[str, Any], width: int, std: float) -> MoEConfig:
     # Saved by some releases under the second name, which is an alias of the first.
-    experts = data["num_local_experts"] if "num_local_experts" in data else _setting(data, "num_experts")
+    experts = "num_local_experts" if "num_local_experts" in data else "num_experts"
     return MoEConfig(
         hidden_size=width,
-        intermediate_size=int(_setting(data, "moe_intermediate_size")),
-        num_experts=int(experts),
-        num_experts_per_tok=int(_setting(data, "num_experts_per_tok")),
+        intermediate_size=_number(data, "moe_intermediate_size", int),
+        num_experts=_number(data, experts, int),
+        num_experts_per_tok=_number(data, "num_experts_per_tok", int),
         router=RouterConfig(
             normalize=bool(data.get("norm_topk_prob", False)),
-            aux_loss_coef=float(data.get("router_aux_loss_coef", 0.001)),
+            aux_loss_coef=_number(data, "router_aux_loss_coef", float, 0.001),
         ),
         initializer_range=std,
     )
@@ -109,18 +113,26 @@ def _moe_from_hf(data: Mapping[str, Any], width: int, std: float) -> MoEConfig:
 def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings in either spelling, as one table."""
     rope = {"rope_theta": data["rope_theta"]} if "rope_theta" in data else {}
-    rope |= data.get("rope_scaling") or {}
-    rope |= data.get("rope_parameters") or {}
+    for name in ("rope_scaling", "rope_parameters"):
+        more = data.get(name) or {}
+        if not isinstance(more, Mapping):
+            raise ValueError(f"config.json: {name} must be a table of settings or null, got {more!r}")
+        rope |= more
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"config.json: rope_type must be 'default', got {kind!r}; no other is implemented")
     return rope
 
 
-def _setting(data: Mapping[str, Any], name: str) -> Any:
-    if name not in data:
+def _number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], default: Number | None = None) -> Number:
+    """The setting ``name``; ``default`` where it is absent or null, which is how transformers writes an unset one."""
+    value = default if data.get(name) is None else data[name]
+    if value is None:
         raise ValueError(f"config.json: {name} is missing")
-    return data[name]
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"config.json: {name} must be a number, got {value!r}") from error
 
 
 def _placeholder_moe(config: ModelConfig) -> MoEConfig:
