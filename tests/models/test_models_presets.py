@@ -126,6 +126,8 @@ def test_unknown_names_list_the_known_ones() -> None:
         moe_preset("kimi")
     with pytest.raises(ValueError, match=r"model preset must be one of .*; got 'mixtral-8x7b'"):
         model_preset("mixtral-8x7b")
+    with pytest.raises(ValueError, match="moe preset must be one of"):
+        moe_preset(["kimi-k2"])
     assert set(MODEL_PRESETS) == {"qwen3-30b-a3b", "qwen3-235b-a22b"}
 
 

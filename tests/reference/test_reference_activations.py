@@ -96,3 +96,5 @@ def test_unknown_name_and_stray_parameters_are_refused() -> None:
         activation(torch.zeros(1, 2), "swish")
     with pytest.raises(ValueError, match="activation_limit is a parameter of activation='swiglu_oai'"):
         activation(torch.zeros(1, 2), "swiglu", limit=7.0)
+    with pytest.raises(ValueError, match="gate_up must be one of concatenated, interleaved; got 'paired'"):
+        activation(torch.zeros(1, 2), "swiglu", "paired")

@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig, require_choice
 
 
 def moe_preset(name: str) -> MoEConfig:
     """The MoE layer of a public model; ValueError that lists the names otherwise."""
-    if name not in MOE_PRESETS:
-        raise ValueError(f"moe preset must be one of {', '.join(sorted(MOE_PRESETS))}; got {name!r}")
+    require_choice("moe preset", name, MOE_PRESETS)
     return MOE_PRESETS[name]
 
 
 def model_preset(name: str) -> ModelConfig:
     """The decoder of a public model; ValueError that lists the names otherwise."""
-    if name not in MODEL_PRESETS:
-        raise ValueError(f"model preset must be one of {', '.join(sorted(MODEL_PRESETS))}; got {name!r}")
+    require_choice("model preset", name, MODEL_PRESETS)
     return MODEL_PRESETS[name]
 
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from tilemoe.config import GATED_ACTIVATIONS, validate_activation
+from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, require_choice, validate_activation
 
 
 def activation(
@@ -21,6 +21,7 @@ def activation(
     ``limit`` and ``alpha`` belong to swiglu_oai (defaults 7.0 and 1.702, those of gpt-oss).
     """
     validate_activation(name, limit, alpha)
+    require_choice("gate_up", gate_up, GATE_UP_LAYOUTS)
     if name not in GATED_ACTIVATIONS:
         return _pointwise(h, name)
     gate, up = _gate_and_up(h, gate_up)
