@@ -115,7 +115,7 @@ ROUTER_PRESETS: Mapping[str, RouterConfig] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TokenRounding:
-    """Round each expert's rows to a multiple of ``tile`` in training (see design: token rounding)."""
+    """Round each expert's rows to a multiple of ``tile`` in training, so that its GEMMs have no ragged tile."""
 
     mode: Literal["nearest", "stochastic", "nearest_score", "balance", "up", "down"] = "nearest"
     tile: int = 128
@@ -285,7 +285,8 @@ def _plain(value: Any) -> Any:
 def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
     """Build the config dataclass ``cls`` from plain values; an unknown or missing key is a ValueError naming it."""
     if not isinstance(data, Mapping):
-        raise ValueError(f"{where.rstrip('.') or cls.__name__}: expected a table of settings, got {type(data).__name__}")
+        name = where.rstrip(".") or cls.__name__
+        raise ValueError(f"{name}: expected a table of settings, got {type(data).__name__}")
     known = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(data) - set(known))
     if unknown:
