@@ -9,7 +9,7 @@ import torch
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.base import compute_dtype
-from tilemoe.kernels.select import KERNEL_SETS, kernel_set, select_kernels
+from tilemoe.kernels.select import KERNEL_SETS, kernel_set, select_for_widths, select_kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -58,3 +58,29 @@ def test_unknown_sets_are_named_in_one_line(name: Any) -> None:
 def test_compute_dtype() -> None:
     assert compute_dtype(torch.float64) == torch.float64
     assert {compute_dtype(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)} == {torch.float32}
+
+
+def test_triton_serves_gpus_where_the_shapes_suit_it() -> None:
+    chosen = select_for_widths("cuda", torch.bfloat16, 1536, 256)
+    assert (chosen.name, chosen.because("")) == ("triton", kernel_set("triton"))
+    assert "d=1536, n=256" in chosen.reason
+    cfg = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    assert select_kernels("cuda", torch.bfloat16, cfg).name == select_kernels("cuda", torch.float16).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "widths", "reason"),
+    [
+        ("cuda", torch.float64, (64, 32), "no Triton kernel computes in torch.float64"),
+        ("cuda", torch.float32, (64, 32), "in fp32 the Triton kernels add in one chain"),
+        ("cuda", torch.bfloat16, (64, 36), "must be multiples of 8"),
+        ("cuda", torch.bfloat16, (60, 32), "must be multiples of 8"),
+        ("cpu", torch.bfloat16, (64, 32), "Triton does not run on cpu"),
+    ],
+)
+def test_torch_serves_the_rest_and_says_why(
+    device: str, dtype: torch.dtype, widths: tuple[int, int], reason: str
+) -> None:
+    chosen = select_for_widths(device, dtype, *widths)
+    assert chosen.name == "torch"
+    assert reason in chosen.reason

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from types import MappingProxyType
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.base import KernelSet
+from tilemoe.kernels.tiling import WIDTH_MULTIPLE
 from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 
 KERNEL_SETS = MappingProxyType({TORCH_KERNELS.name: TORCH_KERNELS})
+TRITON = "triton"  # imported when it is first asked for: it is not on every machine
+
+P = ParamSpec("P")
+Out = TypeVar("Out")
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def constant_when_traced(function: Callable[P, Out]) -> Callable[P, Out]:
+    """Have torch.compile run ``function`` once, while it traces: what is installed and which GPU there is stay.
+
+    The mark is that of ``torch.compiler.assume_constant_result``, which imports all of the compiler to set it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfig | None = None) -> KernelSet:
@@ -20,20 +37,57 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
 
     ``cfg`` is None when only the device and the dtype are known. ValueError for a dtype that no set computes in.
     """
+    widths = () if cfg is None else (cfg.hidden_size, cfg.intermediate_size)
+    return select_for_widths(device, dtype, *widths)
+
+
+def select_for_widths(device: torch.device | str, dtype: torch.dtype, *widths: int) -> KernelSet:
+    """As `select_kernels`, for the widths d and n of a layer, or none of them."""
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(str(d) for d in FLOAT_DTYPES)}; got {dtype}")
     try:
-        kind = torch.device(device).type
+        found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}") from error
-    layer = "" if cfg is None else f", d={cfg.hidden_size}, n={cfg.intermediate_size}"
-    return TORCH_KERNELS.because(
-        f"plain PyTorch runs on any device; nothing faster is installed for {kind}, {dtype}{layer}"
-    )
+    layer = "".join(f", {letter}={width}" for letter, width in zip("dn", widths, strict=False))
+    problem = problem_of_triton(found, dtype, *widths)
+    if problem is None:
+        return kernel_set(TRITON).because(f"Triton kernels serve {found.type}, {dtype}{layer}")
+    return TORCH_KERNELS.because(f"plain PyTorch runs on any device, for {found.type}, {dtype}{layer}: {problem}")
+
+
+def problem_of_triton(device: torch.device, dtype: torch.dtype, *widths: int) -> str | None:
+    """Why the Triton kernels do not serve this, in a few words; None if they do. Traceable, widths may be symbolic."""
+    problem = _problem_of_triton_anywhere(device, dtype)
+    if problem is None and any(width % WIDTH_MULTIPLE for width in widths):
+        return f"hidden_size and intermediate_size must be multiples of {WIDTH_MULTIPLE} for the Triton kernels"
+    return problem
 
 
 def kernel_set(name: str) -> KernelSet:
     """The KernelSet called ``name``; ValueError that lists the names otherwise."""
+    if name == TRITON:
+        if find_spec("triton") is None:
+            raise ValueError("kernels='triton' needs the package triton, which PyTorch's builds for GPUs bring along")
+        from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
+
+        return TRITON_KERNELS
     if not isinstance(name, str) or name not in KERNEL_SETS:
-        raise ValueError(f"kernels must be None or one of {', '.join(sorted(KERNEL_SETS))}; got {name!r}")
+        names = ", ".join(sorted((*KERNEL_SETS, TRITON)))
+        raise ValueError(f"kernels must be None or one of {names}; got {name!r}")
     return KERNEL_SETS[name]
+
+
+@constant_when_traced
+def _problem_of_triton_anywhere(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"Triton does not run on {device.type}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if dtype == torch.float64:
+        return f"no Triton kernel computes in {dtype}"
+    if dtype == torch.float32:
+        return "in fp32 the Triton kernels add in one chain, which is less exact; pass kernels='triton' to use them"
+    if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the Triton kernels need compute capability 8.0"
+    return None

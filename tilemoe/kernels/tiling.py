@@ -30,6 +30,7 @@ KERNELS: tuple[Kernel, ...] = (
 WITH_ACTIVATION = ("up_proj_act", "down_proj_act_grad")
 WEIGHT_GRADS = ("down_proj_weight_grad", "up_proj_weight_grad")
 
+WIDTH_MULTIPLE = 8  # of n and d: 16 bytes of a 16-bit type, the least that a wide load takes
 _MIN_BLOCK = 16  # what a matrix unit takes at least in any dimension
 _BARRIER_BYTES = 1024  # room for the pipeline's barriers and for alignment
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
 from tilemoe.kernels.base import KernelSet, compute_dtype
-from tilemoe.kernels.select import FLOAT_DTYPES, kernel_set, select_kernels
+from tilemoe.kernels.select import FLOAT_DTYPES, TRITON, constant_when_traced, kernel_set, problem_of_triton
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 from tilemoe.ops import library
 from tilemoe.routing.plan import RoutingPlan
 
@@ -54,7 +55,7 @@ def moe(
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check_tensors(x, w1, w2, b1, b2, spec.width_factor)
     _check_plan(x, w1, plan, scores)
-    name = _kernels_name(kernels, x)
+    name = _kernels_name(kernels, w2)
     s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
     inputs = (x, w1, w2, s, b1, b2)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
@@ -121,21 +122,31 @@ def _autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     """Cast to autocast's dtype where it is on, as PyTorch's own GEMMs do; fp64 and integers are left alone."""
     tensors = (x, *rest)
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     castable = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(t if t is None or t.dtype not in castable else t.to(dtype) for t in tensors)
 
 
-def _kernels_name(kernels: str | KernelSet | None, x: Tensor) -> str:
+@constant_when_traced  # PyTorch 2.11 cannot trace this
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+def _kernels_name(kernels: str | KernelSet | None, w2: Tensor) -> str:
     if kernels is None:
-        return select_kernels(x.device, x.dtype).name
+        return TORCH_KERNELS.name if problem_of_triton(w2.device, w2.dtype, *w2.shape[1:]) else TRITON
     if not isinstance(kernels, KernelSet):
-        return kernel_set(kernels).name
+        return _known_name(kernels)
     if kernel_set(kernels.name) != kernels.because(""):
         raise ValueError(f"kernels: this KernelSet is not the registered one called {kernels.name!r}; pass its name")
     return kernels.name
+
+
+@constant_when_traced
+def _known_name(kernels: str) -> str:
+    return kernel_set(kernels).name
 
 
 def _check_options(gate_up: str, recompute: str | None) -> None:

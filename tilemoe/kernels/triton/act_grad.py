@@ -50,6 +50,7 @@ def act_grad_kernel(
     limit,
     alpha,
     ACTIVATION: tl.constexpr,
+    PRECISE: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -94,17 +95,17 @@ def act_grad_kernel(
         if SLICES == 1:
             ds = _slice(
                 acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-                ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, width,
+                ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, width,
             )  # fmt: skip
         else:
             left_half, right_half = halves(acc, BLOCK_M, BLOCK_N)
             ds = _half(
                 left_half, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-                ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2, SLICES // 2,
+                ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2, SLICES // 2,
             )  # fmt: skip
             ds += _half(
                 right_half, score, h, dh, a_scaled, row, end, col + BLOCK_N // 2, n, limit, alpha,
-                ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2, SLICES // 2,
+                ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2, SLICES // 2,
             )  # fmt: skip
         tl.store(partial + (index % column_tiles).to(tl.int64) * capacity + rows, ds, mask=rows < end)
 
@@ -112,7 +113,7 @@ def act_grad_kernel(
 @triton.jit
 def _half(
     acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """One or two slices: (BM) fp32, their part of the scores' gradient."""
@@ -120,17 +121,17 @@ def _half(
     if SLICES == 1:
         ds = _slice(
             acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-            ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N,
+            ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         left_half, right_half = halves(acc, BLOCK_M, BLOCK_N)
         ds = _slice(
             left_half, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-            ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2,
+            ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2,
         )  # fmt: skip
         ds += _slice(
             right_half, score, h, dh, a_scaled, row, end, col + BLOCK_N // 2, n, limit, alpha,
-            ACTIVATION, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2,
+            ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2,
         )  # fmt: skip
     return ds
 
@@ -138,19 +139,19 @@ def _half(
 @triton.jit
 def _slice(
     da, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Everything of B1's epilogue for (BM, BN) of da': stores dh and a_scaled, returns (BM) of <da', a>."""
     if GATED:
         gate, up = load_gate_up(h, end, row, col, n, INTERLEAVED, BLOCK_M, BLOCK_N)
         a, dgate, dup = gated_grad(
-            gate.to(tl.float32), up.to(tl.float32), da * score[:, None], limit, alpha, ACTIVATION
+            gate.to(tl.float32), up.to(tl.float32), da * score[:, None], limit, alpha, ACTIVATION, PRECISE
         )
         store_gate_up(dh, dgate, dup, end, row, col, n, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N)
     else:
         z = load_rows(h, end, row, col, n, BLOCK_M, BLOCK_N).to(tl.float32)
-        a, slope = inner(z, ACTIVATION)
+        a, slope = inner(z, ACTIVATION, PRECISE)
         store_rows(dh, da * score[:, None] * slope, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
     store_rows(a_scaled, a * score[:, None], end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
     inside = (col + tl.arange(0, BLOCK_N) < n)[None, :]

@@ -99,6 +99,7 @@ def up_proj_act_kernel(
     limit,
     alpha,
     ACTIVATION: tl.constexpr,
+    PRECISE: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -150,7 +151,7 @@ def up_proj_act_kernel(
         if SLICES == 1:
             _finish(
                 gate, up, a, h, end, row, col, n, limit, alpha,
-                ACTIVATION, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, BLOCK_N,
+                ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         else:
             tl.static_assert(SLICES == 2, "slices: 1 or 2")
@@ -159,19 +160,19 @@ def up_proj_act_kernel(
             up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
             _finish(
                 gate_left, up_left, a, h, end, row, col, n, limit, alpha,
-                ACTIVATION, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, half,
+                ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, half,
             )  # fmt: skip
             _finish(
                 gate_right, up_right, a, h, end, row, col + half, n, limit, alpha,
-                ACTIVATION, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, half,
+                ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, half,
             )  # fmt: skip
 
 
 @triton.jit
 def _finish(
     gate, up, a, h, end, row, col, n, limit, alpha,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, KEEP_H: tl.constexpr,
-    USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    KEEP_H: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """F1's epilogue for (BM, BN) of gate and up, of which an ungated activation has the first only."""
     if KEEP_H:
@@ -180,7 +181,7 @@ def _finish(
         else:
             store_rows(h, gate, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
     if GATED:
-        value = gated_value(gate, up, limit, alpha, ACTIVATION)
+        value = gated_value(gate, up, limit, alpha, ACTIVATION, PRECISE)
     else:
-        value, _slope = inner(gate, ACTIVATION)
+        value, _slope = inner(gate, ACTIVATION, PRECISE)
     store_rows(a, value, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)

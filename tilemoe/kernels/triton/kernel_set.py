@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.tiling import Device, tile_rows
+from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, tile_rows
 from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.combine import combine, combine_grad
 from tilemoe.kernels.triton.launch import device_of
@@ -18,7 +18,6 @@ from tilemoe.kernels.triton.tiles import TileList, tile_list
 from tilemoe.routing.plan import RoutingPlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDTH_MULTIPLE = 8  # of n and d: 16 bytes of a 16-bit type, the least that a wide load takes
 
 
 def unsupported(dtype: torch.dtype, *widths: int) -> str | None:

@@ -122,7 +122,7 @@ def up_proj_act_launch(
             "alpha": spec.alpha,
         },
         {
-            **_activation(spec),
+            **_activation(spec, x.dtype),
             "HAS_BIAS": b1 is not None,
             "KEEP_H": keep_h,
             "USE_TMA": use_tma,
@@ -182,7 +182,7 @@ def act_grad_launch(
             "alpha": spec.alpha,
         },
         {
-            **_activation(spec),
+            **_activation(spec, do.dtype),
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": d % tile.block_k == 0,
@@ -312,9 +312,13 @@ def _h_out(h: Tensor, spec: ActivationSpec, tile: Tile, use_tma: bool) -> Any:
     return ragged_operand(h, [tile.block_m, spec.width_factor * width], use_tma)
 
 
-def _activation(spec: ActivationSpec) -> dict[str, Any]:
-    gated = spec.is_gated
-    return {"ACTIVATION": spec.name, "GATED": gated, "INTERLEAVED": gated and spec.gate_up == "interleaved"}
+def _activation(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "ACTIVATION": spec.name,
+        "PRECISE": dtype == torch.float32,
+        "GATED": spec.is_gated,
+        "INTERLEAVED": _layout(spec) == "interleaved",
+    }
 
 
 def _tile_args(tiles: TileList, plan: RoutingPlan) -> dict[str, Any]:
