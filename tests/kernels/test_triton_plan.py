@@ -41,7 +41,7 @@ def test_the_interpreter_agrees_with_torch() -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_combine_compiles_to_wide_loads(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     ids = torch.arange(24).view(3, 8) % 5
     plan, rows = make_plan(ids, 5), torch.zeros(24, 1536, dtype=dtype)
@@ -62,7 +62,7 @@ def test_combine_of_pairs_compiles(capability: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("experts", [1, 128, 512, MAX_EXPERTS])
+@pytest.mark.parametrize("experts", [128, MAX_EXPERTS])
 def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> None:
     launches, _ = plan_topk_launches(torch.zeros(600, 8, dtype=torch.int64), experts)
     for launch in launches:
