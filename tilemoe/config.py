@@ -285,8 +285,9 @@ def _plain(value: Any) -> Any:
 def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
     """Build the config dataclass ``cls`` from plain values; an unknown or missing key is a ValueError naming it."""
     if not isinstance(data, Mapping):
-        name = where.rstrip(".") or cls.__name__
-        raise ValueError(f"{name}: expected a table of settings, got {type(data).__name__}")
+        raise ValueError(
+            f"{where.rstrip('.') or cls.__name__}: expected a table of settings, got {type(data).__name__}"
+        )
     known = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(data) - set(known))
     if unknown:
