@@ -5,14 +5,16 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 
 Two comparisons, each in bf16 and fp32: the experts alone, given the same ids and scores, and the whole layer with its
-router. Both sides hold the same weights; a speed is printed only if outputs and gradients agree first. Rounds are
-interleaved and the side that goes first alternates, because the clock moves more than the difference.
+router. Each is timed with one routing throughout, and with another one in every round, as in training, where no two
+batches route alike. Both sides hold the same weights; a speed is printed only if outputs and gradients agree first.
+Rounds are interleaved and the side that goes first alternates, because the clock moves more than the difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 import tilemoe
 
 T, D, N, E, K = 2048, 512, 256, 32, 4
+WARM_UP = 3  # rounds
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # RMS error over RMS value
 
 
@@ -57,10 +60,26 @@ def build(dtype: torch.dtype) -> tuple[nn.Module, tilemoe.MoE]:
     return theirs, ours
 
 
-def experts_sides(theirs: nn.Module, ours: tilemoe.MoE, dtype: torch.dtype) -> list[Side]:
-    """The experts alone: both get the same ids and scores; sorting them by expert is part of the work."""
-    scores, ids = torch.rand(T, E).softmax(-1).topk(K)
-    scores_ours, scores_theirs = scores.clone().requires_grad_(), scores.to(dtype).requires_grad_()
+@dataclass
+class Comparison:
+    """Two sides and ``reroute()``, which gives both the same new routing."""
+
+    name: str
+    sides: list[Side]
+    reroute: Callable[[], None]
+
+
+def experts_alone(theirs: nn.Module, ours: tilemoe.MoE, x: Tensor) -> Comparison:
+    """Both get the same ids and scores; sorting them by expert is part of the work."""
+    ids = torch.empty(T, K, dtype=torch.int64)
+    scores_ours = torch.empty(T, K, requires_grad=True)
+    scores_theirs = torch.empty(T, K, dtype=x.dtype, requires_grad=True)
+
+    def reroute() -> None:
+        scores, new_ids = torch.randn(T, E).softmax(-1).topk(K)
+        with torch.no_grad():
+            for old, new in ((ids, new_ids), (scores_ours, scores), (scores_theirs, scores)):
+                old.copy_(new)
 
     def run_ours(x: Tensor) -> Tensor:
         return ours.experts(x, tilemoe.plan_topk(ids, E), scores_ours)
@@ -68,14 +87,20 @@ def experts_sides(theirs: nn.Module, ours: tilemoe.MoE, dtype: torch.dtype) -> l
     def run_theirs(x: Tensor) -> Tensor:
         return theirs.experts(x, ids, scores_theirs)
 
-    return [
+    reroute()
+    sides = [
         Side("tilemoe", run_ours, [ours.experts.w1, ours.experts.w2, scores_ours]),
         Side("transformers", run_theirs, [theirs.experts.gate_up_proj, theirs.experts.down_proj, scores_theirs]),
     ]
+    return Comparison("experts", sides, reroute)
 
 
-def layer_sides(theirs: nn.Module, ours: tilemoe.MoE) -> list[Side]:
-    """The whole layer, router included."""
+def whole_layer(theirs: nn.Module, ours: tilemoe.MoE, x: Tensor) -> Comparison:
+    """Router included; another x is another routing."""
+
+    def reroute() -> None:
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape))
 
     def run_ours(x: Tensor) -> Tensor:
         return ours(x).hidden
@@ -84,10 +109,11 @@ def layer_sides(theirs: nn.Module, ours: tilemoe.MoE) -> list[Side]:
         out = theirs(x[None])
         return (out[0] if isinstance(out, tuple) else out)[0]
 
-    return [
+    sides = [
         Side("tilemoe", run_ours, [ours.experts.w1, ours.experts.w2, ours.router.weight]),
         Side("transformers", run_theirs, [theirs.experts.gate_up_proj, theirs.experts.down_proj, theirs.gate.weight]),
     ]
+    return Comparison("layer", sides, reroute)
 
 
 def gradients(side: Side, x: Tensor, do: Tensor) -> list[Tensor]:
@@ -101,9 +127,10 @@ def check_agreement(theirs: nn.Module, ours: tilemoe.MoE, x: Tensor, do: Tensor)
     The layers are compared in fp32: transformers computes the logits in the layer's dtype, and in bf16 that picks other
     experts for the tokens whose choice is close.
     """
-    compare(experts_sides(theirs, ours, x.dtype), x, do)
+    compare(experts_alone(theirs, ours, x).sides, x, do)
     theirs, ours = copy.deepcopy(theirs).float(), copy.deepcopy(ours).float()
-    compare(layer_sides(theirs, ours), x.detach().float().requires_grad_(), do.float())
+    x = x.detach().float().requires_grad_()
+    compare(whole_layer(theirs, ours, x).sides, x, do.float())
 
 
 def compare(sides: list[Side], x: Tensor, do: Tensor) -> None:
@@ -124,24 +151,26 @@ def time_once(side: Side, x: Tensor, do: Tensor) -> tuple[float, float]:
     return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
 
 
-def measure(sides: list[Side], x: Tensor, do: Tensor, rounds: int) -> dict[str, object]:
-    times: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
-    for index in range(rounds + 2):  # two rounds of warm-up
-        for side in sides if index % 2 else sides[::-1]:
+def measure(case: Comparison, routing: str, x: Tensor, do: Tensor, rounds: int) -> dict[str, object]:
+    times: dict[str, list[tuple[float, float]]] = {side.name: [] for side in case.sides}
+    for index in range(rounds + WARM_UP):
+        if routing == "new each round":
+            case.reroute()
+        for side in case.sides if index % 2 else case.sides[::-1]:
             sample = time_once(side, x, do)
-            if index >= 2:
+            if index >= WARM_UP:
                 times[side.name].append(sample)
-    row: dict[str, object] = {"rounds": rounds}
+    row: dict[str, object] = {"what": case.name, "routing": routing, "rounds": rounds}
     totals = {}
     for name, samples in times.items():
         total = [forward + backward for forward, backward in samples]
         totals[name] = total
-        row[name] = {
-            "forward_ms": round(statistics.median(f for f, _ in samples), 2),
-            "backward_ms": round(statistics.median(b for _, b in samples), 2),
-            "total_ms": round(statistics.median(total), 2),
-            "total_p20_ms": round(statistics.quantiles(total, n=5)[0], 2),
-            "total_p80_ms": round(statistics.quantiles(total, n=5)[3], 2),
+        row[f"{name}_ms"] = {
+            "forward": round(statistics.median(f for f, _ in samples), 2),
+            "backward": round(statistics.median(b for _, b in samples), 2),
+            "total": round(statistics.median(total), 2),
+            "total_p20": round(statistics.quantiles(total, n=5)[0], 2),
+            "total_p80": round(statistics.quantiles(total, n=5)[3], 2),
         }
     ratios = [b / a for a, b in zip(totals["tilemoe"], totals["transformers"], strict=True)]
     row["speedup"] = round(statistics.median(ratios), 3)
@@ -159,12 +188,12 @@ def main() -> None:
         x = torch.randn(T, D).to(dtype).requires_grad_()
         do = torch.randn(T, D).to(dtype)
         check_agreement(theirs, ours, x, do)
-        for what, sides in (("experts", experts_sides(theirs, ours, dtype)), ("layer", layer_sides(theirs, ours))):
-            case = {"what": what, "dtype": str(dtype).removeprefix("torch."), "T": T, "d": D, "n": N, "E": E, "K": K}
-            row = {**case, **measure(sides, x, do, rounds), "transformers_version": transformers.__version__}
-            print(f"{what:8} {case['dtype']:9} tilemoe {row['tilemoe']} transformers {row['transformers']}")
-            print(f"{'':18} tilemoe is {row['speedup']}x as fast")
-            rows.append(row)
+        shape = {"dtype": str(dtype).removeprefix("torch."), "T": T, "d": D, "n": N, "E": E, "K": K}
+        for case in (experts_alone(theirs, ours, x), whole_layer(theirs, ours, x)):
+            for routing in ("fixed", "new each round"):
+                row = {**measure(case, routing, x, do, rounds), **shape, "transformers": transformers.__version__}
+                print(json.dumps(row))
+                rows.append(row)
     print("appended to", record.append("cpu_layer", rows).relative_to(record.ROOT))
 
 

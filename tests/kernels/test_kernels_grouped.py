@@ -180,9 +180,10 @@ def test_cpu_gemms_of_16_bit_meet_few_shapes(dtype: torch.dtype, monkeypatch: py
 
     monkeypatch.setattr(torch, "mm", record)
     for count in range(1, 700):
-        plan = plan_topk(torch.zeros(count, 1, dtype=torch.int64), 1)
-        rows = normal(count, 8, dtype=dtype, seed=count)
-        rows_times_experts(rows, normal(1, 8, 8, dtype=dtype), None, plan)
-        outer = outer_per_expert(rows, rows, plan)
-        assert relative_error(outer[0], rows.double().T @ rows.double()) < ERROR_CAPS[dtype]
-    assert len(shapes) <= 2 * -(-700 // 64), "one per multiple of 64 rows and kind of product"
+        plan = plan_topk(torch.tensor([0] * count + [1] * 16)[:, None], 2)  # the last expert's rows end the buffer
+        rows, weight = normal(count + 16, 8, dtype=dtype, seed=count), normal(2, 8, 8, dtype=dtype)
+        out, outer = rows_times_experts(rows, weight, None, plan), outer_per_expert(rows, rows, plan)
+        for expert, span in spans(plan):
+            assert relative_error(out[span], rows[span].double() @ weight[expert].double()) < ERROR_CAPS[dtype]
+            assert relative_error(outer[expert], rows[span].double().T @ rows[span].double()) < ERROR_CAPS[dtype]
+    assert len(shapes) <= 2 * -(-700 // 16), "one per multiple of 16 rows and kind of product"

@@ -6,8 +6,8 @@ On a GPU, `F.grouped_mm` is used where it takes the dtype and the strides: it ne
 (fp64, rows not a multiple of 16 bytes) a loop over experts does, which reads the row counts back.
 
 On a CPU `grouped_mm` is a loop itself, and for the 16-bit dtypes the loop here is a different one: oneDNN compiles a
-kernel for every new shape, 0.75 ms each, and the rows of an expert change with every batch. So 16-bit GEMMs over rows
-are cut into calls of a few recurring row counts (docs/notes/cpu.md).
+kernel for every new shape, 0.75 ms each, and the rows of an expert change with every batch. So 16-bit GEMMs take a few
+rows more, up to a count that recurs (docs/notes/cpu.md).
 """
 
 from __future__ import annotations
@@ -22,86 +22,82 @@ from torch import Tensor
 from tilemoe.routing.plan import RoutingPlan
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ROW_STEP = 64  # rows: large enough for a GEMM to be efficient, small enough to waste little at an expert's end
+_ROW_STEP = 16  # rows: few enough to waste little, enough for row counts to recur
 _ALIGNMENT = 16  # bytes: what grouped_mm asks of the leading stride and of the base address
 
 
-def rows_times_experts(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+def rows_times_experts(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan, index: Tensor | None = None
+) -> Tensor:
     """``rows_r @ weight_e (+ bias_e)`` for each row r of expert e: (R_max, q).
 
-    rows (R_max, p) expert-major, weight (E, p, q) of any strides, bias (E, q). Rows past R are left uninitialised.
+    rows (R_max, p) expert-major, or with index (R_max) any rows of which row r is ``rows[index[r]]``; weight (E, p, q)
+    of any strides, bias (E, q). Rows past R are left unspecified.
     """
     compiles_each_shape = _compiles_each_shape(rows)
     if not compiles_each_shape and _is_groupable(rows) and _is_groupable(weight):
         # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
-        out = F.grouped_mm(rows, weight, offs=plan.row_start_of_expert[1:]).contiguous()
+        gathered = rows if index is None else rows.index_select(0, index)
+        out = F.grouped_mm(gathered, weight, offs=plan.row_start_of_expert[1:]).contiguous()
         return out if bias is None else out.add_(bias.index_select(0, expert_of_row(plan)))
-    out = rows.new_empty(rows.shape[0], weight.shape[2])
-    multiply = _multiply_in_recurring_shapes if compiles_each_shape else _multiply
+    out = rows.new_empty(plan.capacity, weight.shape[2])
     for expert, span in expert_spans(plan):
-        multiply(rows[span], weight[expert], None if bias is None else bias[expert], out[span])
+        if compiles_each_shape:
+            # The rows computed too many are the next experts', which overwrite them, or lie past R.
+            span = _widened(span, plan)
+        rows_e = rows[span] if index is None else rows.index_select(0, index[span])
+        if bias is None:
+            torch.mm(rows_e, weight[expert], out=out[span])
+        else:
+            torch.addmm(bias[expert], rows_e, weight[expert], out=out[span])
     return out
 
 
-def outer_per_expert(left: Tensor, right: Tensor, plan: RoutingPlan) -> Tensor:
+def outer_per_expert(
+    left: Tensor,
+    right: Tensor,
+    plan: RoutingPlan,
+    left_index: Tensor | None = None,
+    right_index: Tensor | None = None,
+) -> Tensor:
     """``sum over the rows r of expert e of left_r^T right_r``: (E, p, q), zeros for an expert without rows.
 
-    left (R_max, p), right (R_max, q), both expert-major.
+    left (R_max, p), right (R_max, q), both expert-major, or any rows with an index, as in `rows_times_experts`.
     """
     # On a CPU the loop is faster: grouped_mm's fp32 form takes twice its time (docs/notes/cpu.md).
     if left.device.type != "cpu" and _is_groupable(left) and _is_groupable(right):
+        left = left if left_index is None else left.index_select(0, left_index)
+        right = right if right_index is None else right.index_select(0, right_index)
         return F.grouped_mm(left.t(), right, offs=plan.row_start_of_expert[1:]).contiguous()
     out = left.new_zeros(plan.num_experts, left.shape[1], right.shape[1])
     compiles_each_shape = _compiles_each_shape(left)
     for expert, span in expert_spans(plan):
-        left_e, right_e = left[span], right[span]
-        if compiles_each_shape:
-            left_e, right_e = _pad_rows(left_e), _pad_rows(right_e)
-        torch.mm(left_e.t(), right_e, out=out[expert])
+        count = span.stop - span.start
+        block = _widened(span, plan) if compiles_each_shape else span
+        torch.mm(_rows(left, left_index, block, count).t(), _rows(right, right_index, block, count), out=out[expert])
     return out
 
 
-def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``out = rows @ weight (+ bias)``."""
-    if bias is None:
-        torch.mm(rows, weight, out=out)
+def _rows(rows: Tensor, index: Tensor | None, block: slice, count: int) -> Tensor:
+    """The rows of ``block``, gathered if there is an index; those after the first ``count`` as zeros."""
+    if index is not None:
+        out = rows.index_select(0, index[block])
+    elif block.stop - block.start == count:
+        return rows[block]
     else:
-        torch.addmm(bias, rows, weight, out=out)
+        out = rows[block].clone()
+    out[count:] = 0
+    return out
 
 
-def _multiply_in_recurring_shapes(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """As `_multiply`, in at most two calls: a round number of rows, and a small block that ends with the last row.
-
-    The second block overlaps the first where the rest is not round itself; those rows are computed twice.
-    """
-    count = rows.shape[0]
-    if count < _ROW_STEP:
-        padded_out = out.new_empty(_ROW_STEP, out.shape[1])
-        _multiply(_pad_rows(rows), weight, bias, padded_out)
-        out.copy_(padded_out[:count])
-        return
-    step = _row_step(count)
-    rest = count % step
-    if rest < count:
-        _multiply(rows[: count - rest], weight, bias, out[: count - rest])
-    if rest:
-        start = count - _round_up(rest, _ROW_STEP)
-        _multiply(rows[start:], weight, bias, out[start:])
+def _widened(span: slice, plan: RoutingPlan) -> slice:
+    """``span`` with as many of the rows after it as make its length a recurring one, if there are that many."""
+    return slice(span.start, min(span.start + _recurring(span.stop - span.start), plan.capacity))
 
 
-def _pad_rows(rows: Tensor) -> Tensor:
-    """``rows`` with zero rows appended up to a recurring count."""
-    count = rows.shape[0]
-    missing = _round_up(count, _row_step(count)) - count
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-
-def _row_step(count: int) -> int:
-    """What row counts near ``count`` are rounded to: between 8 and 16 different ones in each octave."""
-    return max(_ROW_STEP, 1 << max(0, count.bit_length() - 4))
-
-
-def _round_up(count: int, step: int) -> int:
+def _recurring(count: int) -> int:
+    """``count`` rounded up to a multiple of 16, of 32 from 1024 on, and so on: 32 different counts in each octave."""
+    step = max(_ROW_STEP, 1 << max(0, count.bit_length() - 6))
     return -(-count // step) * step
 
 

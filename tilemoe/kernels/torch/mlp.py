@@ -1,4 +1,5 @@
-"""The eight kernels in plain PyTorch. The gathers are materialised, one transient (R_max, d) buffer at a time.
+"""The eight kernels in plain PyTorch. Where a loop over experts serves, gathers go expert by expert; elsewhere they are
+materialised, one transient (R_max, d) buffer at a time.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 """
@@ -22,7 +23,7 @@ def up_proj_act(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
 ) -> tuple[Tensor, Tensor]:
     """F1: (a (R_max, n), h (R_max, w))."""
-    h = rows_times_experts(x.index_select(0, plan.token_of_row), w1.transpose(1, 2), b1, plan)
+    h = rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
     a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
     for block in _row_blocks(h):
         a[block] = activation_value(h[block], spec)
@@ -57,7 +58,7 @@ def down_proj_act_grad(
     spec: ActivationSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
-    da_unscaled = rows_times_experts(do.index_select(0, plan.token_of_row), w2, None, plan)
+    da_unscaled = rows_times_experts(do, w2, None, plan, index=plan.token_of_row)
     dh, a_scaled = torch.empty_like(h), torch.empty_like(da_unscaled)
     s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
     ds_row = s.new_empty(plan.capacity)
@@ -76,7 +77,7 @@ def down_proj_act_grad(
 
 def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Tensor:
     """B2: dw2 (E, d, n)."""
-    return outer_per_expert(do.index_select(0, plan.token_of_row), a_scaled, plan)
+    return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row)
 
 
 def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
@@ -86,7 +87,7 @@ def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
 
 def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan) -> Tensor:
     """B4: dw1 (E, w, d)."""
-    return outer_per_expert(dh, x.index_select(0, plan.token_of_row), plan)
+    return outer_per_expert(dh, x, plan, right_index=plan.token_of_row)
 
 
 def combine_grad(dx_rows: Tensor, plan: RoutingPlan) -> Tensor:
@@ -122,11 +123,14 @@ def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan) -> Tenso
         taken *= _take(weight.unsqueeze(1), plan.row_of_pair)
         sums = torch.segment_reduce(taken, "sum", offsets=plan.pair_start_of_token, axis=0, unsafe=True, initial=0)
         return sums.to(rows.dtype)
-    total = weight.new_zeros(plan.num_tokens, rows.shape[1])
-    if plan.num_pairs:
-        for row_of_token in plan.row_of_pair.view(plan.num_tokens, -1).unbind(1):
+    out = rows.new_empty(plan.num_tokens, rows.shape[1])
+    row_of_pair = plan.row_of_pair.view(plan.num_tokens, -1) if plan.num_tokens else plan.row_of_pair[:, None]
+    for tokens in _row_blocks(out):
+        total = weight.new_zeros(tokens.stop - tokens.start, rows.shape[1])
+        for row_of_token in row_of_pair[tokens].unbind(1):
             total.addcmul_(_take(rows, row_of_token), _take(weight.unsqueeze(1), row_of_token))
-    return total.to(rows.dtype)
+        out[tokens] = total
+    return out
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

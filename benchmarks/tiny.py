@@ -1,0 +1,47 @@
+"""The `tiny` recipe against its dense twin: equal FLOPs per token, the same tokens in the same order.
+
+    python benchmarks/tiny.py
+
+Each recipe is trained by the command line, as `make demo` does it, and its held-out loss goes to results/tiny.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import record
+
+KEPT = (
+    "heldout_nats_per_byte",
+    "heldout_tokens",
+    "training_tokens",
+    "parameters",
+    "flops_per_token",
+)
+
+
+def train(recipe: str, out_dir: Path) -> dict[str, object]:
+    """Train ``recipe`` in a process of its own; its result, and the seconds from start to exit, evaluation included."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "tilemoe", "train", "--recipe", recipe, "--train.out-dir", str(out_dir)]
+    subprocess.run(command, check=True, cwd=record.ROOT)
+    seconds = time.perf_counter() - start
+    result = json.loads((out_dir / "result.json").read_text())
+    return {"recipe": recipe, **{key: result[key] for key in KEPT}, "wall_seconds": round(seconds, 1)}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [train(recipe, Path(folder) / recipe) for recipe in ("tiny", "tiny-dense")]
+    for row in rows:
+        print(json.dumps(row))
+    print("appended to", record.append("tiny", rows).relative_to(record.ROOT))
+
+
+if __name__ == "__main__":
+    main()
