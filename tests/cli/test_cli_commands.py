@@ -277,6 +277,31 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert run(capsys, *arguments, "--resume")[0] == 0
 
 
+@pytest.mark.parametrize("where", ["safetensors", "tokenizer"])
+def test_an_export_that_fails_leaves_nothing(
+    where: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors import SafetensorError
+
+    from tilemoe.data import tokenizer
+    from tilemoe.models import huggingface
+
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("I/O error: No space left") if where == "safetensors" else OSError(28, "No space left")
+
+    if where == "safetensors":
+        monkeypatch.setattr(huggingface, "save_file", full)
+    else:
+        monkeypatch.setattr(tokenizer, "write_atomic", full)
+    out = tmp_path / "parent" / "hub"
+    assert f"--out {out}: cannot be written" in fails(capsys, "export", "--checkpoint", finished, "--out", out)
+    assert not any(out.parent.iterdir())
+    monkeypatch.undo()
+    out.mkdir()
+    assert run(capsys, "export", "--checkpoint", finished, "--out", out)[0] == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in out.iterdir()}
+
+
 def test_a_reader_that_stops_reading_is_no_error() -> None:
     code = f"{sys.executable} -m tilemoe train --help | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)

@@ -28,11 +28,18 @@ def run(arguments: Sequence[str]) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder; choose another")
 
+    from safetensors import SafetensorError
+
+    from tilemoe.data.files import staged_folder
     from tilemoe.models.huggingface import save_hf
     from tilemoe.train.checkpoint import TOKENIZER_FILE
     from tilemoe.train.restore import restore
 
     restored = restore(options.checkpoint.expanduser(), "cpu")
-    save_hf(restored.model, out)
-    restored.tokenizer.save(out / TOKENIZER_FILE)
+    try:
+        with staged_folder(out) as staging:  # model and tokenizer appear together or not at all
+            save_hf(restored.model, staging)
+            restored.tokenizer.save(staging / TOKENIZER_FILE)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--out {out}: cannot be written ({error}); make room or choose another") from error
     print(f"exported {restored.checkpoint.path} to {out}")
