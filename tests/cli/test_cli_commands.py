@@ -35,6 +35,10 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return err
 
 
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
+
+
 def test_train_leaves_a_result(finished: Path) -> None:
     result = json.loads((finished / "result.json").read_text())
     assert 0 < result["heldout_nats_per_byte"] < 5.6
@@ -307,6 +311,14 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
+
+
+def test_a_training_whose_output_nobody_reads_is_saved(recipe_file: Path, tmp_path: Path) -> None:
+    options = f"--train.out-dir {tmp_path / 'run'} --train.steps 9999 --train.eval-every 0 --train.save-every 0"
+    code = f"{sys.executable} -m tilemoe train --recipe {recipe_file} {options} | grep -m 1 'step 3/'"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr == ""
+    assert checkpoint_steps(tmp_path / "run")[-1] >= 3
 
 
 def test_a_boxed_report_becomes_one_line() -> None:

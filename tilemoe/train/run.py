@@ -123,6 +123,10 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
                 )
                 return None
             return _finish(trainer, evaluation, parameters, reporter)
+    except BrokenPipeError:  # nobody reads the output any more; the steps done are kept
+        metrics.sync()
+        trainer.save_if_needed()
+        raise
     finally:
         metrics.close()
 
