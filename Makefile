@@ -11,7 +11,7 @@ env: $(STAMP)
 # triton goes in without its dependencies and after torch: its interpreter and its cross-compiler serve the tests,
 # and the CPU build of torch asks for none.
 $(STAMP): requirements-dev.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("tilemoe needs Python >= 3.10, this is " + sys.version) if sys.version_info < (3, 10) else None'
+	$(PYTHON) -c 'import sys; sys.exit("the pinned environment needs Python >= 3.11, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps triton==3.6.0
