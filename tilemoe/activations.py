@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilemoe.config import GATED_ACTIVATIONS, validate_activation
 
+_BLOCK_BYTES = 1 << 20  # a block of fp32 pre-activations and its temporaries stay in a core's cache
 _OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # gpt-oss
 _SQRT_HALF = math.sqrt(0.5)
 _INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
@@ -88,6 +89,16 @@ _INNER: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "geglu": _gelu,
     "reglu": _relu,
 }
+
+
+def row_blocks(h: Tensor) -> list[slice]:
+    """Row slices for element-wise work on ``h`` (R, .): cache-sized in eager mode on a CPU, else one.
+
+    docs/notes/cpu.md has what that gains.
+    """
+    blocked = h.device.type == "cpu" and not torch.compiler.is_compiling()
+    step = max(1, _BLOCK_BYTES // (4 * h.shape[1]) if blocked else h.shape[0])
+    return [slice(start, min(start + step, h.shape[0])) for start in range(0, h.shape[0], step)]
 
 
 def split_gate_up(h: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:

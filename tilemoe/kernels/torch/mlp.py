@@ -6,17 +6,13 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max row capac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from tilemoe.activations import ActivationSpec, activation_grad, activation_value
+from tilemoe.activations import ActivationSpec, activation_grad, activation_value, row_blocks
 from tilemoe.kernels.base import KernelSet, compute_dtype
 from tilemoe.kernels.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
 from tilemoe.routing.plan import RoutingPlan
-
-_BLOCK_BYTES = 1 << 20  # a block of fp32 pre-activations and its temporaries stay in a core's cache
 
 
 def up_proj_act(
@@ -25,7 +21,7 @@ def up_proj_act(
     """F1: (a (R_max, n), h (R_max, w))."""
     h = rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
     a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
-    for block in _row_blocks(h):
+    for block in row_blocks(h):
         a[block] = activation_value(h[block], spec)
     return a, h
 
@@ -63,7 +59,7 @@ def down_proj_act_grad(
     s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
     ds_row = s.new_empty(plan.capacity)
     work = compute_dtype(h.dtype)
-    for block in _row_blocks(h):
+    for block in row_blocks(h):
         da = da_unscaled[block].to(work)
         a = activation_grad(h[block], da * s_row[block], spec, dh[block])
         ds_row[block] = (da * a).sum(1)
@@ -125,7 +121,7 @@ def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan) -> Tenso
         return sums.to(rows.dtype)
     out = rows.new_empty(plan.num_tokens, rows.shape[1])
     row_of_pair = plan.row_of_pair.view(plan.num_tokens, -1) if plan.num_tokens else plan.row_of_pair[:, None]
-    for tokens in _row_blocks(out):
+    for tokens in row_blocks(out):
         total = weight.new_zeros(tokens.stop - tokens.start, rows.shape[1])
         for row_of_token in row_of_pair[tokens].unbind(1):
             total.addcmul_(_take(rows, row_of_token), _take(weight.unsqueeze(1), row_of_token))
@@ -149,13 +145,6 @@ def _rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Ten
 def _in_use(plan: RoutingPlan) -> Tensor:
     rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
     return rows < plan.row_start_of_expert[-1]
-
-
-def _row_blocks(h: Tensor) -> Iterator[slice]:
-    """Row slices for element-wise work: cache-sized on CPU, everything at once where a launch costs more."""
-    step = max(1, _BLOCK_BYTES // (4 * h.shape[1])) if h.device.type == "cpu" else max(1, h.shape[0])
-    for start in range(0, h.shape[0], step):
-        yield slice(start, min(start + step, h.shape[0]))
 
 
 TORCH_KERNELS = KernelSet(
