@@ -43,6 +43,39 @@ class _UpcastLinear(torch.autograd.Function):
         return dx, d_weight, d_bias, None
 
 
+class _HalfLinear(torch.autograd.Function):
+    """As `_UpcastLinear` in fp32, for operands of one 16-bit dtype on a GPU: on its 16-bit matrix units.
+
+    fp32 holds the product of two 16-bit numbers exactly (of fp16 ones too), and the units add in fp32: so these are
+    the logits of the upcast operands but for the order of the sums, at a tenth of the time. The gradient is rounded
+    once to the operands' dtype, which is what autograd does for any 16-bit linear layer.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+            return logits if bias is None else logits.add_(bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            rounded = d_logits.to(x.dtype)
+            dx = torch.mm(rounded, weight) if need_x else None
+            # The sum over all tokens may be split among programs: their parts are kept in fp32 too.
+            d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
+            d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
+        return dx, d_weight, d_bias
+
+
 class Router(nn.Module):
     """``logits = x weight^T + bias``, in fp32 (fp64 for fp64 x or weights), whatever autocast says.
 
@@ -74,6 +107,8 @@ class Router(nn.Module):
         """x (T, d) -> logits (T, E). ValueError: x is on another device than the weights."""
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
+        if x.device.type == "cuda" and x.dtype == self.weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
+            return _HalfLinear.apply(x, self.weight, self.bias)
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         return _UpcastLinear.apply(x, self.weight, self.bias, dtype)
 
