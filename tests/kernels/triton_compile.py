@@ -1,12 +1,16 @@
-"""Compile a `Launch` for a GPU that is not there, and read what came out."""
+"""Compile launches for a GPU that is not there, and read what came out."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import triton
 from torch import Tensor
@@ -14,13 +18,30 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
+from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.triton.launch import Launch
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compile_launch(launch: Launch, capability: int) -> Any:
-    """Triton's compiled kernel, specialised on the arguments as a launch would be."""
+@contextmanager
+def recorded_launches(device: Device) -> Iterator[list[Launch]]:
+    """Inside, the Triton kernels take CPU tensors for those of ``device``, and what they launch is listed, not run."""
+    launches: list[Launch] = []
+    users = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("tilemoe.kernels.triton.") and hasattr(module, "device_of")
+    ]
+    with ExitStack() as patches:
+        for module in users:
+            patches.enter_context(mock.patch.object(module, "device_of", lambda t: device))
+        patches.enter_context(mock.patch.object(Launch, "run", lambda launch: launches.append(launch)))
+        yield launches
+
+
+def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
+    """Triton's compiled kernel, specialised on the arguments as a launch would be. An int: an NVIDIA capability."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -36,9 +57,20 @@ def compile_launch(launch: Launch, capability: int) -> Any:
             attributes[(index,)] = [["tt.divisibility", 16]]
     return triton.compile(
         ASTSource(launch.kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", capability, 32),
+        target=target if isinstance(target, GPUTarget) else GPUTarget("cuda", target, 32),
         options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
     )
+
+
+def stack_bytes(compiled: Any, folder: Path) -> int:
+    """A thread's stack in the machine code for an NVIDIA GPU: what registers could not hold lies there."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
+        [os.fspath(_CUOBJDUMP), "-res-usage", os.fspath(path)], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    (found,) = re.findall(r"STACK:(\d+)", usage)
+    return int(found)
 
 
 def count_spill_loads(compiled: Any, folder: Path) -> int:

@@ -1,0 +1,158 @@
+"""Every Triton kernel in every dtype, compiled for GPUs that are not here: four of NVIDIA's and one of AMD's.
+
+What is compiled is what a forward and a backward launch, as recorded. T tokens · d hidden_size · n intermediate_size ·
+E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+from triton_compile import compile_launch, recorded_launches, stack_bytes
+
+from tilemoe.activations import activation_spec
+from tilemoe.config import GATED_ACTIVATIONS
+from tilemoe.kernels.tiling import Device
+from tilemoe.kernels.triton import combine, mlp, tiles
+from tilemoe.kernels.triton import plan as plan_module
+from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
+from tilemoe.kernels.triton.launch import Launch
+from tilemoe.routing.build import plan_topk
+
+KB = 1024
+NVIDIA = {
+    80: Device(80, 163 * KB, 108),
+    90: Device(90, 227 * KB, 132),
+    100: Device(100, 227 * KB, 148),
+    120: Device(120, 99 * KB, 170),
+}
+GFX942 = GPUTarget("hip", "gfx942", 64)  # MI300
+MI300 = Device(0, 64 * KB, 304)
+D, N, E, T, K = 1536, 256, 2, 64, 2
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
+# By capability: the matrix unit's instruction, and its operands' type in it; fp32 by IEEE uses none.
+MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+OPERANDS = {"bf16": r"\.bf16\.bf16", "fp16": r"\.f16\.f16", "tf32": r"\.tf32\.tf32"}
+KIND = {"bf16": r"::f16", "fp16": r"::f16", "tf32": r"::tf32"}  # how tcgen05 calls them
+# Bytes of a thread's stack, all of it in the epilogue of down_proj_act_grad, once per tile; 16 are no spill.
+STACK = {"act_grad_kernel": 256}
+
+
+@pytest.fixture(params=DTYPES)
+def dtype_name(request: pytest.FixtureRequest) -> Iterator[str]:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = request.param == "tf32"
+    yield request.param
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def layer_launches(
+    device: Device,
+    dtype: torch.dtype,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    bias: bool = False,
+    turned: bool = False,
+) -> list[Launch]:
+    """What one plan, forward, inference and backward launch. ``turned``: weights of the other stride order."""
+    kernels, spec = TRITON_KERNELS, activation_spec(activation, gate_up, None, None)
+    ids = torch.arange(T * K).view(T, K) % E
+    plan, width = plan_topk(ids, E), N * (2 if activation in GATED_ACTIVATIONS else 1)
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    w1 = zeros(E, D, width).transpose(1, 2) if turned else zeros(E, width, D)
+    w2 = zeros(E, N, D).transpose(1, 2) if turned else zeros(E, D, N)
+    b1, b2 = (zeros(E, width), zeros(E, D)) if bias else (None, None)
+    x, s = zeros(T, D), torch.zeros(T * K)
+    with recorded_launches(device) as launches:
+        plan_module.plan_topk(ids, E)
+        a, h = kernels.up_proj_act(x, w1, b1, plan, spec)
+        kernels.up_proj_act_inference(x, w1, b1, plan, spec)
+        kernels.combine(kernels.down_proj(a, w2, b2, plan), s, plan)
+        dh, _, a_scaled = kernels.down_proj_act_grad(x, w2, b2, h, s, plan, spec)
+        kernels.down_proj_weight_grad(x, a_scaled, plan)
+        kernels.combine_grad(kernels.up_proj_act_grad(dh, w1, plan), plan)
+        kernels.up_proj_weight_grad(x, dh, plan)
+        kernels.down_proj_bias_grad(x, s, plan)
+        kernels.up_proj_bias_grad(dh, plan)
+    return launches
+
+
+def name_of(launch: Launch) -> str:
+    return str(launch.kernel.fn.__name__)
+
+
+def is_gemm(launch: Launch) -> bool:
+    return "PRECISION" in launch.constants
+
+
+def one_of_each(launches: list[Launch]) -> list[Launch]:
+    """The first launch of each kernel: what the others differ in is no matter of the dtype."""
+    return list({name_of(launch): launch for launch in reversed(launches)}.values())
+
+
+def test_no_kernel_is_left_out() -> None:
+    kernels = {
+        name
+        for module in (combine, mlp, plan_module, tiles)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
+    assert len(kernels) >= 10
+    assert kernels == {name_of(launch) for launch in layer_launches(NVIDIA[90], torch.bfloat16)}
+
+
+@pytest.mark.parametrize("capability", NVIDIA)
+def test_every_dtype_on_nvidia(capability: int, dtype_name: str, tmp_path: Path) -> None:
+    device = NVIDIA[capability]
+    for launch in one_of_each(layer_launches(device, DTYPES[dtype_name])):
+        where = f"{name_of(launch)} in {dtype_name} for sm_{capability}"
+        compiled = compile_launch(launch, capability)
+        assert compiled.metadata.shared <= device.shared_bytes, where
+        assert stack_bytes(compiled, tmp_path) <= STACK.get(name_of(launch), 16), where
+        used = set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*", compiled.asm["ptx"]))
+        if not is_gemm(launch) or dtype_name == "fp32":
+            assert not used, where
+            continue
+        operands = (KIND if capability == 100 else OPERANDS)[dtype_name]
+        assert used, f"{where} uses no matrix unit"
+        for instruction in used:
+            assert instruction.startswith(MATRIX_UNIT[capability]), where
+            assert re.search(operands, instruction), where
+
+
+@pytest.mark.parametrize(
+    ("activation", "gate_up", "bias", "turned"),
+    [
+        ("swiglu", "concatenated", False, False),
+        ("swiglu_oai", "interleaved", True, True),
+        ("geglu", "interleaved", False, False),
+        ("gelu_tanh", "concatenated", True, True),
+    ],
+)
+def test_every_layout_on_hopper(activation: str, gate_up: str, bias: bool, turned: bool, tmp_path: Path) -> None:
+    for launch in layer_launches(NVIDIA[90], torch.bfloat16, activation, gate_up, bias, turned):
+        compiled = compile_launch(launch, 90)
+        assert compiled.metadata.shared <= NVIDIA[90].shared_bytes, name_of(launch)
+        assert stack_bytes(compiled, tmp_path) <= STACK.get(name_of(launch), 16), name_of(launch)
+        for promised in ("wgmma.mma_async", "cp.async.bulk.tensor"):
+            assert (promised in compiled.asm["ptx"]) == is_gemm(launch), f"{promised} in {name_of(launch)}"
+
+
+def test_amd() -> None:
+    for launch in layer_launches(MI300, torch.bfloat16):
+        compiled = compile_launch(launch, GFX942)
+        code = compiled.asm["amdgcn"]
+        assert bool(re.search(r"v_mfma_f32_\w+bf16", code)) == is_gemm(launch), name_of(launch)
+        assert compiled.metadata.shared <= MI300.shared_bytes, name_of(launch)
+        for what in ("private_segment_fixed_size", "vgpr_spill_count"):
+            (found,) = re.findall(rf"\.{what}: +(\d+)", code)
+            assert int(found) == 0, f"{what} of {name_of(launch)}"
