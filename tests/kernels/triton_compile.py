@@ -35,7 +35,7 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
     ]
     with ExitStack() as patches:
         for module in users:
-            patches.enter_context(mock.patch.object(module, "device_of", lambda t: device))
+            patches.enter_context(mock.patch.object(module, "device_of", return_value=device))
         patches.enter_context(mock.patch.object(Launch, "run", lambda launch: launches.append(launch)))
         yield launches
 
