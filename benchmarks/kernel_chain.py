@@ -1,4 +1,4 @@
-"""Each kernel of a KernelSet by itself, on the inputs that the one before it makes.
+"""Each kernel of a KernelSet by itself, on the inputs that the one before it makes, and the router's parts.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
@@ -11,11 +11,21 @@ from typing import Any
 import peers
 import timing
 import torch
+from torch import Tensor
 
 import tilemoe
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.select import kernel_set
+from tilemoe.perf.costs import Cost, kernel_costs, layer_roofline_ms, router_costs
+from tilemoe.perf.hardware import Ceilings
 from tilemoe.perf.shape import MoEShape
+
+# Step to the names of its parts; every other step has one part, of the step's name.
+PARTS = {
+    "layer": ("layer forward", "layer backward"),
+    "logits": ("logits", "logits_grad"),
+    "route": ("route", "route_grad"),
+}
 
 
 def one_part(run: Callable[[], Any]) -> timing.Step:
@@ -29,12 +39,23 @@ def one_part(run: Callable[[], Any]) -> timing.Step:
     return step
 
 
-def steps(shape: MoEShape, kernels: str) -> dict[str, timing.Step]:
+def forward_and_backward(forward: Callable[[], Tensor], inputs: list[Tensor], gradient: Tensor) -> timing.Step:
+    """A step of two parts: ``forward()``, and the gradients of its result with respect to ``inputs``."""
+
+    def step() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        start = timing.event()
+        out = forward()
+        middle = timing.event()
+        torch.autograd.grad(out, inputs, gradient)
+        return [(start, middle), (middle, timing.event())]
+
+    return step
+
+
+def steps(shape: MoEShape, weights: peers.Weights, x: Tensor, kernels: str) -> dict[str, timing.Step]:
     """The eight kernels by name, SwiGLU, bf16, random routing."""
     ks = kernel_set(kernels)
-    weights = peers.make_weights(shape, torch.device("cuda"), torch.bfloat16)
     w1, w2 = weights.w1.detach(), weights.w2.detach()
-    x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16)
     do = torch.randn_like(x)
     logits = torch.rand(shape.num_tokens, shape.num_experts, device="cuda")
     scores, ids = logits.topk(shape.num_experts_per_tok, dim=-1)
@@ -54,3 +75,56 @@ def steps(shape: MoEShape, kernels: str) -> dict[str, timing.Step]:
         "combine_grad": lambda: ks.combine_grad(y, plan),  # it sums rows of that shape, whatever they are
     }
     return {name: one_part(run) for name, run in runs.items()}
+
+
+def router_steps(shape: MoEShape, weights: peers.Weights, x: Tensor) -> dict[str, timing.Step]:
+    """``logits``: the router's products. ``route``: from logits to scores and plan, and back to the logits."""
+    moe = tilemoe.MoE(peers.layer_config(shape), device="meta")
+    moe.router.weight = weights.router
+    logits = moe.router(x).detach().requires_grad_()
+
+    def scores() -> Tensor:
+        return tilemoe.route(logits, moe.cfg).scores
+
+    return {
+        "logits": forward_and_backward(lambda: moe.router(x), [x, weights.router], torch.randn_like(logits)),
+        "route": forward_and_backward(scores, [logits], torch.randn_like(scores())),
+    }
+
+
+def rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: Ceilings) -> list[dict[str, Any]]:
+    """A row for each part of each step but the yardsticks: time, rates, fraction of its roofline (None where nothing
+    but launches bounds it) and share of the layer's forward and backward.
+    """
+    medians = {
+        part: timing.summary([sample[index] for sample in samples])
+        for name, samples in found.items()
+        for index, part in enumerate(PARTS.get(name, (name,)))
+        if name not in ("matmul", "copy")
+    }
+    layer = PARTS["layer"]
+    layer_ms = sum(medians[part]["median"] for part in layer)
+    costs: dict[str, Cost] = {**kernel_costs(shape), **dict(zip(PARTS["logits"], router_costs(shape), strict=True))}
+    roofs = {part: cost.roofline_ms(ceilings) for part, cost in costs.items()}
+    roofs |= dict(zip(layer, layer_roofline_ms(shape, ceilings), strict=True))
+    rows = []
+    for part, summary in medians.items():
+        ms, cost = summary["median"], costs.get(part)
+        row = {
+            "kernel": part,
+            "ms": summary,
+            "tflops": None if cost is None else round(cost.flops / ms / 1e9, 1),
+            "gbps": None if cost is None else round(cost.bytes / ms / 1e6, 1),
+            "of_roofline": round(roofs[part] / ms, 4) if part in roofs else None,
+            "of_layer": round(ms / layer_ms, 4),
+        }
+        rows.append(row)
+    return rows
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line of the table that is printed."""
+    rates = "" if row["tflops"] is None else f"{row['tflops']:7} TFLOP/s  {row['gbps']:7} GB/s"
+    roof = "" if row["of_roofline"] is None else f"{100 * row['of_roofline']:5.1f}% of its roofline"
+    share = f"{100 * row['of_layer']:5.1f}% of the layer"
+    return f"  {row['kernel']:22} {row['ms']['median']:8.3f} ms  {share}  {rates}  {roof}"

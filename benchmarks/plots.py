@@ -6,7 +6,7 @@ python benchmarks/plots.py --mode sustained --out results/figures
 from __future__ import annotations
 
 import argparse
-import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,9 @@ import matplotlib.pyplot as plt
 import record
 
 
-def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The last row of results/<name>.jsonl for each value of ``key``, of one mode and, unless None, one GPU."""
-    path = record.RESULTS / f"{name}.jsonl"
-    if not path.exists():
-        raise SystemExit(f"{path.relative_to(record.ROOT)} is missing: run `python benchmarks/run.py {name}` first")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    kept = [row for row in rows if row["mode"] == mode and gpu in (None, row["gpu"])]
-    return {tuple(row[field] for field in key): row for row in kept}
-
-
 def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:
     """Milliseconds of forward and backward, one group of bars for each case."""
-    rows = latest("layer", mode, gpu, "case", "contestant")
+    rows = record.latest("layer", mode, gpu, "case", "contestant")
     names = list(dict.fromkeys(case for case, _ in rows))
     contestants = list(dict.fromkeys(contestant for _, contestant in rows))
     figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
@@ -47,19 +37,20 @@ def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:
 
 def plot_kernels(mode: str, gpu: str | None, folder: Path) -> Path:
     """Percent of its roofline for each kernel and case."""
-    rows = latest("kernels", mode, gpu, "case", "kernel")
+    rows = record.latest("kernels", mode, gpu, "case", "kernel")
+    rows = {key: row for key, row in rows.items() if row["of_roofline"] is not None}
     names = list(dict.fromkeys(case for case, _ in rows))
     kernels = list(dict.fromkeys(kernel for _, kernel in rows))
 
     def share(case: str, kernel: str) -> float:
-        return 100 * rows[case, kernel]["of_roofline"] if (case, kernel) in rows else 0.0
+        return 100 * rows[case, kernel]["of_roofline"] if (case, kernel) in rows else float("nan")
 
     grid = [[share(case, kernel) for kernel in kernels] for case in names]
     figure, axis = plt.subplots(figsize=(11, 1 + 0.6 * len(names)), layout="constrained")
     axis.imshow(grid, cmap="YlGn", vmin=0, vmax=100, aspect="auto")
     for y, line in enumerate(grid):
         for x, value in enumerate(line):
-            axis.text(x, y, f"{value:.0f}%", ha="center", va="center")
+            axis.text(x, y, "" if math.isnan(value) else f"{value:.0f}%", ha="center", va="center")
     axis.set_xticks(range(len(kernels)), kernels, rotation=20)
     axis.set_yticks(range(len(names)), names)
     return save(figure, rows, f"Share of the roofline, {mode}", folder / f"kernels-{mode}.svg")

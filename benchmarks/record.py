@@ -1,4 +1,9 @@
-"""Results files: one JSON object a line, each with the commit, the machine and the versions it was measured with."""
+"""Results files: one JSON object a line, each with the commit, the machine and the versions it was measured with.
+
+    python benchmarks/record.py
+
+prints the commit of this checkout. A copy without git, on another machine say, is told it: ``TILEMOE_COMMIT=...``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import os
 import platform
 import subprocess
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
+COMMIT_VARIABLE = "TILEMOE_COMMIT"
 
 
 def append(name: str, rows: list[dict[str, Any]]) -> Path:
@@ -27,9 +34,24 @@ def append(name: str, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The last row of results/<name>.jsonl for each value of ``key``, of one mode and, unless None, one GPU.
+
+    SystemExit, in one line, where there is no such file or no such row.
+    """
+    path = RESULTS / f"{name}.jsonl"
+    if not path.exists():
+        raise SystemExit(f"results/{name}.jsonl is missing: run `python benchmarks/run.py {name}` first")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    kept = [row for row in rows if row["mode"] == mode and gpu in (None, row["gpu"])]
+    if not kept:
+        raise SystemExit(f"results/{name}.jsonl has no row of mode {mode!r}" + (f" on {gpu}" if gpu else ""))
+    return {tuple(row[field] for field in key): row for row in kept}
+
+
 def provenance() -> dict[str, Any]:
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": _cpu_model(),
         "cores": os.cpu_count(),
@@ -37,11 +59,23 @@ def provenance() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": version("triton"),
     }
 
 
-def _commit() -> str:
-    """The commit of the code that ran; "+dirty" when files of the package or the benchmarks differ from it."""
+def version(distribution: str) -> str | None:
+    """Of an installed distribution; None where there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    """The commit of the code that runs; "+dirty" when files of the package or the benchmarks differ from it.
+
+    Where there is no git it is what the environment says, else "unknown".
+    """
 
     def git(*args: str) -> str:
         return subprocess.run(
@@ -52,7 +86,7 @@ def _commit() -> str:
         dirty = git("status", "--porcelain", "--", "tilemoe", "benchmarks")
         return git("rev-parse", "--short=12", "HEAD") + ("+dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get(COMMIT_VARIABLE, "unknown")
 
 
 def _cpu_model() -> str:
@@ -62,3 +96,7 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    print(commit())

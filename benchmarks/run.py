@@ -1,4 +1,4 @@
-"""Benchmarks on one GPU; each appends its rows to results/.
+"""Benchmarks on one GPU; each appends its rows to results/, a case as soon as it is measured.
 
     python benchmarks/run.py layer --cases main --peers tilemoe,sonic-moe,scattermoe,grouped_mm
     python benchmarks/run.py kernels --cases main --kernels triton
@@ -6,8 +6,8 @@
 
 layer: forward and backward of the whole layer, router included, with saved and peak memory; a contestant whose output
 or gradients are wrong is reported and not timed. kernels: each kernel against its roofline, beside a matrix product
-and a copy measured in the same rounds. cold: seconds from the first call to the last gradient in a fresh process with
-empty caches, then for a second size, then for another number of tokens.
+and a copy measured in the same rounds, and its share of the layer. cold: seconds from the first call to the last
+gradient in a fresh process with empty caches, then for each further size, then for another number of tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import cases
+import gate
 import kernel_chain
 import peers
 import record
@@ -31,62 +33,84 @@ import timing
 import torch
 from torch import Tensor
 
-from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
+from tilemoe.perf.costs import layer_roofline_ms
 from tilemoe.perf.hardware import Ceilings, find_gpu
 from tilemoe.perf.shape import MoEShape
 
 MATMUL = 8192
 COPY_BYTES = 1 << 30
-COLD_TOKENS = 1000  # of the third call: no multiple of a tile
+COLD_TOKENS = 1000  # of the last call: no multiple of a tile
+PARTS = ("forward", "backward")
+MEMORY = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
+
+Rows = list[dict[str, Any]]
 
 
-def layer(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each contestant, case and mode."""
-    rows = []
+def layer(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows]:
+    """One row for each contestant, a list for each mode."""
+    torch.compiler.reset()  # or the eighth size would run uncompiled
     ceilings = find_gpu(torch.cuda.get_device_name()).ceilings()
-    for name, shape in cases.find(args.cases).items():
-        weights = peers.make_weights(shape, torch.device("cuda"), torch.bfloat16)
-        contestants = admitted(args.peers.split(","), shape, weights)
-        x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        do = torch.randn_like(x)
-        memory = {contestant.name: layer_memory(contestant, x, do) for contestant in contestants}
-        steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
-        for mode in args.modes.split(",") if steps else ():
-            found = timing.rounds(steps, mode, args.rounds)
-            first = next(iter(found))
-            for contestant, samples in found.items():
-                row: dict[str, Any] = {"case": name, **asdict(shape), "mode": mode, "contestant": contestant}
-                for part, label, roof in zip(
-                    (0, 1), ("forward", "backward"), layer_roofline_ms(shape, ceilings), strict=True
-                ):
-                    values = [sample[part] for sample in samples]
-                    row[f"{label}_ms"] = timing.summary(values)
-                    row[f"{label}_of_roofline"] = round(roof / row[f"{label}_ms"]["median"], 4)
-                    row[f"{label}_over_{first}"] = timing.ratio([sample[part] for sample in found[first]], values)
-                rows.append({**row, "rounds": args.rounds, **memory[contestant]})
-                print(describe(rows[-1]), flush=True)
-        del weights, contestants, steps, x, do
-        torch.cuda.empty_cache()
+    weights = peers.make_weights(shape, torch.device("cuda"), torch.bfloat16)
+    contestants = admitted(args.peers.split(","), shape, weights)
+    x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    do = torch.randn_like(x)
+    memory = {contestant.name: layer_memory(contestant, x, do) for contestant in contestants}
+    steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
+    versions = {contestant.name: contestant.version for contestant in contestants}
+    for mode in args.modes.split(",") if steps else ():
+        found = timing.rounds(steps, mode, args.rounds)
+        rows = layer_rows(found, memory, layer_roofline_ms(shape, ceilings))
+        where = {"case": name, **asdict(shape), "mode": mode, "rounds": args.rounds}
+        rows = [{**where, "version": versions[row["contestant"]], **row} for row in rows]
+        for row in rows:
+            print(describe(row), flush=True)
+        yield rows
+
+
+def layer_rows(
+    found: dict[str, list[list[float]]], memory: dict[str, dict[str, int]], roofs: tuple[float, float]
+) -> Rows:
+    """A row for each contestant. All but the first also say how they compare to it, ``baseline``: ``forward_ratio``
+    and ``backward_ratio`` are their time over its time, round by round; memory ratios are its bytes over theirs.
+    """
+    first = next(iter(found))
+    rows: Rows = []
+    for contestant, samples in found.items():
+        row: dict[str, Any] = {"contestant": contestant, **memory[contestant]}
+        for part, (label, roof) in enumerate(zip(PARTS, roofs, strict=True)):
+            values = [sample[part] for sample in samples]
+            row[f"{label}_ms"] = timing.summary(values)
+            row[f"{label}_of_roofline"] = round(roof / row[f"{label}_ms"]["median"], 4)
+            if contestant != first:
+                row[f"{label}_ratio"] = timing.ratio([sample[part] for sample in found[first]], values)
+        if contestant != first:
+            row["baseline"] = {key: rows[0][key] for key in ("contestant", "forward_ms", "backward_ms", *MEMORY)}
+            row |= {key.replace("bytes", "ratio"): round(rows[0][key] / max(1, row[key]), 4) for key in MEMORY}
+        rows.append(row)
     return rows
 
 
 def describe(row: dict[str, Any]) -> str:
-    """One line: medians in milliseconds, memory in MiB."""
-    times = " ".join(f"{row[part]['median']:8.3f}" for part in ("forward_ms", "backward_ms"))
-    memory = " ".join(
-        f"{row[key] / 2**20:7.0f}" for key in ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
-    )
-    return f"{row['case']:12} {row['mode']:9} {row['contestant']:16} {times} ms, {memory} MiB"
+    """One line: medians in milliseconds, memory in MiB, and both against the first contestant."""
+    times = " ".join(f"{row[f'{part}_ms']['median']:8.3f}" for part in PARTS)
+    memory = " ".join(f"{row[key] / 2**20:7.0f}" for key in MEMORY)
+    line = f"{row['case']:12} {row['mode']:9} {row['contestant']:16} {times} ms, {memory} MiB"
+    if "baseline" not in row:
+        return line
+    ratios = " ".join(f"{row[key.replace('bytes', 'ratio')]:.2f}" for key in MEMORY)
+    return f"{line}; {row['forward_ratio']:.3f}x {row['backward_ratio']:.3f}x, memory {ratios}"
 
 
 def admitted(names: list[str], shape: MoEShape, weights: peers.Weights) -> list[peers.Contestant]:
     """Those that can be imported and compute the right thing; says why the others cannot take part."""
     contestants = []
     for name in names:
+        start = time.perf_counter()
         contestant = peers.build(name, shape, weights)
-        problem = contestant if isinstance(contestant, str) else peers.gate(contestant, shape, weights)
+        problem = contestant if isinstance(contestant, str) else gate.problem(contestant, shape, weights)
         if problem is None and isinstance(contestant, peers.Contestant):
             contestants.append(contestant)
+            print(f"{name}: correct, {time.perf_counter() - start:.1f} s with compilation and tuning", flush=True)
         else:
             print(f"{name} is left out: {problem}", flush=True)
     return contestants
@@ -106,18 +130,20 @@ def layer_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> timing.St
 
 
 def layer_memory(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str, int]:
-    """Bytes beyond x, the weights and the output's gradient: saved (without the output), and at the peaks."""
+    """Bytes beyond x, the weights and the output's gradient: saved (without the output), and at the peaks.
+
+    The forward's peak holds the output, the backward's all four gradients and whatever is still saved.
+    """
     layer_step(contestant, x, do)()
     out, left, forward_peak = timing.memory_of(lambda: contestant.run(x))
+    saved = left - out.nbytes
     grads, _, backward_peak = timing.memory_of(lambda: torch.autograd.grad(out, [x, *contestant.leaves], do))
     del grads
-    saved = left - out.nbytes
-    return {"saved_bytes": saved, "forward_peak_bytes": forward_peak, "backward_peak_bytes": saved + backward_peak}
+    return dict(zip(MEMORY, (saved, forward_peak, saved + backward_peak), strict=True))
 
 
-def kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each kernel, case and mode; fractions are of the ceilings measured in the same rounds."""
-    rows = []
+def kernels(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows]:
+    """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
     square = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
     source = torch.randn(COPY_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
@@ -125,38 +151,43 @@ def kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
         "matmul": kernel_chain.one_part(lambda: square @ square),
         "copy": kernel_chain.one_part(lambda: target.copy_(source)),
     }
-    for name, shape in cases.find(args.cases).items():
-        costs = kernel_costs(shape)
-        steps = {**yardsticks, **kernel_chain.steps(shape, args.kernels)}
-        for mode in args.modes.split(","):
-            found = timing.rounds(steps, mode, args.rounds)
-            summaries = {key: timing.summary([sample[0] for sample in samples]) for key, samples in found.items()}
-            tflops = 2 * MATMUL**3 / summaries["matmul"]["median"] / 1e9
-            tbps = 2 * COPY_BYTES / summaries["copy"]["median"] / 1e9
-            ceilings = Ceilings(tflops, tbps, is_measured=True)
-            print(f"{name} {mode}: matmul {tflops:.0f} TFLOP/s, copy {tbps:.3f} TB/s", flush=True)
-            for kernel, cost in costs.items():
-                ms = summaries[kernel]["median"]
-                row = {
-                    "case": name, **asdict(shape), "mode": mode, "kernels": args.kernels, "kernel": kernel,
-                    "ms": summaries[kernel], "tflops": round(cost.flops / ms / 1e9, 1),
-                    "gbps": round(cost.bytes / ms / 1e6, 1), "of_roofline": round(cost.roofline_ms(ceilings) / ms, 4),
-                    "matmul_tflops": round(tflops, 1), "copy_tbps": round(tbps, 4), "rounds": args.rounds,
-                }  # fmt: skip
-                rows.append(row)
-                print(f"  {kernel:22} {ms:8.3f} ms  {row['tflops']:7} TFLOP/s  {row['gbps']:7} GB/s  "
-                      f"{100 * row['of_roofline']:5.1f}% of its roofline", flush=True)  # fmt: skip
-    return rows
+    weights = peers.make_weights(shape, torch.device("cuda"), torch.bfloat16)
+    x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    whole = layer_step(peers.tilemoe_layer(shape, weights, args.kernels), x, torch.randn_like(x))
+    steps = {
+        **yardsticks,
+        "layer": whole,
+        **kernel_chain.router_steps(shape, weights, x),
+        **kernel_chain.steps(shape, weights, x.detach(), args.kernels),
+    }
+    for mode in args.modes.split(","):
+        found = timing.rounds(steps, mode, args.rounds)
+        tflops = 2 * MATMUL**3 / timing.summary([sample[0] for sample in found["matmul"]])["median"] / 1e9
+        tbps = 2 * COPY_BYTES / timing.summary([sample[0] for sample in found["copy"]])["median"] / 1e9
+        ceilings = Ceilings(tflops, tbps, is_measured=True)
+        print(f"{name} {mode}: matmul {tflops:.0f} TFLOP/s, copy {tbps:.3f} TB/s", flush=True)
+        where = {
+            "case": name, **asdict(shape), "mode": mode, "kernels": args.kernels, "rounds": args.rounds,
+            "matmul_tflops": round(tflops, 1), "copy_tbps": round(tbps, 4),
+        }  # fmt: skip
+        rows = [{**where, **row} for row in kernel_chain.rows(found, shape, ceilings)]
+        for row in rows:
+            print(kernel_chain.describe(row), flush=True)
+        yield rows
 
 
-def cold(args: argparse.Namespace) -> list[dict[str, Any]]:
+def cold(args: argparse.Namespace) -> Rows:
     """One row: seconds of the first call of each case, in the order given, and of the last with other tokens."""
     with tempfile.TemporaryDirectory() as folder:
-        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        caches = {
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "QUACK_CACHE_DIR": f"{folder}/quack",
+        }
         command = [sys.executable, str(Path(__file__).resolve()), "cold-child", "--cases", args.cases]
         child = [*command, "--peers", args.peers]
         done = subprocess.run(child, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
-    row = {"contestant": args.peers, **json.loads(done.stdout.splitlines()[-1])}
+    row = {"mode": "cold", "contestant": args.peers, **json.loads(done.stdout.splitlines()[-1])}
     print(row)
     return [row]
 
@@ -182,6 +213,22 @@ def cold_child(args: argparse.Namespace) -> None:
     print(json.dumps({"seconds": seconds}))
 
 
+def each_case(args: argparse.Namespace) -> None:
+    """Measure and record case by case; none is begun after ``args.seconds``."""
+    measure = {"layer": layer, "kernels": kernels}[args.what]
+    start = time.perf_counter()
+    for name, shape in cases.find(args.cases).items():
+        begun = time.perf_counter() - start
+        if begun > args.seconds:
+            print(f"{name} and the cases after it are left out: {begun:.0f} s have passed")
+            break
+        for rows in measure(args, name, shape):
+            record.append(args.what, rows)
+        torch.cuda.empty_cache()
+        print(f"{name}: {time.perf_counter() - start - begun:.0f} s", flush=True)
+    print(f"{time.perf_counter() - start:.0f} s; rows are in results/{args.what}.jsonl", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["layer", "kernels", "cold", "cold-child"])
@@ -190,16 +237,17 @@ def main() -> None:
     parser.add_argument("--kernels", default="triton", help="the KernelSet whose kernels are timed")
     parser.add_argument("--modes", default="burst,sustained")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("these benchmarks need a CUDA GPU; benchmarks/cpu_layer.py runs without one")
     torch.manual_seed(0)
     if args.what == "cold-child":
         cold_child(args)
-        return
-    rows = {"layer": layer, "kernels": kernels, "cold": cold}[args.what](args)
-    if rows:
-        print("appended to", record.append(args.what, rows).relative_to(record.ROOT))
+    elif args.what == "cold":
+        print("appended to", record.append("cold", cold(args)).relative_to(record.ROOT))
+    else:
+        each_case(args)
 
 
 if __name__ == "__main__":

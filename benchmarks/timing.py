@@ -35,8 +35,7 @@ def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[l
     settle = {name: _calls_for(steps[name], SUSTAINED_MS) if mode == "sustained" else 1 for name in names}
     calls = SUSTAINED_CALLS if mode == "sustained" else BURST_CALLS
     for index in range(count):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in turn(names, index):
             if mode == "burst":
                 torch.cuda.synchronize()
                 time.sleep(IDLE_SECONDS)
@@ -47,6 +46,12 @@ def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[l
             parts = zip(*([start.elapsed_time(end) for start, end in sample] for sample in samples), strict=True)
             found[name].append([statistics.median(part) for part in parts])
     return found
+
+
+def turn(names: list[str], index: int) -> list[str]:
+    """The order of round ``index``: each round starts with the next name."""
+    first = index % len(names)
+    return names[first:] + names[:first]
 
 
 def summary(values: list[float]) -> dict[str, float]:

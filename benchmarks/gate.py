@@ -1,0 +1,110 @@
+"""The gate before the stopwatch: a contestant whose output or gradients are wrong is not timed.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+
+The contestant runs on the size that is timed, because a package that tunes itself does so for every size it meets, and
+because a fault may show at that size only. The reference is plain PyTorch in fp32, one expert at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from peers import Contestant, Weights
+from torch import Tensor
+
+from tilemoe.perf.shape import MoEShape
+
+TOLERANCE = 2e-2  # RMS error over RMS value; bf16's own is 3e-3 to 1e-2
+
+
+def problem(contestant: Contestant, shape: MoEShape, weights: Weights) -> str | None:
+    """None if the output and all four gradients agree with the reference, else what does not.
+
+    The router's weight is replaced while this runs by one that makes each logit an entry of x, and these entries
+    differ by more than bf16 rounds: so all contestants choose the same experts, whatever they compute logits in.
+    """
+    x, router = _inputs(shape, weights)
+    do = torch.randn_like(x)
+    kept = weights.router.detach().clone()
+    with torch.no_grad():
+        weights.router.copy_(router)
+    try:
+        _poison(x.device)
+        out = contestant.run(x)
+        found = (out.detach(), *torch.autograd.grad(out, [x, *contestant.leaves], do))
+        errors = _errors(contestant, found, shape, weights, x.detach(), do)
+    finally:
+        with torch.no_grad():
+            weights.router.copy_(kept)
+    for what, error in errors.items():
+        if not error <= TOLERANCE:
+            return f"{what} is off by {error:.2e} RMS-relative"
+    return None
+
+
+def _inputs(shape: MoEShape, weights: Weights) -> tuple[Tensor, Tensor]:
+    """x (T, d) and a router's weight (E, d), such that the logits are x's first E columns: a permutation each."""
+    experts, d = shape.num_experts, shape.hidden_size
+    assert experts <= min(512, d), "the logits must be different numbers in bf16"
+    like = weights.w1
+    x = torch.randn(shape.num_tokens, d, device=like.device, dtype=like.dtype)
+    ranks = torch.rand(shape.num_tokens, experts, device=like.device).argsort(dim=1)
+    x[:, :experts] = (ranks - experts // 2) / 64
+    return x.requires_grad_(), torch.eye(experts, d, device=like.device, dtype=like.dtype)
+
+
+def _poison(device: torch.device) -> None:
+    """Leave NaN in the memory that PyTorch hands out next, so that what is never written shows."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        torch.full((free // 4,), float("nan"), device=device, dtype=torch.bfloat16)
+
+
+class _Difference:
+    """The error of tensors that come in parts, against the norm of what they should be."""
+
+    def __init__(self) -> None:
+        self.error = self.norm = torch.zeros(())
+
+    def add(self, actual: Tensor, expected: Tensor) -> None:
+        self.error = self.error.to(expected.device) + (actual.float() - expected).square().sum(dtype=torch.float64)
+        self.norm = self.norm.to(expected.device) + expected.square().sum(dtype=torch.float64)
+
+    def relative(self) -> float:
+        return float((self.error / self.norm).sqrt())
+
+
+def _errors(
+    contestant: Contestant, found: tuple[Tensor, ...], shape: MoEShape, weights: Weights, x: Tensor, do: Tensor
+) -> dict[str, float]:
+    """RMS-relative error of (output, dx, drouter, dw1, dw2) by name. No expert's gradients outlive its turn."""
+    x, do = x.float(), do.float()
+    routed = x.clone().requires_grad_()
+    router = weights.router.detach().float().requires_grad_()
+    logits, ids = (routed @ router.t()).topk(shape.num_experts_per_tok, dim=-1)
+    scores = logits.softmax(dim=-1)
+    out, dx, dscores = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(scores)
+    differences = {what: _Difference() for what in ("output", "dx", "drouter", "dw1", "dw2")}
+    for expert in range(shape.num_experts):
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        one = slice(expert, expert + 1)
+        inputs = (x[token], weights.w1[expert].detach(), weights.w2[expert].detach(), scores.detach()[token, place])
+        inputs = tuple(tensor.float().requires_grad_() for tensor in inputs)
+        part = _expert(*inputs)
+        dx_part, dw1, dw2, ds = torch.autograd.grad(part, inputs, do[token])
+        out.index_add_(0, token, part.detach())
+        dx.index_add_(0, token, dx_part)
+        dscores[token, place] = ds
+        differences["dw1"].add(contestant.w1_rows(found[3][one])[0], dw1)
+        differences["dw2"].add(found[4][expert], dw2)
+    dx_router, drouter = torch.autograd.grad(scores, [routed, router], dscores)
+    differences["output"].add(found[0], out)
+    differences["dx"].add(found[1], dx + dx_router)
+    differences["drouter"].add(found[2], drouter)
+    return {what: difference.relative() for what, difference in differences.items()}
+
+
+def _expert(x: Tensor, w1: Tensor, w2: Tensor, s: Tensor) -> Tensor:
+    gate, up = (x @ w1.t()).chunk(2, dim=-1)
+    return ((F.silu(gate) * up) @ w2.t()) * s.unsqueeze(1)

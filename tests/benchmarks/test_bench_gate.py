@@ -1,0 +1,120 @@
+"""What the gate lets through and what it stops, and the contestants that run without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import gate
+import peers
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe.perf.shape import MoEShape
+
+SHAPE = MoEShape(50, 24, 16, 6, 3)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def weights(request: pytest.FixtureRequest) -> peers.Weights:
+    torch.manual_seed(0)
+    return peers.make_weights(SHAPE, CPU, request.param)
+
+
+def ours(weights: peers.Weights) -> peers.Contestant:
+    return peers.tilemoe_layer(SHAPE, weights)
+
+
+def plain(weights: peers.Weights) -> peers.Contestant:
+    """`grouped_mm` without torch.compile."""
+    run = lambda x: peers.grouped_mm_layer(x, weights, SHAPE.num_experts_per_tok)  # noqa: E731
+    return replace(ours(weights), name="grouped_mm", run=run)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("build", [ours, plain])
+def test_correct_contestants_pass(build: Callable[[peers.Weights], peers.Contestant], weights: peers.Weights) -> None:
+    before = [weight.detach().clone() for weight in (weights.router, weights.w1, weights.w2)]
+    assert gate.problem(build(weights), SHAPE, weights) is None
+    for weight, kept in zip((weights.router, weights.w1, weights.w2), before, strict=True):
+        assert torch.equal(weight, kept)
+
+
+def test_a_contestant_with_turned_rows_passes_by_its_own_order(weights: peers.Weights) -> None:
+    w1 = torch.nn.Parameter(peers.interleaved(weights.w1.detach()))
+
+    def run(x: Tensor) -> Tensor:
+        return peers.grouped_mm_layer(x, replace(weights, w1=peers.concatenated(w1)), SHAPE.num_experts_per_tok)
+
+    contestant = replace(ours(weights), run=run, leaves=(weights.router, w1, weights.w2))
+    assert "dw1" in str(gate.problem(contestant, SHAPE, weights))
+    assert gate.problem(replace(contestant, w1_rows=peers.concatenated), SHAPE, weights) is None
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is 5% too large."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, dx: Tensor) -> Tensor:
+        return 1.05 * dx
+
+
+def _first_row_unwritten(out: Tensor) -> Tensor:
+    row = torch.full_like(out[:1], float("nan"))
+    return torch.cat([row, out[1:]])
+
+
+WRONG = {
+    "zeros": (lambda out: out * 0, "output"),
+    "5% too large": (lambda out: 1.05 * out, "output"),
+    "rows of other tokens": (lambda out: out.roll(1, dims=0), "output"),
+    "an unwritten row": (_first_row_unwritten, "output"),
+    "gradients 5% too large": (_Scaled.apply, "dx"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_contestants_are_named_with_what_is_wrong(wrong: str, weights: peers.Weights) -> None:
+    spoil, what = WRONG[wrong]
+    right = ours(weights)
+    found = gate.problem(replace(right, run=lambda x: spoil(right.run(x))), SHAPE, weights)
+    assert found is not None
+    assert found.startswith(what)
+
+
+def test_up_in_the_place_of_gate_is_wrong(weights: peers.Weights) -> None:
+    swapped = replace(weights, w1=torch.nn.Parameter(weights.w1.detach().roll(SHAPE.intermediate_size, dims=1)))
+    assert "output" in str(gate.problem(ours(swapped), SHAPE, weights))
+
+
+def test_the_router_is_put_back_when_a_contestant_raises(weights: peers.Weights) -> None:
+    kept = weights.router.detach().clone()
+
+    def run(x: Tensor) -> Tensor:
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        gate.problem(replace(ours(weights), run=run), SHAPE, weights)
+    assert torch.equal(weights.router, kept)
+
+
+def test_row_orders_are_inverse() -> None:
+    w1 = torch.arange(2 * 6 * 3).view(2, 6, 3)
+    assert peers.interleaved(w1)[0, :, 0].tolist() == [w1[0, row, 0].item() for row in (0, 3, 1, 4, 2, 5)]
+    assert torch.equal(peers.concatenated(peers.interleaved(w1)), w1)
+
+
+def test_build_names_the_peers_and_says_what_is_missing() -> None:
+    weights = peers.make_weights(SHAPE, CPU, torch.float32)
+    with pytest.raises(ValueError, match="sonic-moe"):
+        peers.build("sonic", SHAPE, weights)
+    named = peers.build("tilemoe[torch]", SHAPE, weights)
+    assert isinstance(named, peers.Contestant)
+    assert named.name == "tilemoe[torch]"
+    assert "not importable" in str(peers.build("scattermoe", SHAPE, weights))

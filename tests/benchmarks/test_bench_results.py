@@ -1,0 +1,151 @@
+"""Cases, statistics, rows, results files and tables: all that needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cases
+import kernel_chain
+import plots
+import pytest
+import record
+import run
+import summary
+import timing
+
+from tilemoe.perf.costs import kernel_costs
+from tilemoe.perf.hardware import Ceilings
+
+GB = 10**9
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def memory(saved: int, forward: int, backward: int) -> dict[str, int]:
+    return {"saved_bytes": saved, "forward_peak_bytes": forward, "backward_peak_bytes": backward}
+
+
+def layer_rows() -> list[dict[str, Any]]:
+    """Two contestants, three rounds; the second round is slow for both."""
+    found = {
+        "tilemoe": [[1.0, 2.0], [2.0, 4.0], [1.0, 2.0]],
+        "peer": [[1.5, 2.0], [3.0, 4.4], [1.5, 2.2]],
+    }
+    return run.layer_rows(
+        found, {"tilemoe": memory(GB, 3 * GB, 4 * GB), "peer": memory(2 * GB, 4 * GB, 5 * GB)}, (0.5, 1.0)
+    )
+
+
+def test_cases_are_found_by_name() -> None:
+    assert list(cases.find("main")) == list(cases.MAIN)
+    assert len(cases.find("all")) == len(cases.MAIN) + len(cases.MORE)
+    assert cases.find("OLMoE,7B-n256")["OLMoE"].num_experts == 64
+    with pytest.raises(ValueError, match="known are main, all, 7B-n256"):
+        cases.find("7B-n256,7B-n255")
+
+
+@pytest.mark.parametrize("model", ["1.4B", "7B", "30B", "120B"])
+def test_granularities_of_one_model_cost_the_same(model: str) -> None:
+    """The paper splits experts finer at equal parameters, active ones too: n E and n K do not change."""
+    shapes = [shape for name, shape in cases.ALL.items() if name.startswith(f"{model}-n")]
+    assert len(shapes) >= 3
+    assert len({(s.num_tokens, s.hidden_size, s.intermediate_size * s.num_experts) for s in shapes}) == 1
+    assert len({s.intermediate_size * s.num_experts_per_tok for s in shapes}) == 1
+
+
+def test_summary_and_ratio() -> None:
+    assert timing.summary([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]) == {"median": 3.5, "p20": 2.0, "p80": 5.0}
+    assert timing.summary([2.0]) == {"median": 2.0, "p20": 2.0, "p80": 2.0}
+    # By round: 2, 1.5 and 3. Of the medians it would be 4 / 2.
+    assert timing.ratio([1.0, 2.0, 3.0], [2.0, 3.0, 9.0]) == 2.0
+    assert timing.ratio([1.0, 4.0, 2.0], [3.0, 4.0, 5.0]) == 2.5
+
+
+def test_rounds_rotate() -> None:
+    orders = [timing.turn(["a", "b", "c"], index) for index in range(4)]
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+def test_layer_rows_compare_to_the_first() -> None:
+    first, peer = layer_rows()
+    assert "baseline" not in first
+    assert (peer["forward_ratio"], peer["backward_ratio"]) == (1.5, 1.1)
+    assert (peer["saved_ratio"], peer["forward_peak_ratio"], peer["backward_peak_ratio"]) == (0.5, 0.75, 0.8)
+    assert peer["baseline"]["forward_ms"]["median"] == 1.0
+    assert first["forward_of_roofline"] == 0.5
+    line = run.describe({"case": "c", "mode": "burst", **peer})
+    assert "1.500x 1.100x" in line
+
+
+def test_layer_table_has_means_and_worst_cases() -> None:
+    peer = {"mode": "burst", **layer_rows()[1]}
+    other = {**peer, "forward_ratio": 1.0, "backward_ratio": 0.9, "saved_ratio": 0.9}
+    lines = summary.layer_table([{**peer, "case": "one"}, {**other, "case": "two"}], "peer").splitlines()
+    assert len(lines) == 6
+    assert "| one | 1.000 / 2.000 | 1.500 / 2.200 | 1.50 | 1.10 | 0.50 | 0.75 | 0.80 |" in lines
+    assert lines[-2].split(" | ")[3] == "1.225"  # sqrt(1.5)
+    assert lines[-1] == "| worst |  |  | 1.000 | 0.900 | 0.900 | 0.750 | 0.800 |"
+
+
+def test_kernel_rows_hold_each_part_against_its_roofline() -> None:
+    shape = cases.MAIN["7B-n256"]
+    ceilings = Ceilings(800.0, 4.0, is_measured=True)
+    roof = kernel_costs(shape)["combine"].roofline_ms(ceilings)
+    found = {"matmul": [[1.0]], "copy": [[1.0]], "layer": [[3.0, 7.0]], "route": [[0.1, 0.2]], "combine": [[2 * roof]]}
+    rows = {row["kernel"]: row for row in kernel_chain.rows(found, shape, ceilings)}
+    assert list(rows) == ["layer forward", "layer backward", "route", "route_grad", "combine"]
+    assert rows["combine"]["of_roofline"] == pytest.approx(0.5, abs=1e-3)
+    assert rows["combine"]["gbps"] == pytest.approx(2000, rel=1e-3)
+    assert rows["route"]["of_roofline"] is None
+    assert rows["route_grad"]["of_layer"] == 0.02
+    described = [kernel_chain.describe(row) for row in rows.values()]
+    assert "50.0% of its roofline" in described[-1]
+    table = summary.share_table([{"case": "c", **row} for row in rows.values()], ("route", "route_grad"))
+    assert table.splitlines()[-1] == "| c | 3.0% |"
+    assert "2.000" not in summary.kernel_table([{"case": "c", **row} for row in rows.values()]).splitlines()[0]
+
+
+def test_append_adds_rows_with_provenance(results: Path) -> None:
+    record.append("layer", [{"a": 1}])
+    path = record.append("layer", [{"a": 2}, {"a": 3}])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["a"] for row in rows] == [1, 2, 3]
+    assert all({"commit", "time", "gpu", "torch", "triton", "python"} <= set(row) for row in rows)
+    assert str(record.ROOT) not in path.read_text()
+
+
+def test_commit_is_git_s_and_else_the_environment_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv(record.COMMIT_VARIABLE, raising=False)
+    assert record.commit() == "unknown"
+    monkeypatch.setenv(record.COMMIT_VARIABLE, "0123456789ab+dirty")
+    assert record.commit() == "0123456789ab+dirty"
+
+
+def test_latest_keeps_the_last_row_of_each_key(results: Path) -> None:
+    rows = [{"case": "a", "mode": "burst", "ms": ms} for ms in (1, 2)] + [{"case": "a", "mode": "sustained", "ms": 3}]
+    record.append("layer", rows)
+    assert record.latest("layer", "burst", None, "case")[("a",)]["ms"] == 2
+    with pytest.raises(SystemExit, match="no row of mode 'burst' on H1"):
+        record.latest("layer", "burst", "H1", "case")
+    with pytest.raises(SystemExit, match=r"kernels\.jsonl is missing"):
+        record.latest("kernels", "burst", None, "case")
+
+
+def test_plots_are_drawn_from_the_results(results: Path) -> None:
+    for name in ("one", "two"):
+        record.append("layer", [{"case": name, "mode": "burst", **row} for row in layer_rows()])
+    kernels = [{"kernel": "combine", "of_roofline": 0.9}, {"kernel": "route", "of_roofline": None}]
+    record.append("kernels", [{"case": "one", "mode": "burst", **row} for row in kernels])
+    for plot in (plots.plot_layer, plots.plot_kernels):
+        path = plot("burst", None, results / "figures")
+        text = path.read_text()
+        assert text.count("<svg") == 1
+        assert len(text) > 5000
