@@ -1,0 +1,187 @@
+"""Top-K selection and its gradient in one kernel each: every logit is read once, nothing of size T x E is kept.
+
+T tokens · E experts · K experts per token · C columns of a program's tile: E, padded to powers of two
+
+A tile is a block of tokens times all experts. The best expert is found K times over, as the maximum of integer keys
+that order as the values do; a chosen column's key then holds its place among the K, below every key of a value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tilemoe.kernels.triton.launch import Launch, device_of
+from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_kernel
+
+MAX_EXPERTS = 4096
+MAX_EXPERTS_PER_TOKEN = 32
+MAX_COLUMNS = 8192  # groups of an awkward size are padded one by one
+_WARP = 512  # logits of a warp: 16 a thread leave registers for what is computed of each
+_PARTIAL_SUMS = 2048  # programs over which the sums for the losses are split
+
+
+class RouterSpec(NamedTuple):
+    """What of a router's configuration the kernels depend on, besides E; ``mode`` is "softmax", "sigmoid" or "late
+    softmax", the one over the kept logits. balance, z: the sums that the two losses need.
+    """
+
+    experts_per_token: int
+    mode: str
+    normalize: bool
+    scale: float
+    num_groups: int
+    top_groups: int
+    balance: bool
+    z: bool
+
+
+def unsupported(num_experts: int, experts_per_token: int, num_groups: int) -> str | None:
+    """Why these kernels cannot route among so many experts, in a few words; None if they can."""
+    if experts_per_token > MAX_EXPERTS_PER_TOKEN:
+        return f"more than {MAX_EXPERTS_PER_TOKEN} experts per token"
+    if num_experts > MAX_EXPERTS:
+        return f"more than {MAX_EXPERTS} experts"
+    groups, group = _padded(num_experts, num_groups)
+    if groups * group > MAX_COLUMNS:
+        return f"groups that fill more than {MAX_COLUMNS} columns when padded to powers of two"
+    return None
+
+
+def select(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, spec: RouterSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From logits (T, E) fp32, selection_bias (E,) fp32, token_mask (T,) bool:
+
+    expert_ids (T, K) int32 best first, a tie to the lower id, E where the mask is False · scores (T, K) fp32 ·
+    probability_sums (E,): each expert's probability summed over the tokens, (0,) unless ``spec.balance`` · z_sum ():
+    the sum of ``logsumexp(logits)^2``, 0 unless ``spec.z``. The sums are taken in one order, whatever runs when.
+    """
+    device_of(logits)
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0:
+        empty = logits.new_empty(0, spec.experts_per_token)
+        probability_sums = logits.new_zeros(num_experts if spec.balance else 0)
+        return empty.to(torch.int32), empty, probability_sums, logits.new_zeros(())
+    launch = select_launch(logits.contiguous(), selection_bias, token_mask, spec)
+    launch.run()
+    outputs = launch.args
+    probability_sums = outputs["probability_parts"].sum(0) if spec.balance else logits.new_empty(0)
+    z_sum = outputs["z_parts"].sum() if spec.z else logits.new_zeros(())
+    return outputs["expert_ids"], outputs["scores"], probability_sums, z_sum
+
+
+def select_grad(
+    logits: Tensor,
+    expert_ids: Tensor,
+    token_mask: Tensor | None,
+    d_scores: Tensor | None,
+    d_probability_sums: Tensor | None,
+    d_z_sum: Tensor | None,
+    spec: RouterSpec,
+) -> Tensor:
+    """d_logits (T, E) fp32 from the gradients of `select`'s last three results, each None for zeros."""
+    device_of(logits)
+    if logits.shape[0] == 0:
+        return torch.empty_like(logits)
+    d_scores = None if d_scores is None else d_scores.contiguous()
+    d_probability_sums = None if d_probability_sums is None else d_probability_sums.contiguous()
+    launch = select_grad_launch(
+        logits.contiguous(), expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, spec
+    )
+    launch.run()
+    d_logits: Tensor = launch.args["d_logits"]
+    return d_logits
+
+
+def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, spec: RouterSpec) -> Launch:
+    """The launch behind `select`, for at least one token; its arguments hold what it writes."""
+    num_tokens, num_experts = logits.shape
+    tile = _tile(num_experts, spec.num_groups)
+    num_programs = triton.cdiv(num_tokens, tile["BLOCK_T"])
+    if spec.balance or spec.z:
+        num_programs = min(num_programs, _PARTIAL_SUMS)
+    kept = (num_tokens, spec.experts_per_token)
+    return Launch(
+        select_kernel,
+        (num_programs,),
+        {
+            "logits": logits,
+            "selection_bias": selection_bias,
+            "token_mask": token_mask,
+            "expert_ids": torch.empty(kept, dtype=torch.int32, device=logits.device),
+            "scores": logits.new_empty(kept),
+            "probability_parts": logits.new_empty(num_programs, num_experts) if spec.balance else None,
+            "z_parts": logits.new_empty(num_programs) if spec.z else None,
+            "num_tokens": num_tokens,
+        },
+        {
+            "NUM_EXPERTS": num_experts,
+            "K": spec.experts_per_token,
+            "MODE": spec.mode,
+            "NORMALIZE": spec.normalize,
+            "SCALE": spec.scale,
+            "NUM_GROUPS": spec.num_groups,
+            "TOP_GROUPS": spec.top_groups,
+            **tile,
+        },
+        num_warps=_num_warps(tile["GROUPS"] * tile["GROUP"]),
+        num_stages=1,
+    )
+
+
+def select_grad_launch(
+    logits: Tensor,
+    expert_ids: Tensor,
+    token_mask: Tensor | None,
+    d_scores: Tensor | None,
+    d_probability_sums: Tensor | None,
+    d_z_sum: Tensor | None,
+    spec: RouterSpec,
+) -> Launch:
+    """The launch behind `select_grad`, for at least one token."""
+    num_tokens, num_experts = logits.shape
+    tile = _tile(num_experts, 1)  # which groups were eligible has no gradient
+    return Launch(
+        select_grad_kernel,
+        (triton.cdiv(num_tokens, tile["BLOCK_T"]),),
+        {
+            "logits": logits,
+            "expert_ids": expert_ids,
+            "token_mask": token_mask,
+            "d_scores": d_scores,
+            "d_probability_sums": d_probability_sums,
+            "d_z_sum": d_z_sum,
+            "d_logits": torch.empty_like(logits),
+            "num_tokens": num_tokens,
+        },
+        {
+            "NUM_EXPERTS": num_experts,
+            "K": spec.experts_per_token,
+            "MODE": spec.mode,
+            "NORMALIZE": spec.normalize,
+            "SCALE": spec.scale,
+            "BLOCK_T": tile["BLOCK_T"],
+            "COLUMNS": tile["GROUP"],
+        },
+        num_warps=_num_warps(tile["GROUP"]),
+        num_stages=1,
+    )
+
+
+def _padded(num_experts: int, num_groups: int) -> tuple[int, int]:
+    """Groups and experts of a group, as powers of two."""
+    return triton.next_power_of_2(num_groups), triton.next_power_of_2(num_experts // num_groups)
+
+
+def _tile(num_experts: int, num_groups: int) -> dict[str, int]:
+    groups, group = _padded(num_experts, num_groups)
+    return {"BLOCK_T": max(1, _WARP // (groups * group)), "GROUPS": groups, "GROUP": group}
+
+
+def _num_warps(columns: int) -> int:
+    """One warp where its registers hold the experts: its K maxima then need no shared memory and no barrier."""
+    return 1 if columns <= 2 * _WARP else min(8, columns // _WARP)

@@ -1,0 +1,260 @@
+"""The kernels behind `tilemoe.kernels.triton.router`.
+
+T tokens · E experts · K experts per token · C columns of a tile · BLOCK_T tokens of a tile
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32
+# Keys. Those of numbers are all above -2^31 + 2^23, so below that there is room for what is no candidate: first the
+# K chosen columns, by their place, then the columns that may not be chosen at all.
+_CHOSEN = tl.constexpr(-(2**31))
+_OUT = tl.constexpr(-(2**31) + 2**20)
+_NAN = tl.constexpr(0x7FC00000)
+_EPSILON = tl.constexpr(1e-20)  # as in `tilemoe.routing.topk`
+
+
+@triton.jit
+def _key(value):
+    """int32 that orders as fp32 does, with -0 equal to 0 and NaN above everything, as in torch.argmax."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    return tl.where(value == value, key, _NAN)
+
+
+@triton.jit
+def _take_best(key, column, place, C: tl.constexpr):
+    """``key`` (tokens, C) with each token's largest, of equal ones the first, replaced by its place."""
+    best = tl.max(key, axis=1)
+    at = tl.min(tl.where(key == best[:, None], column, C), axis=1)
+    return tl.where(column == at[:, None], _CHOSEN + place, key)
+
+
+@triton.jit
+def _group_worth(key, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """(tokens, GROUPS) half the sum of the two largest values of each group, from keys (tokens, GROUPS * GROUP)."""
+    tokens: tl.constexpr = key.shape[0]
+    flat = tl.reshape(key, (tokens * GROUPS, GROUP))
+    column = tl.arange(0, GROUP)[None, :]
+    best = tl.max(flat, axis=1)
+    second = tl.max(_take_best(flat, column, 0, GROUP), axis=1)
+    worth = 0.5 * _value(best) + 0.5 * _value(second)
+    return tl.reshape(worth, (tokens, GROUPS))
+
+
+@triton.jit
+def _value(key):
+    """The fp32 that `_key` made the key of."""
+    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _eligible(key, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """(tokens, GROUPS * GROUP) whether the column is of one of the token's TOP_GROUPS best groups."""
+    tokens: tl.constexpr = key.shape[0]
+    group = tl.arange(0, GROUPS)[None, :]
+    group_key = tl.where(group < NUM_GROUPS, _key(_group_worth(key, GROUPS, GROUP)), _OUT)
+    for place in range(TOP_GROUPS):
+        group_key = _take_best(group_key, group, place, GROUPS)
+    best = (group_key < _CHOSEN + TOP_GROUPS).to(tl.int32)
+    return tl.reshape(tl.broadcast_to(best[:, :, None], (tokens, GROUPS, GROUP)), (tokens, GROUPS * GROUP)) != 0
+
+
+@triton.jit
+def _load_logits(
+    logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """(real (BLOCK_T,), logits (BLOCK_T, C)): 0 for a token that is not real, -inf in a column without expert."""
+    token = tl.arange(0, BLOCK_T)
+    real = first + token < num_tokens
+    if token_mask is not None:
+        real &= tl.load(token_mask + first + token, mask=real, other=0) != 0
+    # The pointer of the block is 64 bits wide, the offsets within it are not.
+    start = logits + first.to(tl.int64) * NUM_EXPERTS
+    tile = tl.load(start + token[:, None] * NUM_EXPERTS + expert, mask=real[:, None] & valid, other=0.0)
+    return real, tl.where(valid, tile, float("-inf"))
+
+
+@triton.jit
+def _sigmoid(logits):
+    return 1.0 / (1.0 + tl.exp(-logits))
+
+
+@triton.jit
+def _kept_softmax(logits, chosen):
+    """The softmax over each token's chosen columns; 0 in the others."""
+    kept = tl.where(chosen, logits, float("-inf"))
+    weight = tl.where(chosen, tl.exp(logits - tl.max(kept, axis=1)[:, None]), 0.0)
+    return weight * (1.0 / tl.sum(weight, axis=1))[:, None]
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def select_kernel(
+    logits,
+    selection_bias,
+    token_mask,
+    expert_ids,
+    scores,
+    probability_parts,
+    z_parts,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    MODE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """expert_ids, scores (T, K); of this program's tokens, probability_parts (programs, E) and z_parts (programs)."""
+    C: tl.constexpr = GROUPS * GROUP
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    SOFTMAX: tl.constexpr = (
+        MODE == "softmax" or z_parts is not None or (MODE == "late softmax" and probability_parts is not None)
+    )
+    column = tl.arange(0, C)[None, :]
+    expert = (column // GROUP) * GROUP_SIZE + column % GROUP
+    valid = (column % GROUP < GROUP_SIZE) & (expert < NUM_EXPERTS)
+    probability_part = tl.zeros((BLOCK_T, C), dtype=tl.float32)
+    z_part = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
+        first = block * BLOCK_T
+        real, tile = _load_logits(logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS, BLOCK_T)
+        if SOFTMAX:
+            top = tl.max(tile, axis=1)
+            weight = tl.exp(tile - top[:, None])
+            total = tl.sum(weight, axis=1)
+            probability = weight * (1.0 / total)[:, None]
+        if MODE == "softmax":
+            score = probability
+        elif MODE == "sigmoid":
+            score = _sigmoid(tile)
+        else:
+            score = tile
+        if probability_parts is not None:
+            if MODE == "sigmoid":
+                probability = score * (1.0 / (tl.sum(score, axis=1) + _EPSILON))[:, None]
+            probability_part += tl.where(real[:, None], probability, 0.0)
+        if z_parts is not None:
+            z = top + tl.log(total)
+            z_part += tl.where(real, z * z, 0.0)
+
+        value = score
+        if selection_bias is not None:
+            value += tl.maximum(tl.load(selection_bias + expert, mask=valid, other=0.0), _LOWEST)
+        key = _key(tl.where(tile == float("-inf"), _LOWEST, value))
+        key = tl.where(valid, key, _OUT)
+        if NUM_GROUPS > 1:
+            key = tl.where(_eligible(key, NUM_GROUPS, TOP_GROUPS, GROUPS, GROUP), key, _OUT)
+        for place in range(K):
+            key = _take_best(key, column, place, C)
+        chosen = key < _CHOSEN + K
+
+        if MODE == "late softmax":
+            kept = _kept_softmax(tile, chosen)
+        else:
+            kept = tl.where(chosen, score, 0.0)
+            if NORMALIZE:
+                kept *= (1.0 / (tl.sum(kept, axis=1) + _EPSILON))[:, None]
+        if SCALE != 1.0:
+            kept *= SCALE
+        token = first + tl.arange(0, BLOCK_T)
+        offset = token.to(tl.int64)[:, None] * K + (key - _CHOSEN)
+        inside = chosen & (token < num_tokens)[:, None]
+        tl.store(expert_ids + offset, tl.where(real[:, None], expert, NUM_EXPERTS), mask=inside)
+        tl.store(scores + offset, tl.where(real[:, None], kept, 0.0), mask=inside)
+    if probability_parts is not None:
+        part = probability_parts + tl.program_id(0) * NUM_EXPERTS + expert
+        tl.store(part, tl.sum(probability_part, axis=0)[None, :], mask=valid)
+    if z_parts is not None:
+        tl.store(z_parts + tl.program_id(0), tl.sum(z_part, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def select_grad_kernel(
+    logits,
+    expert_ids,
+    token_mask,
+    d_scores,
+    d_probability_sums,
+    d_z_sum,
+    d_logits,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    MODE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """d_logits (T, E) from the gradients of scores (T, K), of the probabilities' sums (E,) and of the z sum ().
+
+    Of ``p = softmax(l)``: ``dl = p * (dp - <dp, p>)``; so of a quotient ``p = u / (sum u + eps)``: ``du = (dp - <dp,
+    p>) / (sum u + eps)``; of a sigmoid: ``dl = du * u * (1 - u)``.
+    """
+    SOFTMAX: tl.constexpr = (
+        MODE == "softmax" or d_z_sum is not None or (MODE == "late softmax" and d_probability_sums is not None)
+    )
+    expert = tl.arange(0, COLUMNS)[None, :]
+    valid = expert < NUM_EXPERTS
+    first = tl.program_id(0) * BLOCK_T
+    real, tile = _load_logits(logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS, BLOCK_T)
+    if SOFTMAX:
+        top = tl.max(tile, axis=1)
+        weight = tl.exp(tile - top[:, None])
+        total = tl.sum(weight, axis=1)
+        probability = weight * (1.0 / total)[:, None]
+    if MODE == "sigmoid":
+        score = _sigmoid(tile)
+    elif MODE == "softmax":
+        score = probability
+
+    d_tile = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.float32)  # of the scores before K are kept; "late": of the logits
+    if d_scores is not None:
+        pair = (first + tl.arange(0, BLOCK_T)).to(tl.int64) * K
+        chosen = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.int1)
+        for place in range(K):
+            at = tl.load(expert_ids + pair + place, mask=real, other=-1)
+            d_score = tl.load(d_scores + pair + place, mask=real, other=0.0)
+            here = expert == at[:, None]
+            d_tile = tl.where(here, d_score[:, None], d_tile)
+            chosen |= here
+        d_tile *= SCALE
+        if MODE == "late softmax":
+            kept = _kept_softmax(tile, chosen)
+            d_tile = kept * (d_tile - tl.sum(d_tile * kept, axis=1)[:, None])
+        elif NORMALIZE:
+            inverse = 1.0 / (tl.sum(tl.where(chosen, score, 0.0), axis=1) + _EPSILON)
+            common = tl.sum(d_tile * score, axis=1) * inverse
+            d_tile = tl.where(chosen, (d_tile - common[:, None]) * inverse[:, None], 0.0)
+
+    if d_probability_sums is not None:
+        d_probability = tl.load(d_probability_sums + expert, mask=valid, other=0.0)
+        if MODE == "late softmax":
+            d_tile += probability * (d_probability - tl.sum(d_probability * probability, axis=1)[:, None])
+        elif MODE == "softmax":
+            d_tile += d_probability
+        else:
+            inverse = 1.0 / (tl.sum(score, axis=1) + _EPSILON)
+            common = tl.sum(d_probability * score, axis=1) * inverse
+            d_tile += (d_probability - common[:, None]) * inverse[:, None]
+    if MODE == "softmax":
+        d_tile = probability * (d_tile - tl.sum(d_tile * probability, axis=1)[:, None])
+    elif MODE == "sigmoid":
+        d_tile *= score * (1.0 - score)
+    if d_z_sum is not None:
+        z = top + tl.log(total)
+        d_tile += (2.0 * tl.load(d_z_sum) * z)[:, None] * probability
+
+    token = tl.arange(0, BLOCK_T)
+    inside = (first + token < num_tokens)[:, None] & valid
+    start = d_logits + first.to(tl.int64) * NUM_EXPERTS
+    tl.store(start + token[:, None] * NUM_EXPERTS + expert, tl.where(real[:, None], d_tile, 0.0), mask=inside)

@@ -1,0 +1,117 @@
+"""torch.library registration of the fused top-K selection: opaque to torch.compile, differentiable once.
+
+T tokens · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.config import MoEConfig
+
+_SPEC_SCHEMA = (
+    "int experts_per_token, str mode, bool normalize, float scale, int num_groups, int top_groups, bool balance, bool z"
+)
+Spec = tuple[int, str, bool, float, int, int, bool, bool]
+
+
+def spec_args(cfg: MoEConfig) -> Spec:
+    """The configuration's arguments, in the order that both operators' schemas end with."""
+    router = cfg.router
+    mode = "late softmax" if router.softmax_after_topk else router.score
+    losses = (bool(router.aux_loss_coef), bool(router.z_loss_coef))
+    groups = (router.num_groups, router.top_groups)
+    return (cfg.num_experts_per_tok, mode, router.normalize, router.scale, *groups, *losses)
+
+
+def _select(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, *spec: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from tilemoe.kernels.triton import router  # not on every machine
+
+    return router.select(logits, selection_bias, token_mask, router.RouterSpec(*spec))
+
+
+def _select_fake(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, *spec: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = logits.shape
+    experts_per_token, balance = spec[0], spec[6]
+    scores = logits.new_empty(num_tokens, experts_per_token)
+    ids = torch.empty_like(scores, dtype=torch.int32)
+    return ids, scores, logits.new_empty(num_experts if balance else 0), logits.new_empty(())
+
+
+def _select_grad(
+    logits: Tensor,
+    expert_ids: Tensor,
+    token_mask: Tensor | None,
+    d_scores: Tensor | None,
+    d_probability_sums: Tensor | None,
+    d_z_sum: Tensor | None,
+    *spec: Any,
+) -> Tensor:
+    from tilemoe.kernels.triton import router
+
+    return router.select_grad(
+        logits, expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, router.RouterSpec(*spec)
+    )
+
+
+def _select_grad_fake(logits: Tensor, *rest: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+select = torch.library.custom_op(
+    "tilemoe::select",
+    _select,
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor? selection_bias, Tensor? token_mask, {_SPEC_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+select_grad = torch.library.custom_op(
+    "tilemoe::select_grad",
+    _select_grad,
+    mutates_args=(),
+    schema="(Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor? d_scores, Tensor? d_probability_sums, "
+    f"Tensor? d_z_sum, {_SPEC_SCHEMA}) -> Tensor",
+)
+select.register_fake(_select_fake)
+select_grad.register_fake(_select_grad_fake)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, _, token_mask, *ctx.spec = inputs
+    ctx.mark_non_differentiable(output[0])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, output[0], token_mask)
+
+
+def _backward(ctx: Any, _ids: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of scores, probability sums and z sum, each None if nothing depends on it."""
+    no_grad_of_rest = (None,) * (2 + len(ctx.spec))
+    _, _, _, _, _, _, balance, z = ctx.spec
+    d_scores, d_probability_sums, d_z_sum = (grads[0], grads[1] if balance else None, grads[2] if z else None)
+    if d_scores is None and d_probability_sums is None and d_z_sum is None:
+        return (None, *no_grad_of_rest)
+    logits, expert_ids, token_mask = ctx.saved_tensors
+    d_logits = select_grad(logits, expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, *ctx.spec)
+    return (d_logits, *no_grad_of_rest)
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Nothing is kept: the gradient of a gradient is refused."""
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError(
+        "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
+        "higher derivatives, or take the first gradient without create_graph=True."
+    )
+
+
+select.register_autograd(_backward, setup_context=_setup_context)
+select_grad.register_autograd(_no_double_backward, setup_context=_setup_nothing)
