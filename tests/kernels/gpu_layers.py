@@ -1,0 +1,116 @@
+"""Whole layers for tests on a GPU; run as a program, one of each is made and differentiated, and what Triton compiled
+is printed as JSON: {"compiled": kernels compiled, "cached": kernels found in its cache}.
+
+T tokens · d hidden_size
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.layers.moe import MoE
+
+_LOSSES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
+_SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 32, "num_experts_per_tok": 4}
+# Name to configuration, dtype and KernelSet: in fp32 the Triton kernels must be asked for.
+LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
+    "softmax": (MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES)), torch.bfloat16, None),
+    "biased": (
+        MoEConfig(
+            **_SIZES | {"hidden_size": 192, "num_experts": 12, "num_experts_per_tok": 3},
+            activation="swiglu_oai",
+            gate_up="interleaved",
+            expert_bias=True,
+            router=RouterConfig(softmax_after_topk=True, bias=True, **_LOSSES),
+        ),
+        torch.bfloat16,
+        None,
+    ),
+    "grouped": (
+        MoEConfig(
+            **_SIZES | {"intermediate_size": 72, "num_experts_per_tok": 6},
+            activation="geglu",
+            shared_intermediate_size=64,
+            shared_gate=True,
+            router=RouterConfig(score="sigmoid", scale=2.5, selection_bias=True, num_groups=8, top_groups=4, **_LOSSES),
+        ),
+        torch.float16,
+        None,
+    ),
+    "fp32": (
+        MoEConfig(
+            **_SIZES | {"num_experts": 5, "num_experts_per_tok": 2},
+            activation="gelu",
+            router=RouterConfig(**_LOSSES),
+        ),
+        torch.float32,
+        "triton",
+    ),
+}
+
+
+def make_layer(name: str, device: str = "cuda") -> MoE:
+    """A layer of `LAYERS` whose router is decided and whose biases are not zero."""
+    cfg, dtype, kernels = LAYERS[name]
+    torch.manual_seed(0)
+    layer = MoE(cfg, device=device, dtype=dtype, kernels=kernels)
+    with torch.no_grad():
+        for key, tensor in layer.state_dict().items():
+            scale = 0.2 if key.endswith(("bias", "b1", "b2")) else tensor.shape[-1] ** -0.5
+            tensor.copy_(torch.randn(tensor.shape) * scale)
+    return layer
+
+
+def make_input(layer: MoE, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """x and the gradient of the output, (T, d) each, on the layer's device and in its dtype."""
+    weight = layer.experts.w1
+    generator = torch.Generator().manual_seed(seed)
+    x, do = (torch.randn(tokens, layer.cfg.hidden_size, generator=generator).to(weight) for _ in range(2))
+    return x.requires_grad_(), do
+
+
+def step(layer: Any, x: Tensor, do: Tensor) -> dict[str, Tensor]:
+    """One forward and backward, router and losses included: the outputs and the gradients of x and of all parameters.
+
+    ``layer``: a MoE, or its compiled form.
+    """
+    parameters = dict(layer.named_parameters())
+    out = layer(x)
+    grads = torch.autograd.grad((out.hidden, out.aux_loss), [x, *parameters.values()], (do, None))
+    return {
+        "hidden": out.hidden.detach(),
+        "aux_loss": out.aux_loss.detach(),
+        "tokens_per_expert": out.tokens_per_expert,
+        **dict(zip(["dx", *parameters], grads, strict=True)),
+    }
+
+
+@contextmanager
+def compilations() -> Iterator[dict[str, list[str]]]:
+    """Names of the kernels that Triton compiles inside, or finds on disk; those this process has met are in neither."""
+    found: dict[str, list[str]] = {"compiled": [], "cached": []}
+
+    def listen(*, src: Any, cache_hit: bool, **_rest: Any) -> None:
+        found["cached" if cache_hit else "compiled"].append(src.name)
+
+    before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, listen
+    try:
+        yield found
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+if __name__ == "__main__":
+    with compilations() as names:
+        for each in LAYERS:
+            made = make_layer(each)
+            step(made, *make_input(made, 300))
+    print(json.dumps(names))

@@ -1,0 +1,60 @@
+"""A program to be run under compute-sanitizer: every Triton kernel on small hostile routings, nothing is compared.
+
+``python sanitizer_cases.py few|all``: on how many routings; ``planted``: one write past the end, which must be found.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+import triton.language as tl
+from gpu_layers import LAYERS, make_input, make_layer, step
+from triton_checks import turn
+
+from tilemoe.ops.moe import moe
+from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
+
+# Widths that fill no tile, so that every edge is masked; dtype, activation, layout, bias, other stride order.
+CASES = (
+    (torch.bfloat16, "swiglu", "concatenated", False, False),
+    (torch.float16, "swiglu_oai", "interleaved", True, True),
+    (torch.float32, "relu2", "concatenated", True, False),
+)
+D, N, TILE = 136, 72, 128
+FEW = ("ragged tiles", "sentinels", "pairs, unordered")
+
+
+@triton.jit
+def write_past_the_end_kernel(out, size, BLOCK: tl.constexpr):
+    tl.store(out + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) <= size)
+
+
+def main(which: str) -> None:
+    if which == "planted":
+        write_past_the_end_kernel[(1,)](torch.zeros(1000, device="cuda"), 1000, BLOCK=1024)
+        torch.cuda.synchronize()
+        return
+    runs = 0
+    for routing in hostile_routings(TILE, "cuda"):
+        if which == "few" and routing.name not in FEW:
+            continue
+        for dtype, activation, gate_up, bias, turned in CASES:
+            inputs = make_inputs(routing.plan, D, N, activation, dtype=dtype, bias=bias)
+            if turned:
+                inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
+            forward_and_grads(moe, inputs, routing.plan, activation=activation, gate_up=gate_up, kernels="triton")
+            with torch.no_grad():
+                moe(plan=routing.plan, activation=activation, gate_up=gate_up, kernels="triton", **inputs)
+            runs += 1
+    for name in LAYERS:
+        layer = make_layer(name)
+        step(layer, *make_input(layer, TILE + 3))
+        runs += 1
+    torch.cuda.synchronize()
+    print(f"ran {runs} cases")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,159 @@
+"""Promises of the whole layer on a GPU, router included, forward and backward: it repeats itself to the bit, waits for
+nothing, can be captured and compiled, shares the GPU with other work, and compiles no kernel twice.
+
+T tokens
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import gpu_layers
+import pytest
+import torch
+from gpu_layers import LAYERS, compilations, make_input, make_layer, step
+from torch import Tensor
+
+from tilemoe.testing import relative_error
+
+pytestmark = pytest.mark.gpu
+
+
+def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: object = "") -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
+    assert not different, f"{where}: {different}"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_twenty_runs_are_bit_equal(name: str, poisoned_memory: None) -> None:
+    layer = make_layer(name)
+    x, do = make_input(layer, 3000)
+    first = step(layer, x, do)
+    assert all(bool(tensor.isfinite().all()) and bool(tensor.any()) for tensor in first.values())
+    for run in range(19):
+        assert_equal(step(layer, x, do), first, f"run {run}")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_nothing_waits_for_the_gpu(name: str) -> None:
+    layer = make_layer(name)
+    x, do = make_input(layer, 700)
+    expected = step(layer, x, do)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step(layer, x, do)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_captured_layer_routes_what_it_is_given(name: str) -> None:
+    layer = make_layer(name)
+    inputs = [make_input(layer, 500, seed) for seed in range(3)]
+    expected = [step(layer, x, do) for x, do in inputs]
+    assert not torch.equal(expected[0]["tokens_per_expert"], expected[1]["tokens_per_expert"])
+    x, do = (tensor.detach().clone() for tensor in inputs[0])
+    x.requires_grad_()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(layer, x, do)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        captured = step(layer, x, do)
+    for index in (1, 2, 0):
+        with torch.no_grad():
+            x.copy_(inputs[index][0])
+            do.copy_(inputs[index][1])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal(captured, expected[index], f"input {index}")
+
+
+def test_streams_at_once() -> None:
+    layers = [make_layer("softmax"), make_layer("softmax"), make_layer("grouped")]
+    layers[1] = layers[0]  # one module on two streams, and another on a third
+    inputs = [make_input(layer, tokens, tokens) for layer, tokens in zip(layers, (3000, 2500, 2000), strict=True)]
+    expected = [step(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
+    streams = [torch.cuda.Stream() for _ in layers]
+    for run in range(10):
+        # The streams fill behind a pause, so that they start together.
+        torch.cuda._sleep(20_000_000)
+        gate = torch.cuda.current_stream().record_event()
+        found = []
+        for layer, given, stream in zip(layers, inputs, streams, strict=True):
+            stream.wait_event(gate)
+            with torch.cuda.stream(stream):
+                found.append(step(layer, *given))
+        torch.cuda.synchronize()
+        for index, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(actual, wanted, f"run {run}, stream {index}")
+
+
+def test_shapes_dtypes_and_activations_take_turns(poisoned_memory: None) -> None:
+    layers = {name: make_layer(name) for name in LAYERS}
+    inputs = {(name, tokens): make_input(layers[name], tokens, tokens) for tokens in (1, 129, 1000) for name in LAYERS}
+    first = {key: step(layers[key[0]], *given) for key, given in inputs.items()}
+    for order in (list(inputs), list(reversed(inputs)), sorted(inputs)):
+        for key in order:
+            assert_equal(step(layers[key[0]], *inputs[key]), first[key], key)
+
+
+@pytest.mark.parametrize("name", ["softmax", "biased", "grouped"])
+def test_compiled_in_one_graph(name: str) -> None:
+    """The same routing to the bit. What Inductor fuses it rounds less often: the rest within the dtype's rounding."""
+    layer = make_layer(name)
+    x, do = make_input(layer, 600)
+    expected = step(layer, x, do)
+    torch._dynamo.reset()
+    found = step(torch.compile(layer, fullgraph=True), x, do)
+    found = {key.removeprefix("_orig_mod."): tensor for key, tensor in found.items()}
+    assert found.keys() == expected.keys()
+    assert torch.equal(found["tokens_per_expert"], expected["tokens_per_expert"])
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype
+        assert relative_error(found[key], tensor.double()) <= torch.finfo(LAYERS[name][1]).eps / 4, key
+
+
+def test_another_number_of_tokens_compiles_nothing() -> None:
+    layers = [make_layer(name) for name in LAYERS]
+
+    def use(tokens: int) -> None:
+        for layer in layers:
+            x, do = make_input(layer, tokens)
+            step(layer, x, do)
+            with torch.no_grad():
+                layer(x)
+
+    use(2048)
+    with compilations() as names:
+        for tokens in (1, 2, 16, 17, 100, 128, 1000, 1001, 4096, 30000, 65536):
+            use(tokens)
+            assert names == {"compiled": [], "cached": []}, f"at T = {tokens}"
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, gpu_layers.__file__],
+            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        found.append(json.loads(run.stdout))
+    first, second = found
+    assert len(first["compiled"]) > 20
+    assert second["compiled"] == []
+    assert sorted(second["cached"]) == sorted(first["compiled"] + first["cached"])
