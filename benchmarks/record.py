@@ -2,7 +2,7 @@
 
     python benchmarks/record.py
 
-prints the commit of this checkout. A copy without git, on another machine say, is told it: ``TILEMOE_COMMIT=...``.
+prints the commit of this checkout. A copy of it, on another machine say, is told it: ``TILEMOE_COMMIT=...``.
 """
 
 from __future__ import annotations
@@ -74,8 +74,11 @@ def version(distribution: str) -> str | None:
 def commit() -> str:
     """The commit of the code that runs; "+dirty" when files of the package or the benchmarks differ from it.
 
-    Where there is no git it is what the environment says, else "unknown".
+    What the environment says comes first, for a copy whose own history lags behind; without that and git "unknown".
     """
+    told = os.environ.get(COMMIT_VARIABLE)
+    if told:
+        return told
 
     def git(*args: str) -> str:
         return subprocess.run(
@@ -86,7 +89,7 @@ def commit() -> str:
         dirty = git("status", "--porcelain", "--", "tilemoe", "benchmarks")
         return git("rev-parse", "--short=12", "HEAD") + ("+dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get(COMMIT_VARIABLE, "unknown")
+        return "unknown"
 
 
 def _cpu_model() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,25 @@ def test_append_adds_rows_with_provenance(results: Path) -> None:
     assert str(record.ROOT) not in path.read_text()
 
 
-def test_commit_is_git_s_and_else_the_environment_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(record, "ROOT", tmp_path)
+def test_commit_is_what_the_environment_says_and_else_git_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.delenv(record.COMMIT_VARIABLE, raising=False)
     assert record.commit() == "unknown"
-    monkeypatch.setenv(record.COMMIT_VARIABLE, "0123456789ab+dirty")
-    assert record.commit() == "0123456789ab+dirty"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "a.py").write_text("1")
+    subprocess.run([*git, "add", "benchmarks"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout[:12]
+    assert record.commit() == head
+    (tmp_path / "elsewhere.txt").write_text("no code")
+    assert record.commit() == head
+    (tmp_path / "benchmarks" / "a.py").write_text("2")
+    assert record.commit() == f"{head}+dirty"
+    monkeypatch.setenv(record.COMMIT_VARIABLE, "0123456789ab")
+    assert record.commit() == "0123456789ab"
 
 
 def test_latest_keeps_the_last_row_of_each_key(results: Path) -> None:
