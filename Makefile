@@ -1,10 +1,16 @@
-# env: the pinned development environment in .venv · demo: train the tiny recipe · test · check: ruff, mypy and test
+# env: the pinned development environment in .venv · demo: train the tiny recipe · test · newest-triton: what can be
+# tested of the kernels on the newest Triton · check: ruff, mypy, test and newest-triton
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRITON := 3.6.0
+# In a folder of its own, to be put before the other.
+NEWEST_TRITON := 3.9.0
+NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
+COMPILED := tests/kernels/test_triton_compiled.py tests/kernels/test_triton_every_kernel.py
 
-.PHONY: env demo test check lint types wheel clean
+.PHONY: env demo test newest-triton check lint types wheel clean
 
 env: $(STAMP)
 
@@ -14,9 +20,15 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("the pinned environment needs Python >= 3.11, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --no-deps triton==3.6.0
+	$(BIN)/python -m pip install --quiet --no-deps triton==$(TRITON)
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $(STAMP)
+
+$(NEWEST): $(STAMP)
+	rm -rf $@ $@.part
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==$(NEWEST_TRITON)
+	mv $@.part $@
+	touch $@
 
 # A new folder each time: a run is never overwritten.
 demo: env
@@ -32,7 +44,11 @@ types: env
 test: env
 	$(BIN)/python -m pytest -m "not gpu"
 
-check: lint types test
+newest-triton: env $(NEWEST)
+	PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__file__'
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(COMPILED)
+
+check: lint types test newest-triton
 
 wheel: env
 	$(BIN)/python -m build --wheel --outdir dist .
