@@ -21,9 +21,7 @@ class RouterChoice(NamedTuple):
 
 
 @constant_when_traced
-def select_router(
-    device: torch.device, dtype: torch.dtype, num_experts: int, experts_per_token: int, num_groups: int
-) -> RouterChoice:
+def select_router(device: torch.device, dtype: torch.dtype, num_experts: int, experts_per_token: int) -> RouterChoice:
     """The way of routing for logits of this device and dtype, fp32 or fp64 (narrower ones are widened before)."""
     if device.type != "cuda":
         return RouterChoice(False, f"Triton does not run on {device.type}")
@@ -35,7 +33,7 @@ def select_router(
         return RouterChoice(False, "the Triton kernels need compute capability 8.0")
     from tilemoe.kernels.triton.router import unsupported  # imported only where there is a GPU for it
 
-    problem = unsupported(num_experts, experts_per_token, num_groups)
+    problem = unsupported(num_experts, experts_per_token)
     if problem is not None:
         return RouterChoice(False, problem)
     return RouterChoice(True, "selection, scores and the losses' sums in one kernel that reads each logit once")

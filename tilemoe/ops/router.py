@@ -42,7 +42,7 @@ def _select_fake(
     experts_per_token, balance = spec[0], spec[6]
     scores = logits.new_empty(num_tokens, experts_per_token)
     ids = torch.empty_like(scores, dtype=torch.int32)
-    return ids, scores, logits.new_empty(num_experts if balance else 0), logits.new_empty(())
+    return scores, ids, logits.new_empty(num_experts if balance else 0), logits.new_empty(())
 
 
 def _select_grad(
@@ -85,16 +85,18 @@ select_grad.register_fake(_select_grad_fake)
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, _, token_mask, *ctx.spec = inputs
-    ctx.mark_non_differentiable(output[0])
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, output[0], token_mask)
+    ctx.save_for_backward(logits, output[1], token_mask)
 
 
-def _backward(ctx: Any, _ids: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, d_scores: Tensor | None, _ids: None, d_probability_sums: Tensor | None, d_z_sum: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Gradients of scores, probability sums and z sum, each None if nothing depends on it."""
     no_grad_of_rest = (None,) * (2 + len(ctx.spec))
     _, _, _, _, _, _, balance, z = ctx.spec
-    d_scores, d_probability_sums, d_z_sum = (grads[0], grads[1] if balance else None, grads[2] if z else None)
+    d_probability_sums, d_z_sum = (d_probability_sums if balance else None, d_z_sum if z else None)
     if d_scores is None and d_probability_sums is None and d_z_sum is None:
         return (None, *no_grad_of_rest)
     logits, expert_ids, token_mask = ctx.saved_tensors

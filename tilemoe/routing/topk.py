@@ -6,12 +6,15 @@ T tokens · E experts · K experts per token · P pairs
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.kernels.select_router import select_router
+from tilemoe.ops import router as router_ops
 from tilemoe.routing.balance import num_ranks, sum_over_ranks
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
@@ -74,8 +77,40 @@ def route(
     or, for some token, all -inf.
     """
     _check(logits, cfg, selection_bias, token_mask)
-    router = cfg.router
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    choice = select_router(logits.device, logits.dtype, cfg.num_experts, cfg.num_experts_per_tok)
+    select = _select_fused if choice.fused else _select
+    chosen = select(logits, cfg, selection_bias, token_mask)
+    plan = plan_topk(chosen.expert_ids, cfg.num_experts)
+    tokens_per_expert = plan.rows_per_expert
+    aux_loss = _aux_loss(chosen, tokens_per_expert, token_mask, cfg.router, training, group)
+    return Routing(plan, chosen.scores, tokens_per_expert, aux_loss)
+
+
+class _Chosen(NamedTuple):
+    """expert_ids (T, K) integers, E for a token left out · scores (T, K) · probability_sums (E,): the probabilities
+    of each expert summed over the tokens, None without a balancing loss · z_sum (): the sum of
+    ``logsumexp(logits)^2``, None without a z-loss. All but the ids in the dtype of the logits and differentiable.
+    """
+
+    expert_ids: Tensor
+    scores: Tensor
+    probability_sums: Tensor | None
+    z_sum: Tensor | None
+
+
+def _select_fused(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_mask: Tensor | None) -> _Chosen:
+    """`_select` in one kernel."""
+    scores, ids, probability_sums, z_sum = router_ops.select(
+        logits, selection_bias, token_mask, *router_ops.spec_args(cfg)
+    )
+    router = cfg.router
+    losses = (probability_sums if router.aux_loss_coef else None, z_sum if router.z_loss_coef else None)
+    return _Chosen(ids, scores, *losses)
+
+
+def _select(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_mask: Tensor | None) -> _Chosen:
+    router = cfg.router
     padding = None if token_mask is None else ~token_mask[:, None]
     if padding is not None:
         logits = logits.masked_fill(padding, 0.0)
@@ -86,10 +121,14 @@ def route(
     if padding is not None:
         expert_ids = expert_ids.masked_fill(padding, cfg.num_experts)
         scores = scores.masked_fill(padding, 0.0)
-    plan = plan_topk(expert_ids, cfg.num_experts)
-    tokens_per_expert = plan.rows_per_expert
-    aux_loss = _aux_loss(logits, all_scores, tokens_per_expert, token_mask, router, training, group)
-    return Routing(plan, scores, tokens_per_expert, aux_loss)
+    # Products and sums below: autocast would take a matrix product down to its own dtype.
+    weight = torch.ones_like(logits[:, 0]) if token_mask is None else token_mask.to(logits.dtype)
+    probability_sums = z_sum = None
+    if router.aux_loss_coef:
+        probability_sums = (weight[:, None] * _probabilities(logits, all_scores, router)).sum(dim=0)
+    if router.z_loss_coef:
+        z_sum = (weight * torch.logsumexp(logits, dim=-1).square()).sum()
+    return _Chosen(expert_ids, scores, probability_sums, z_sum)
 
 
 def _score_function(logits: Tensor, router: RouterConfig) -> Tensor:
@@ -142,8 +181,7 @@ def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -
 
 
 def _aux_loss(
-    logits: Tensor,
-    all_scores: Tensor,
+    chosen: _Chosen,
     pairs_of_expert: Tensor,
     token_mask: Tensor | None,
     router: RouterConfig,
@@ -151,25 +189,22 @@ def _aux_loss(
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Balancing loss (arXiv 2101.03961, equation 4) and z-loss (arXiv 2202.08906, equation 5): fp32 scalar."""
-    if not router.aux_loss_coef and not router.z_loss_coef:
-        return torch.zeros((), dtype=torch.float32, device=logits.device)
-    num_tokens = pairs_of_expert.new_full((1,), logits.shape[0]) if token_mask is None else token_mask.sum()[None]
+    scores, num_experts = chosen.scores, pairs_of_expert.shape[0]
+    if chosen.probability_sums is None and chosen.z_sum is None:
+        return torch.zeros((), dtype=torch.float32, device=scores.device)
+    num_tokens = pairs_of_expert.new_full((1,), scores.shape[0]) if token_mask is None else token_mask.sum()[None]
     counts = torch.cat([pairs_of_expert.long(), num_tokens.long()])
     ranks = 1
     if training:
         counts, ranks = sum_over_ranks(counts, group), num_ranks(group)
-    tokens = counts[-1].clamp(min=1)
-    weight = torch.ones_like(logits[:, 0]) if token_mask is None else token_mask.to(logits.dtype)
-    weight = weight * (ranks / tokens.to(logits.dtype))  # of each real token in this rank's mean
-    loss = logits.new_zeros(())
-    if router.aux_loss_coef:
-        fraction = counts[:-1].to(logits.dtype) / tokens
-        # Products and sums: autocast would take a matrix product down to its own dtype.
-        mean_probability = (weight[:, None] * _probabilities(logits, all_scores, router)).sum(dim=0)
-        loss = loss + router.aux_loss_coef * logits.shape[1] * (fraction * mean_probability).sum()
-    if router.z_loss_coef:
-        loss = loss + router.z_loss_coef * (weight * torch.logsumexp(logits, dim=-1).square()).sum()
-    return loss.float()
+    tokens = counts[-1].clamp(min=1).to(scores.dtype)
+    loss = scores.new_zeros(())
+    if chosen.probability_sums is not None:
+        fraction = counts[:-1].to(scores.dtype) / tokens
+        loss = loss + router.aux_loss_coef * num_experts * (fraction * chosen.probability_sums).sum()
+    if chosen.z_sum is not None:
+        loss = loss + router.z_loss_coef * chosen.z_sum
+    return (loss * (ranks / tokens)).float()  # of the real tokens, this rank's part in the mean of the ranks' losses
 
 
 def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> Tensor:

@@ -19,7 +19,6 @@ from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_ker
 
 MAX_EXPERTS = 4096
 MAX_EXPERTS_PER_TOKEN = 32
-MAX_COLUMNS = 8192  # groups of an awkward size are padded one by one
 _WARP = 512  # logits of a warp: 16 a thread leave registers for what is computed of each
 _PARTIAL_SUMS = 2048  # programs over which the sums for the losses are split
 
@@ -39,15 +38,12 @@ class RouterSpec(NamedTuple):
     z: bool
 
 
-def unsupported(num_experts: int, experts_per_token: int, num_groups: int) -> str | None:
+def unsupported(num_experts: int, experts_per_token: int) -> str | None:
     """Why these kernels cannot route among so many experts, in a few words; None if they can."""
     if experts_per_token > MAX_EXPERTS_PER_TOKEN:
         return f"more than {MAX_EXPERTS_PER_TOKEN} experts per token"
     if num_experts > MAX_EXPERTS:
         return f"more than {MAX_EXPERTS} experts"
-    groups, group = _padded(num_experts, num_groups)
-    if groups * group > MAX_COLUMNS:
-        return f"groups that fill more than {MAX_COLUMNS} columns when padded to powers of two"
     return None
 
 
@@ -56,7 +52,7 @@ def select(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """From logits (T, E) fp32, selection_bias (E,) fp32, token_mask (T,) bool:
 
-    expert_ids (T, K) int32 best first, a tie to the lower id, E where the mask is False · scores (T, K) fp32 ·
+    scores (T, K) fp32 · expert_ids (T, K) int32, best first, a tie to the lower id, E where the mask is False ·
     probability_sums (E,): each expert's probability summed over the tokens, (0,) unless ``spec.balance`` · z_sum ():
     the sum of ``logsumexp(logits)^2``, 0 unless ``spec.z``. The sums are taken in one order, whatever runs when.
     """
@@ -65,13 +61,13 @@ def select(
     if num_tokens == 0:
         empty = logits.new_empty(0, spec.experts_per_token)
         probability_sums = logits.new_zeros(num_experts if spec.balance else 0)
-        return empty.to(torch.int32), empty, probability_sums, logits.new_zeros(())
+        return empty, empty.to(torch.int32), probability_sums, logits.new_zeros(())
     launch = select_launch(logits.contiguous(), selection_bias, token_mask, spec)
     launch.run()
     outputs = launch.args
     probability_sums = outputs["probability_parts"].sum(0) if spec.balance else logits.new_empty(0)
     z_sum = outputs["z_parts"].sum() if spec.z else logits.new_zeros(())
-    return outputs["expert_ids"], outputs["scores"], probability_sums, z_sum
+    return outputs["scores"], outputs["expert_ids"], probability_sums, z_sum
 
 
 def select_grad(
@@ -83,7 +79,7 @@ def select_grad(
     d_z_sum: Tensor | None,
     spec: RouterSpec,
 ) -> Tensor:
-    """d_logits (T, E) fp32 from the gradients of `select`'s last three results, each None for zeros."""
+    """d_logits (T, E) fp32 from the gradients of `select`'s scores and sums, each None for zeros."""
     device_of(logits)
     if logits.shape[0] == 0:
         return torch.empty_like(logits)
@@ -173,7 +169,7 @@ def select_grad_launch(
 
 
 def _padded(num_experts: int, num_groups: int) -> tuple[int, int]:
-    """Groups and experts of a group, as powers of two."""
+    """Groups and experts of a group, as powers of two: at most 8192 columns for `MAX_EXPERTS`."""
     return triton.next_power_of_2(num_groups), triton.next_power_of_2(num_experts // num_groups)
 
 
@@ -184,4 +180,4 @@ def _tile(num_experts: int, num_groups: int) -> dict[str, int]:
 
 def _num_warps(columns: int) -> int:
     """One warp where its registers hold the experts: its K maxima then need no shared memory and no barrier."""
-    return 1 if columns <= 2 * _WARP else min(8, columns // _WARP)
+    return 1 if columns <= 2 * _WARP else min(16, columns // _WARP)

@@ -220,13 +220,14 @@ def select_grad_kernel(
     d_tile = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.float32)  # of the scores before K are kept; "late": of the logits
     if d_scores is not None:
         pair = (first + tl.arange(0, BLOCK_T)).to(tl.int64) * K
-        chosen = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.int1)
+        taken = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.int32)  # a carried int1 costs more: predicates are few
         for place in range(K):
             at = tl.load(expert_ids + pair + place, mask=real, other=-1)
             d_score = tl.load(d_scores + pair + place, mask=real, other=0.0)
             here = expert == at[:, None]
             d_tile = tl.where(here, d_score[:, None], d_tile)
-            chosen |= here
+            taken = tl.where(here, 1, taken)
+        chosen = taken != 0
         d_tile *= SCALE
         if MODE == "late softmax":
             kept = _kept_softmax(tile, chosen)

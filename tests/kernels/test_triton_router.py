@@ -1,0 +1,108 @@
+"""The fused top-K selection without a GPU: run in the interpreter, compiled for four GPUs, and when it is chosen.
+
+T tokens · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton_compile import compile_launch, count_spill_loads
+
+from tilemoe.kernels.select_router import select_router
+from tilemoe.kernels.triton.router import (
+    MAX_EXPERTS,
+    MAX_EXPERTS_PER_TOKEN,
+    RouterSpec,
+    select,
+    select_grad_launch,
+    select_launch,
+    unsupported,
+)
+
+CAPABILITIES = (80, 90, 100, 120)
+HERE = Path(__file__).parent
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+def test_the_interpreter_agrees_with_torch() -> None:
+    # Triton reads the switch when it is imported: hence another process.
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "test_triton_router_values.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 58
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("experts", "spec"),
+    [
+        (128, RouterSpec(8, "late softmax", True, 1.0, 1, 1, False, False)),
+        (512, RouterSpec(10, "softmax", True, 1.0, 1, 1, True, True)),
+        (MAX_EXPERTS, RouterSpec(32, "softmax", False, 2.5, 1, 1, True, False)),
+        (256, RouterSpec(8, "sigmoid", True, 2.5, 8, 4, True, True)),
+    ],
+)
+def test_kernels_compile_without_spills(experts: int, spec: RouterSpec, capability: int, tmp_path: Path) -> None:
+    logits, each, one = torch.zeros(64, experts), torch.zeros(experts), torch.zeros(())
+    forward = select_launch(logits, None, None, spec)
+    ids, scores = forward.args["expert_ids"], forward.args["scores"]
+    sums = (each if spec.balance else None, one if spec.z else None)
+    for launch in (forward, select_grad_launch(logits, ids, None, scores, *sums, spec)):
+        compiled = compile_launch(launch, capability)
+        assert count_spill_loads(compiled, tmp_path) == 0, f"{launch.kernel} spills"
+        assert "ld.global.v4.b32" in compiled.asm["ptx"], "logits are read 16 bytes at a time"
+        assert compiled.metadata.shared <= 48 * 1024
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    assert unsupported(MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN) is None
+    assert unsupported(MAX_EXPERTS + 1, 8) is not None
+    assert unsupported(64, MAX_EXPERTS_PER_TOKEN + 1) is not None
+
+
+def test_groups_never_fill_more_columns_than_fit() -> None:
+    for groups in range(1, MAX_EXPERTS // 2 + 1):
+        logits = torch.empty(1, MAX_EXPERTS // groups * groups, device="meta")
+        tile = select_launch(logits, None, None, RouterSpec(1, "softmax", True, 1.0, groups, 1, False, False))
+        assert tile.constants["GROUPS"] * tile.constants["GROUP"] <= 8192
+        assert tile.num_warps <= 16
+
+
+def test_cpu_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match="need a GPU"):
+        select(torch.zeros(2, 4), None, None, RouterSpec(1, "softmax", True, 1.0, 1, 1, False, False))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "experts", "k", "fused"),
+    [
+        (CUDA, torch.float32, 128, 8, True),
+        (CUDA, torch.float32, 1, 1, True),
+        (CPU, torch.float32, 128, 8, False),
+        (CUDA, torch.float64, 128, 8, False),
+        (CUDA, torch.float32, 128, 33, False),
+        (CUDA, torch.float32, 5000, 8, False),
+    ],
+)
+def test_when_the_kernels_are_chosen(
+    device: torch.device, dtype: torch.dtype, experts: int, k: int, fused: bool
+) -> None:
+    choice = select_router(device, dtype, experts, k)
+    assert choice.fused == fused
+    assert choice.reason

@@ -1,0 +1,201 @@
+"""What the router promises on a GPU beyond its values: no host sync, graphs, one compiled graph, the same bits.
+
+T tokens · d hidden_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.kernels.select_router import select_router
+from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_kernel
+from tilemoe.layers.router import Router
+from tilemoe.routing.topk import Routing, route
+from tilemoe.testing import relative_error
+
+pytestmark = pytest.mark.gpu
+
+LOSSES = RouterConfig(aux_loss_coef=0.01, z_loss_coef=0.001)
+CFG = MoEConfig(256, 64, 60, 6, router=LOSSES)
+DTYPES = [torch.bfloat16, torch.float16]
+Results = dict[str, Tensor]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def make(cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat16) -> Router:
+    torch.manual_seed(0)
+    router = Router(cfg, device="cuda", dtype=dtype)
+    torch.nn.init.normal_(router.weight, 0.0, cfg.hidden_size**-0.5)
+    if router.bias is not None:
+        torch.nn.init.normal_(router.bias)
+    return router
+
+
+def run(router: Router, x: Tensor, weight: Tensor, cfg: MoEConfig = CFG) -> Results:
+    """Everything that the router gives, gradients included; also of the logits themselves."""
+    logits = router(x)
+    routing = route(logits, cfg)
+    total = (routing.scores * weight).sum() + routing.aux_loss + 1e-3 * logits.square().mean()
+    grads = torch.autograd.grad(total, [x, *router.parameters()])
+    return {
+        "scores": routing.scores.detach(),
+        "loss": routing.aux_loss.detach(),
+        "rows": routing.plan.row_of_pair,
+        **{f"grad {index}": grad for index, grad in enumerate(grads)},
+    }
+
+
+def inputs(tokens: int, cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    x = random(tokens, cfg.hidden_size, seed=tokens).to(dtype).requires_grad_()
+    return x, random(tokens, cfg.num_experts_per_tok, seed=1)
+
+
+def test_it_is_the_fused_path() -> None:
+    assert select_router(torch.device("cuda:0"), torch.float32, 60, 6).fused
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("experts", [8, 128, 512])
+def test_logits_have_the_quality_of_fp32(experts: int, dtype: torch.dtype) -> None:
+    cfg = MoEConfig(1536, 64, experts, 4, router=RouterConfig(bias=True))
+    router = make(cfg, dtype)
+    x, _ = inputs(3000, cfg, dtype)
+    logits = router(x)
+    leaves = (x, router.weight, router.bias)
+    exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
+    exact = torch.nn.functional.linear(*exact_leaves)
+    assert logits.dtype == torch.float32
+    assert relative_error(logits.detach(), exact.detach()) < 1e-6
+    d_logits = random(3000, experts)
+    plain = torch.autograd.grad(torch.nn.functional.linear(*leaves).float(), leaves, d_logits)
+    wanted = torch.autograd.grad(exact, exact_leaves, d_logits.double())
+    for got, other, want in zip(torch.autograd.grad(logits, leaves, d_logits), plain, wanted, strict=True):
+        assert got.dtype == dtype
+        allowed = 2 * max(relative_error(other, want), torch.finfo(dtype).eps / 2)
+        assert relative_error(got, want) <= allowed
+
+
+def test_logits_of_fp32_weights_stay_in_fp32_and_keep_no_copy_of_x() -> None:
+    router = make(dtype=torch.float32)
+    x, _ = inputs(500)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        logits = router(x)
+    assert relative_error(logits.detach(), x.detach().double() @ router.weight.detach().double().t()) < 1e-6
+    assert {t.data_ptr() for t in kept} == {x.data_ptr(), router.weight.data_ptr()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_under_autocast_are_the_same_bits(dtype: torch.dtype) -> None:
+    router = make(dtype=dtype)
+    x, _ = inputs(300, dtype=dtype)
+    expected = router(x)
+    d_logits = random(300, 60)
+    grads = torch.autograd.grad(expected, [x, router.weight], d_logits)
+    for other in DTYPES:
+        with torch.autocast("cuda", other):
+            logits = router(x)
+            again = torch.autograd.grad(logits, [x, router.weight], d_logits)
+        assert torch.equal(logits, expected)
+        assert all(torch.equal(a, b) for a, b in zip(again, grads, strict=True))
+
+
+def test_no_host_sync() -> None:
+    router, (x, weight) = make(), inputs(700)
+    run(router, x, weight)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(router, x, weight)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_replayed_graph_follows_its_inputs() -> None:
+    router, (x, weight) = make(), inputs(700)
+    run(router, x, weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run(router, x, weight)
+    with torch.no_grad():
+        x.copy_(random(700, 256, seed=5))
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, value in run(router, x, weight).items():
+        assert torch.equal(replayed[name], value), name
+
+
+def test_twenty_runs_are_bit_equal() -> None:
+    router, (x, weight) = make(), inputs(20000)
+    first = run(router, x, weight)
+    for _ in range(19):
+        for name, value in run(router, x, weight).items():
+            assert torch.equal(first[name], value), name
+
+
+def test_compiled_in_one_graph() -> None:
+    router = make()
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = router(x)
+        routing = route(logits, CFG)
+        return routing.scores, routing.aux_loss, routing.plan.row_of_pair
+
+    fast = torch.compile(step, fullgraph=True)
+    for tokens in (300, 700):
+        x, weight = inputs(tokens)
+        grads = []
+        for function in (step, fast):
+            scores, loss, rows = function(x)
+            grads.append((scores, rows, *torch.autograd.grad((scores * weight).sum() + loss, [x, router.weight])))
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_other_numbers_of_tokens_compile_nothing() -> None:
+    def compiled() -> int:
+        return sum(
+            len(cache[0]) for kernel in (select_kernel, select_grad_kernel) for cache in kernel.device_caches.values()
+        )
+
+    router, counts = make(), []
+    for tokens in (4096, 1, 1000, 1001, 77):
+        run(router, *inputs(tokens))
+        counts.append(compiled())
+    assert counts[0] >= 2
+    assert counts == counts[:1] * 5
+
+
+def test_offsets_beyond_int32() -> None:
+    tokens, experts = 2**31 // 4096 + 300, 4096
+    cfg = MoEConfig(8, 8, experts, 2)
+    logits = torch.zeros(tokens, experts, device="cuda")
+    best = torch.arange(tokens, device="cuda") % (experts - 7)
+    logits.scatter_(1, best[:, None], 4.0)
+    logits.scatter_(1, best[:, None] + 7, 2.0)
+    logits.requires_grad_()
+    scores, ids = routed(lambda: route(logits, cfg))
+    assert torch.equal(ids, torch.stack([best, best + 7], dim=1))
+    (grad,) = torch.autograd.grad(scores[:, 0].sum(), logits)
+    at = grad.gather(1, ids)
+    torch.testing.assert_close(at[:, 0], -at[:, 1])
+    assert float(at.abs().min()) > 0.05
+    assert int(grad.count_nonzero()) == 2 * tokens
+
+
+def routed(call: Callable[[], Routing]) -> tuple[Tensor, Tensor]:
+    """(scores (T, K), ids (T, K)) of a routing."""
+    routing = call()
+    plan = routing.plan
+    rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
+    expert_of_row = torch.searchsorted(plan.row_start_of_expert[1:].contiguous(), rows, right=True)
+    return routing.scores, expert_of_row[plan.row_of_pair.long()].view(plan.num_tokens, -1)

@@ -1,0 +1,229 @@
+"""Checks of the fused top-K selection, for a GPU and for the interpreter: both run this file with pytest.
+
+T tokens · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from tilemoe import reference
+from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
+from tilemoe.kernels.triton.router import RouterSpec, select
+from tilemoe.ops import router as router_ops
+from tilemoe.routing.topk import _select, _select_fused
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+MANY = 1 if INTERPRETED else 50  # times as many tokens where they are cheap
+INF = float("inf")
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of padding that is computed and not used
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
+
+LOSSES = {"aux_loss_coef": 0.01, "z_loss_coef": 0.001}
+ROUTERS = {
+    "softmax": RouterConfig(),
+    "softmax, losses": RouterConfig(**LOSSES),
+    "softmax as it is": RouterConfig(normalize=False, scale=2.5, aux_loss_coef=0.01),
+    "softmax, bias": RouterConfig(selection_bias=True, z_loss_coef=0.001),
+    "late softmax": RouterConfig(softmax_after_topk=True),
+    "late softmax, losses": RouterConfig(softmax_after_topk=True, scale=0.5, selection_bias=True, **LOSSES),
+    "sigmoid": RouterConfig(score="sigmoid", normalize=False),
+    "sigmoid, losses": RouterConfig(score="sigmoid", scale=2.5, selection_bias=True, **LOSSES),
+}
+
+
+def config(num_experts: int, k: int, router: RouterConfig) -> MoEConfig:
+    return MoEConfig(8, 8, num_experts, k, router=router)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def hostile(tokens: int, experts: int) -> Tensor:
+    """Logits with ties, masked experts, -0 beside 0, and rows whose scores underflow."""
+    logits = random(tokens, experts)
+    logits[::3] = (logits[::3] * 2).round() / 2
+    logits[1::4, ::3] = -INF
+    logits[2::5] *= 300.0
+    logits[3::7, 1::2] = -0.0
+    logits[4::9] = 0.0
+    logits[:, 0] = logits[:, 0].clamp(min=-4.0)  # never all masked
+    return logits
+
+
+def assert_same(logits: Tensor, cfg: MoEConfig, token_mask: Tensor | None = None) -> None:
+    """Ids to the last bit, scores and sums closely, gradients by autograd through the same in fp64."""
+    bias = 0.3 * random(cfg.num_experts, seed=9) if cfg.router.selection_bias else None
+    logits = logits.clone().requires_grad_()
+    fused, plain = (each(logits, cfg, bias, token_mask) for each in (_select_fused, _select))
+    assert fused.expert_ids.dtype == torch.int32
+    assert torch.equal(fused.expert_ids, plain.expert_ids.int())
+    for name in ("scores", "probability_sums", "z_sum"):
+        got, want = getattr(fused, name), getattr(plain, name)
+        assert (got is None) == (want is None), name
+        if got is not None:
+            torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
+    exact = logits.detach().double().requires_grad_()
+    grads = [
+        torch.autograd.grad(objective(chosen, cfg.num_experts), leaf)[0]
+        for chosen, leaf in ((fused, logits), (_select(exact, cfg, bias, token_mask), exact))
+    ]
+    assert torch.equal(grads[0] != grads[0], torch.zeros_like(logits, dtype=torch.bool)), "NaN"
+    # Where two values tie in fp32 and not in fp64, another expert may be chosen, of the same score to fp32.
+    same = (_select(exact, cfg, bias, token_mask).expert_ids == plain.expert_ids).all(dim=1)
+    assert same.float().mean() > 0.7 if same.numel() else True
+    torch.testing.assert_close(grads[0][same].double(), grads[1][same], rtol=2e-5, atol=2e-6)
+
+
+def objective(chosen: Any, num_experts: int) -> Tensor:
+    weight = random(*chosen.scores.shape, seed=3).to(chosen.scores.dtype)
+    total = (chosen.scores * weight).sum()
+    if chosen.probability_sums is not None:
+        total = total + (chosen.probability_sums * torch.linspace(-1, 1, num_experts, device=DEVICE)).sum()
+    return total if chosen.z_sum is None else total + 0.01 * chosen.z_sum
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_mode_agrees_with_torch(name: str) -> None:
+    tokens = 37 * MANY
+    for experts, k in ((60, 6), (8, 8)):
+        logits, mask = hostile(tokens, experts), torch.arange(tokens, device=DEVICE) % 3 != 0
+        for token_mask in (None, mask):
+            assert_same(logits, config(experts, k, ROUTERS[name]), token_mask)
+
+
+@pytest.mark.parametrize("name", ["softmax, losses", "late softmax, losses", "sigmoid, losses"])
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (2, 2), (3, 1), (128, 8), (512, 10), (700, 32), (4096, 3)])
+def test_sizes(experts: int, k: int, name: str) -> None:
+    for tokens in (1, 5 * MANY):
+        assert_same(hostile(tokens, experts), config(experts, k, ROUTERS[name]))
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "top_groups", "k"),
+    [(60, 6, 3, 8), (256, 8, 4, 8), (9, 3, 1, 3), (12, 6, 6, 12), (8, 4, 2, 1)],
+)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_groups(experts: int, groups: int, top_groups: int, k: int, score: Any) -> None:
+    tokens = 31 * MANY
+    for bias in (False, True):
+        router = RouterConfig(score=score, num_groups=groups, top_groups=top_groups, selection_bias=bias, scale=2.5)
+        assert_same(hostile(tokens, experts), config(experts, k, router))
+
+
+@pytest.mark.parametrize("preset", sorted(ROUTER_PRESETS))
+def test_presets_agree_with_the_reference(preset: str) -> None:
+    cfg = config(16, 4, RouterConfig.preset(preset))
+    logits, mask = random(33, 16, seed=1), torch.arange(33, device=DEVICE) % 3 != 0
+    bias = 0.3 * random(16, seed=9) if cfg.router.selection_bias else None
+    chosen = _select_fused(logits, cfg, bias, mask)
+    dense = torch.zeros(33, 17, device=DEVICE).scatter(1, chosen.expert_ids.long(), chosen.scores)[:, :16]
+    expected = reference.route(logits, cfg, selection_bias=bias, token_mask=mask)
+    torch.testing.assert_close(dense, expected.scores)
+    assert torch.equal(dense != 0, expected.scores != 0)
+
+
+def test_ties_go_to_the_lower_expert_best_first() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0], [1.0] * 5, [-0.0, 0.0, -1.0, 0.0, -0.0]], device=DEVICE)
+    for router in (RouterConfig(), RouterConfig(softmax_after_topk=True), RouterConfig(score="sigmoid")):
+        ids = _select_fused(logits, config(5, 3, router), None, None).expert_ids
+        assert ids.tolist() == [[1, 3, 2], [0, 1, 2], [0, 1, 3]]
+
+
+def test_a_masked_expert_is_chosen_only_for_want_of_others_and_scores_zero() -> None:
+    logits = torch.tensor([[-INF, -1e4, -INF, 1.0, -INF, 3.0]], device=DEVICE)
+    for router in (RouterConfig(), RouterConfig(softmax_after_topk=True), RouterConfig(score="sigmoid")):
+        chosen = _select_fused(logits, config(6, 5, router), None, None)
+        assert chosen.expert_ids.tolist() == [[5, 3, 1, 0, 2]]
+        assert chosen.scores[0, 3:].tolist() == [0.0, 0.0]
+
+
+def test_nan_is_not_hidden_and_never_leaves_an_id_unwritten() -> None:
+    logits = random(6, 8)
+    logits[1, 3] = float("nan")
+    logits[2] = -float("nan")
+    logits[3] = -INF
+    logits[4, 5] = INF
+    for router in ROUTERS.values():
+        bias = torch.zeros(8, device=DEVICE) if router.selection_bias else None
+        chosen = _select_fused(logits, config(8, 3, router), bias, None)
+        ids = chosen.expert_ids.sort(dim=1).values
+        assert bool(((ids >= 0) & (ids < 8)).all())
+        assert bool((ids[:, 1:] != ids[:, :-1]).all()), "an expert is chosen once"
+        assert bool(chosen.scores[1].isnan().any())
+        assert bool(chosen.scores[[0, 5]].isfinite().all())
+
+
+def test_padding_may_hold_anything_and_gets_no_gradient() -> None:
+    logits = torch.full((5, 6), float("nan"), device=DEVICE, requires_grad=True)
+    mask = torch.zeros(5, dtype=torch.bool, device=DEVICE)
+    for router in ROUTERS.values():
+        bias = torch.zeros(6, device=DEVICE) if router.selection_bias else None
+        chosen = _select_fused(logits, config(6, 2, router), bias, mask)
+        assert bool((chosen.expert_ids == 6).all())
+        for value in (chosen.scores, chosen.probability_sums, chosen.z_sum):
+            assert value is None or not value.any()
+        (grad,) = torch.autograd.grad(objective(chosen, 6), logits)
+        assert not grad.any()
+
+
+def test_no_tokens() -> None:
+    logits = torch.zeros(0, 6, device=DEVICE, requires_grad=True)
+    chosen = _select_fused(logits, config(6, 2, RouterConfig(**LOSSES)), None, None)
+    assert chosen.expert_ids.shape == chosen.scores.shape == (0, 2)
+    assert chosen.probability_sums is not None
+    assert chosen.z_sum is not None
+    (grad,) = torch.autograd.grad(chosen.scores.sum() + chosen.probability_sums.sum() + chosen.z_sum, logits)
+    assert grad.shape == (0, 6)
+
+
+def test_strided_logits_and_each_gradient_alone() -> None:
+    cfg = config(12, 3, RouterConfig(score="sigmoid", **LOSSES))
+    wide = random(12, 20).t().requires_grad_()
+    for name in ("scores", "probability_sums", "z_sum"):
+        weight = random(20, 3) if name == "scores" else random(12) if name == "probability_sums" else torch.ones(())
+        got, want = (
+            torch.autograd.grad((getattr(each(wide, cfg, None, None), name) * weight).sum(), wide)[0]
+            for each in (_select_fused, _select)
+        )
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+
+
+def test_the_gradient_of_a_gradient_is_refused() -> None:
+    logits = random(4, 6).requires_grad_()
+    scores = _select_fused(logits, config(6, 2, RouterConfig()), None, None).scores
+    (grad,) = torch.autograd.grad(scores.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.sum().backward()
+
+
+def test_sums_are_the_same_bits_in_every_run() -> None:
+    logits, spec = random(40 * MANY, 60), RouterSpec(4, "softmax", True, 1.0, 1, 1, True, True)
+    first = select(logits, None, None, spec)
+    for _ in range(2):
+        for got, want in zip(select(logits, None, None, spec), first, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_opcheck() -> None:
+    cfg = config(12, 3, RouterConfig(selection_bias=True, **LOSSES))
+    spec = router_ops.spec_args(cfg)
+    logits, bias, mask = random(9, 12).requires_grad_(), random(12), torch.arange(9, device=DEVICE) % 4 != 0
+    torch.library.opcheck(router_ops.select, (logits, bias, mask, *spec))
+    plain = router_ops.spec_args(config(12, 3, RouterConfig()))
+    torch.library.opcheck(router_ops.select, (logits, None, None, *plain))
+    ids = torch.zeros(9, 3, dtype=torch.int32, device=DEVICE)
+    grads = (random(9, 3), random(12), random(1)[0])
+    torch.library.opcheck(router_ops.select_grad, (logits.detach(), ids, mask, *grads, *spec))
+    torch.library.opcheck(router_ops.select_grad, (logits.detach(), ids, None, None, None, grads[2], *spec))
