@@ -15,16 +15,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+from triton_checks import turn
 from triton_compile import compile_launch, recorded_launches, stack_bytes
 
-from tilemoe.activations import activation_spec
-from tilemoe.config import GATED_ACTIVATIONS
 from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.triton import combine, mlp, tiles
 from tilemoe.kernels.triton import plan as plan_module
-from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
 from tilemoe.kernels.triton.launch import Launch
+from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
+from tilemoe.testing import forward_and_grads, make_inputs
 
 KB = 1024
 NVIDIA = {
@@ -64,29 +64,18 @@ def layer_launches(
     bias: bool = False,
     turned: bool = False,
 ) -> list[Launch]:
-    """What one plan, forward, inference and backward launch. ``turned``: weights of the other stride order."""
-    kernels, spec = TRITON_KERNELS, activation_spec(activation, gate_up, None, None)
+    """What a plan, a forward, a backward and inference launch. ``turned``: weights of the other stride order."""
     ids = torch.arange(T * K).view(T, K) % E
-    plan, width = plan_topk(ids, E), N * (2 if activation in GATED_ACTIVATIONS else 1)
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-    w1 = zeros(E, D, width).transpose(1, 2) if turned else zeros(E, width, D)
-    w2 = zeros(E, N, D).transpose(1, 2) if turned else zeros(E, D, N)
-    b1, b2 = (zeros(E, width), zeros(E, D)) if bias else (None, None)
-    x, s = zeros(T, D), torch.zeros(T * K)
+    plan = plan_topk(ids, E)
+    inputs = make_inputs(plan, D, N, activation, dtype=dtype, bias=bias)
+    if turned:
+        inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
+    options = {"activation": activation, "gate_up": gate_up, "kernels": "triton"}
     with recorded_launches(device) as launches:
         plan_module.plan_topk(ids, E)
-        a, h = kernels.up_proj_act(x, w1, b1, plan, spec)
-        kernels.up_proj_act_inference(x, w1, b1, plan, spec)
-        kernels.combine(kernels.down_proj(a, w2, b2, plan), s, plan)
-        dh, _, a_scaled = kernels.down_proj_act_grad(x, w2, b2, h, s, plan, spec)
-        kernels.down_proj_weight_grad(x, a_scaled, plan)
-        kernels.combine_grad(kernels.up_proj_act_grad(dh, w1, plan), plan)
-        kernels.up_proj_weight_grad(x, dh, plan)
-        kernels.down_proj_bias_grad(x, s, plan)
-        kernels.up_proj_bias_grad(dh, plan)
+        forward_and_grads(moe, inputs, plan, **options)
+        with torch.no_grad():
+            moe(plan=plan, **inputs, **options)
     return launches
 
 
@@ -111,13 +100,13 @@ def test_no_kernel_is_left_out() -> None:
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }
     assert len(kernels) >= 10
-    assert kernels == {name_of(launch) for launch in layer_launches(NVIDIA[90], torch.bfloat16)}
+    assert kernels == {name_of(launch) for launch in layer_launches(NVIDIA[90], torch.bfloat16, bias=True)}
 
 
 @pytest.mark.parametrize("capability", NVIDIA)
 def test_every_dtype_on_nvidia(capability: int, dtype_name: str, tmp_path: Path) -> None:
     device = NVIDIA[capability]
-    for launch in one_of_each(layer_launches(device, DTYPES[dtype_name])):
+    for launch in one_of_each(layer_launches(device, DTYPES[dtype_name], bias=True)):
         where = f"{name_of(launch)} in {dtype_name} for sm_{capability}"
         compiled = compile_launch(launch, capability)
         assert compiled.metadata.shared <= device.shared_bytes, where
@@ -153,7 +142,7 @@ def test_every_layout_on_hopper(activation: str, gate_up: str, bias: bool, turne
 
 
 def test_amd() -> None:
-    for launch in layer_launches(MI300, torch.bfloat16):
+    for launch in layer_launches(MI300, torch.bfloat16, bias=True):
         compiled = compile_launch(launch, GFX942)
         code = compiled.asm["amdgcn"]
         assert bool(re.search(r"v_mfma_f32_\w+bf16", code)) == is_gemm(launch), name_of(launch)
