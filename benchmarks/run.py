@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from tilemoe.perf.shape import MoEShape
 
 MATMUL = 8192
 COPY_BYTES = 1 << 30
+HOST_CALLS = 7
 COLD_TOKENS = 1000  # of the last call: no multiple of a tile
 PARTS = ("forward", "backward")
 MEMORY = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
@@ -54,12 +56,12 @@ def layer(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows
     contestants = admitted(args.peers.split(","), shape, weights)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     do = torch.randn_like(x)
-    memory = {contestant.name: layer_memory(contestant, x, do) for contestant in contestants}
+    once = {c.name: {**layer_memory(c, x, do), **layer_host(c, x, do)} for c in contestants}
     steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
     versions = {contestant.name: contestant.version for contestant in contestants}
     for mode in args.modes.split(",") if steps else ():
         found = timing.rounds(steps, mode, args.rounds)
-        rows = layer_rows(found, memory, layer_roofline_ms(shape, ceilings))
+        rows = layer_rows(found, once, layer_roofline_ms(shape, ceilings))
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": args.rounds}
         rows = [{**where, "version": versions[row["contestant"]], **row} for row in rows]
         for row in rows:
@@ -68,15 +70,17 @@ def layer(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows
 
 
 def layer_rows(
-    found: dict[str, list[list[float]]], memory: dict[str, dict[str, int]], roofs: tuple[float, float]
+    found: dict[str, list[list[float]]], once: dict[str, dict[str, Any]], roofs: tuple[float, float]
 ) -> Rows:
-    """A row for each contestant. All but the first also say how they compare to it, ``baseline``: ``forward_ratio``
-    and ``backward_ratio`` are their time over its time, round by round; memory ratios are its bytes over theirs.
+    """A row for each contestant; ``once`` is what was measured once, by contestant: memory, host.
+
+    All but the first also say how they compare to it, ``baseline``: ``forward_ratio`` and ``backward_ratio`` are their
+    time over its time, round by round; memory ratios are its bytes over theirs.
     """
     first = next(iter(found))
     rows: Rows = []
     for contestant, samples in found.items():
-        row: dict[str, Any] = {"contestant": contestant, **memory[contestant]}
+        row: dict[str, Any] = {"contestant": contestant, **once[contestant]}
         for part, (label, roof) in enumerate(zip(PARTS, roofs, strict=True)):
             values = [sample[part] for sample in samples]
             row[f"{label}_ms"] = timing.summary(values)
@@ -94,7 +98,8 @@ def describe(row: dict[str, Any]) -> str:
     """One line: medians in milliseconds, memory in MiB, and both against the first contestant."""
     times = " ".join(f"{row[f'{part}_ms']['median']:8.3f}" for part in PARTS)
     memory = " ".join(f"{row[key] / 2**20:7.0f}" for key in MEMORY)
-    line = f"{row['case']:12} {row['mode']:9} {row['contestant']:16} {times} ms, {memory} MiB"
+    host = " ".join(f"{row[f'{part}_host_ms']:.2f}" for part in PARTS)
+    line = f"{row['case']:12} {row['mode']:9} {row['contestant']:12} {times} ms (host {host}), {memory} MiB"
     if "baseline" not in row:
         return line
     ratios = " ".join(f"{row[key.replace('bytes', 'ratio')]:.2f}" for key in MEMORY)
@@ -140,6 +145,20 @@ def layer_memory(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[st
     grads, _, backward_peak = timing.memory_of(lambda: torch.autograd.grad(out, [x, *contestant.leaves], do))
     del grads
     return dict(zip(MEMORY, (saved, forward_peak, saved + backward_peak), strict=True))
+
+
+def layer_host(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str, float]:
+    """Milliseconds until the host has launched everything: where it exceeds the GPU's time, the GPU waits."""
+    launched: list[tuple[float, float]] = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = contestant.run(x)
+        middle = time.perf_counter()
+        torch.autograd.grad(out, [x, *contestant.leaves], do)
+        launched.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
+    parts = zip(PARTS, zip(*launched, strict=True), strict=True)
+    return {f"{part}_host_ms": round(statistics.median(values), 3) for part, values in parts}
 
 
 def kernels(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows]:

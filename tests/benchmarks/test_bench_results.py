@@ -28,8 +28,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def memory(saved: int, forward: int, backward: int) -> dict[str, int]:
-    return {"saved_bytes": saved, "forward_peak_bytes": forward, "backward_peak_bytes": backward}
+def once(saved: int, forward: int, backward: int) -> dict[str, float]:
+    memory = {"saved_bytes": saved, "forward_peak_bytes": forward, "backward_peak_bytes": backward}
+    return {**memory, "forward_host_ms": 0.5, "backward_host_ms": 0.75}
 
 
 def layer_rows() -> list[dict[str, Any]]:
@@ -39,7 +40,7 @@ def layer_rows() -> list[dict[str, Any]]:
         "peer": [[1.5, 2.0], [3.0, 4.4], [1.5, 2.2]],
     }
     return run.layer_rows(
-        found, {"tilemoe": memory(GB, 3 * GB, 4 * GB), "peer": memory(2 * GB, 4 * GB, 5 * GB)}, (0.5, 1.0)
+        found, {"tilemoe": once(GB, 3 * GB, 4 * GB), "peer": once(2 * GB, 4 * GB, 5 * GB)}, (0.5, 1.0)
     )
 
 
@@ -82,6 +83,7 @@ def test_layer_rows_compare_to_the_first() -> None:
     assert first["forward_of_roofline"] == 0.5
     line = run.describe({"case": "c", "mode": "burst", **peer})
     assert "1.500x 1.100x" in line
+    assert "host 0.50 0.75" in line
 
 
 def test_layer_table_has_means_and_worst_cases() -> None:
