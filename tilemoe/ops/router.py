@@ -39,10 +39,10 @@ def _select_fake(
     logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, *spec: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
-    experts_per_token, balance = spec[0], spec[6]
+    experts_per_token, *_, balance, z = spec
     scores = logits.new_empty(num_tokens, experts_per_token)
     ids = torch.empty_like(scores, dtype=torch.int32)
-    return scores, ids, logits.new_empty(num_experts if balance else 0), logits.new_empty(())
+    return scores, ids, logits.new_empty(num_experts if balance else 0), logits.new_empty(() if z else (0,))
 
 
 def _select_grad(

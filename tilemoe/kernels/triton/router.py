@@ -54,19 +54,19 @@ def select(
 
     scores (T, K) fp32 · expert_ids (T, K) int32, best first, a tie to the lower id, E where the mask is False ·
     probability_sums (E,): each expert's probability summed over the tokens, (0,) unless ``spec.balance`` · z_sum ():
-    the sum of ``logsumexp(logits)^2``, 0 unless ``spec.z``. The sums are taken in one order, whatever runs when.
+    the sum of ``logsumexp(logits)^2``, (0,) unless ``spec.z``. The sums are taken in one order, whatever runs when.
     """
     device_of(logits)
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         empty = logits.new_empty(0, spec.experts_per_token)
-        probability_sums = logits.new_zeros(num_experts if spec.balance else 0)
-        return empty, empty.to(torch.int32), probability_sums, logits.new_zeros(())
+        sums = (logits.new_zeros(num_experts if spec.balance else 0), logits.new_zeros(() if spec.z else 0))
+        return empty, empty.to(torch.int32), *sums
     launch = select_launch(logits.contiguous(), selection_bias, token_mask, spec)
     launch.run()
     outputs = launch.args
     probability_sums = outputs["probability_parts"].sum(0) if spec.balance else logits.new_empty(0)
-    z_sum = outputs["z_parts"].sum() if spec.z else logits.new_zeros(())
+    z_sum = outputs["z_parts"].sum() if spec.z else logits.new_empty(0)
     return outputs["scores"], outputs["expert_ids"], probability_sums, z_sum
 
 
