@@ -1,0 +1,142 @@
+"""Token rounding: each expert computes a multiple of a tile of rows, near the number that top-K gave it.
+
+The paper: arXiv 2512.14080, section 5. T tokens · E experts · K experts per token · m tile · R_max row capacity
+f rows of an expert under top-K · r rows that it computes
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tilemoe.config import MoEConfig, TokenRounding
+from tilemoe.kernels.select import constant_when_traced
+from tilemoe.ops import rounding as rounding_ops
+from tilemoe.routing.plan import RoutingPlan
+
+_DRAWING = ("stochastic", "nearest_score")
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedRouting:
+    """plan · scores (R_max,) in the order of its rows, 0 past R, differentiable · pairs_of_expert (E,) int32: f"""
+
+    plan: RoutingPlan
+    scores: Tensor
+    pairs_of_expert: Tensor
+
+
+def rounds(cfg: MoEConfig, num_tokens: int, training: bool) -> bool:
+    """Whether so many tokens are rounded: in training, if ``cfg`` asks for it, unless the tile is larger than that."""
+    if not training or cfg.rounding is None:
+        return False
+    if num_tokens >= cfg.rounding.tile:
+        return True
+    _warn_of_few_tokens(cfg.rounding.tile)
+    return False
+
+
+def round_tokens(
+    logits: Tensor,
+    expert_ids: Tensor,
+    kept_scores: Tensor,
+    cfg: MoEConfig,
+    *,
+    generator: torch.Generator | None = None,
+    token_mask: Tensor | None = None,
+) -> RoundedRouting:
+    """Round a top-K selection as ``cfg.rounding`` says; T >= its tile.
+
+    logits (T, E) fp32 or fp64; expert_ids (T, K), E for a token that the mask leaves out; kept_scores (T, K), what
+    top-K carries. An expert ranks its f tokens by the score they carry, then all others by S, the softmax or the
+    sigmoid of the logits, a tie to the lower token, and keeps the first r: those of its own with their scores, the
+    others with S times ``cfg.router.scale``. r is at most the real tokens rounded down to a multiple of the tile;
+    where these are fewer than a tile, nothing is rounded.
+
+    The random modes draw ``torch.rand(E)`` in fp32 from ``generator`` (None: the default one of the logits' device),
+    once and before anything else: the same draws on any backend, and on all ranks whose generators are in one state.
+
+    ValueError: the generator is on another device, or the rows could be more than int32 counts.
+    """
+    rounding = cfg.rounding
+    assert rounding is not None, "the caller asks `rounds` first"
+    uniform = draw_uniform(cfg.num_experts, rounding, logits.device, generator)
+    capacity = row_capacity(rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
+    if token_mask is not None:
+        logits = logits.masked_fill(~token_mask[:, None], 0.0)
+    all_scores = torch.softmax(logits, dim=-1) if cfg.router.score == "softmax" else torch.sigmoid(logits)
+    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, pairs_of_expert = rounding_ops.round_rows(
+        all_scores.detach(),
+        expert_ids,
+        kept_scores.detach(),
+        uniform,
+        token_mask,
+        rounding.mode,
+        rounding.tile,
+        cfg.router.scale,
+        capacity,
+    )
+    plan = RoutingPlan(
+        token_of_row=token_of_row,
+        pair_of_row=pair_of_row,
+        row_of_pair=row_of_pair,
+        pair_start_of_token=pair_start,
+        row_start_of_expert=row_start,
+        num_experts=cfg.num_experts,
+        num_tokens=logits.shape[0],
+    )
+    scores = _scores_of_rows(all_scores * cfg.router.scale, expert_ids, kept_scores, plan)
+    return RoundedRouting(plan, scores, pairs_of_expert)
+
+
+def draw_uniform(
+    num_experts: int, rounding: TokenRounding, device: torch.device, generator: torch.Generator | None
+) -> Tensor | None:
+    """(E,) fp32 in [0, 1) for the modes that are random, else None. ValueError: the generator is elsewhere."""
+    if generator is not None and generator.device.type != device.type:
+        raise ValueError(
+            f"generator is on {generator.device} but the logits are on {device}; "
+            f"make it with torch.Generator(device={device.type!r})"
+        )
+    if rounding.mode not in _DRAWING:
+        return None
+    return torch.rand(num_experts, dtype=torch.float32, device=device, generator=generator)
+
+
+def row_capacity(rounding: TokenRounding, num_tokens: int, experts_per_token: int, num_experts: int) -> int:
+    """R_max: the most rows that the mode can give, whatever the tokens. ValueError: more than int32 counts."""
+    tile = rounding.tile
+    beyond = {"down": 0, "balance": tile // 2, "nearest": num_experts * (tile // 2)}
+    rows = num_tokens * experts_per_token + beyond.get(rounding.mode, num_experts * (tile - 1))
+    rows = min(rows, num_experts * (num_tokens // tile * tile))
+    if rows > _INT32_MAX:
+        raise ValueError(f"{num_tokens} tokens could become {rows} rows; row indices are int32, so split the batch")
+    return rows
+
+
+def _scores_of_rows(scaled_scores: Tensor, expert_ids: Tensor, kept_scores: Tensor, plan: RoutingPlan) -> Tensor:
+    """(R_max,) what each row carries, out of all scores (T, E) and the kept ones (T, K)."""
+    experts = plan.num_experts
+    padded = torch.nn.functional.pad(scaled_scores, (0, 1))  # a column for what is skipped
+    carried = padded.scatter(1, expert_ids.long().clamp(max=experts), kept_scores)
+    rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
+    expert_of_row = torch.searchsorted(plan.row_start_of_expert[1:].contiguous(), rows, right=True).clamp(max=experts)
+    place = plan.token_of_row.long() * (experts + 1) + expert_of_row
+    scores = carried.reshape(-1)[place]
+    return scores.masked_fill(rows >= plan.row_start_of_expert[-1], 0.0)
+
+
+@constant_when_traced
+@cache
+def _warn_of_few_tokens(tile: int) -> None:
+    warnings.warn(
+        f"rounding.tile = {tile} is larger than the number of tokens: such batches are routed by plain top-K; "
+        "lower the tile or raise the tokens of a batch",
+        UserWarning,
+        stacklevel=4,
+    )
