@@ -64,15 +64,16 @@ def steps(shape: MoEShape, weights: peers.Weights, x: Tensor, kernels: str) -> d
     a, h = ks.up_proj_act(x, w1, None, plan, spec)
     y = ks.down_proj(a, w2, None, plan)
     dh, _, a_scaled = ks.down_proj_act_grad(do, w2, None, h, s, plan, spec)
+    out = torch.empty_like(x)
     runs: dict[str, Callable[[], Any]] = {
         "up_proj_act": lambda: ks.up_proj_act(x, w1, None, plan, spec),
         "down_proj": lambda: ks.down_proj(a, w2, None, plan),
-        "combine": lambda: ks.combine(y, s, plan),
+        "combine": lambda: ks.combine(y, s, plan, out),
         "down_proj_act_grad": lambda: ks.down_proj_act_grad(do, w2, None, h, s, plan, spec),
         "down_proj_weight_grad": lambda: ks.down_proj_weight_grad(do, a_scaled, plan),
         "up_proj_act_grad": lambda: ks.up_proj_act_grad(dh, w1, plan),
         "up_proj_weight_grad": lambda: ks.up_proj_weight_grad(x, dh, plan),
-        "combine_grad": lambda: ks.combine_grad(y, plan),  # it sums rows of that shape, whatever they are
+        "combine_grad": lambda: ks.combine_grad(y, plan, out),  # it sums rows of that shape, whatever they are
     }
     return {name: one_part(run) for name, run in runs.items()}
 

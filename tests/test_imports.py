@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "activations": {"config"},
     "routing.plan": set(),
     "kernels": {"config", "activations", "routing.plan"},
-    "ops": {"config", "activations", "routing.plan", "kernels"},
+    "ops": {"config", "activations", "routing.plan", "kernels", "perf"},
     "routing": {"config", "activations", "routing.plan", "kernels", "ops"},
     "reference": {"config", "activations", "routing.plan"},
     "layers": _BELOW_LAYERS,

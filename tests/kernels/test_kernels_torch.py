@@ -104,7 +104,8 @@ def test_forward_kernels(kernels: KernelSet, name: str, dtype: torch.dtype) -> N
             assert_close("y", y[: c.num_rows], exact_y, dtype, dtype)
         y = c.row_tensor(D, dtype, 2)
         for s in (c.s, c.s.double()):
-            o = kernels.combine(y, s, c.plan)
+            o = torch.empty(c.plan.num_tokens, D, dtype=dtype)
+            kernels.combine(y, s, c.plan, o)
             exact_rows = y[: c.num_rows].double() * s.double()[c.pair][:, None]
             assert_close("o", o, c.sum_by(c.token, exact_rows, c.plan.num_tokens), dtype, dtype)
 
@@ -143,7 +144,8 @@ def test_backward_kernels(kernels: KernelSet, name: str, dtype: torch.dtype) -> 
         outer = dh[rows].double()[:, :, None] * c.exact("x")[c.token][:, None, :]
         assert_close("dw1", dw1, c.sum_by(c.expert, outer, experts), dtype, dtype)
         dx_rows = c.row_tensor(D, dtype, 5)
-        dx = kernels.combine_grad(dx_rows, c.plan)
+        dx = torch.empty(c.plan.num_tokens, D, dtype=dtype)
+        kernels.combine_grad(dx_rows, c.plan, dx)
         assert_close("dx", dx, c.sum_by(c.token, dx_rows[rows].double(), c.plan.num_tokens), dtype, dtype)
         db2 = kernels.down_proj_bias_grad(c.do, c.s, c.plan)
         assert_close("db2", db2, c.sum_by(c.expert, s_row * do_rows, experts), dtype, wide)
@@ -175,8 +177,8 @@ def test_kernels_leave_their_inputs_alone() -> None:
     ks, given = mlp.TORCH_KERNELS, c.given
     ks.up_proj_act(given["x"], given["w1"], given["b1"], c.plan, c.spec)
     ks.down_proj_act_grad(c.do, given["w2"], given["b2"], h, c.s, c.plan, c.spec)
-    ks.combine(y, c.s, c.plan)
-    ks.combine_grad(y, c.plan)
+    ks.combine(y, c.s, c.plan, torch.empty_like(given["x"]))
+    ks.combine_grad(y, c.plan, torch.empty_like(given["x"]))
     ks.up_proj_act_grad(h, given["w1"], c.plan)
     ks.up_proj_weight_grad(given["x"], h, c.plan)
     ks.down_proj_bias_grad(c.do, c.s, c.plan)

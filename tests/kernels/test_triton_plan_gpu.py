@@ -30,8 +30,9 @@ def use(ids: torch.Tensor, rows: torch.Tensor) -> RoutingPlan:
     plan = plan_topk(ids, 64)
     tile_list(plan, 128)
     rows, s = rows[: plan.capacity], torch.ones(plan.capacity, device="cuda")
-    combine(rows, s, plan)
-    combine_grad(rows, plan)
+    out = rows.new_empty(plan.num_tokens, rows.shape[1])
+    combine(rows, s, plan, out)
+    combine_grad(rows, plan, out)
     return plan
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilemoe.kernels.torch import mlp as torch_mlp
 from tilemoe.kernels.torch import plan as torch_plan
 from tilemoe.kernels.triton import plan as triton_plan
-from tilemoe.kernels.triton.combine import combine, combine_grad, combine_into
+from tilemoe.kernels.triton.combine import combine, combine_grad
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import hostile_routings
@@ -54,40 +54,64 @@ def assert_close(actual: Tensor, exact: Tensor, tolerance: float) -> None:
     assert float((actual.double() - exact).norm()) <= tolerance * float(exact.norm())
 
 
+def combine_or_its_gradient(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> None:
+    if s is None:
+        combine_grad(rows, plan, out)
+    else:
+        combine(rows, s, plan, out)
+
+
+def combined(rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> Tensor:
+    """Each token's sum of rows (R_max, width), times their scores where there are any."""
+    out = rows.new_empty(plan.num_tokens, rows.shape[1])
+    combine_or_its_gradient(rows, s, plan, out)
+    return out
+
+
+def exactly_combined(rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> Tensor:
+    """The same by the torch kernels in fp64."""
+    out = rows.new_empty(plan.num_tokens, rows.shape[1], dtype=torch.float64)
+    if s is None:
+        torch_mlp.combine_grad(rows.double(), plan, out)
+    else:
+        torch_mlp.combine(rows.double(), s.double(), plan, out)
+    return out
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 72] if INTERPRETED else [1, 24, 1032, 4096])
 def test_combine_agrees_on_hostile_routings(width: int, dtype: torch.dtype) -> None:
     for routing in hostile_routings(tile=12, device=DEVICE):
         plan = routing.plan
         rows, s = rows_of(plan, width, dtype), scores_of(plan)
-        o, dx = combine(rows, s, plan), combine_grad(rows, plan)
-        assert o.dtype == dx.dtype == dtype
-        assert_close(o, torch_mlp.combine(rows.double(), s.double(), plan), TOLERANCE[dtype])
-        assert_close(dx, torch_mlp.combine_grad(rows.double(), plan), TOLERANCE[dtype])
+        o, dx = combined(rows, s, plan), combined(rows, None, plan)
+        assert_close(o, exactly_combined(rows, s, plan), TOLERANCE[dtype])
+        assert_close(dx, exactly_combined(rows, None, plan), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("experts_per_token", [1, 8, 17, 33])
 def test_combine_of_many_rows(experts_per_token: int) -> None:
     plan = plan_topk(random_ids(13, experts_per_token, 40), 40)
     rows, s = rows_of(plan, 24, FP32), scores_of(plan)
-    assert_close(combine(rows, s, plan), torch_mlp.combine(rows.double(), s.double(), plan), TOLERANCE[FP32])
+    assert_close(combined(rows, s, plan), exactly_combined(rows, s, plan), TOLERANCE[FP32])
 
 
 def test_fp64_scores_are_not_rounded() -> None:
     plan = plan_topk(torch.tensor([[0, 1]], device=DEVICE), 2)
     rows = torch.tensor([[2.0**12], [2.0**12]], device=DEVICE)
     s = torch.tensor([1.0 + 2.0**-40, -1.0], dtype=torch.float64, device=DEVICE)
-    assert float(combine(rows, s, plan)) == 2.0**-28
+    assert float(combined(rows, s, plan)) == 2.0**-28
 
 
 def test_slices_of_the_width_make_the_whole() -> None:
     plan = plan_topk(random_ids(11, 4, 6), 6)
     rows, s = rows_of(plan, 80, FP16), scores_of(plan)
-    whole, out = combine(rows, s, plan), rows.new_empty(11, 80)
-    for start in range(0, 80, 32):
-        span = slice(start, start + 32)
-        combine_into(out[:, span], rows[:, span], s, plan)
-    assert torch.equal(out, whole)
+    for scores in (s, None):
+        whole, out = combined(rows, scores, plan), rows.new_empty(11, 80)
+        for start in range(0, 80, 32):
+            span = slice(start, start + 32)
+            combine_or_its_gradient(rows[:, span], scores, plan, out[:, span])
+        assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize(

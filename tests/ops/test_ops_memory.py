@@ -256,16 +256,16 @@ def test_each_kernel_makes_at_most_one_routed_buffer_of_width_d() -> None:
     given = make_inputs(plan, d, n, dtype=torch.bfloat16)
     x, w1, w2, s = given["x"], given["w1"], given["w2"], given["scores"].reshape(-1)
     a, h = TORCH_KERNELS.up_proj_act(x, w1, None, plan, spec)
-    y = TORCH_KERNELS.down_proj(a, w2, None, plan)
+    y, out = TORCH_KERNELS.down_proj(a, w2, None, plan), torch.empty_like(x)
     for name, made, args in (
         ("up_proj_act", 0, (x, w1, None, plan, spec)),
         ("down_proj", 1, (a, w2, None, plan)),
-        ("combine", 0, (y, s, plan)),
+        ("combine", 0, (y, s, plan, out)),
         ("down_proj_act_grad", 0, (x, w2, None, h, s, plan, spec)),
         ("down_proj_weight_grad", 0, (x, a, plan)),
         ("up_proj_act_grad", 1, (h, w1, plan)),
         ("up_proj_weight_grad", 0, (x, h, plan)),
-        ("combine_grad", 0, (y, plan)),
+        ("combine_grad", 0, (y, plan, out)),
     ):
         with LargeBuffers(plan.capacity * d) as buffers:
             getattr(TORCH_KERNELS, name)(*args)

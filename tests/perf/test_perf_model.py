@@ -5,6 +5,8 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from tilemoe.kernels import select
 from tilemoe.kernels.base import KernelSet
 from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 from tilemoe.ops.moe import moe
+from tilemoe.perf import slices as slices_module
 from tilemoe.perf.costs import (
     BACKWARD,
     FORWARD,
@@ -27,7 +30,15 @@ from tilemoe.perf.costs import (
     router_costs,
 )
 from tilemoe.perf.hardware import GPUS, Ceilings, find_gpu
-from tilemoe.perf.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
+from tilemoe.perf.memory import (
+    backward_peak_bytes,
+    backward_slices,
+    forward_peak_bytes,
+    forward_slices,
+    inference_peak_bytes,
+    inference_slices,
+    saved_bytes,
+)
 from tilemoe.perf.shape import MoEShape
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.routing.plan import RoutingPlan
@@ -72,11 +83,12 @@ def test_saved_bytes_are_those_of_the_operator(shape: MoEShape) -> None:
 
 
 class Ledger:
-    """Bytes alive at once, of the tensors that kernels returned."""
+    """Bytes alive at once, of the tensors that kernels return or write to; ``calls`` counts those of each kernel."""
 
     def __init__(self) -> None:
-        self.alive: list[tuple[StorageWeakRef, int]] = []
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
+        self.calls: Counter[str] = Counter()
 
     def watch(self, kernels: KernelSet) -> KernelSet:
         """The same kernels, whose results are entered here."""
@@ -84,10 +96,13 @@ class Ledger:
         def watched(name: str) -> Any:
             def run(*args: Any) -> Any:
                 result = getattr(kernels, name)(*args)
-                for tensor in result if isinstance(result, tuple) else (result,):
-                    self.alive.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
-                self.alive = [(ref, size) for ref, size in self.alive if not ref.expired()]
-                self.most = max(self.most, sum(size for _, size in self.alive))
+                self.calls[name] += 1
+                if result is None:  # its last argument is a slice of the output
+                    self.enter(args[-1], args[-1].untyped_storage().nbytes())
+                for tensor in result if isinstance(result, tuple) else () if result is None else (result,):
+                    self.enter(tensor, tensor.nbytes)
+                self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+                self.most = max(self.most, sum(size for _, size in self.alive.values()))
                 return result
 
             return run
@@ -95,25 +110,62 @@ class Ledger:
         names = (*FORWARD, "up_proj_act_inference", *BACKWARD)
         return replace(kernels, **{name: watched(name) for name in names})
 
+    def enter(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        self.alive[storage._cdata] = (StorageWeakRef(storage), size)
 
-@pytest.mark.parametrize("shape", [SMALL, WIDE_EXPERTS, UNGATED_FP32], ids=["small", "wide experts", "ungated"])
-def test_peaks_are_those_of_the_operator(shape: MoEShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self) -> None:
+        self.most, self.alive = 0, {}
+        self.calls.clear()
+
+
+@pytest.fixture
+def slices_of_little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Buffers are made in slices however few tiles these have, so that small tensors do for a test."""
+    decisions = (forward_slices, inference_slices, backward_slices)
+    monkeypatch.setattr(slices_module, "_MIN_TILES", 1)
+    for decide in decisions:
+        decide.cache_clear()
+    yield
+    monkeypatch.undo()
+    for decide in decisions:
+        decide.cache_clear()
+
+
+PEAKS = {
+    "small": (SMALL, 1, 1),
+    "wide experts": (WIDE_EXPERTS, 1, 1),
+    "ungated": (UNGATED_FP32, 1, 1),
+    "two slices": (MoEShape(300, 528, 16, 4, 4), 2, 2),
+    "three slices": (MoEShape(300, 768, 512, 2, 2), 3, 1),
+    "ungated slices": (MoEShape(300, 1024, 96, 4, 4, is_gated=False, element_bytes=4), 2, 2),
+    "slices of pairs": (MoEShape(300, 512, 16, 4, 4, rows=1000, is_topk=False), 2, 2),
+    "d is no multiple of 16": (MoEShape(300, 520, 16, 4, 4), 1, 1),
+}
+
+
+@pytest.mark.usefixtures("slices_of_little_work")
+@pytest.mark.parametrize(("shape", "in_forward", "in_backward"), PEAKS.values(), ids=PEAKS)
+def test_peaks_are_those_of_the_operator(
+    shape: MoEShape, in_forward: int, in_backward: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = Ledger()
     monkeypatch.setattr(select, "KERNEL_SETS", {"torch": ledger.watch(TORCH_KERNELS)})
     inputs = inputs_for(shape, plan_for(shape))
     with torch.no_grad():
         moe(**inputs)
     assert ledger.most == inference_peak_bytes(shape)
-    ledger.most, ledger.alive = 0, []
+    assert ledger.calls["combine"] == len(inference_slices(shape))
+    ledger.start()
     o = moe(**inputs)
     assert ledger.most == forward_peak_bytes(shape)
+    assert ledger.calls["down_proj"] == ledger.calls["combine"] == len(forward_slices(shape)) == in_forward
     do = torch.ones_like(o)
-    del o
-    o = moe(**inputs)
     ledger.most = 0
     grads = torch.autograd.grad(o, [inputs[name] for name in ("x", "w1", "w2", "scores")], do)
     # The output is the caller's: it stays alive in this test, and is no part of the backward.
     assert ledger.most - o.nbytes == backward_peak_bytes(shape)
+    assert ledger.calls["up_proj_act_grad"] == ledger.calls["combine_grad"] == in_backward
     assert len(grads) == 4
 
 

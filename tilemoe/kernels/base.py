@@ -5,6 +5,10 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max row capac
 ``x`` (T,d) · ``w1`` (E,w,d) · ``w2`` (E,d,n) · ``b1`` (E,w) · ``b2`` (E,d) · ``h`` (R_max,w) pre-activation ·
 ``a`` (R_max,n) · ``y`` (R_max,d) · ``s`` scores, flat, in the caller's order · ``o`` (T,d). Gradients prefix ``d``.
 Rows past R of any (R_max, .) tensor are unspecified and never read.
+
+y and dx_rows, the only buffers of size R_max x d, may be made and combined a slice of d at a time: the kernels that
+make them take a slice of the weight, (E,c,n) of w2 or (E,w,c) of w1, and those that combine them write to columns of
+a wider tensor.
 """
 
 from __future__ import annotations
@@ -35,13 +39,15 @@ class UpProjActInference(Protocol):
 
 class DownProj(Protocol):
     def __call__(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2: ``y = a w2^T + b2`` (R_max, d)."""
+        """F2: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) from c of w2's and b2's columns of d."""
         ...
 
 
 class Combine(Protocol):
-    def __call__(self, y: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
-        """F3: ``o_t`` = sum over the token's rows of score times y, accumulated in s's dtype; o has y's dtype."""
+    def __call__(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
+        """F3: ``o_t`` = sum over the token's rows of score times y, accumulated in s's dtype. y (R_max, c) contiguous;
+        o (T, c) of y's dtype, rows of any stride, is written.
+        """
         ...
 
 
@@ -70,7 +76,7 @@ class DownProjWeightGrad(Protocol):
 
 class UpProjActGrad(Protocol):
     def __call__(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
-        """B3: ``dx_rows = dh w1`` (R_max, d)."""
+        """B3: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) from c of w1's columns of d."""
         ...
 
 
@@ -81,8 +87,8 @@ class UpProjWeightGrad(Protocol):
 
 
 class CombineGrad(Protocol):
-    def __call__(self, dx_rows: Tensor, plan: RoutingPlan) -> Tensor:
-        """B5: ``dx_t`` = sum over the token's rows of dx_rows (T, d)."""
+    def __call__(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
+        """B5: ``dx_t`` = sum over the token's rows of dx_rows (R_max, c); dx (T, c) is written as by `Combine`."""
         ...
 
 

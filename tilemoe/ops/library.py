@@ -17,6 +17,8 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import KernelSet, compute_dtype
 from tilemoe.kernels.select import kernel_set
+from tilemoe.perf.memory import backward_slices, forward_slices, inference_slices
+from tilemoe.perf.shape import MoEShape
 from tilemoe.routing.plan import RoutingPlan
 
 _PLAN_SCHEMA = (
@@ -54,6 +56,21 @@ def _unpack(tail: Tail) -> tuple[RoutingPlan, ActivationSpec, KernelSet]:
     return RoutingPlan(*plan), ActivationSpec(*spec), kernel_set(kernels)
 
 
+def _shape(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec) -> MoEShape:
+    """The sizes of one call in elements of ``like``; its rows are those that buffers have."""
+    return MoEShape(
+        num_tokens=plan.num_tokens,
+        hidden_size=d,
+        intermediate_size=n,
+        num_experts=plan.num_experts,
+        num_experts_per_tok=1,  # the rows say how many there are
+        is_gated=spec.is_gated,
+        element_bytes=like.element_size(),
+        rows=plan.capacity,
+        is_topk=plan.pair_start_of_token is None,
+    )
+
+
 def _define(name: str, args: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register ``tilemoe::name(args, plan, activation) -> returns`` with its implementation and its shape function."""
     schema = f"({args}, {_PLAN_SCHEMA}, {_SPEC_SCHEMA}) -> {returns}"
@@ -72,13 +89,23 @@ def _moe(
     x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, b1: Tensor | None, b2: Tensor | None, keep_h: bool, *tail: Any
 ) -> tuple[Tensor, Tensor]:
     plan, spec, ks = _unpack(tail)
+    shape = _shape(x, w2.shape[1], w2.shape[2], plan, spec)
     if keep_h:
         a, h = ks.up_proj_act(x, w1, b1, plan, spec)
+        slices = forward_slices(shape)
     else:
         a, h = ks.up_proj_act_inference(x, w1, b1, plan, spec), x.new_empty(0, w1.shape[1])
-    y = ks.down_proj(a, w2, b2, plan)
-    del a  # y is the largest transient: a must not be alive beside it while it is combined
-    return ks.combine(y, s, plan), h
+        slices = inference_slices(shape)
+    o: Tensor | None = None
+    for index, columns in enumerate(slices):
+        y = ks.down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)
+        if index == len(slices) - 1:
+            del a  # before o is made, where there is one slice
+        o = x.new_empty(x.shape[0], w2.shape[1]) if o is None else o
+        ks.combine(y, s, plan, o[:, columns])
+        del y  # the largest transient: not to be alive beside the next slice
+    assert o is not None, "d is at least 1"
+    return o, h
 
 
 def _moe_fake(
@@ -120,8 +147,14 @@ def _down_proj_weight_grad_fake(do: Tensor, a_scaled: Tensor, *tail: Any) -> Ten
 
 
 def _up_proj_input_grad(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
-    plan, _, ks = _unpack(tail)
-    return ks.combine_grad(ks.up_proj_act_grad(dh, w1, plan), plan)
+    plan, spec, ks = _unpack(tail)
+    d = w1.shape[2]
+    dx = dh.new_empty(plan.num_tokens, d)
+    for columns in backward_slices(_shape(dh, d, w1.shape[1] // spec.width_factor, plan, spec)):
+        dx_rows = ks.up_proj_act_grad(dh, w1[:, :, columns], plan)
+        ks.combine_grad(dx_rows, plan, dx[:, columns])
+        del dx_rows
+    return dx
 
 
 def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:

@@ -95,10 +95,10 @@ def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ..
         del a_scaled
         if need_b1:
             db1 = library.up_proj_bias_grad(dh, *tail).to(b1.dtype)
+        if need_x:  # before dw1: dx_rows is alive beside every gradient made so far
+            dx = library.up_proj_input_grad(dh, w1, *tail)
         if need_w1:
             dw1 = library.up_proj_weight_grad(x, dh, *tail)
-        if need_x:
-            dx = library.up_proj_input_grad(dh, w1, *tail)
     return (dx, dw1, dw2, ds if need_s else None, db1, db2, *no_grad_of_rest)
 
 

@@ -5,7 +5,8 @@ T tokens · E experts · P (token, expert) pairs, token-major · R routed rows, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class RoutingPlan:
     pair_start_of_token (T+1)      slices row_of_pair by token; None when every token has exactly P/T pairs
     row_start_of_expert (E+1)      slices the rows by expert; its last element is R, which stays on the device
     error_bits ()                  what `check` reports; 0 when every id was in range, None when nothing was recorded
+    derived                        what kernels have worked out from these arrays, to be used again with this plan
 
     Rows are sorted by expert, stable in token. Entries of the row arrays past R are 0 and are never used.
     """
@@ -42,6 +44,7 @@ class RoutingPlan:
     num_experts: int
     num_tokens: int
     error_bits: Tensor | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def capacity(self) -> int:

@@ -32,16 +32,16 @@ def up_proj_act_inference(x: Tensor, w1: Tensor, b1: Tensor | None, plan: Routin
 
 
 def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-    """F2: y (R_max, d)."""
+    """F2: y (R_max, d), or the columns of d that w2 and b2 have."""
     return rows_times_experts(a, w2.transpose(1, 2), b2, plan)
 
 
-def combine(y: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
-    """F3: o (T, d), each token's rows times their scores, summed in s's dtype."""
+def combine(y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
+    """F3: to o (T, c), each token's rows of y (R_max, c) times their scores, summed in s's dtype."""
     if plan.capacity == 0:
-        return y.new_zeros(plan.num_tokens, y.shape[1])
-    weight = s.index_select(0, plan.pair_of_row)
-    return _sum_rows_of_token(y, weight, plan)
+        o.zero_()
+    else:
+        _sum_rows_of_token(y, s.index_select(0, plan.pair_of_row), plan, o)
 
 
 def down_proj_act_grad(
@@ -77,7 +77,7 @@ def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Te
 
 
 def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
-    """B3: dx_rows (R_max, d)."""
+    """B3: dx_rows (R_max, d), or the columns of d that w1 has."""
     return rows_times_experts(dh, w1, None, plan)
 
 
@@ -86,10 +86,10 @@ def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan) -> Tensor:
     return outer_per_expert(dh, x, plan, right_index=plan.token_of_row)
 
 
-def combine_grad(dx_rows: Tensor, plan: RoutingPlan) -> Tensor:
-    """B5: dx (T, d)."""
+def combine_grad(dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
+    """B5: to dx (T, c), the sum of each token's rows of dx_rows (R_max, c)."""
     ones = dx_rows.new_ones(plan.capacity, dtype=compute_dtype(dx_rows.dtype))
-    return _sum_rows_of_token(dx_rows, ones, plan)
+    _sum_rows_of_token(dx_rows, ones, plan, dx)
 
 
 def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
@@ -112,21 +112,20 @@ def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan) -> Tensor:
     return torch.segment_reduce(rows, "sum", offsets=plan.row_start_of_expert, axis=0, unsafe=True, initial=0)
 
 
-def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
-    """``o_t = sum over t's rows r of weight_r rows_r`` (T, d), summed in the weight's dtype, in a fixed order."""
+def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan, out: Tensor) -> None:
+    """``out_t = sum over t's rows r of weight_r rows_r`` (T, c), summed in the weight's dtype, in a fixed order."""
     if plan.pair_start_of_token is not None:
         taken = _take(rows, plan.row_of_pair).to(weight.dtype)
         taken *= _take(weight.unsqueeze(1), plan.row_of_pair)
         sums = torch.segment_reduce(taken, "sum", offsets=plan.pair_start_of_token, axis=0, unsafe=True, initial=0)
-        return sums.to(rows.dtype)
-    out = rows.new_empty(plan.num_tokens, rows.shape[1])
+        out.copy_(sums)
+        return
     row_of_pair = plan.row_of_pair.view(plan.num_tokens, -1) if plan.num_tokens else plan.row_of_pair[:, None]
     for tokens in row_blocks(out):
         total = weight.new_zeros(tokens.stop - tokens.start, rows.shape[1])
         for row_of_token in row_of_pair[tokens].unbind(1):
             total.addcmul_(_take(rows, row_of_token), _take(weight.unsqueeze(1), row_of_token))
         out[tokens] = total
-    return out
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def up_proj_act_inference(x: Tensor, w1: Tensor, b1: Tensor | None, plan: Routin
 
 
 def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-    """F2: y (R_max, d)."""
+    """F2: y (R_max, d), or the columns of d that w2 and b2 have."""
     device = _check(a, *w2.shape[1:])
     if plan.capacity == 0:
         return a.new_empty(0, w2.shape[1])
@@ -88,7 +88,7 @@ def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Te
 
 
 def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
-    """B3: dx_rows (R_max, d)."""
+    """B3: dx_rows (R_max, d), or the columns of d that w1 has."""
     device = _check(dh, *w1.shape[1:])
     if plan.capacity == 0:
         return dh.new_empty(0, w1.shape[2])
@@ -151,7 +151,12 @@ def _check(rows: Tensor, *widths: int) -> Device:
 
 
 def _tiles(rows: Tensor, plan: RoutingPlan, device: Device) -> TileList:
-    return tile_list(plan, tile_rows(rows.element_size(), device))
+    """The plan's rows cut into tiles, which all row GEMMs of one operator share."""
+    tile_m = tile_rows(rows.element_size(), device)
+    if tile_m not in plan.derived:
+        plan.derived[tile_m] = tile_list(plan, tile_m)
+    tiles: TileList = plan.derived[tile_m]
+    return tiles
 
 
 def _by_token(t: Tensor) -> Tensor:
