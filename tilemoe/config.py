@@ -167,8 +167,8 @@ class MoEConfig:
             )
         if self.shared_gate and not self.shared_intermediate_size:
             raise ValueError("shared_gate needs a shared expert: set shared_intermediate_size > 0")
-        if self.rounding is not None:
-            raise ValueError("rounding: this release has no token-rounding router; set rounding=None")
+        if self.rounding is not None and not isinstance(self.rounding, TokenRounding):
+            raise ValueError(f"rounding must be a TokenRounding or None, got {type(self.rounding).__name__}")
         self._validate_groups()
 
     def _validate_groups(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.reference.rounding import draw_uniform, round_rows
 
 
 class ReferenceRouting(NamedTuple):
@@ -22,16 +23,24 @@ class ReferenceRouting(NamedTuple):
 
 
 def route(
-    logits: Tensor, cfg: MoEConfig, *, selection_bias: Tensor | None = None, token_mask: Tensor | None = None
+    logits: Tensor,
+    cfg: MoEConfig,
+    *,
+    training: bool = True,
+    generator: torch.Generator | None = None,
+    selection_bias: Tensor | None = None,
+    token_mask: Tensor | None = None,
 ) -> ReferenceRouting:
     """Route T tokens by ``logits`` (T, E), in fp32, or fp64 for fp64 logits.
 
     selection_bias (E,): added to the scores for the choice of experts only. token_mask (T,) bool: False leaves a
-    token out of everything. Ties go to the lower expert id. The losses are those of one process.
+    token out of everything. Ties go to the lower expert id. The losses are those of one process, and count the
+    experts' tokens before ``cfg.rounding``, which is for training and for at least a tile of tokens.
     """
     router, num_experts = cfg.router, cfg.num_experts
     logits = logits if logits.dtype == torch.float64 else logits.float()
     scores = torch.zeros_like(logits)
+    expert_ids = torch.full((logits.shape[0], cfg.num_experts_per_tok), num_experts)
     counts = [0] * num_experts
     real_tokens = []
     for t in range(logits.shape[0]):
@@ -39,12 +48,49 @@ def route(
             continue
         real_tokens.append(t)
         chosen = _choose(logits[t], cfg, selection_bias)
+        expert_ids[t] = torch.tensor(chosen)
         for expert, score in zip(chosen, _scores_of_chosen(logits[t], chosen, router), strict=True):
             at = (torch.tensor(t), torch.tensor(expert))
             scores = scores.index_put(at, score)
             counts[expert] += 1
-    tokens_per_expert = torch.tensor(counts)
-    return ReferenceRouting(scores, tokens_per_expert, _aux_loss(logits[real_tokens], tokens_per_expert, router))
+    aux_loss = _aux_loss(logits[real_tokens], torch.tensor(counts), router)
+    if training and cfg.rounding is not None and logits.shape[0] >= cfg.rounding.tile:
+        scores, counts = _rounded(logits, expert_ids, scores, cfg, generator, token_mask)
+    return ReferenceRouting(scores, torch.tensor(counts), aux_loss)
+
+
+def _rounded(
+    logits: Tensor,
+    expert_ids: Tensor,
+    kept: Tensor,
+    cfg: MoEConfig,
+    generator: torch.Generator | None,
+    token_mask: Tensor | None,
+) -> tuple[Tensor, list[int]]:
+    """Scores (T, E) and rows of each expert after the rounding of a top-K selection that carries ``kept`` (T, E)."""
+    assert cfg.rounding is not None, "the caller looks"
+    everyone = torch.zeros_like(logits)
+    for t in range(logits.shape[0]):
+        if token_mask is None or bool(token_mask[t]):
+            everyone = everyone.index_put((torch.tensor(t),), _score_function(logits[t], cfg.router))
+    uniform = draw_uniform(cfg.num_experts, cfg.rounding, generator)
+    kept_of_pair = torch.nn.functional.pad(kept, (0, 1)).gather(1, expert_ids)
+    rows = round_rows(
+        everyone,
+        expert_ids,
+        kept_of_pair,
+        cfg.rounding,
+        scale=cfg.router.scale,
+        uniform=uniform,
+        token_mask=token_mask,
+    )
+    scores = torch.zeros_like(kept)
+    for expert, tokens in enumerate(rows):
+        for t in tokens:
+            is_chosen = expert in expert_ids[t].tolist()
+            score = kept[t, expert] if is_chosen else everyone[t, expert] * cfg.router.scale
+            scores = scores.index_put((torch.tensor(t), torch.tensor(expert)), score)
+    return scores, [len(tokens) for tokens in rows]
 
 
 def _score_function(token_logits: Tensor, router: RouterConfig) -> Tensor:

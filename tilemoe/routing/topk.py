@@ -18,6 +18,7 @@ from tilemoe.ops import router as router_ops
 from tilemoe.routing.balance import num_ranks, sum_over_ranks
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
+from tilemoe.routing.rounding import round_tokens, rounds
 
 _EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
 
@@ -27,7 +28,8 @@ class Routing:
     """What a router decided.
 
     plan                            which rows each expert computes
-    scores (T, K)                   fp32 (fp64 for fp64 logits), differentiable, in the order of the plan's pairs
+    scores (T, K)                   fp32 (fp64 for fp64 logits), differentiable, in the order of the plan's pairs;
+                                    (R_max,), 0 past R, where the rows are rounded
     tokens_per_expert (E,) int32    rows really computed, on this rank
     aux_loss ()  fp32               balancing loss and z-loss, coefficients applied; 0 when the config has neither
     """
@@ -64,8 +66,9 @@ def route(
     logits (T, E), any float dtype; a tie goes to the expert with the lower id. A logit of -inf masks an expert: its
     score is 0, and it is chosen only when fewer than K others are eligible. selection_bias (E,) fp32, given if and
     only if ``cfg.router.selection_bias``; no gradient. token_mask (T,) bool: False leaves a token, whatever its
-    logits, out of routing (sentinel id, score 0), counts and losses. generator: for a random rounding of rows; plain
-    top-K draws nothing from it.
+    logits, out of routing (sentinel id, score 0), counts and losses. In training the rows are then rounded as
+    ``cfg.rounding`` says, by `tilemoe.routing.rounding.round_tokens`; the random modes draw from ``generator`` (None:
+    the default one of the logits' device). The losses count the pairs from before the rounding.
 
     Losses, of a rank's N real tokens: ``aux_loss_coef * E * sum_e f_e P_e`` with f_e = pairs of e / N (they sum to K)
     and P_e the mean probability of e; ``z_loss_coef`` * mean of ``logsumexp(logits)^2``. In training, and when
@@ -81,10 +84,16 @@ def route(
     choice = select_router(logits.device, logits.dtype, cfg.num_experts, cfg.num_experts_per_tok)
     select = _select_fused if choice.fused else _select
     chosen = select(logits, cfg, selection_bias, token_mask)
-    plan = plan_topk(chosen.expert_ids, cfg.num_experts)
-    tokens_per_expert = plan.rows_per_expert
-    aux_loss = _aux_loss(chosen, tokens_per_expert, token_mask, cfg.router, training, group)
-    return Routing(plan, chosen.scores, tokens_per_expert, aux_loss)
+    if rounds(cfg, logits.shape[0], training):
+        rounded = round_tokens(
+            logits, chosen.expert_ids, chosen.scores, cfg, generator=generator, token_mask=token_mask
+        )
+        plan, scores, pairs_of_expert = rounded.plan, rounded.scores, rounded.pairs_of_expert
+    else:
+        plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
+        pairs_of_expert = plan.rows_per_expert
+    aux_loss = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
+    return Routing(plan, scores, plan.rows_per_expert, aux_loss)
 
 
 class _Chosen(NamedTuple):
