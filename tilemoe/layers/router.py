@@ -55,7 +55,8 @@ class _HalfLinear(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-            return logits if bias is None else logits.add_(bias)
+            # Not in place: torch.compile would lose the gradient.
+            return logits if bias is None else logits + bias
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
