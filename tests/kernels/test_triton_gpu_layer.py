@@ -107,20 +107,22 @@ def test_shapes_dtypes_and_activations_take_turns(poisoned_memory: None) -> None
             assert_equal(step(layers[key[0]], *inputs[key]), first[key], key)
 
 
-@pytest.mark.parametrize("name", ["softmax", "biased", "grouped"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_compiled_in_one_graph(name: str) -> None:
-    """The same routing to the bit. What Inductor fuses it rounds less often: the rest within the dtype's rounding."""
+    """Bit-equal to eager, but for a shared expert: what Inductor fuses of it, it rounds less often."""
     layer = make_layer(name)
     x, do = make_input(layer, 600)
     expected = step(layer, x, do)
     torch._dynamo.reset()
     found = step(torch.compile(layer, fullgraph=True), x, do)
     found = {key.removeprefix("_orig_mod."): tensor for key, tensor in found.items()}
-    assert found.keys() == expected.keys()
+    if layer.shared is None:
+        assert_equal(found, expected)
+        return
     assert torch.equal(found["tokens_per_expert"], expected["tokens_per_expert"])
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype
-        assert relative_error(found[key], tensor.double()) <= torch.finfo(LAYERS[name][1]).eps / 4, key
+        assert relative_error(found[key], tensor.double()) <= torch.finfo(LAYERS[name][1]).eps / 2, key
 
 
 def test_another_number_of_tokens_compiles_nothing() -> None:
