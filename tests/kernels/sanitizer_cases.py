@@ -13,6 +13,7 @@ import triton.language as tl
 from gpu_layers import LAYERS, make_input, make_layer, step
 from triton_checks import turn
 
+from tilemoe.kernels.select import select_for_widths
 from tilemoe.ops.moe import moe
 from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
 
@@ -36,7 +37,7 @@ def main(which: str) -> None:
         write_past_the_end_kernel[(1,)](torch.zeros(1000, device="cuda"), 1000, BLOCK=1024)
         torch.cuda.synchronize()
         return
-    runs = 0
+    runs = 0  # of the portable kernels, and of those that are chosen on this GPU
     for routing in hostile_routings(TILE, "cuda"):
         if which == "few" and routing.name not in FEW:
             continue
@@ -44,10 +45,12 @@ def main(which: str) -> None:
             inputs = make_inputs(routing.plan, D, N, activation, dtype=dtype, bias=bias)
             if turned:
                 inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
-            forward_and_grads(moe, inputs, routing.plan, activation=activation, gate_up=gate_up, kernels="triton")
-            with torch.no_grad():
-                moe(plan=routing.plan, activation=activation, gate_up=gate_up, kernels="triton", **inputs)
-            runs += 1
+            for kernels in sorted({"triton", select_for_widths("cuda", dtype, D, N).name} - {"torch"}):
+                options = {"activation": activation, "gate_up": gate_up, "kernels": kernels}
+                forward_and_grads(moe, inputs, routing.plan, **options)
+                with torch.no_grad():
+                    moe(plan=routing.plan, **options, **inputs)
+                runs += 1
     for name in LAYERS:
         layer = make_layer(name)
         step(layer, *make_input(layer, TILE + 3))
