@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 from tilemoe.kernels.tiling import Device
@@ -55,10 +56,11 @@ def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
         signature[name] = "fp32" if isinstance(value, float) else mangle_type(value)
         if (isinstance(value, Tensor) and value.data_ptr() % 16 == 0) or (specialised and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     return triton.compile(
-        ASTSource(launch.kernel, signature, constants, attributes),
+        source(launch.kernel, signature, constants, attributes),
         target=target if isinstance(target, GPUTarget) else GPUTarget("cuda", target, 32),
-        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        options=launch.options,
     )
 
 

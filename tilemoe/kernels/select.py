@@ -15,7 +15,8 @@ from tilemoe.kernels.tiling import WIDTH_MULTIPLE
 from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 
 KERNEL_SETS = MappingProxyType({TORCH_KERNELS.name: TORCH_KERNELS})
-TRITON = "triton"  # imported when it is first asked for: it is not on every machine
+# Imported when they are first asked for: Triton is not on every machine.
+TRITON, HOPPER = "triton", "hopper"
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -51,9 +52,19 @@ def select_for_widths(device: torch.device | str, dtype: torch.dtype, *widths: i
         raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}") from error
     layer = "".join(f", {letter}={width}" for letter, width in zip("dn", widths, strict=False))
     problem = problem_of_triton(found, dtype, *widths)
-    if problem is None:
-        return kernel_set(TRITON).because(f"Triton kernels serve {found.type}, {dtype}{layer}")
-    return TORCH_KERNELS.because(f"plain PyTorch runs on any device, for {found.type}, {dtype}{layer}: {problem}")
+    if problem is not None:
+        return TORCH_KERNELS.because(f"plain PyTorch runs on any device, for {found.type}, {dtype}{layer}: {problem}")
+    problem = _problem_of_hopper(found, dtype)
+    if problem is not None:
+        return kernel_set(TRITON).because(f"Triton kernels serve {found.type}, {dtype}{layer}: {problem}")
+    return kernel_set(HOPPER).because(f"warp-specialised kernels serve {found.type}, {dtype}{layer}")
+
+
+def name_for(device: torch.device, dtype: torch.dtype, *widths: int) -> str:
+    """The name of the KernelSet that `select_for_widths` gives. Traceable, widths may be symbolic."""
+    if problem_of_triton(device, dtype, *widths) is not None:
+        return TORCH_KERNELS.name
+    return HOPPER if _problem_of_hopper(device, dtype) is None else TRITON
 
 
 def problem_of_triton(device: torch.device, dtype: torch.dtype, *widths: int) -> str | None:
@@ -66,14 +77,18 @@ def problem_of_triton(device: torch.device, dtype: torch.dtype, *widths: int) ->
 
 def kernel_set(name: str) -> KernelSet:
     """The KernelSet called ``name``; ValueError that lists the names otherwise."""
-    if name == TRITON:
+    if name in (TRITON, HOPPER):
         if find_spec("triton") is None:
-            raise ValueError("kernels='triton' needs the package triton, which PyTorch's builds for GPUs bring along")
-        from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
+            raise ValueError(f"kernels={name!r} needs the package triton, which PyTorch's builds for GPUs bring along")
+        if name == TRITON:
+            from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
 
-        return TRITON_KERNELS
+            return TRITON_KERNELS
+        from tilemoe.kernels.hopper.kernel_set import HOPPER_KERNELS
+
+        return HOPPER_KERNELS
     if not isinstance(name, str) or name not in KERNEL_SETS:
-        names = ", ".join(sorted((*KERNEL_SETS, TRITON)))
+        names = ", ".join(sorted((*KERNEL_SETS, TRITON, HOPPER)))
         raise ValueError(f"kernels must be None or one of {names}; got {name!r}")
     return KERNEL_SETS[name]
 
@@ -91,3 +106,17 @@ def _problem_of_triton_anywhere(device: torch.device, dtype: torch.dtype) -> str
     if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernels need compute capability 8.0"
     return None
+
+
+@constant_when_traced
+def _problem_of_hopper(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the warp-specialised kernels do not serve where the Triton kernels do, in a few words; None if they do."""
+    if dtype == torch.float32:
+        return "the Hopper kernels compute in 16-bit types"
+    if not torch.cuda.is_available():
+        return "no GPU is here to ask"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return "the Hopper kernels need compute capability 9.0"
+    from tilemoe.kernels.hopper.kernel_set import unsupported  # Gluon is not in every Triton: imported only here
+
+    return unsupported(device)

@@ -47,7 +47,7 @@ def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Te
     if plan.capacity == 0:
         return a.new_empty(0, w2.shape[1])
     launch, y = mlp.rows_launch(
-        "down_proj", a.contiguous(), w2.transpose(1, 2), b2, plan, _tiles(a, plan, device), device
+        "down_proj", a.contiguous(), w2.transpose(1, 2), b2, plan, tiles_of(a, plan, device), device
     )
     launch.run()
     return y
@@ -66,7 +66,7 @@ def down_proj_act_grad(
     device = _check(do, *w2.shape[1:])
     if plan.capacity == 0:
         return torch.empty_like(h), torch.zeros_like(s), h.new_empty(0, w2.shape[2])
-    do, h, tiles = _by_token(do), h.contiguous(), _tiles(do, plan, device)
+    do, h, tiles = _by_token(do), h.contiguous(), tiles_of(do, plan, device)
     launch, dh, a_scaled, partial = mlp.act_grad_launch(do, w2, h, s, plan, tiles, spec, device)
     launch.run()
     tile_m = tile_rows(do.element_size(), device)
@@ -93,7 +93,7 @@ def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
     if plan.capacity == 0:
         return dh.new_empty(0, w1.shape[2])
     launch, dx_rows = mlp.rows_launch(
-        "up_proj_act_grad", dh.contiguous(), w1, None, plan, _tiles(dh, plan, device), device
+        "up_proj_act_grad", dh.contiguous(), w1, None, plan, tiles_of(dh, plan, device), device
     )
     launch.run()
     return dx_rows
@@ -128,7 +128,7 @@ def _up_proj_act(
     device = _check(x, x.shape[1], n)
     if plan.capacity == 0:
         return x.new_empty(0, n), x.new_empty(0, w1.shape[1])
-    launch, a, h = mlp.up_proj_act_launch(_by_token(x), w1, b1, plan, _tiles(x, plan, device), spec, keep_h, device)
+    launch, a, h = mlp.up_proj_act_launch(_by_token(x), w1, b1, plan, tiles_of(x, plan, device), spec, keep_h, device)
     launch.run()
     return a, h
 
@@ -150,7 +150,7 @@ def _check(rows: Tensor, *widths: int) -> Device:
     return device_of(rows)
 
 
-def _tiles(rows: Tensor, plan: RoutingPlan, device: Device) -> TileList:
+def tiles_of(rows: Tensor, plan: RoutingPlan, device: Device) -> TileList:
     """The plan's rows cut into tiles, which all row GEMMs of one operator share."""
     tile_m = tile_rows(rows.element_size(), device)
     if tile_m not in plan.derived:

@@ -17,7 +17,10 @@ _INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, int
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A kernel, its grid, its run-time and its compile-time arguments by name, and the compiler's options."""
+    """A kernel, its grid, its run-time and its compile-time arguments by name, and the compiler's options.
+
+    ``max_registers`` of a thread, None where the compiler decides.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -25,12 +28,19 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
     def run(self) -> None:
         """Launch on the device of the first tensor, on PyTorch's current stream of it."""
         first = next(value for value in self.args.values() if isinstance(value, Tensor))
         with torch.cuda.device_of(first):
-            self.kernel[self.grid](**self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[self.grid](**self.args, **self.constants, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's options, as a launch takes them."""
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
 def device_of(t: Tensor) -> Device:

@@ -1,0 +1,156 @@
+"""The Hopper kernels on a GPU: against fp64 on hostile routings, bit-equal runs, and what the portable kernels get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from triton_checks import Case, assert_kernels_agree, run_kernels
+
+from tilemoe.config import MoEConfig
+from tilemoe.kernels.hopper.kernel_set import HOPPER_KERNELS
+from tilemoe.kernels.select import select_kernels
+from tilemoe.kernels.triton.launch import Launch
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_topk
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing import assert_moe_matches_reference, forward_and_grads, hostile_routings, make_inputs
+
+BF16, FP16 = torch.bfloat16, torch.float16
+TOLERANCE = {BF16: 4e-3, FP16: 6e-4}
+ALL_KERNELS = {"up_proj_act_kernel", "gemm_rows_kernel", "act_grad_kernel", "gemm_weights_kernel"}
+CASES = {
+    "bf16, ragged widths": Case(BF16, hidden_size=320, intermediate_size=264),
+    "bf16, wide": Case(BF16, hidden_size=256, intermediate_size=512),
+    "fp16, odd contraction": Case(FP16, "geglu", hidden_size=328, intermediate_size=136),
+    "fp16, narrow": Case(FP16, "reglu", hidden_size=128, intermediate_size=64),
+    "bf16, w2 turned": Case(BF16, turned=True, hidden_size=192, intermediate_size=128),
+    "bf16, bias": Case(BF16, "swiglu_oai", bias=True, hidden_size=192, intermediate_size=128),
+    "bf16, interleaved": Case(BF16, gate_up="interleaved", hidden_size=136, intermediate_size=128),
+    "fp16, ungated": Case(FP16, "relu2", hidden_size=128, intermediate_size=512),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(poisoned_memory: None) -> None:
+    """The kernels of this file run on one architecture; elsewhere `select_kernels` is tested not to choose them."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for compute capability 9.0")
+
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def launched() -> Iterator[set[str]]:
+    """Names of the Hopper kernels that are launched during the test."""
+    names: set[str] = set()
+    run = Launch.run
+
+    def note(launch: Launch) -> None:
+        if launch.max_registers is not None:
+            names.add(launch.kernel.__name__)
+        run(launch)
+
+    with mock.patch.object(Launch, "run", note):
+        yield names
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_on_hostile_routings(name: str) -> None:
+    case = CASES[name]
+    for routing in hostile_routings(tile=128, device="cuda"):
+        assert_kernels_agree(HOPPER_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
+
+
+def test_every_kernel_takes_part(launched: set[str]) -> None:
+    assert_kernels_agree(
+        HOPPER_KERNELS, random_plan(700, 8, 2), Case(BF16, hidden_size=256, intermediate_size=128), 4e-3
+    )
+    assert launched == ALL_KERNELS
+
+
+def test_long_contractions_are_left_to_the_portable_kernels(launched: set[str]) -> None:
+    case = Case(BF16, hidden_size=256, intermediate_size=1024)
+    assert_kernels_agree(HOPPER_KERNELS, random_plan(300, 4, 2), case, 4e-3)
+    assert launched == ALL_KERNELS - {"gemm_rows_kernel"}
+
+
+def test_many_experts() -> None:
+    case = Case(BF16, hidden_size=64, intermediate_size=64)
+    assert_kernels_agree(HOPPER_KERNELS, random_plan(2000, 4096, 4), case, 4e-3)
+
+
+def test_twenty_runs_are_bit_equal() -> None:
+    plan, case = random_plan(3000, 8, 2), Case(BF16, hidden_size=512, intermediate_size=256)
+    first = {name: pair[0] for name, pair in run_kernels(HOPPER_KERNELS, plan, case).items()}
+    for _ in range(19):
+        for name, pair in run_kernels(HOPPER_KERNELS, plan, case).items():
+            assert torch.equal(pair[0], first[name]), name
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_whole_layer_against_the_reference(dtype: torch.dtype, launched: set[str]) -> None:
+    for routing in hostile_routings(tile=128, device="cuda"):
+        inputs = make_inputs(routing.plan, 256, 128, "swiglu", dtype=dtype)
+        assert_moe_matches_reference(inputs, routing.plan)
+    assert launched == ALL_KERNELS
+
+
+def test_an_address_that_cp_async_cannot_take_goes_elsewhere(launched: set[str]) -> None:
+    plan = random_plan(300, 4, 2)
+    inputs = make_inputs(plan, 256, 128, dtype=BF16)
+    shifted = torch.empty(inputs["x"].numel() + 4, dtype=BF16, device="cuda")[4:].view_as(inputs["x"])
+    shifted.copy_(inputs["x"])
+    expected = moe(plan=plan, **inputs, kernels="triton")
+    assert not launched
+    inputs["x"] = shifted
+    assert torch.equal(moe(plan=plan, **inputs), expected)
+    assert "up_proj_act_kernel" not in launched
+
+
+def test_graph_replay_with_another_routing() -> None:
+    plans = [random_plan(700, 8, 2, seed) for seed in (0, 1)]
+    inputs = make_inputs(plans[0], 256, 128, dtype=BF16)
+    ids = torch.zeros(700, 2, dtype=torch.int64, device="cuda")
+
+    def run() -> torch.Tensor:
+        return moe(plan=plan_topk(ids, 8), **inputs)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run()
+    for seed in (0, 1):
+        ids.copy_(random_ids(700, 8, 2, seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(replayed, run())
+
+
+def test_compiled_is_equal_to_eager(launched: set[str]) -> None:
+    plan = random_plan(300, 4, 2)
+    inputs = make_inputs(plan, 128, 64, dtype=BF16)
+    eager = forward_and_grads(moe, inputs, plan)
+    compiled = forward_and_grads(torch.compile(moe, fullgraph=True), inputs, plan)
+    for name, tensor in eager.items():
+        assert torch.equal(compiled[name], tensor), name
+    assert launched
+
+
+def test_selected_for_16_bit_types_only() -> None:
+    cfg = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, num_experts_per_tok=2)
+    assert select_kernels("cuda", BF16, cfg).name == "hopper"
+    assert select_kernels("cuda", torch.float32, cfg).name != "hopper"
+
+
+def random_ids(tokens: int, experts: int, k: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=generator).topk(k, dim=1).indices.cuda()
+
+
+def random_plan(tokens: int, experts: int, k: int, seed: int = 0) -> RoutingPlan:
+    return plan_topk(random_ids(tokens, experts, k, seed), experts)

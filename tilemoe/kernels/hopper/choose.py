@@ -1,0 +1,65 @@
+"""Which of the GEMMs the Hopper kernels take, and with what tile: pure functions, measured on an H200.
+
+d hidden_size · n intermediate_size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tilemoe.kernels.tiling import Device, Kernel
+
+# Gluon's interface still moves between Triton's releases.
+TRITON_VERSIONS = ("3.6.",)
+CAPABILITY = 90
+SHARED_BYTES = 227 * 1024  # what the rings below fill
+TILE_M = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Columns of a tile, stages of the ring, and registers of a consumer's and of the producer's threads.
+
+    The registers of 256 consumer and 128 producer threads must not exceed 65536, in multiples of 8.
+    """
+
+    columns: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+
+
+SHAPES: MappingProxyType[Kernel, Shape] = MappingProxyType(
+    {
+        "up_proj_act": Shape(256, 4, 224, 56),
+        "down_proj": Shape(256, 4, 240, 24),
+        "up_proj_act_grad": Shape(256, 4, 240, 24),
+        "down_proj_act_grad": Shape(256, 3, 224, 56),
+        "down_proj_weight_grad": Shape(256, 4, 224, 56),
+        "up_proj_weight_grad": Shape(256, 4, 224, 56),
+    }
+)
+# A plain product with a longer contraction is as fast or faster in plain Triton: it has little epilogue to hide.
+MAX_PLAIN_CONTRACTION = 512
+MIN_WIDTH = 64  # of d and n: narrower, most of a tile would be padding
+# Whose gradients fit the registers: for swiglu_oai, about 200 values of a tile would spill.
+ACT_GRAD_ACTIVATIONS = ("swiglu", "geglu", "reglu")
+
+
+def problem_of_gpu(device: Device, triton_version: str) -> str | None:
+    """Why the Hopper kernels cannot run on a GPU with this release of Triton; None if they can."""
+    if device.capability != CAPABILITY:
+        return "the Hopper kernels need compute capability 9.0"
+    if device.shared_bytes < SHARED_BYTES:
+        return f"the Hopper kernels need {SHARED_BYTES} bytes of shared memory"
+    if not triton_version.startswith(TRITON_VERSIONS):
+        return f"the Hopper kernels need Triton {' or '.join(v + 'x' for v in TRITON_VERSIONS)}, not {triton_version}"
+    return None
+
+
+def is_faster(kernel: Kernel, width_in: int, width_out: int) -> bool:
+    """Whether the Hopper kernel beats the portable one on weights of these widths, ``width_in`` the contraction's."""
+    if min(width_in, width_out) < MIN_WIDTH:
+        return False
+    return kernel not in ("down_proj", "up_proj_act_grad") or width_in <= MAX_PLAIN_CONTRACTION

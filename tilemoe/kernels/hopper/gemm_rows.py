@@ -1,0 +1,283 @@
+"""F1, F2 and B3: each expert's rows times its weight, the rows contiguous (TMA) or gathered by token (cp.async).
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · parts = 2 where gate and up are two
+halves of one tile, else 1 · BN columns of a tile
+
+Weights are descriptors of (E, parts, out, in) or (E, in, parts, out), whichever is contiguous: RIGHT_BY_N says the
+former. Outputs are ragged descriptors, so that a store at an expert's end writes its own rows only.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilemoe.kernels.hopper.pipeline import (
+    BK,
+    GROUP_M,
+    GROUPS,
+    RAGGED_ROWS,
+    SLICE,
+    TILE_M,
+    acquire,
+    halves,
+    multiply,
+    new_barriers,
+    pass_by,
+    publish_copies,
+    publish_last_copies,
+    row_tile,
+    store_slice,
+)
+from tilemoe.kernels.triton.activations import gated_value
+
+# 64 x 64 of a 16-bit type over 128 threads, 16 bytes each at a time.
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N: gl.constexpr):
+    """Start the TMA load of one step's weight; its bytes count towards ``ready``."""
+    _left, right, ready, _empty = ring
+    if RIGHT_BY_N:
+        tma.async_copy_global_to_shared(weight, [expert, 0, col, k], ready.index(stage), right.index(stage))
+    else:
+        tma.async_copy_global_to_shared(weight, [expert, k, 0, col], ready.index(stage), right.index(stage))
+
+
+@gluon.jit
+def gathered_steps(
+    ring, step, upper, lower, weight, expert, col, k_from, k_to, width_in,
+    RIGHT_BY_N: gl.constexpr, EVEN_K: gl.constexpr,
+):  # fmt: skip
+    """Fill stages with columns ``k_from`` to ``k_to`` of the rows at the pointers ``upper`` and ``lower`` (64, BK)."""
+    left, _right, ready, _empty = ring
+    columns = gl.arange(0, BK, gl.SliceLayout(0, COPY))
+    for k in range(k_from, k_to, BK):
+        stage = acquire(ring, step)
+        mbarrier.expect(ready.index(stage), weight.block_type.nbytes)
+        load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
+        buffer = left.index(stage)
+        if EVEN_K:
+            async_copy.async_copy_global_to_shared(buffer.slice(0, GROUP_M), upper + k)
+            async_copy.async_copy_global_to_shared(buffer.slice(GROUP_M, GROUP_M), lower + k)
+        else:
+            inside = (k + columns < width_in)[None, :]
+            async_copy.async_copy_global_to_shared(buffer.slice(0, GROUP_M), upper + k, mask=inside)
+            async_copy.async_copy_global_to_shared(buffer.slice(GROUP_M, GROUP_M), lower + k, mask=inside)
+        publish_copies(ring, step)
+        step += 1
+    return step
+
+
+@gluon.jit
+def gather_rows(
+    source, stride_source, token_of_row, weight, tiles, num_tiles, width_in, width_out, ring,
+    BN: gl.constexpr, RIGHT_BY_N: gl.constexpr, EVEN_K: gl.constexpr,
+):  # fmt: skip
+    """Producer: rows of ``source`` (T, width_in) by token, and the weight's tiles."""
+    # The compiler is told that they are multiples of 8, whence 16-byte copies.
+    width_in, stride_source = width_in // 8 * 8, stride_source // 8 * 8
+    column_tiles = gl.cdiv(width_out, BN)
+    total = gl.load(num_tiles) * column_tiles
+    rows = gl.arange(0, GROUP_M, gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, BK, gl.SliceLayout(0, COPY))
+    half = width_in // BK // 2 * BK
+    step = 0
+    expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
+    # Rows past the expert's end load its last row again, and are not stored.
+    upper_token = gl.load(token_of_row + gl.maximum(gl.minimum(row + rows, end - 1), 0))
+    lower_token = gl.load(token_of_row + gl.maximum(gl.minimum(row + GROUP_M + rows, end - 1), 0))
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_expert, next_row, next_end, next_col = row_tile(index + gl.num_programs(0), total, column_tiles, tiles, BN)
+        upper = source + (upper_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
+        lower = source + (lower_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
+        step = gathered_steps(
+            ring, step, upper, lower, weight, expert, col, 0, half, width_in, RIGHT_BY_N, EVEN_K
+        )  # fmt: skip
+        # The next tile's tokens, half a tile ahead: late enough to know its rows, early enough to have arrived.
+        upper_token = gl.load(token_of_row + gl.maximum(gl.minimum(next_row + rows, next_end - 1), 0))
+        lower_token = gl.load(token_of_row + gl.maximum(gl.minimum(next_row + GROUP_M + rows, next_end - 1), 0))
+        step = gathered_steps(
+            ring, step, upper, lower, weight, expert, col, half, width_in, width_in, RIGHT_BY_N, EVEN_K
+        )  # fmt: skip
+        expert, row, end, col = next_expert, next_row, next_end, next_col
+    publish_last_copies(ring, step)
+
+
+@gluon.jit
+def contiguous_rows(
+    rows, weight, tiles, num_tiles, width_in, width_out, ring, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr
+):
+    """Producer of one warp: tiles of ``rows`` (R_max, width_in) and of the weight, all by TMA."""
+    left, _right, ready, _empty = ring
+    column_tiles = gl.cdiv(width_out, BN)
+    total = gl.load(num_tiles) * column_tiles
+    step = 0
+    expert, row, _end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_expert, next_row, _next_end, next_col = row_tile(
+            index + gl.num_programs(0), total, column_tiles, tiles, BN
+        )
+        for k in range(0, width_in, BK):
+            stage = acquire(ring, step)
+            mbarrier.expect(ready.index(stage), rows.block_type.nbytes + weight.block_type.nbytes)
+            tma.async_copy_global_to_shared(rows, [row, k], ready.index(stage), left.index(stage))
+            load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
+            step += 1
+        expert, row, col = next_expert, next_row, next_col
+
+
+@gluon.jit
+def finish_rows(
+    out, tiles, num_tiles, width_in, width_out, ring, staging,
+    GROUP: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr,
+):  # fmt: skip
+    """Consumer of F2 and B3: stores its rows of the product. staging: two slices for each consumer."""
+    column_tiles = gl.cdiv(width_out, BN)
+    total = gl.load(num_tiles) * column_tiles
+    steps = gl.cdiv(width_in, BK)
+    step = 0
+    _expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        _next_expert, next_row, next_end, next_col = row_tile(
+            index + gl.num_programs(0), total, column_tiles, tiles, BN
+        )
+        row += GROUP * GROUP_M
+        if row < end:
+            acc, step = multiply(ring, step, steps, GROUP, BN, True, RIGHT_BY_N)
+            last = RAGGED_ROWS - end + row
+            left_half, right_half = halves(acc, GROUP_M, BN)
+            for i in gl.static_range(2):
+                first, second = halves(left_half if i == 0 else right_half, GROUP_M, BN // 2)
+                for j in gl.static_range(2):
+                    # Two stores in flight: the buffer's own was the last but one.
+                    tma.store_wait(1)
+                    place = [RAGGED_ROWS, end, last, col + (2 * i + j) * SLICE]
+                    store_slice(out, place, first if j == 0 else second, staging.index(2 * GROUP + j))
+        else:
+            step = pass_by(ring, step, steps)
+        row, end, col = next_row, next_end, next_col
+    tma.store_wait(0)
+
+
+@gluon.jit
+def finish_act(
+    a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging,
+    GROUP: gl.constexpr, BN: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
+):  # fmt: skip
+    """Consumer of F1: stores gate and up, BN/2 columns each of the tile, as h, and the activation."""
+    WIDTH: gl.constexpr = BN // 2
+    column_tiles = gl.cdiv(n, WIDTH)
+    total = gl.load(num_tiles) * column_tiles
+    steps = gl.cdiv(d, BK)
+    step = 0
+    _expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, WIDTH)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        _next_expert, next_row, next_end, next_col = row_tile(
+            index + gl.num_programs(0), total, column_tiles, tiles, WIDTH
+        )
+        row += GROUP * GROUP_M
+        if row < end:
+            acc, step = multiply(ring, step, steps, GROUP, BN, True, True)
+            last = RAGGED_ROWS - end + row
+            gate, up = halves(acc, GROUP_M, BN)
+            if KEEP_H:
+                for part in gl.static_range(2):
+                    first, second = halves(gate if part == 0 else up, GROUP_M, WIDTH)
+                    for j in gl.static_range(2):
+                        tma.store_wait(1)
+                        place = [RAGGED_ROWS, end, last, part, col + j * SLICE]
+                        store_slice(h, place, first if j == 0 else second, staging.index(2 * GROUP + j))
+            first, second = halves(gated_value(gate, up, limit, alpha, ACTIVATION, False), GROUP_M, WIDTH)
+            for j in gl.static_range(2):
+                tma.store_wait(1)
+                place = [RAGGED_ROWS, end, last, col + j * SLICE]
+                store_slice(a, place, first if j == 0 else second, staging.index(2 * GROUP + j))
+        else:
+            step = pass_by(ring, step, steps)
+        row, end, col = next_row, next_end, next_col
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_rows_kernel(
+    rows,
+    weight,
+    out,
+    expert_of_tile,
+    row_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    width_in,
+    width_out,
+    RIGHT_BY_N: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """F2 and B3: ``out_r = rows_r weight_e``; rows (R_max, in), weight (E, in, out), out (R_max, out)."""
+    left = gl.allocate_shared_memory(rows.dtype, [STAGES, TILE_M, BK], rows.layout)
+    right = gl.allocate_shared_memory(rows.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(rows.dtype, [2 * GROUPS, GROUP_M, SLICE], gl.NVMMASharedLayout(128, 16, 2))
+    ring = (left, right, new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS))
+    tiles = (expert_of_tile, row_of_tile, row_start_of_expert)
+    gl.warp_specialize(
+        [
+            (finish_rows, (out, tiles, num_tiles, width_in, width_out, ring, staging, 0, BN, RIGHT_BY_N)),
+            (finish_rows, (out, tiles, num_tiles, width_in, width_out, ring, staging, 1, BN, RIGHT_BY_N)),
+            (contiguous_rows, (rows, weight, tiles, num_tiles, width_in, width_out, ring, BN, RIGHT_BY_N)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def up_proj_act_kernel(
+    x,
+    weight,
+    a,
+    h,
+    token_of_row,
+    expert_of_tile,
+    row_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    d,
+    n,
+    stride_x,
+    limit,
+    alpha,
+    ACTIVATION: gl.constexpr,
+    KEEP_H: gl.constexpr,
+    EVEN_K: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """F1: ``h = x w1^T``, ``a = act(h)``; x (T, d) gathered, weight (E, 2, n, d), h (R_max, 2, n), a (R_max, n).
+
+    A tile holds BN/2 columns of gate and the same ones of up. h is not written unless KEEP_H.
+    """
+    dtype: gl.constexpr = x.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    left = gl.allocate_shared_memory(dtype, [STAGES, TILE_M, BK], swizzled)
+    right = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(dtype, [2 * GROUPS, GROUP_M, SLICE], swizzled)
+    ring = (left, right, new_barriers(STAGES, 2), new_barriers(STAGES, GROUPS))
+    tiles = (expert_of_tile, row_of_tile, row_start_of_expert)
+    gl.warp_specialize(
+        [
+            (finish_act, (a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging, 0, BN, ACTIVATION, KEEP_H)),
+            (finish_act, (a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging, 1, BN, ACTIVATION, KEEP_H)),
+            (gather_rows, (x, stride_x, token_of_row, weight, tiles, num_tiles, d, n, ring, BN // 2, True, EVEN_K)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,165 @@
+"""B2 and B4: each expert's weight gradient, a sum of outer products over its rows, one operand gathered by token.
+
+T tokens · E experts · R_max row capacity · p, q widths of the gathered and of the contiguous operand · BN columns of a
+tile, whose 128 rows are the gathered operand's columns
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilemoe.kernels.hopper.gemm_rows import COPY
+from tilemoe.kernels.hopper.pipeline import (
+    BK,
+    GROUP_M,
+    GROUPS,
+    RAGGED_ROWS,
+    SLICE,
+    TILE_M,
+    acquire,
+    halves,
+    multiply,
+    new_barriers,
+    publish_copies,
+    publish_last_copies,
+    start_store,
+    store_slice,
+)
+
+
+@gluon.jit
+def weight_tile(index, total, p, q, row_start_of_expert, BN: gl.constexpr):
+    """(expert, its first row, its end, first row and column of the tile); past ``total`` something to read, not use."""
+    index = gl.minimum(index, total - 1)
+    column_tiles = gl.cdiv(q, BN)
+    tiles = gl.cdiv(p, TILE_M) * column_tiles
+    expert = index // tiles
+    start = gl.load(row_start_of_expert + expert)
+    end = gl.load(row_start_of_expert + expert + 1)
+    return expert, start, end, (index % tiles) // column_tiles * TILE_M, index % column_tiles * BN
+
+
+@gluon.jit
+def tokens_at(token_of_row, row, end, rows):
+    """Tokens of BK rows from ``row``; past ``end`` any: there the other operand is zero."""
+    return token_of_row + gl.maximum(gl.minimum(row + rows, end - 1), 0)
+
+
+@gluon.jit
+def gather_along_k(
+    by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q, ring, BN: gl.constexpr
+):
+    """Producer: BK tokens' columns of by_token (T, p), and the same rows of by_row (R_max, q), zero past the end."""
+    # The compiler is told that they are multiples of 8, whence 16-byte copies.
+    p, stride_token = p // 8 * 8, stride_token // 8 * 8
+    left, right, ready, _empty = ring
+    total = num_experts * gl.cdiv(p, TILE_M) * gl.cdiv(q, BN)
+    rows = gl.arange(0, BK, gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, GROUP_M, gl.SliceLayout(0, COPY))
+    step = 0
+    _expert, start, end, first, col = weight_tile(gl.program_id(0), total, p, q, row_start_of_expert, BN)
+    token = gl.load(tokens_at(token_of_row, start, end, rows))
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        _next_expert, next_start, next_end, next_first, next_col = weight_tile(
+            index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
+        )
+        upper = first + columns
+        lower = upper + GROUP_M
+        for k in range(start, end, BK):
+            pointers = by_token + (token.to(gl.int64) * stride_token)[:, None]
+            # The next step's tokens, or the next tile's.
+            more = k + BK < end
+            row, bound = gl.where(more, k + BK, next_start), gl.where(more, end, next_end)
+            token = gl.load(tokens_at(token_of_row, row, bound, rows))
+            stage = acquire(ring, step)
+            mbarrier.expect(ready.index(stage), by_row.block_type.nbytes)
+            place = [RAGGED_ROWS, end, RAGGED_ROWS - end + k, col]
+            tma.async_copy_global_to_shared(by_row, place, ready.index(stage), right.index(stage))
+            async_copy.async_copy_global_to_shared(
+                left.index(GROUPS * stage), pointers + upper[None, :], mask=(upper < p)[None, :]
+            )
+            async_copy.async_copy_global_to_shared(
+                left.index(GROUPS * stage + 1), pointers + lower[None, :], mask=(lower < p)[None, :]
+            )
+            publish_copies(ring, step)
+            step += 1
+        # An expert without rows took no step, in which the next tile's tokens would have been loaded.
+        no_rows = (start + rows * 0) >= end
+        token = gl.load(tokens_at(token_of_row, next_start, next_end, rows), mask=no_rows, other=token)
+        start, end, first, col = next_start, next_end, next_first, next_col
+    publish_last_copies(ring, step)
+
+
+@gluon.jit
+def finish_weights(
+    out, row_start_of_expert, num_experts, p, q, ring, staging,
+    GROUP: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Consumer: stores its rows of the tile, turned where the output is (E, q, p)."""
+    total = num_experts * gl.cdiv(p, TILE_M) * gl.cdiv(q, BN)
+    step = 0
+    expert, start, end, first, col = weight_tile(gl.program_id(0), total, p, q, row_start_of_expert, BN)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_expert, next_start, next_end, next_first, next_col = weight_tile(
+            index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
+        )
+        acc, step = multiply(ring, step, gl.cdiv(end - start, BK), GROUP, BN, False, False)
+        row = first + GROUP * GROUP_M
+        left_half, right_half = halves(acc, GROUP_M, BN)
+        for i in gl.static_range(2):
+            left_slice, right_slice = halves(left_half if i == 0 else right_half, GROUP_M, BN // 2)
+            for j in gl.static_range(2):
+                tma.store_wait(1)
+                buffer = staging.index(2 * GROUP + j)
+                value = left_slice if j == 0 else right_slice
+                slice_col = col + (2 * i + j) * SLICE
+                if TRANSPOSED:
+                    buffer.permute([1, 0]).store(value.to(out.dtype))
+                    start_store(out, [expert, slice_col, row], buffer)
+                else:
+                    store_slice(out, [expert, row, slice_col], value, buffer)
+        expert, start, end, first, col = next_expert, next_start, next_end, next_first, next_col
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_weights_kernel(
+    by_token,
+    by_row,
+    out,
+    token_of_row,
+    row_start_of_expert,
+    num_experts,
+    p,
+    q,
+    stride_token,
+    TRANSPOSED: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) when TRANSPOSED.
+
+    Zeros for an expert without rows.
+    """
+    dtype: gl.constexpr = by_token.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    left = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, BK, GROUP_M], swizzled)
+    right = gl.allocate_shared_memory(dtype, [STAGES] + by_row.block_shape, by_row.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(dtype, [2 * GROUPS, GROUP_M, SLICE], swizzled)
+    ring = (left, right, new_barriers(STAGES, 2), new_barriers(STAGES, GROUPS))
+    gl.warp_specialize(
+        [
+            (finish_weights, (out, row_start_of_expert, num_experts, p, q, ring, staging, 0, BN, TRANSPOSED)),
+            (finish_weights, (out, row_start_of_expert, num_experts, p, q, ring, staging, 1, BN, TRANSPOSED)),
+            (gather_along_k, (by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q,
+                              ring, BN)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
