@@ -89,11 +89,12 @@ def route(
             logits, chosen.expert_ids, chosen.scores, cfg, generator=generator, token_mask=token_mask
         )
         plan, scores, pairs_of_expert = rounded.plan, rounded.scores, rounded.pairs_of_expert
+        tokens_per_expert = plan.rows_per_expert
     else:
         plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
-        pairs_of_expert = plan.rows_per_expert
+        tokens_per_expert = pairs_of_expert = plan.rows_per_expert
     aux_loss = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
-    return Routing(plan, scores, plan.rows_per_expert, aux_loss)
+    return Routing(plan, scores, tokens_per_expert, aux_loss)
 
 
 class _Chosen(NamedTuple):
