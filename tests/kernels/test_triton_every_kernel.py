@@ -19,9 +19,10 @@ from triton_checks import turn
 from triton_compile import compile_launch, recorded_launches, stack_bytes
 
 from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.triton import combine, mlp, tiles
+from tilemoe.kernels.triton import combine, mlp, router, tiles
 from tilemoe.kernels.triton import plan as plan_module
 from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.triton.router import RouterSpec
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import forward_and_grads, make_inputs
@@ -64,7 +65,7 @@ def layer_launches(
     bias: bool = False,
     turned: bool = False,
 ) -> list[Launch]:
-    """What a plan, a forward, a backward and inference launch. ``turned``: weights of the other stride order."""
+    """What a plan, a router and the operator launch. ``turned``: weights of the other stride order."""
     ids = torch.arange(T * K).view(T, K) % E
     plan = plan_topk(ids, E)
     inputs = make_inputs(plan, D, N, activation, dtype=dtype, bias=bias)
@@ -73,6 +74,9 @@ def layer_launches(
     options = {"activation": activation, "gate_up": gate_up, "kernels": "triton"}
     with recorded_launches(device) as launches:
         plan_module.plan_topk(ids, E)
+        logits, select = torch.zeros(T, 64), RouterSpec(8, "softmax", True, 1.0, 1, 1, balance=True, z=True)
+        scores, chosen, probability_sums, z_sum = router.select(logits, None, None, select)
+        router.select_grad(logits, chosen, None, scores, probability_sums, z_sum, select)
         forward_and_grads(moe, inputs, plan, **options)
         with torch.no_grad():
             moe(plan=plan, **inputs, **options)
@@ -95,7 +99,7 @@ def one_of_each(launches: list[Launch]) -> list[Launch]:
 def test_no_kernel_is_left_out() -> None:
     kernels = {
         name
-        for module in (combine, mlp, plan_module, tiles)
+        for module in (combine, mlp, plan_module, router, tiles)
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }
