@@ -29,6 +29,14 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"x": None}, "x must be a tensor, got NoneType"),
+    ({"x": [[0.0] * D] * T}, "x must be a tensor, got list"),
+    ({"w1": None}, "w1 must be a tensor, got NoneType"),
+    ({"w2": [ones(D, N)] * E}, "w2 must be a tensor, got list"),
+    ({"scores": None}, "scores must be a tensor, got NoneType"),
+    ({"scores": 1.0}, "scores must be a tensor, got float"),
+    ({"b1": 0}, "b1 must be a tensor, got int"),
+    ({"b2": False}, "b2 must be a tensor, got bool"),
     ({"x": ones(T, 1, D)}, r"x must be \(T, d\), got shape \(5, 1, 8\); flatten the leading dimensions"),
     ({"x": ones(D)}, r"x must be \(T, d\), got shape \(8,\)"),
     ({"x": ones(T, D + 1)}, r"x must be \(5, 8\) to go with w2 \(3, 8, 4\), got \(5, 9\)"),

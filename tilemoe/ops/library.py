@@ -2,13 +2,15 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · P pairs · R_max row capacity · w = 2n gated, n ungated
 
-Every operator ends with the same two groups of arguments: the plan's tensors and sizes, then the activation and the
-name of the KernelSet. The backward is several operators and not one, so that h can be freed between them.
+Every operator ends with the same arguments: the plan's tensors and its number of tokens, then the activation and the
+name of the KernelSet as one string. The backward is several operators and not one, so that h can be freed between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -17,43 +19,58 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import KernelSet, compute_dtype
 from tilemoe.kernels.select import kernel_set
+from tilemoe.ops.errors import out_of_memory_message
 from tilemoe.perf.memory import backward_slices, forward_slices, inference_slices
 from tilemoe.perf.shape import MoEShape
 from tilemoe.routing.plan import RoutingPlan
 
-_PLAN_SCHEMA = (
+_TAIL_SCHEMA = (
     "Tensor token_of_row, Tensor pair_of_row, Tensor row_of_pair, Tensor? pair_start_of_token, "
-    "Tensor row_start_of_expert, SymInt num_experts, SymInt num_tokens"
+    "Tensor row_start_of_expert, SymInt num_tokens, str options"
 )
-_SPEC_SCHEMA = "str activation, str gate_up, float limit, float alpha, str kernels"
-_NUM_PLAN, _NUM_SPEC = 7, 5
-NUM_TAIL = _NUM_PLAN + _NUM_SPEC  # arguments that `tail_args` appends to every operator
+NUM_PLAN_TENSORS, NUM_TAIL = 5, 7  # of the arguments that `tail_args` appends to every operator
 
 Tail = tuple[Any, ...]
 
 
 def tail_args(plan: RoutingPlan, spec: ActivationSpec, kernels: str) -> Tail:
-    """The plan's and the activation's arguments, in the order that every operator's schema ends with."""
+    """The plan's, the activation's and the KernelSet's arguments, in the order that every operator's schema ends with.
+
+    The options are one string because PyTorch's work for an operator grows with the square of its arguments.
+    """
     return (
         plan.token_of_row,
         plan.pair_of_row,
         plan.row_of_pair,
         plan.pair_start_of_token,
         plan.row_start_of_expert,
-        plan.num_experts,
         plan.num_tokens,
-        spec.name,
-        spec.gate_up,
-        spec.limit,
-        spec.alpha,
-        kernels,
+        f"{spec.name} {spec.gate_up} {spec.limit!r} {spec.alpha!r} {kernels}",
     )
 
 
 def _unpack(tail: Tail) -> tuple[RoutingPlan, ActivationSpec, KernelSet]:
     assert len(tail) == NUM_TAIL, "the schema and tail_args disagree"
-    plan, (*spec, kernels) = tail[:_NUM_PLAN], tail[_NUM_PLAN:]
-    return RoutingPlan(*plan), ActivationSpec(*spec), kernel_set(kernels)
+    *plan_tensors, num_tokens, _ = tail
+    plan = RoutingPlan(*plan_tensors, _num_experts(tail), num_tokens)  # type: ignore[call-arg]  # five of them
+    spec, kernels = _parse(tail[-1])
+    return plan, spec, kernel_set(kernels)
+
+
+@lru_cache
+def _parse(options: str) -> tuple[ActivationSpec, str]:
+    name, gate_up, limit, alpha, kernels = options.split(" ")
+    return ActivationSpec(name, gate_up, float(limit), float(alpha)), kernels
+
+
+def _num_experts(tail: Tail) -> int:
+    row_start_of_expert: Tensor = tail[NUM_PLAN_TENSORS - 1]
+    return row_start_of_expert.shape[0] - 1
+
+
+def _num_tokens(tail: Tail) -> int:
+    num_tokens: int = tail[NUM_PLAN_TENSORS]
+    return num_tokens
 
 
 def _shape(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec) -> MoEShape:
@@ -71,16 +88,40 @@ def _shape(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec
     )
 
 
-def _define(name: str, args: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register ``tilemoe::name(args, plan, activation) -> returns`` with its implementation and its shape function."""
-    schema = f"({args}, {_PLAN_SCHEMA}, {_SPEC_SCHEMA}) -> {returns}"
+def _define(
+    name: str,
+    args: str,
+    returns: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    widths: Callable[[Sequence[Tensor], int], tuple[int, int]] | None,
+) -> Any:
+    """Register ``tilemoe::name(args, plan, options) -> returns`` with its implementation and its shape function.
 
-    def run_as_given(*tensors_and_tail: Any) -> Any:
+    ``widths`` gives (d, n) from the arguments and the columns of h per column of a; None where they do not tell.
+    """
+    schema = f"({args}, {_TAIL_SCHEMA}) -> {returns}"
+
+    def run_as_given(*given: Any) -> Any:
+        try:
+            return run(*given)
+        except torch.OutOfMemoryError as error:
+            found = str(error)
+            clear_frames(error.__traceback__)  # which would keep the step's buffers for as long as the error lives
+        plan, spec, _ = _unpack(given[-NUM_TAIL:])
+        shape = None if widths is None else _shape(given[0], *widths(given, spec.width_factor), plan, spec)
+        step = "forward" if name == "moe" else name
+        raise torch.OutOfMemoryError(out_of_memory_message(step, found, shape))
+
+    def run_without_autocast(*given: Any) -> Any:
+        kind = given[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return run_as_given(*given)
         # The op has chosen its dtypes: a backward that is called under autocast must not lower the fp32 ones.
-        with torch.autocast(tensors_and_tail[0].device.type, enabled=False):
-            return run(*tensors_and_tail)
+        with torch.autocast(kind, enabled=False):
+            return run_as_given(*given)
 
-    op = torch.library.custom_op(f"tilemoe::{name}", run_as_given, mutates_args=(), schema=schema)
+    op = torch.library.custom_op(f"tilemoe::{name}", run_without_autocast, mutates_args=(), schema=schema)
     op.register_fake(fake)
     return op
 
@@ -143,7 +184,7 @@ def _down_proj_weight_grad(do: Tensor, a_scaled: Tensor, *tail: Any) -> Tensor:
 
 
 def _down_proj_weight_grad_fake(do: Tensor, a_scaled: Tensor, *tail: Any) -> Tensor:
-    return do.new_empty(tail[5], do.shape[1], a_scaled.shape[1])
+    return do.new_empty(_num_experts(tail), do.shape[1], a_scaled.shape[1])
 
 
 def _up_proj_input_grad(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
@@ -158,7 +199,7 @@ def _up_proj_input_grad(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
 
 
 def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
-    return dh.new_empty(tail[6], w1.shape[2])
+    return dh.new_empty(_num_tokens(tail), w1.shape[2])
 
 
 def _up_proj_weight_grad(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
@@ -167,7 +208,7 @@ def _up_proj_weight_grad(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
 
 
 def _up_proj_weight_grad_fake(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
-    return x.new_empty(tail[5], dh.shape[1], x.shape[1])
+    return x.new_empty(_num_experts(tail), dh.shape[1], x.shape[1])
 
 
 def _down_proj_bias_grad(do: Tensor, s: Tensor, *tail: Any) -> Tensor:
@@ -176,7 +217,7 @@ def _down_proj_bias_grad(do: Tensor, s: Tensor, *tail: Any) -> Tensor:
 
 
 def _down_proj_bias_grad_fake(do: Tensor, s: Tensor, *tail: Any) -> Tensor:
-    return s.new_empty(tail[5], do.shape[1])
+    return s.new_empty(_num_experts(tail), do.shape[1])
 
 
 def _up_proj_bias_grad(dh: Tensor, *tail: Any) -> Tensor:
@@ -185,7 +226,7 @@ def _up_proj_bias_grad(dh: Tensor, *tail: Any) -> Tensor:
 
 
 def _up_proj_bias_grad_fake(dh: Tensor, *tail: Any) -> Tensor:
-    return dh.new_empty(tail[5], dh.shape[1], dtype=compute_dtype(dh.dtype))
+    return dh.new_empty(_num_experts(tail), dh.shape[1], dtype=compute_dtype(dh.dtype))
 
 
 moe = _define(
@@ -194,14 +235,23 @@ moe = _define(
     "(Tensor, Tensor)",
     _moe,
     _moe_fake,
+    lambda given, parts: (given[2].shape[1], given[2].shape[2]),
 )
-up_proj = _define("up_proj", "Tensor x, Tensor w1, Tensor? b1", "Tensor", _up_proj, _up_proj_fake)
+up_proj = _define(
+    "up_proj",
+    "Tensor x, Tensor w1, Tensor? b1",
+    "Tensor",
+    _up_proj,
+    _up_proj_fake,
+    lambda given, parts: (given[1].shape[2], given[1].shape[1] // parts),
+)
 down_proj_act_grad = _define(
     "down_proj_act_grad",
     "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
     "(Tensor, Tensor, Tensor)",
     _down_proj_act_grad,
     _down_proj_act_grad_fake,
+    lambda given, parts: (given[1].shape[1], given[1].shape[2]),
 )
 down_proj_weight_grad = _define(
     "down_proj_weight_grad",
@@ -209,17 +259,30 @@ down_proj_weight_grad = _define(
     "Tensor",
     _down_proj_weight_grad,
     _down_proj_weight_grad_fake,
+    lambda given, parts: (given[0].shape[1], given[1].shape[1]),
 )
 up_proj_input_grad = _define(
-    "up_proj_input_grad", "Tensor dh, Tensor w1", "Tensor", _up_proj_input_grad, _up_proj_input_grad_fake
+    "up_proj_input_grad",
+    "Tensor dh, Tensor w1",
+    "Tensor",
+    _up_proj_input_grad,
+    _up_proj_input_grad_fake,
+    lambda given, parts: (given[1].shape[2], given[1].shape[1] // parts),
 )
 up_proj_weight_grad = _define(
-    "up_proj_weight_grad", "Tensor x, Tensor dh", "Tensor", _up_proj_weight_grad, _up_proj_weight_grad_fake
+    "up_proj_weight_grad",
+    "Tensor x, Tensor dh",
+    "Tensor",
+    _up_proj_weight_grad,
+    _up_proj_weight_grad_fake,
+    lambda given, parts: (given[0].shape[1], given[1].shape[1] // parts),
 )
 down_proj_bias_grad = _define(
-    "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake
+    "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake, None
 )
-up_proj_bias_grad = _define("up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake)
+up_proj_bias_grad = _define(
+    "up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake, None
+)
 
 BACKWARD_OPS = (
     up_proj,

@@ -17,8 +17,7 @@ from torch import Tensor
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
 from tilemoe.kernels.base import KernelSet, compute_dtype
-from tilemoe.kernels.select import FLOAT_DTYPES, TRITON, constant_when_traced, kernel_set, problem_of_triton
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.kernels.select import FLOAT_DTYPES, constant_when_traced, kernel_set, name_for
 from tilemoe.ops import library
 from tilemoe.routing.plan import RoutingPlan
 
@@ -51,6 +50,7 @@ def moe(
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
     """
     _check_options(gate_up, recompute)
+    _check_types({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check_tensors(x, w1, w2, b1, b2, spec.width_factor)
@@ -68,7 +68,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     h = output[1]
     ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)
-    plan_tensors, ctx.options = tail[:5], tail[5:]
+    plan_tensors, ctx.options = tail[: library.NUM_PLAN_TENSORS], tail[library.NUM_PLAN_TENSORS :]
     ctx.save_for_backward(x, w1, w2, s, b1, b2, h if keep_h else None, *plan_tensors)
 
 
@@ -136,7 +136,7 @@ def _has_autocast(kind: str) -> bool:
 
 def _kernels_name(kernels: str | KernelSet | None, w2: Tensor) -> str:
     if kernels is None:
-        return TORCH_KERNELS.name if problem_of_triton(w2.device, w2.dtype, *w2.shape[1:]) else TRITON
+        return name_for(w2.device, w2.dtype, *w2.shape[1:])
     if not isinstance(kernels, KernelSet):
         return _known_name(kernels)
     if kernel_set(kernels.name) != kernels.because(""):
@@ -154,6 +154,12 @@ def _check_options(gate_up: str, recompute: str | None) -> None:
         raise ValueError(f"gate_up must be one of {', '.join(GATE_UP_LAYOUTS)}; got {gate_up!r}")
     if recompute not in _RECOMPUTE:
         raise ValueError(f"recompute must be None or 'up_proj', got {recompute!r}")
+
+
+def _check_types(tensors: dict[str, Any], optional: dict[str, Any]) -> None:
+    for name, value in {**tensors, **optional}.items():
+        if not isinstance(value, Tensor) and not (name in optional and value is None):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
 def _check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, width_factor: int) -> None:

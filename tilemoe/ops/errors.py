@@ -1,0 +1,36 @@
+"""What a user is told when an operator's tensors do not fit the GPU.
+
+T tokens · d hidden_size · n intermediate_size · E experts
+"""
+
+from __future__ import annotations
+
+from tilemoe.perf.memory import backward_peak_bytes, forward_peak_bytes
+from tilemoe.perf.shape import MoEShape
+
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+def out_of_memory_message(step: str, found: str, shape: MoEShape | None) -> str:
+    """One line: the step, what PyTorch's message ``found`` says of the GPU, the layer's need, and what to change.
+
+    ``shape`` is None where the step's operands do not tell the sizes.
+    """
+    sentences = found.strip().splitlines()[0].split(". ") if found.strip() else ["out of memory"]
+    reason = ". ".join(sentences[:3]).rstrip(".")  # whatever follows is about the allocator
+    need = "" if shape is None else f" {_need(shape)}"
+    advice = "Pass fewer tokens per call, or recompute='up_proj', which keeps no pre-activations."
+    return f"tilemoe.moe, {step}: {reason}.{need} {advice}"
+
+
+def _need(shape: MoEShape) -> str:
+    sizes = (
+        f"{shape.num_tokens} tokens in {shape.num_rows} rows, hidden_size {shape.hidden_size}, "
+        f"intermediate_size {shape.intermediate_size} and {shape.num_experts} experts"
+    )
+    forward, backward = _size(forward_peak_bytes(shape)), _size(backward_peak_bytes(shape))
+    return f"With {sizes} it takes {forward} in forward and {backward} in backward, gradients included."
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.2f} MiB"
