@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
+from tilemoe.kernels.base import KernelSet
+from tilemoe.kernels.select import kernel_set, select_for_widths
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
@@ -25,9 +26,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 BF16 = torch.bfloat16
 TOLERANCE = 4e-3
 LIMIT = 2**31
-T, D, N, E, K = 1_100_000, 2048, 1024, 6, 2
+T, D, N, E, K = 1_100_000, 2048, 512, 6, 4
 SMALL = 300  # rows of the last expert, which lie at the end of everything
-COLUMNS = torch.tensor([0, 1, 7, 500, 1023])  # of n, and so of d
+COLUMNS = torch.tensor([0, 1, 7, 300, 511])  # of n, and so of d
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +39,26 @@ def _all_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+@pytest.fixture(params=["triton", "chosen"])
+def kernels(request: pytest.FixtureRequest) -> KernelSet:
+    """The portable kernels, and those that are chosen on this GPU."""
+    return kernel_set("triton") if request.param == "triton" else select_for_widths("cuda", BF16, D, N)
+
+
+def experts_of(token: Tensor) -> Tensor:
+    """(S, K): K neighbours of all experts but the last, which has the last SMALL tokens instead of their last one."""
+    ids = (token[:, None] + torch.arange(K, device="cuda")) % (E - 1)
+    ids[token >= T - SMALL, -1] = E - 1
+    return ids
+
+
 def make_plan() -> RoutingPlan:
-    """Every token on two experts, the last SMALL of them on the last expert, which has no others."""
-    token = torch.arange(T, device="cuda")
-    first = token % (E - 1)
-    second = torch.where(token >= T - SMALL, E - 1, (first + 1 + token // (E - 1) % (E - 2)) % (E - 1))
-    return plan_topk(torch.stack([first, second], dim=1), E)
+    return plan_topk(experts_of(torch.arange(T, device="cuda")), E)
 
 
 def sample_rows(num_rows: int) -> Tensor:
     """(S,) int64: both ends, both sides of the element 2^31 for widths d, n and 2n, and some in between."""
-    edges = [LIMIT // width + offset for width in (D, N) for offset in range(-3, 3)]
+    edges = [LIMIT // width + offset for width in (D, N, 2 * N) for offset in range(-3, 3)]
     fixed = torch.tensor([0, 1, *(edge for edge in edges if edge < num_rows), num_rows - 2, num_rows - 1])
     return torch.cat([fixed, torch.randint(0, num_rows, (200,), generator=torch.Generator().manual_seed(0))]).cuda()
 
@@ -72,11 +82,11 @@ def assert_written(*tensors: Tensor) -> None:
         assert all(bool(part.isfinite().all()) for part in tensor.split(1 << 18))
 
 
-def test_rows_and_tokens_beyond_32_bits() -> None:
+def test_rows_and_tokens_beyond_32_bits(kernels: KernelSet) -> None:
     assert T * D > LIMIT
     assert T * K * N > LIMIT
     torch.manual_seed(0)
-    plan, spec, kernels = make_plan(), activation_spec("swiglu", "concatenated", None, None), TRITON_KERNELS
+    plan, spec = make_plan(), activation_spec("swiglu", "concatenated", None, None)
     starts = plan.row_start_of_expert
     assert int(starts[-1]) == T * K
     assert int(starts[-1] - starts[-2]) == SMALL
@@ -135,7 +145,7 @@ def test_rows_and_tokens_beyond_32_bits() -> None:
     assert_close(dx[some_token], dx_rows[rows_of_token].float().sum(1))
 
 
-def test_the_whole_operator_beyond_32_bits() -> None:
+def test_the_whole_operator_beyond_32_bits(kernels: KernelSet) -> None:
     torch.manual_seed(0)
     plan = make_plan()
     x = torch.randn(T, D, device="cuda", dtype=BF16).requires_grad_()
@@ -145,27 +155,25 @@ def test_the_whole_operator_beyond_32_bits() -> None:
     token = torch.tensor(
         [0, 1, LIMIT // D - 1, LIMIT // D, LIMIT // D + 1, T // 2, T - SMALL - 1, T - SMALL, T - 1]
     ).cuda()
-    o = moe(x, w1, w2, plan, s)
+    o = moe(x, w1, w2, plan, s, kernels=kernels)
     do = torch.randn(T, D, device="cuda", dtype=BF16)
     dx, ds = torch.autograd.grad(o, [x, s], do)
     assert_written(o.detach(), dx, ds)
     # The same tokens by themselves: which rows share a tile is no matter.
-    ids = torch.stack([token % (E - 1), (token % (E - 1) + 1 + token // (E - 1) % (E - 2)) % (E - 1)], dim=1)
-    ids[token >= T - SMALL, 1] = E - 1
     few_x, few_s = (t.detach()[token].requires_grad_() for t in (x, s))
-    few_o = moe(few_x, w1, w2, plan_topk(ids, E), few_s)
+    few_o = moe(few_x, w1, w2, plan_topk(experts_of(token), E), few_s, kernels=kernels)
     few_dx, few_ds = torch.autograd.grad(few_o, [few_x, few_s], do[token])
     assert torch.equal(o[token], few_o)
     assert torch.equal(dx[token], few_dx)
     assert torch.equal(ds[token], few_ds)
 
 
-def test_weights_beyond_32_bits() -> None:
-    d, n, experts, tokens = 2048, 1024, 1040, 4000
-    assert experts * 2 * n * d > 2 * LIMIT
+def test_weights_beyond_32_bits(kernels: KernelSet) -> None:
+    d, n, experts, tokens = 2048, 512, 2080, 4000
+    assert experts * n * d > LIMIT
     torch.manual_seed(0)
     ids = torch.stack([torch.arange(tokens) % 3 + experts - 3, torch.arange(tokens) % experts], dim=1).cuda()
-    plan, spec, kernels = plan_topk(ids, experts), activation_spec("swiglu", "concatenated", None, None), TRITON_KERNELS
+    plan, spec = plan_topk(ids, experts), activation_spec("swiglu", "concatenated", None, None)
     x = torch.randn(tokens, d, device="cuda", dtype=BF16)
     w1 = torch.randn(experts, 2 * n, d, device="cuda", dtype=BF16).mul_(d**-0.5)
     w2 = torch.randn(experts, d, n, device="cuda", dtype=BF16).mul_(n**-0.5)
