@@ -6,6 +6,7 @@ T tokens · d hidden_size · E experts · K experts per token
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tilemoe
 from tilemoe import reference
 from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 from tilemoe.layers.moe import MoE, MoEOutput
 from tilemoe.testing import relative_error
 
@@ -374,7 +376,14 @@ def test_compiles_without_a_break() -> None:
     [
         (torch.zeros(3, 15), None, r"x must be \(\.\.\., 16\)"),
         (torch.zeros(()), None, r"x must be \(\.\.\., 16\)"),
-        (torch.zeros(3, 16, dtype=torch.int64), None, "x must be floating point"),
+        (
+            torch.zeros(3, 16, dtype=torch.int64),
+            None,
+            "x must be bfloat16, float16, float32 or float64, got torch.int64",
+        ),
+        (torch.zeros(3, 16).to(torch.float8_e4m3fn), None, "x must be bfloat16, .*, got torch.float8_e4m3fn"),
+        (None, None, "x must be a tensor, got NoneType"),
+        ([[0.0] * 16], None, "x must be a tensor, got list"),
         (torch.zeros(3, 16, dtype=torch.bfloat16), None, "bfloat16"),
         (torch.zeros(3, 16, device="meta"), None, "x is on meta but the weights are on cpu; move"),
         (torch.zeros(3, 16), torch.ones(4, dtype=torch.bool), r"token_mask must be \(3,\)"),
@@ -382,7 +391,7 @@ def test_compiles_without_a_break() -> None:
         (torch.full((3, 16), float("nan")), None, "NaN"),
     ],
 )
-def test_bad_input_is_one_line(x: Tensor, mask: Tensor | None, message: str) -> None:
+def test_bad_input_is_one_line(x: Any, mask: Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         make()(x, mask)
     assert "\n" not in str(error.value)
@@ -393,6 +402,8 @@ def test_bad_arguments_are_one_line() -> None:
         MoE({"hidden_size": 16})
     with pytest.raises(ValueError, match="no selection bias"):
         make().update_selection_bias(torch.ones(16, dtype=torch.int64), 0.1)
-    layer = MoE(make().cfg, kernels="no such")
-    with pytest.raises(ValueError, match="no such"):
-        layer(torch.zeros(1, 16))
+    for kernels in ("no such", 3, replace(TORCH_KERNELS, name="no such")):
+        with pytest.raises(ValueError, match=r"kernels must be None or one of hopper, torch, triton; got"):
+            MoE(make().cfg, kernels=kernels)
+    with pytest.raises(ValueError, match="recompute must be None or 'up_proj', got 'all'"):
+        MoE(make().cfg, recompute="all")

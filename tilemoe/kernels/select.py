@@ -75,8 +75,16 @@ def problem_of_triton(device: torch.device, dtype: torch.dtype, *widths: int) ->
     return problem
 
 
+def check_name(name: str) -> None:
+    """ValueError that lists the KernelSets' names unless ``name`` is one of them. Imports nothing."""
+    names = sorted((*KERNEL_SETS, TRITON, HOPPER))
+    if not isinstance(name, str) or name not in names:
+        raise ValueError(f"kernels must be None or one of {', '.join(names)}; got {name!r}")
+
+
 def kernel_set(name: str) -> KernelSet:
     """The KernelSet called ``name``; ValueError that lists the names otherwise."""
+    check_name(name)
     if name in (TRITON, HOPPER):
         if find_spec("triton") is None:
             raise ValueError(f"kernels={name!r} needs the package triton, which PyTorch's builds for GPUs bring along")
@@ -87,9 +95,6 @@ def kernel_set(name: str) -> KernelSet:
         from tilemoe.kernels.hopper.kernel_set import HOPPER_KERNELS
 
         return HOPPER_KERNELS
-    if not isinstance(name, str) or name not in KERNEL_SETS:
-        names = ", ".join(sorted((*KERNEL_SETS, TRITON, HOPPER)))
-        raise ValueError(f"kernels must be None or one of {names}; got {name!r}")
     return KERNEL_SETS[name]
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.base import KernelSet
-from tilemoe.ops.moe import moe
+from tilemoe.kernels.select import check_name
+from tilemoe.ops.moe import check_options, moe
 from tilemoe.routing.plan import RoutingPlan
 
 
@@ -27,6 +28,9 @@ class Experts(nn.Module):
         kernels: str | KernelSet | None = None,
     ) -> None:
         super().__init__()
+        check_options(cfg.gate_up, recompute)
+        if kernels is not None:
+            check_name(kernels.name if isinstance(kernels, KernelSet) else kernels)
         self.cfg, self.recompute, self.kernels = cfg, recompute, kernels
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
         self.w1 = nn.Parameter(torch.empty(num, width, d, device=device, dtype=dtype))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tilemoe.activations import activation_spec
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.base import KernelSet
+from tilemoe.kernels.select import FLOAT_DTYPES
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.router import Router
@@ -87,12 +88,14 @@ class MoE(nn.Module):
         """x (..., d); token_mask, bool, shaped like x without d or (T,): False marks padding, which is not routed.
 
         Raises:
-            ValueError: a shape or dtype is off, or (on CPU) the router's logits are not finite.
+            ValueError: a shape, dtype or device is off, or (on CPU) the router's logits are not finite.
         """
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x must be a tensor, got {type(x).__name__}")
         if x.ndim == 0 or x.shape[-1] != self.cfg.hidden_size:
             raise ValueError(f"x must be (..., {self.cfg.hidden_size}) as cfg.hidden_size says, got {tuple(x.shape)}")
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"x must be floating point, got {x.dtype}")
+        if x.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
         flat = x.reshape(-1, x.shape[-1])
         logits = self.router(flat)
         routing = route(

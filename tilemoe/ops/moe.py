@@ -49,7 +49,7 @@ def moe(
 
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
     """
-    _check_options(gate_up, recompute)
+    check_options(gate_up, recompute)
     _check_types({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
@@ -149,7 +149,8 @@ def _known_name(kernels: str) -> str:
     return kernel_set(kernels).name
 
 
-def _check_options(gate_up: str, recompute: str | None) -> None:
+def check_options(gate_up: str, recompute: str | None) -> None:
+    """ValueError for a value that `moe` does not know."""
     if gate_up not in GATE_UP_LAYOUTS:
         raise ValueError(f"gate_up must be one of {', '.join(GATE_UP_LAYOUTS)}; got {gate_up!r}")
     if recompute not in _RECOMPUTE:
