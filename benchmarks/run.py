@@ -1,7 +1,7 @@
 """Benchmarks on one GPU; each appends its rows to results/, a case as soon as it is measured.
 
     python benchmarks/run.py layer --cases main --peers tilemoe,sonic-moe,scattermoe,grouped_mm
-    python benchmarks/run.py kernels --cases main --kernels triton
+    python benchmarks/run.py kernels --cases main
     python benchmarks/run.py cold --cases 7B-n256,OLMoE
 
 layer: forward and backward of the whole layer, router included, with saved and peak memory; a contestant whose output
@@ -34,6 +34,7 @@ import timing
 import torch
 from torch import Tensor
 
+import tilemoe
 from tilemoe.perf.costs import layer_roofline_ms
 from tilemoe.perf.hardware import Ceilings, find_gpu
 from tilemoe.perf.shape import MoEShape
@@ -161,7 +162,7 @@ def layer_host(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str,
     return {f"{part}_host_ms": round(statistics.median(values), 3) for part, values in parts}
 
 
-def kernels(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows]:
+def each_kernel(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows]:
     """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
     square = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
     source = torch.randn(COPY_BYTES // 4, device="cuda")
@@ -172,12 +173,13 @@ def kernels(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Ro
     }
     weights = peers.make_weights(shape, torch.device("cuda"), torch.bfloat16)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    whole = layer_step(peers.tilemoe_layer(shape, weights, args.kernels), x, torch.randn_like(x))
+    kernels = args.kernels or tilemoe.select_kernels("cuda", torch.bfloat16, peers.layer_config(shape)).name
+    whole = layer_step(peers.tilemoe_layer(shape, weights, kernels), x, torch.randn_like(x))
     steps = {
         **yardsticks,
         "layer": whole,
-        **kernel_chain.router_steps(shape, weights, x),
-        **kernel_chain.steps(shape, weights, x.detach(), args.kernels),
+        **kernel_chain.router_steps(shape, weights, x, ahead=lambda: square @ square),
+        **kernel_chain.steps(shape, weights, x.detach(), kernels),
     }
     for mode in args.modes.split(","):
         found = timing.rounds(steps, mode, args.rounds)
@@ -186,7 +188,7 @@ def kernels(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Ro
         ceilings = Ceilings(tflops, tbps, is_measured=True)
         print(f"{name} {mode}: matmul {tflops:.0f} TFLOP/s, copy {tbps:.3f} TB/s", flush=True)
         where = {
-            "case": name, **asdict(shape), "mode": mode, "kernels": args.kernels, "rounds": args.rounds,
+            "case": name, **asdict(shape), "mode": mode, "kernels": kernels, "rounds": args.rounds,
             "matmul_tflops": round(tflops, 1), "copy_tbps": round(tbps, 4),
         }  # fmt: skip
         rows = [{**where, **row} for row in kernel_chain.rows(found, shape, ceilings)]
@@ -234,7 +236,7 @@ def cold_child(args: argparse.Namespace) -> None:
 
 def each_case(args: argparse.Namespace) -> None:
     """Measure and record case by case; none is begun after ``args.seconds``."""
-    measure = {"layer": layer, "kernels": kernels}[args.what]
+    measure = {"layer": layer, "kernels": each_kernel}[args.what]
     start = time.perf_counter()
     for name, shape in cases.find(args.cases).items():
         begun = time.perf_counter() - start
@@ -253,7 +255,7 @@ def main() -> None:
     parser.add_argument("what", choices=["layer", "kernels", "cold", "cold-child"])
     parser.add_argument("--cases", default="main", help='"main", "all" or names from cases.py, separated by commas')
     parser.add_argument("--peers", default="tilemoe", help="contestants; the first is what the others are compared to")
-    parser.add_argument("--kernels", default="triton", help="the KernelSet whose kernels are timed")
+    parser.add_argument("--kernels", help="the KernelSet whose kernels are timed; default: the one that is chosen")
     parser.add_argument("--modes", default="burst,sustained")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many")
