@@ -60,8 +60,8 @@ def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias
 
 
 OPS = {
-    "moe": library.moe,
-    **{op._name.removeprefix("tilemoe::"): op for op in library.BACKWARD_OPS},
+    "moe": library.moe.registered,
+    **{op.registered._name.removeprefix("tilemoe::"): op.registered for op in library.BACKWARD_OPS},
 }
 
 
@@ -82,7 +82,7 @@ def test_opcheck(name: str) -> None:
         ):
             arguments = sample_arguments(PLANS[plan], *size, dtype, bias)[name]
             if name == "moe":
-                torch.library.opcheck(library.moe, arguments)
+                torch.library.opcheck(library.moe.registered, arguments)
                 arguments = (*arguments[:6], False, *arguments[7:])
             # The steps of the backward refuse to be differentiated.
             torch.library.opcheck(OPS[name], tuple(_detached(argument) for argument in arguments))

@@ -19,6 +19,7 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import KernelSet, compute_dtype
 from tilemoe.kernels.select import kernel_set
+from tilemoe.ops.eager import Operator
 from tilemoe.ops.errors import out_of_memory_message
 from tilemoe.perf.memory import backward_slices, forward_slices, inference_slices
 from tilemoe.perf.shape import MoEShape
@@ -95,7 +96,7 @@ def _define(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     widths: Callable[[Sequence[Tensor], int], tuple[int, int]] | None,
-) -> Any:
+) -> Operator:
     """Register ``tilemoe::name(args, plan, options) -> returns`` with its implementation and its shape function.
 
     ``widths`` gives (d, n) from the arguments and the columns of h per column of a; None where they do not tell.
@@ -121,9 +122,9 @@ def _define(
         with torch.autocast(kind, enabled=False):
             return run_as_given(*given)
 
-    op = torch.library.custom_op(f"tilemoe::{name}", run_without_autocast, mutates_args=(), schema=schema)
-    op.register_fake(fake)
-    return op
+    registered = torch.library.custom_op(f"tilemoe::{name}", run_without_autocast, mutates_args=(), schema=schema)
+    registered.register_fake(fake)
+    return Operator(registered, run_without_autocast)
 
 
 def _moe(
