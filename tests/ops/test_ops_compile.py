@@ -61,7 +61,7 @@ def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias
 
 OPS = {
     "moe": library.moe.registered,
-    **{op.registered._name.removeprefix("tilemoe::"): op.registered for op in library.BACKWARD_OPS},
+    **{op.name: op.registered for op in library.BACKWARD_OPS},
 }
 
 

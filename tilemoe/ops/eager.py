@@ -1,4 +1,4 @@
-"""Operators without PyTorch's dispatcher where nobody would see the difference.
+"""Operators of torch.library that run without PyTorch's dispatcher where nobody would see the difference.
 
 A registered operator is what torch.compile, fake tensors, dispatch modes (FLOP counting, selective checkpointing) and
 the profiler see. Its bookkeeping costs 50 to 200 microseconds of host time a call, as long as some of the kernels run;
@@ -8,7 +8,6 @@ so a call on plain tensors that nothing is watching runs the implementation itse
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +16,45 @@ from torch import Tensor, nn
 _PLAIN = (Tensor, nn.Parameter)
 
 
-@dataclass(frozen=True, eq=False)
 class Operator:
-    """``registered`` with torch.library, and ``run``, its implementation. A call takes the cheaper that will do."""
+    """``tilemoe::name``: ``run`` is its implementation on any device, ``fake`` gives its outputs' shapes.
 
-    registered: Any
-    run: Callable[..., Any]
+    ``schema`` as torch.library has it: ``(Tensor x, int n) -> Tensor``. Arguments are positional.
+    """
+
+    def __init__(self, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        self.name, self.run = name, run
+        self.registered: Any = torch.library.custom_op(f"tilemoe::{name}", run, mutates_args=(), schema=schema)
+        self.registered.register_fake(fake)
+        self._recorded: Any = self.registered
+
+    def register_autograd(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+        """As torch.library's: setup_context(ctx, inputs, output) and backward(ctx, *grads)."""
+        self.registered.register_autograd(backward, setup_context=setup_context)
+        run = self.run
+
+        class Recorded(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                output = run(*args)
+                setup_context(ctx, args, output)
+                return output
+
+        Recorded.backward = staticmethod(backward)  # type: ignore[method-assign]
+        self._recorded = Recorded.apply
+
+    def refuse_autograd(self, message: str) -> None:
+        """Differentiating this operator is a RuntimeError that says ``message``."""
+
+        def refuse(ctx: Any, *grads: Tensor | None) -> None:
+            raise RuntimeError(message)
+
+        self.registered.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
 
     def __call__(self, *args: Any) -> Any:
-        if is_unwatched(*args) and not is_differentiable(*args):
-            return self.run(*args)
-        return self.registered(*args)
+        if not _is_unwatched(args):
+            return self.registered(*args)
+        return self._recorded(*args) if is_differentiable(*args) else self.run(*args)
 
 
 def is_differentiable(*args: Any) -> bool:
@@ -35,8 +62,8 @@ def is_differentiable(*args: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
-def is_unwatched(*args: Any) -> bool:
-    """Whether an operator of ``args`` may be replaced by its implementation: plain tensors with data, no observer."""
+def _is_unwatched(args: tuple[Any, ...]) -> bool:
+    """Whether nobody would see the operator itself: plain tensors that have data, no tracing, no mode, no profiler."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0

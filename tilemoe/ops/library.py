@@ -101,7 +101,6 @@ def _define(
 
     ``widths`` gives (d, n) from the arguments and the columns of h per column of a; None where they do not tell.
     """
-    schema = f"({args}, {_TAIL_SCHEMA}) -> {returns}"
 
     def run_as_given(*given: Any) -> Any:
         try:
@@ -122,9 +121,7 @@ def _define(
         with torch.autocast(kind, enabled=False):
             return run_as_given(*given)
 
-    registered = torch.library.custom_op(f"tilemoe::{name}", run_without_autocast, mutates_args=(), schema=schema)
-    registered.register_fake(fake)
-    return Operator(registered, run_without_autocast)
+    return Operator(name, f"({args}, {_TAIL_SCHEMA}) -> {returns}", run_without_autocast, fake)
 
 
 def _moe(

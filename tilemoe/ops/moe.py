@@ -19,7 +19,7 @@ from tilemoe.config import GATE_UP_LAYOUTS
 from tilemoe.kernels.base import KernelSet, compute_dtype
 from tilemoe.kernels.select import FLOAT_DTYPES, constant_when_traced, kernel_set, name_for
 from tilemoe.ops import library
-from tilemoe.ops.eager import is_differentiable, is_unwatched
+from tilemoe.ops.eager import is_differentiable
 from tilemoe.routing.plan import RoutingPlan
 
 _RECOMPUTE = (None, "up_proj")
@@ -59,11 +59,8 @@ def moe(
     name = _kernels_name(kernels, w2)
     s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
     inputs = (x, w1, w2, s, b1, b2)
-    differentiable = is_differentiable(*inputs)
-    arguments = (*inputs, differentiable and recompute is None, *library.tail_args(plan, spec, name))
-    if differentiable and is_unwatched(*arguments):
-        return _Recorded.apply(*arguments)[0]
-    return library.moe(*arguments)[0]
+    keep_h = recompute is None and is_differentiable(*inputs)
+    return library.moe(*inputs, keep_h, *library.tail_args(plan, spec, name))[0]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -105,32 +102,12 @@ def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ..
     return (dx, dw1, dw2, ds if need_s else None, db1, db2, *no_grad_of_rest)
 
 
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Nothing is kept: the gradient of a gradient is refused."""
-
-
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError(
+library.moe.register_autograd(_backward, _setup_context)
+for _op in library.BACKWARD_OPS:
+    _op.refuse_autograd(
         "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
         "higher derivatives, or take the first gradient without create_graph=True."
     )
-
-
-library.moe.registered.register_autograd(_backward, setup_context=_setup_context)
-for _op in library.BACKWARD_OPS:
-    _op.registered.register_autograd(_no_double_backward, setup_context=_setup_nothing)
-
-
-class _Recorded(torch.autograd.Function):
-    """The operator and its backward for autograd alone, where nothing watches operators."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output: tuple[Tensor, Tensor] = library.moe.run(*arguments)
-        _setup_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_backward)
 
 
 def _autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
