@@ -84,8 +84,13 @@ class MoE(nn.Module):
         if self.shared_gate is not None:
             nn.init.normal_(self.shared_gate.weight, 0.0, self.cfg.initializer_range, generator=generator)
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
+    def forward(
+        self, x: Tensor, token_mask: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> MoEOutput:
         """x (..., d); token_mask, bool, shaped like x without d or (T,): False marks padding, which is not routed.
+
+        ``generator`` is for the random modes of ``cfg.rounding``. None: the default one of x's device, whose state
+        activation checkpointing restores before it repeats a forward.
 
         Raises:
             ValueError: a shape, dtype or device is off, or (on CPU) the router's logits are not finite.
@@ -102,6 +107,7 @@ class MoE(nn.Module):
             logits,
             self.cfg,
             training=self.training,
+            generator=generator,
             selection_bias=self.router.selection_bias,
             token_mask=_flat_mask(token_mask, x),
         )

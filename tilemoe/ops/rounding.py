@@ -1,18 +1,34 @@
 """torch.library registration of token rounding: opaque to torch.compile.
 
 T tokens · E experts · K experts per token · R_max row capacity
+
+`round_rows` gives indices alone, on any device. `rounded_scores` gives the scores too, by Triton, and is
+differentiable once, in the logits; its other tensors go through no gradient.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tilemoe.config import MoEConfig
 from tilemoe.kernels.torch import rounding as torch_rounding
+from tilemoe.ops.router import spec_args as router_spec_args
+
+_ROUNDING_SCHEMA = "str mode, int tile, str score, bool normalize, float scale, SymInt capacity"
+Spec = tuple[str, int, str, bool, float, int]
 
 
-@torch.library.custom_op("tilemoe::round_rows", mutates_args=())
-def round_rows(
+def spec_args(cfg: MoEConfig, capacity: int) -> Spec:
+    """The configuration's arguments, in the order that the schemas of the Triton operators end with."""
+    assert cfg.rounding is not None, "the caller looks"
+    _, score, normalize, scale, *_ = router_spec_args(cfg)
+    return (cfg.rounding.mode, cfg.rounding.tile, score, normalize, scale, capacity)
+
+
+def _round_rows(
     all_scores: Tensor,
     expert_ids: Tensor,
     kept_scores: Tensor,
@@ -22,29 +38,117 @@ def round_rows(
     tile: int,
     scale: float,
     capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilemoe.kernels.torch.rounding.round_rows`."""
+) -> tuple[Tensor, ...]:
     return torch_rounding.round_rows(
         all_scores, expert_ids, kept_scores, uniform, token_mask, mode, tile, scale, capacity
     )
 
 
-@round_rows.register_fake
-def _(
-    all_scores: Tensor,
+def _round_rows_fake(all_scores: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _indices_fake(all_scores, rest[-1])
+
+
+def _indices_fake(like: Tensor, capacity: int) -> tuple[Tensor, ...]:
+    """token_of_row, pair_of_row, row_of_pair, pair_start_of_token, row_start_of_expert, pairs_of_expert."""
+    num_tokens, num_experts = like.shape
+    lengths = (capacity, capacity, capacity, num_tokens + 1, num_experts + 1, num_experts)
+    return tuple(like.new_empty(length, dtype=torch.int32) for length in lengths)
+
+
+def _rounded_scores(
+    logits: Tensor,
     expert_ids: Tensor,
     kept_scores: Tensor,
     uniform: Tensor | None,
     token_mask: Tensor | None,
-    mode: str,
-    tile: int,
-    scale: float,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_tokens, num_experts = all_scores.shape
+    *spec: Any,
+) -> tuple[Tensor, ...]:
+    from tilemoe.kernels.triton import rounding  # not on every machine
 
-    def index(length: int) -> Tensor:
-        return all_scores.new_empty(length, dtype=torch.int32)
+    found = rounding.round_rows(logits, expert_ids, kept_scores, uniform, token_mask, rounding.RoundingSpec(*spec))
+    return tuple(found)
 
-    rows = (index(capacity), index(capacity), index(capacity))
-    return *rows, index(num_tokens + 1), index(num_experts + 1), index(num_experts)
+
+def _rounded_scores_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, score, _, _, capacity = rest
+    norm = logits.new_empty(0 if score == "sigmoid" else logits.shape[0], 2)
+    code_of_pair = logits.new_empty(capacity, dtype=torch.int16)
+    return (logits.new_empty(capacity), *_indices_fake(logits, capacity), norm, code_of_pair)
+
+
+def _rounded_scores_grad(
+    d_scores: Tensor,
+    logits: Tensor,
+    expert_ids: Tensor,
+    token_mask: Tensor | None,
+    norm: Tensor,
+    row_of_pair: Tensor,
+    code_of_pair: Tensor,
+    pair_start_of_token: Tensor,
+    *spec: Any,
+) -> Tensor:
+    from tilemoe.kernels.triton import rounding
+
+    pairs = (row_of_pair, code_of_pair, pair_start_of_token)
+    return rounding.score_grad(d_scores, logits, expert_ids, token_mask, norm, *pairs, rounding.RoundingSpec(*spec))
+
+
+def _rounded_scores_grad_fake(d_scores: Tensor, logits: Tensor, *rest: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_SELECTION_SCHEMA = "Tensor expert_ids, Tensor kept_scores, Tensor? uniform, Tensor? token_mask"
+round_rows = torch.library.custom_op(
+    "tilemoe::round_rows",
+    _round_rows,
+    mutates_args=(),
+    schema=f"(Tensor all_scores, {_SELECTION_SCHEMA}, str mode, int tile, float scale, SymInt capacity) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+rounded_scores = torch.library.custom_op(
+    "tilemoe::rounded_scores",
+    _rounded_scores,
+    mutates_args=(),
+    schema=f"(Tensor logits, {_SELECTION_SCHEMA}, {_ROUNDING_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+rounded_scores_grad = torch.library.custom_op(
+    "tilemoe::rounded_scores_grad",
+    _rounded_scores_grad,
+    mutates_args=(),
+    schema="(Tensor d_scores, Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor norm, Tensor row_of_pair, "
+    f"Tensor code_of_pair, Tensor pair_start_of_token, {_ROUNDING_SCHEMA}) -> Tensor",
+)
+round_rows.register_fake(_round_rows_fake)
+rounded_scores.register_fake(_rounded_scores_fake)
+rounded_scores_grad.register_fake(_rounded_scores_grad_fake)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, expert_ids, _, _, token_mask, *ctx.spec = inputs
+    _, _, _, row_of_pair, pair_start_of_token, _, _, norm, code_of_pair = output
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, expert_ids, token_mask, norm, row_of_pair, code_of_pair, pair_start_of_token)
+
+
+def _backward(ctx: Any, d_scores: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    no_grad_of_rest = (None,) * (4 + len(ctx.spec))
+    if d_scores is None:
+        return (None, *no_grad_of_rest)
+    return (rounded_scores_grad(d_scores, *ctx.saved_tensors, *ctx.spec), *no_grad_of_rest)
+
+
+def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Nothing is kept: the gradient of a gradient is refused."""
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError(
+        "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
+        "higher derivatives, or take the first gradient without create_graph=True."
+    )
+
+
+rounded_scores.register_autograd(_backward, setup_context=_setup_context)
+rounded_scores_grad.register_autograd(_no_double_backward, setup_context=_setup_nothing)

@@ -76,9 +76,9 @@ def _rounded(
     uniform = draw_uniform(cfg.num_experts, cfg.rounding, generator)
     kept_of_pair = torch.nn.functional.pad(kept, (0, 1)).gather(1, expert_ids)
     rows = round_rows(
-        everyone,
+        everyone.detach(),
         expert_ids,
-        kept_of_pair,
+        kept_of_pair.detach(),
         cfg.rounding,
         scale=cfg.router.scale,
         uniform=uniform,

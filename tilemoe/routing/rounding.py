@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.kernels.select import constant_when_traced
+from tilemoe.kernels.select_router import select_router
 from tilemoe.ops import rounding as rounding_ops
 from tilemoe.routing.plan import RoutingPlan
 
@@ -67,31 +68,57 @@ def round_tokens(
     assert rounding is not None, "the caller asks `rounds` first"
     uniform = draw_uniform(cfg.num_experts, rounding, logits.device, generator)
     capacity = row_capacity(rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
-    if token_mask is not None:
-        logits = logits.masked_fill(~token_mask[:, None], 0.0)
-    all_scores = torch.softmax(logits, dim=-1) if cfg.router.score == "softmax" else torch.sigmoid(logits)
-    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, pairs_of_expert = rounding_ops.round_rows(
-        all_scores.detach(),
-        expert_ids,
-        kept_scores.detach(),
-        uniform,
-        token_mask,
-        rounding.mode,
-        rounding.tile,
-        cfg.router.scale,
-        capacity,
-    )
+    # The number of experts per token has no bound here, unlike in the selection.
+    fused = select_router(logits.device, logits.dtype, cfg.num_experts, 1).fused
+    by = _by_triton if fused else _by_torch
+    scores, *plan_tensors, pairs_of_expert = by(logits, expert_ids, kept_scores, uniform, token_mask, cfg, capacity)
+    token_of_row, pair_of_row, row_of_pair, pair_start_of_token, row_start_of_expert = plan_tensors
     plan = RoutingPlan(
         token_of_row=token_of_row,
         pair_of_row=pair_of_row,
         row_of_pair=row_of_pair,
-        pair_start_of_token=pair_start,
-        row_start_of_expert=row_start,
+        pair_start_of_token=pair_start_of_token,
+        row_start_of_expert=row_start_of_expert,
         num_experts=cfg.num_experts,
         num_tokens=logits.shape[0],
     )
-    scores = _scores_of_rows(all_scores * cfg.router.scale, expert_ids, kept_scores, plan)
     return RoundedRouting(plan, scores, pairs_of_expert)
+
+
+def _by_triton(
+    logits: Tensor,
+    expert_ids: Tensor,
+    kept_scores: Tensor,
+    uniform: Tensor | None,
+    token_mask: Tensor | None,
+    cfg: MoEConfig,
+    capacity: int,
+) -> tuple[Tensor, ...]:
+    """Scores, the plan's tensors and f. The gradient of the kept scores is part of that of the logits."""
+    spec = rounding_ops.spec_args(cfg, capacity)
+    return rounding_ops.rounded_scores(logits, expert_ids, kept_scores.detach(), uniform, token_mask, *spec)[:7]
+
+
+def _by_torch(
+    logits: Tensor,
+    expert_ids: Tensor,
+    kept_scores: Tensor,
+    uniform: Tensor | None,
+    token_mask: Tensor | None,
+    cfg: MoEConfig,
+    capacity: int,
+) -> tuple[Tensor, ...]:
+    """As `_by_triton`, on any device."""
+    rounding, scale = cfg.rounding, cfg.router.scale
+    assert rounding is not None, "the caller asks `rounds` first"
+    if token_mask is not None:
+        logits = logits.masked_fill(~token_mask[:, None], 0.0)
+    all_scores = torch.softmax(logits, dim=-1) if cfg.router.score == "softmax" else torch.sigmoid(logits)
+    how = (rounding.mode, rounding.tile, scale, capacity)
+    tensors = rounding_ops.round_rows(all_scores.detach(), expert_ids, kept_scores.detach(), uniform, token_mask, *how)
+    token_of_row, row_start_of_expert = tensors[0], tensors[4]
+    scores = _scores_of_rows(all_scores * scale, expert_ids, kept_scores, token_of_row, row_start_of_expert)
+    return scores, *tensors
 
 
 def draw_uniform(
@@ -119,16 +146,17 @@ def row_capacity(rounding: TokenRounding, num_tokens: int, experts_per_token: in
     return rows
 
 
-def _scores_of_rows(scaled_scores: Tensor, expert_ids: Tensor, kept_scores: Tensor, plan: RoutingPlan) -> Tensor:
-    """(R_max,) what each row carries, out of all scores (T, E) and the kept ones (T, K)."""
-    experts = plan.num_experts
+def _scores_of_rows(
+    scaled_scores: Tensor, expert_ids: Tensor, kept_scores: Tensor, token_of_row: Tensor, row_start_of_expert: Tensor
+) -> Tensor:
+    """(R_max,) what each row carries, out of all scores (T, E) and the kept ones (T, K); 0 past R."""
+    experts = scaled_scores.shape[1]
     padded = torch.nn.functional.pad(scaled_scores, (0, 1))  # a column for what is skipped
     carried = padded.scatter(1, expert_ids.long().clamp(max=experts), kept_scores)
-    rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
-    expert_of_row = torch.searchsorted(plan.row_start_of_expert[1:].contiguous(), rows, right=True).clamp(max=experts)
-    place = plan.token_of_row.long() * (experts + 1) + expert_of_row
-    scores = carried.reshape(-1)[place]
-    return scores.masked_fill(rows >= plan.row_start_of_expert[-1], 0.0)
+    rows = torch.arange(token_of_row.shape[0], dtype=torch.int32, device=token_of_row.device)
+    expert_of_row = torch.searchsorted(row_start_of_expert[1:].contiguous(), rows, right=True)  # E past R
+    scores = carried.reshape(-1)[token_of_row.long() * (experts + 1) + expert_of_row]
+    return scores.masked_fill(rows >= row_start_of_expert[-1], 0.0)
 
 
 @constant_when_traced

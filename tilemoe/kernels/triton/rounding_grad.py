@@ -87,9 +87,9 @@ def grad_kernel(
     through_added = tl.zeros((BLOCK_T,), dtype=tl.float32)  # sum of g S
     for start in range(0, most, PAIRS):
         expert, added, g, is_pair = _load_pairs(d_scores, row_of_pair, code_of_pair, first, count, start, PAIRS)
-        logit = tl.load(line + expert, mask=is_pair, other=0.0)
-        score = score_of_logit(logit, top, inverse, SOFTMAX)
-        part = tl.exp(logit - high[:, None]) if LATE else score
+        here = tl.load(line + expert, mask=is_pair, other=0.0)
+        score = score_of_logit(here, top, inverse, SOFTMAX)
+        part = tl.exp(here - high[:, None]) if LATE else score
         through_chosen += tl.sum(tl.where(is_pair & (added == 0), g * part * whole[:, None], 0.0), axis=1)
         through_added += tl.sum(tl.where(is_pair & (added != 0), g * score, 0.0), axis=1)
 
@@ -99,27 +99,27 @@ def grad_kernel(
     if SOFTMAX:
         rest = through_chosen - shared * tl.sum(q, axis=1)
         common = scale * (through_added + (tl.zeros_like(rest) if LATE else rest))
-    for start in range(0, num_experts, BLOCK_E):
-        expert = start + tl.arange(0, BLOCK_E)
-        valid = (expert < num_experts)[None, :]
+    for left in range(0, num_experts, BLOCK_E):
+        column = left + tl.arange(0, BLOCK_E)
+        valid = (column < num_experts)[None, :]
         grad = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
         if SOFTMAX:
-            tile = tl.load(line + expert[None, :], mask=real[:, None] & valid, other=float("-inf"))
+            tile = tl.load(line + column[None, :], mask=real[:, None] & valid, other=float("-inf"))
             grad = -score_of_logit(tile, top, inverse, SOFTMAX) * common[:, None]
-        tl.store(out + expert[None, :], tl.where(real[:, None], grad, 0.0), mask=inside[:, None] & valid)
+        tl.store(out + column[None, :], tl.where(real[:, None], grad, 0.0), mask=inside[:, None] & valid)
     tl.debug_barrier()  # below, other threads write to the same places: the chosen first, then those with a row
     slope = 1.0 if SOFTMAX else 1.0 - chosen_score
-    grad = -scale * q * shared[:, None] * slope - chosen_score * common[:, None]
-    tl.store(out + ids, grad, mask=is_k)
+    grad_chosen = -scale * q * shared[:, None] * slope - chosen_score * common[:, None]
+    tl.store(out + ids, grad_chosen, mask=is_k)
     tl.debug_barrier()
     for start in range(0, most, PAIRS):
         expert, added, g, is_pair = _load_pairs(d_scores, row_of_pair, code_of_pair, first, count, start, PAIRS)
-        logit = tl.load(line + expert, mask=is_pair, other=0.0)
-        score = score_of_logit(logit, top, inverse, SOFTMAX)
-        part = tl.exp(logit - high[:, None]) if LATE else score
-        slope = 1.0 if SOFTMAX else 1.0 - score
+        here = tl.load(line + expert, mask=is_pair, other=0.0)
+        score = score_of_logit(here, top, inverse, SOFTMAX)
+        part = tl.exp(here - high[:, None]) if LATE else score
+        slope_here = 1.0 if SOFTMAX else 1.0 - score
         through = tl.where(added != 0, g * score, part * whole[:, None] * (g - shared[:, None]))
-        tl.store(out + expert, scale * through * slope - score * common[:, None], mask=is_pair)
+        tl.store(out + expert, scale * through * slope_here - score * common[:, None], mask=is_pair)
 
 
 @triton.jit

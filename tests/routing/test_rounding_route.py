@@ -1,0 +1,226 @@
+"""Routers with token rounding: scores, gradients and losses against the reference, and what they refuse.
+
+T tokens · d hidden_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tilemoe
+from tilemoe import reference
+from tilemoe.config import ROUNDING_MODES, ROUTER_PRESETS, MoEConfig, RouterConfig, TokenRounding, from_dict, to_dict
+from tilemoe.layers.moe import MoE
+from tilemoe.routing.rounding import draw_uniform
+from tilemoe.routing.topk import Routing, route
+
+TILE = 16
+LOSSES = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01)
+
+
+def config(mode: str, experts: int = 8, k: int = 2, router: RouterConfig = LOSSES, **options: Any) -> MoEConfig:
+    rounding = TokenRounding(mode, TILE)  # type: ignore[arg-type]
+    return MoEConfig(16, 8, experts, k, router=router, rounding=rounding, **options)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def seeded(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def assert_routes_as_the_reference(logits: Tensor, cfg: MoEConfig, token_mask: Tensor | None = None) -> Routing:
+    bias = 0.3 * random(cfg.num_experts, seed=9).float() if cfg.router.selection_bias else None
+    logits = logits.clone().requires_grad_()
+    options = {"selection_bias": bias, "token_mask": token_mask}
+    routing = route(logits, cfg, generator=seeded(), **options)
+    expected = reference.route(logits, cfg, generator=seeded(), **options)
+    dense = routing.dense()
+    assert torch.equal(dense != 0, expected.scores != 0)
+    torch.testing.assert_close(dense, expected.scores)
+    assert routing.tokens_per_expert.dtype == torch.int32
+    assert routing.tokens_per_expert.tolist() == expected.tokens_per_expert.tolist()
+    torch.testing.assert_close(routing.aux_loss, expected.aux_loss.float())
+    weight = random(*dense.shape, seed=3)
+    grads = [
+        torch.autograd.grad((s * weight).sum() + a, logits)[0]
+        for s, a in ((dense, routing.aux_loss), (expected.scores, expected.aux_loss))
+    ]
+    torch.testing.assert_close(*grads)
+    return routing
+
+
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
+def test_every_mode_equals_the_reference(mode: str) -> None:
+    routing = assert_routes_as_the_reference(random(75, 8), config(mode))
+    assert routing.scores.shape == (routing.plan.capacity,)
+    rows = int(routing.plan.row_start_of_expert[-1])
+    assert not routing.scores[rows:].any()
+    assert (routing.tokens_per_expert % TILE == 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(ROUTER_PRESETS))
+def test_presets_equal_the_reference(name: str) -> None:
+    cfg = config("nearest", 16, 4, replace(RouterConfig.preset(name), z_loss_coef=0.01))
+    mask = torch.arange(90) % 7 != 0
+    assert_routes_as_the_reference(random(90, 16), cfg)
+    assert_routes_as_the_reference(random(90, 16, seed=1), cfg, mask)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "up"])
+@pytest.mark.parametrize("router", [LOSSES, RouterConfig(score="sigmoid", z_loss_coef=0.01)])
+def test_masked_experts_are_the_last_to_be_added(router: RouterConfig, mode: str) -> None:
+    logits = random(60, 6)
+    logits[:40, 2] = float("-inf")
+    routing = assert_routes_as_the_reference(logits, config(mode, 6, 2, router))
+    assert bool(routing.scores.isfinite().all())
+
+
+def test_evaluation_is_plain_top_k_and_draws_nothing() -> None:
+    logits, cfg, generator = random(75, 8), config("stochastic"), seeded()
+    routing = route(logits, cfg, training=False, generator=generator)
+    plain = route(logits, replace(cfg, rounding=None))
+    assert torch.equal(routing.scores, plain.scores)
+    assert torch.equal(routing.plan.token_of_row, plain.plan.token_of_row)
+    assert torch.equal(generator.get_state(), seeded().get_state())
+
+
+@pytest.mark.parametrize("mode", ["stochastic", "nearest_score"])
+def test_draws_are_reproducible_and_the_first_of_the_generator(mode: str) -> None:
+    logits, cfg = random(400, 32), config(mode, 32, 4)
+    counts = {tuple(route(logits, cfg, generator=seeded(i)).tokens_per_expert.tolist()) for i in range(6)}
+    assert len(counts) == 6
+    again = [route(logits, cfg, generator=seeded(3)).tokens_per_expert for _ in range(2)]
+    assert torch.equal(*again)
+    torch.manual_seed(3)
+    assert torch.equal(route(logits, cfg).tokens_per_expert, again[0])
+    generator = seeded(3)
+    route(logits, cfg, generator=generator)
+    expected = seeded(3)
+    torch.rand(32, generator=expected)
+    assert torch.equal(generator.get_state(), expected.get_state())
+
+
+def test_other_modes_draw_nothing() -> None:
+    generator = seeded()
+    for mode in ("nearest", "balance", "up", "down"):
+        route(random(75, 8), config(mode), generator=generator)
+    assert torch.equal(generator.get_state(), seeded().get_state())
+
+
+@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
+def test_a_generator_elsewhere_is_one_line(mode: str) -> None:
+    rounding = TokenRounding(mode, TILE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"generator is on cpu but the logits are on meta; .*device='meta'") as error:
+        draw_uniform(8, rounding, torch.device("meta"), seeded())
+    assert "\n" not in str(error.value)
+
+
+def test_fewer_tokens_than_a_tile_are_routed_by_top_k_with_one_warning() -> None:
+    cfg = MoEConfig(16, 8, 8, 2, rounding=TokenRounding("nearest", 2048))
+    logits = random(2047, 8)
+    with pytest.warns(UserWarning, match=r"rounding.tile = 2048 is larger than the number of tokens") as caught:
+        routing = route(logits, cfg)
+    assert len(caught) == 1
+    assert "\n" not in str(caught[0].message)
+    assert torch.equal(routing.scores, route(logits, cfg, training=False).scores)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        route(logits[:100], cfg)
+        route(torch.cat([logits, logits]), cfg)
+
+
+def test_the_configuration_takes_a_token_rounding_alone() -> None:
+    with pytest.raises(ValueError, match="rounding must be a TokenRounding or None, got str"):
+        MoEConfig(16, 8, 8, 2, rounding="nearest")  # type: ignore[arg-type]
+    cfg = config("balance")
+    assert from_dict(MoEConfig, to_dict(cfg)) == cfg
+
+
+def test_gradcheck() -> None:
+    for router in (RouterConfig(scale=2.5), RouterConfig(softmax_after_topk=True), RouterConfig(score="sigmoid")):
+        cfg = config("nearest", 4, 2, router)
+        logits = random(20, 4).requires_grad_()
+        assert torch.autograd.gradcheck(lambda t, cfg=cfg: route(t, cfg).scores, logits)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
+def test_compiled_equals_eager(mode: str) -> None:
+    cfg = config(mode)
+    mask = torch.arange(75) % 9 != 0
+    logits = random(75, 8).float().requires_grad_()
+
+    def objective(logits: Tensor) -> tuple[Tensor, Tensor]:
+        routing = route(logits, cfg, token_mask=mask)
+        return (routing.scores * torch.arange(routing.scores.shape[0])).sum() + routing.aux_loss, routing.scores
+
+    torch.manual_seed(5)
+    eager = objective(logits)
+    torch.manual_seed(5)
+    compiled = torch.compile(objective, fullgraph=True, backend="aot_eager")(logits)
+    torch.testing.assert_close(compiled[1], eager[1])
+    grads = [torch.autograd.grad(found[0], logits)[0] for found in (compiled, eager)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
+def test_layer_equals_the_reference(mode: str) -> None:
+    router = RouterConfig(score="sigmoid", scale=2.5, selection_bias=True)
+    layer = MoE(config(mode, 6, 2, router, shared_intermediate_size=12, initializer_range=0.3), dtype=torch.float64)
+    assert layer.router.selection_bias is not None
+    layer.router.selection_bias.copy_(0.1 * random(6, seed=2))
+    x = random(70, 16, seed=4)
+    out = layer(x, generator=seeded())
+    routing = reference.route(
+        layer.router(x), layer.cfg, generator=seeded(), selection_bias=layer.router.selection_bias
+    )
+    token, expert = routing.scores.nonzero(as_tuple=True)
+    plan = tilemoe.plan_pairs(token, expert, 70, 6)
+    hidden = reference.moe(x, layer.experts.w1, layer.experts.w2, plan, routing.scores[token, expert])
+    assert layer.shared is not None
+    hidden = hidden + reference.shared_expert(x, layer.shared.w1, layer.shared.w2)
+    torch.testing.assert_close(out.hidden, hidden)
+    assert out.tokens_per_expert.tolist() == routing.tokens_per_expert.tolist()
+    parameters = list(layer.parameters())
+    do = random(70, 16, seed=5)
+    found = torch.autograd.grad((out.hidden * do).sum(), parameters)
+    for actual, expected in zip(found, torch.autograd.grad((hidden * do).sum(), parameters), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_token_that_loses_every_expert_gives_and_gets_exactly_zero() -> None:
+    layer = MoE(config("down", 2, 1, RouterConfig(normalize=False)), dtype=torch.float32)
+    x = random(17, 16).float()
+    x[:, 0] = 5.0
+    x[9, 0] = 3.0  # the least sure of expert 0
+    x.requires_grad_()
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[0, 0] = 1.0
+    out = layer(x)
+    assert out.tokens_per_expert.tolist() == [16, 0]
+    assert not out.hidden[9].any()
+    assert bool(out.hidden[8].any())
+    (grad,) = torch.autograd.grad(out.hidden.sum(), x)
+    assert not grad[9].any()
+    assert bool(grad[8].any())
+
+
+def test_checkpointing_repeats_the_draws_of_the_default_generator() -> None:
+    layer = MoE(config("stochastic", 8, 2, initializer_range=0.3), dtype=torch.float32)
+    x = random(150, 16).float()
+    grads = []
+    for repeat in (False, True):
+        torch.manual_seed(11)
+        hidden = checkpoint(layer, x, use_reentrant=False) if repeat else layer(x)
+        grads.append(torch.autograd.grad(hidden.hidden.square().sum(), layer.experts.w1)[0])
+    assert torch.equal(*grads)
