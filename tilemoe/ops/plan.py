@@ -7,17 +7,16 @@ from torch import Tensor
 
 from tilemoe.kernels.select_plan import select_plan_topk
 from tilemoe.kernels.torch import plan as torch_plan
+from tilemoe.ops.eager import Operator
 
 
-@torch.library.custom_op("tilemoe::plan_topk", mutates_args=())
-def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `tilemoe.kernels.torch.plan.plan_topk`; the builder is chosen by device and size."""
     builder = select_plan_topk(expert_ids.device.type, expert_ids.numel(), num_experts)
     return builder.build(expert_ids, num_experts)
 
 
-@plan_topk.register_fake
-def _(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _plan_topk_fake(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def index(*shape: int) -> Tensor:
         return expert_ids.new_empty(shape, dtype=torch.int32)
 
@@ -25,16 +24,7 @@ def _(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Ten
     return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index()
 
 
-@torch.library.custom_op("tilemoe::plan_pairs", mutates_args=())
-def plan_pairs(
-    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilemoe.kernels.torch.plan.plan_pairs`."""
-    return torch_plan.plan_pairs(token, expert, num_tokens, num_experts)
-
-
-@plan_pairs.register_fake
-def _(
+def _plan_pairs_fake(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     def index(*shape: int) -> Tensor:
@@ -42,3 +32,18 @@ def _(
 
     pairs = token.shape[0]
     return index(pairs), index(pairs), index(pairs), index(num_tokens + 1), index(num_experts + 1), index()
+
+
+plan_topk = Operator(
+    "plan_topk",
+    "(Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _plan_topk,
+    _plan_topk_fake,
+)
+plan_pairs = Operator(
+    "plan_pairs",
+    "(Tensor token, Tensor expert, SymInt num_tokens, SymInt num_experts) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    torch_plan.plan_pairs,
+    _plan_pairs_fake,
+)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import MoEConfig
+from tilemoe.ops.eager import Operator
 
 _SPEC_SCHEMA = (
     "int experts_per_token, str mode, bool normalize, float scale, int num_groups, int top_groups, bool balance, bool z"
@@ -65,22 +66,19 @@ def _select_grad_fake(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-select = torch.library.custom_op(
-    "tilemoe::select",
+select = Operator(
+    "select",
+    f"(Tensor logits, Tensor? selection_bias, Tensor? token_mask, {_SPEC_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     _select,
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor? selection_bias, Tensor? token_mask, {_SPEC_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _select_fake,
 )
-select_grad = torch.library.custom_op(
-    "tilemoe::select_grad",
-    _select_grad,
-    mutates_args=(),
-    schema="(Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor? d_scores, Tensor? d_probability_sums, "
+select_grad = Operator(
+    "select_grad",
+    "(Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor? d_scores, Tensor? d_probability_sums, "
     f"Tensor? d_z_sum, {_SPEC_SCHEMA}) -> Tensor",
+    _select_grad,
+    _select_grad_fake,
 )
-select.register_fake(_select_fake)
-select_grad.register_fake(_select_grad_fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -104,16 +102,8 @@ def _backward(
     return (d_logits, *no_grad_of_rest)
 
 
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Nothing is kept: the gradient of a gradient is refused."""
-
-
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError(
-        "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
-        "higher derivatives, or take the first gradient without create_graph=True."
-    )
-
-
-select.register_autograd(_backward, setup_context=_setup_context)
-select_grad.register_autograd(_no_double_backward, setup_context=_setup_nothing)
+select.register_autograd(_backward, _setup_context)
+select_grad.refuse_autograd(
+    "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
+    "higher derivatives, or take the first gradient without create_graph=True."
+)
