@@ -63,7 +63,7 @@ def steps(shape: MoEShape, weights: peers.Weights, x: Tensor, kernels: str) -> d
     ks = kernel_set(kernels)
     w1, w2 = weights.w1.detach(), weights.w2.detach()
     do = torch.randn_like(x)
-    logits = torch.rand(shape.num_tokens, shape.num_experts, device="cuda")
+    logits = torch.rand(shape.num_tokens, shape.num_experts, device=x.device)
     scores, ids = logits.topk(shape.num_experts_per_tok, dim=-1)
     plan, s = tilemoe.plan_topk(ids, shape.num_experts), scores.softmax(dim=-1).flatten()
     spec = activation_spec("swiglu", "concatenated", None, None)

@@ -1,6 +1,6 @@
 """Figures from the recorded results: the whole layer by contestant, and each kernel against its roofline.
 
-python benchmarks/plots.py --mode sustained --out results/figures
+python benchmarks/plots.py --what layer kernels --mode sustained --out results/figures
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import cases
 import matplotlib.pyplot as plt
 import record
 
@@ -17,7 +19,7 @@ import record
 def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:
     """Milliseconds of forward and backward, one group of bars for each case."""
     rows = record.latest("layer", mode, gpu, "case", "contestant")
-    names = list(dict.fromkeys(case for case, _ in rows))
+    names = [name for name in cases.ALL if any(case == name for case, _ in rows)]
     contestants = list(dict.fromkeys(contestant for _, contestant in rows))
     figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
     width = 0.8 / max(1, len(contestants))
@@ -39,7 +41,7 @@ def plot_kernels(mode: str, gpu: str | None, folder: Path) -> Path:
     """Percent of its roofline for each kernel and case."""
     rows = record.latest("kernels", mode, gpu, "case", "kernel")
     rows = {key: row for key, row in rows.items() if row["of_roofline"] is not None}
-    names = list(dict.fromkeys(case for case, _ in rows))
+    names = [name for name in cases.ALL if any(case == name for case, _ in rows)]
     kernels = list(dict.fromkeys(kernel for _, kernel in rows))
 
     def share(case: str, kernel: str) -> float:
@@ -61,19 +63,23 @@ def save(figure: Any, rows: dict[tuple[Any, ...], dict[str, Any]], title: str, p
     commits = ", ".join(sorted({str(row["commit"]) for row in rows.values()}))
     figure.suptitle(f"{title} · {gpus} · {commits}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path
 
 
+PLOTS = MappingProxyType({"layer": plot_layer, "kernels": plot_kernels})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--what", nargs="+", choices=list(PLOTS), default=list(PLOTS), help="default: both")
     parser.add_argument("--mode", choices=["burst", "sustained"], default="sustained")
     parser.add_argument("--gpu", help="only rows of this GPU, by its full name")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "figures")
     args = parser.parse_args()
-    for plot in (plot_layer, plot_kernels):
-        print(plot(args.mode, args.gpu, args.out))
+    for name in args.what:
+        print(PLOTS[name](args.mode, args.gpu, args.out))
 
 
 if __name__ == "__main__":

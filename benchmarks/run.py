@@ -39,6 +39,7 @@ from tilemoe.perf.costs import layer_roofline_ms
 from tilemoe.perf.hardware import Ceilings, find_gpu
 from tilemoe.perf.shape import MoEShape
 
+DEVICE = "cuda"
 MATMUL = 8192
 COPY_BYTES = 1 << 30
 HOST_CALLS = 7
@@ -53,9 +54,9 @@ def layer(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows
     """One row for each contestant, a list for each mode."""
     torch.compiler.reset()  # or the eighth size would run uncompiled
     ceilings = find_gpu(torch.cuda.get_device_name()).ceilings()
-    weights = peers.make_weights(shape, torch.device("cuda"), torch.bfloat16)
+    weights = peers.make_weights(shape, torch.device(DEVICE), torch.bfloat16)
     contestants = admitted(args.peers.split(","), shape, weights)
-    x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     do = torch.randn_like(x)
     once = {c.name: {**layer_memory(c, x, do), **layer_host(c, x, do)} for c in contestants}
     steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
@@ -164,16 +165,16 @@ def layer_host(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str,
 
 def each_kernel(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows]:
     """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
-    square = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
-    source = torch.randn(COPY_BYTES // 4, device="cuda")
+    square = torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16)
+    source = torch.randn(COPY_BYTES // 4, device=DEVICE)
     target = torch.empty_like(source)
     yardsticks = {
         "matmul": kernel_chain.one_part(lambda: square @ square),
         "copy": kernel_chain.one_part(lambda: target.copy_(source)),
     }
-    weights = peers.make_weights(shape, torch.device("cuda"), torch.bfloat16)
-    x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    kernels = args.kernels or tilemoe.select_kernels("cuda", torch.bfloat16, peers.layer_config(shape)).name
+    weights = peers.make_weights(shape, torch.device(DEVICE), torch.bfloat16)
+    x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    kernels = args.kernels or tilemoe.select_kernels(DEVICE, torch.bfloat16, peers.layer_config(shape)).name
     whole = layer_step(peers.tilemoe_layer(shape, weights, kernels), x, torch.randn_like(x))
     steps = {
         **yardsticks,
@@ -215,17 +216,17 @@ def cold(args: argparse.Namespace) -> Rows:
 
 def cold_child(args: argparse.Namespace) -> None:
     """Inside the fresh process: prints the seconds as JSON on its last line."""
-    torch.zeros(1, device="cuda").item()
+    torch.zeros(1, device=DEVICE).item()
     seconds = {}
     found = cases.find(args.cases)
     last = list(found)[-1]
     found = {**found, f"{last}, {COLD_TOKENS} tokens": replace(found[last], num_tokens=COLD_TOKENS)}
     for name, shape in found.items():
-        weights = peers.make_weights(shape, torch.device("cuda"), torch.bfloat16)
+        weights = peers.make_weights(shape, torch.device(DEVICE), torch.bfloat16)
         contestant = peers.build(args.peers, shape, weights)
         if isinstance(contestant, str):
             raise SystemExit(f"{args.peers}: {contestant}")
-        x = torch.randn(shape.num_tokens, shape.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
         torch.cuda.synchronize()
         start = time.perf_counter()
         layer_step(contestant, x, torch.ones_like(x))()

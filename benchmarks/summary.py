@@ -1,6 +1,6 @@
 """Tables from the recorded results, as Markdown: the layer against its peers, and each kernel's share of its roofline.
 
-    python benchmarks/summary.py --mode sustained
+    python benchmarks/summary.py --what layer kernels --mode sustained
 
 Ratios of time are theirs over ours, the median over interleaved rounds: above 1 we are faster. Ratios of memory are
 ours over theirs: below 1 we need less.
@@ -9,17 +9,26 @@ ours over theirs: below 1 we need less.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 from typing import Any
 
+import cases
 import record
 
 TIME = ("forward_ratio", "backward_ratio")
 MEMORY = ("saved_ratio", "forward_peak_ratio", "backward_peak_ratio")
 HEADINGS = ("time forward", "backward", "saved", "peak forward", "backward")
 
+WHAT = ["layer", "kernels"]
+
 Row = dict[str, Any]
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """The rows by case, as `cases` lists them, and as they were recorded within a case."""
+    places = {name: place for place, name in enumerate(cases.ALL)}
+    return sorted(rows, key=lambda row: places[row["case"]])
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -64,15 +73,19 @@ def share_table(rows: Sequence[Row], kernels: Sequence[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="default: both")
     parser.add_argument("--mode", choices=["burst", "sustained"], default="sustained")
     parser.add_argument("--gpu", help="only rows of this GPU, by its full name")
     args = parser.parse_args()
-    layer = list(record.latest("layer", args.mode, args.gpu, "case", "contestant").values())
-    kernels = list(record.latest("kernels", args.mode, args.gpu, "case", "kernel").values())
-    for peer in dict.fromkeys(row["contestant"] for row in layer if "baseline" in row):
-        print(f"\nThe layer against {peer}, {args.mode}\n\n{layer_table(layer, peer)}")
-    print(f"\nKernels, {args.mode}: ms (share of the roofline)\n\n{kernel_table(kernels)}")
-    print(f"\nChoosing experts and planning, share of the layer\n\n{share_table(kernels, ('route', 'route_grad'))}")
+    if "layer" in args.what:
+        layer = in_order(record.latest("layer", args.mode, args.gpu, "case", "contestant").values())
+        for peer in dict.fromkeys(row["contestant"] for row in layer if "baseline" in row):
+            print(f"\nThe layer against {peer}, {args.mode}\n\n{layer_table(layer, peer)}")
+    if "kernels" in args.what:
+        kernels = in_order(record.latest("kernels", args.mode, args.gpu, "case", "kernel").values())
+        print(f"\nKernels, {args.mode}: ms (share of the roofline)\n\n{kernel_table(kernels)}")
+        shares = share_table(kernels, ("route", "route_grad"))
+        print(f"\nChoosing experts and planning, share of the layer\n\n{shares}")
 
 
 if __name__ == "__main__":

@@ -96,6 +96,11 @@ def test_layer_table_has_means_and_worst_cases() -> None:
     assert lines[-1] == "| worst |  |  | 1.000 | 0.900 | 0.900 | 0.750 | 0.800 |"
 
 
+def test_rows_are_listed_as_the_cases_are() -> None:
+    rows = [{"case": case, "n": n} for n, case in enumerate(("OLMoE", "7B-n256", "OLMoE"))]
+    assert [row["n"] for row in summary.in_order(rows)] == [1, 0, 2]
+
+
 def test_kernel_rows_hold_each_part_against_its_roofline() -> None:
     shape = cases.MAIN["7B-n256"]
     ceilings = Ceilings(800.0, 4.0, is_measured=True)
@@ -155,10 +160,10 @@ def test_latest_keeps_the_last_row_of_each_key(results: Path) -> None:
 
 
 def test_plots_are_drawn_from_the_results(results: Path) -> None:
-    for name in ("one", "two"):
+    for name in ("OLMoE", "7B-n256"):
         record.append("layer", [{"case": name, "mode": "burst", **row} for row in layer_rows()])
     kernels = [{"kernel": "combine", "of_roofline": 0.9}, {"kernel": "route", "of_roofline": None}]
-    record.append("kernels", [{"case": "one", "mode": "burst", **row} for row in kernels])
+    record.append("kernels", [{"case": "OLMoE", "mode": "burst", **row} for row in kernels])
     for plot in (plots.plot_layer, plots.plot_kernels):
         path = plot("burst", None, results / "figures")
         text = path.read_text()
