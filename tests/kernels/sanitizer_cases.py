@@ -1,6 +1,7 @@
 """A program to be run under compute-sanitizer: every Triton kernel on small hostile routings, nothing is compared.
 
-``python sanitizer_cases.py few|all``: on how many routings; ``planted``: one write past the end, which must be found.
+``python sanitizer_cases.py all``: the portable kernels and those that are chosen on this GPU, on every routing;
+``portable``, ``chosen``: those alone, on a few; ``planted``: one write past the end, which must be found.
 """
 
 from __future__ import annotations
@@ -32,26 +33,34 @@ def write_past_the_end_kernel(out, size, BLOCK: tl.constexpr):
     tl.store(out + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) <= size)
 
 
+def kernel_sets(which: str, dtype: torch.dtype) -> list[str]:
+    """Names of the KernelSets to run, without plain PyTorch's."""
+    chosen = {select_for_widths("cuda", dtype, D, N).name} - {"torch"}
+    return sorted({"portable": {"triton"}, "chosen": chosen, "all": {"triton"} | chosen}[which])
+
+
 def main(which: str) -> None:
     if which == "planted":
         write_past_the_end_kernel[(1,)](torch.zeros(1000, device="cuda"), 1000, BLOCK=1024)
         torch.cuda.synchronize()
         return
-    runs = 0  # of the portable kernels, and of those that are chosen on this GPU
+    runs = 0
     for routing in hostile_routings(TILE, "cuda"):
-        if which == "few" and routing.name not in FEW:
+        if which != "all" and routing.name not in FEW:
             continue
         for dtype, activation, gate_up, bias, turned in CASES:
             inputs = make_inputs(routing.plan, D, N, activation, dtype=dtype, bias=bias)
             if turned:
                 inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
-            for kernels in sorted({"triton", select_for_widths("cuda", dtype, D, N).name} - {"torch"}):
+            for kernels in kernel_sets(which, dtype):
                 options = {"activation": activation, "gate_up": gate_up, "kernels": kernels}
                 forward_and_grads(moe, inputs, routing.plan, **options)
                 with torch.no_grad():
                     moe(plan=routing.plan, **options, **inputs)
                 runs += 1
-    for name in LAYERS:
+    for name, (_, _, kernels) in LAYERS.items():
+        if which == "portable" and kernels is None:
+            continue
         layer = make_layer(name)
         step(layer, *make_input(layer, TILE + 3))
         runs += 1

@@ -23,6 +23,9 @@ from tilemoe.testing import relative_error
 
 pytestmark = pytest.mark.gpu
 
+# RMS-relative, of a value that is rounded once more or once less.
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6}
+
 
 def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: object = "") -> None:
     assert actual.keys() == expected.keys()
@@ -109,20 +112,20 @@ def test_shapes_dtypes_and_activations_take_turns(poisoned_memory: None) -> None
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_in_one_graph(name: str) -> None:
-    """Bit-equal to eager, but for a shared expert: what Inductor fuses of it, it rounds less often."""
+    """Bit-equal to eager, but for what Inductor fuses and so rounds less often or adds up in another order."""
     layer = make_layer(name)
     x, do = make_input(layer, 600)
     expected = step(layer, x, do)
     torch._dynamo.reset()
     found = step(torch.compile(layer, fullgraph=True), x, do)
     found = {key.removeprefix("_orig_mod."): tensor for key, tensor in found.items()}
-    if layer.shared is None:
-        assert_equal(found, expected)
-        return
-    assert torch.equal(found["tokens_per_expert"], expected["tokens_per_expert"])
-    for key, tensor in expected.items():
-        assert found[key].dtype == tensor.dtype
-        assert relative_error(found[key], tensor.double()) <= torch.finfo(LAYERS[name][1]).eps / 2, key
+    # dx is the sum of the router's and the experts' part; a shared expert is ordinary PyTorch throughout.
+    fused = {"dx", "aux_loss"} if layer.shared is None else expected.keys() - {"tokens_per_expert"}
+    for key in fused:
+        actual, wanted = found.pop(key), expected.pop(key)
+        assert actual.dtype == wanted.dtype
+        assert relative_error(actual, wanted.double()) <= ROUNDING[wanted.dtype], key
+    assert_equal(found, expected)
 
 
 def test_another_number_of_tokens_compiles_nothing() -> None:
