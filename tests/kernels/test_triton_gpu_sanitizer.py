@@ -82,7 +82,7 @@ def test_racecheck_of_the_chosen_kernels(sanitizer: str) -> None:
 
 
 def lines_of_the_partitioning() -> set[str]:
-    """ "file:line" of every kernel that is split into partitions: of its definition, and of the statement that does it."""
+    """The file and line where each kernel that is split into partitions is defined, and where it is split."""
     found = set()
     for path in Path(hopper.__file__).parent.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
