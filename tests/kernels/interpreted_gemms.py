@@ -11,7 +11,7 @@ from triton_checks import Case, assert_kernels_agree, turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.triton import kernel_set
+from tilemoe.kernels.triton import kernel_set, mlp
 from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
 from tilemoe.kernels.triton.tiles import tile_list
 from tilemoe.routing.build import plan_topk
@@ -74,6 +74,13 @@ def test_weights_of_any_strides_and_gathered_rows_of_any_stride(access: str) -> 
         a, _ = TRITON_KERNELS.up_proj_act(x, w1, None, plan, spec)
         num_rows = int(plan.row_start_of_expert[-1])
         torch.testing.assert_close(a[:num_rows], expected[:num_rows])
+
+
+def test_offsets_of_64_bits_where_32_are_too_few(access: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not mlp._is_wide(torch.empty(2**16, 2**15 - 8, device="meta"))
+    assert mlp._is_wide(torch.empty(2**16, 2**15, device="meta"))
+    monkeypatch.setattr(mlp, "_is_wide", lambda rows: True)
+    assert_kernels_agree(TRITON_KERNELS, ROUTINGS["ragged tiles"], CASES[0], TOLERANCE[FP32])
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

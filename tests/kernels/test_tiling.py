@@ -58,8 +58,18 @@ def test_tiles_do_not_outgrow_the_widths() -> None:
 def test_measured_choices_on_an_h200() -> None:
     tile = choose_tile("up_proj_act", 1536, 256, 2, GPUS["H200"], "concatenated")
     assert (tile.block_m, tile.block_n, tile.block_k, tile.num_stages) == (128, 128, 64, 4)
-    tile = choose_tile("up_proj_act_grad", 1536, 512, 2, GPUS["H200"])
-    assert (tile.block_m, tile.block_n, tile.flatten) == (128, 256, True)
+    assert tile.flatten and not tile.tma_stores
+    for kernel in ("down_proj", "up_proj_act_grad"):
+        tile = choose_tile(kernel, 1536, 512, 2, GPUS["H200"])
+        assert (tile.block_m, tile.block_n, tile.num_stages, tile.slices, tile.flatten) == (128, 256, 4, 2, True)
+    assert choose_tile("down_proj_weight_grad", 1536, 256, 2, GPUS["H200"]).num_stages == 7
+    assert choose_tile("up_proj_weight_grad", 1536, 512, 2, GPUS["H200"]).num_stages == 6
+
+
+def test_h_is_read_ahead_where_registers_are_left_for_it() -> None:
+    assert choose_tile("down_proj_act_grad", 1536, 256, 2, GPUS["H200"], "concatenated").load_ahead
+    assert not choose_tile("down_proj_act_grad", 1536, 256, 2, GPUS["H200"], "interleaved").load_ahead
+    assert not choose_tile("down_proj_act_grad", 1536, 256, 2, GPUS["B200"], "concatenated").load_ahead
 
 
 def test_interpreter_takes_the_smallest_tiles() -> None:

@@ -29,8 +29,8 @@ MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "
 GATHERED = {"up_proj_act", "down_proj_act_grad", "up_proj_weight_grad"}
 # Beside a TMA load, Triton 3.6 takes this gather through registers where the matrix units are those of 2020.
 GATHERED_BY_REGISTER = {("up_proj_weight_grad", 120)}
-# Spill loads, all of them in the epilogue of down_proj_act_grad, once per tile of 128 x 256.
-SPILLS = {"down_proj_act_grad": 64}
+# Spill loads by kernel and capability, all in the epilogue, once per tile of 128 x 256.
+SPILLS = {("down_proj_act_grad", 100): 48}
 D, N, E, T, K = 1536, 256, 2, 64, 2
 
 
@@ -69,7 +69,7 @@ def test_gemm(name: str, capability: int, tmp_path: Path) -> None:
     if by_pointer and (name, capability) not in GATHERED_BY_REGISTER:
         assert "cp.async.cg.shared.global" in ptx, "the gather is not loaded asynchronously by 16 bytes"
     assert compiled.metadata.shared <= DEVICES[capability].shared_bytes
-    assert count_spill_loads(compiled, tmp_path) <= SPILLS.get(name, 0)
+    assert count_spill_loads(compiled, tmp_path) <= SPILLS.get((name, capability), 0)
 
 
 @pytest.mark.parametrize("name", ["score_grad", "bias_grad", "tile_list"])

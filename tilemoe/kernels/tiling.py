@@ -58,6 +58,8 @@ class Tile:
 
     ``slices``: pieces that the columns are cut into in the epilogue, where registers are short.
     ``flatten``: software-pipeline across tiles, too, so that the epilogue overlaps the next tile's loads.
+    ``tma_stores``: whether results leave by TMA where the GPU has it. It takes shared memory and a wait for it.
+    ``load_ahead``: read the next slice's h before working on one, which takes registers.
     """
 
     block_m: int
@@ -67,11 +69,23 @@ class Tile:
     num_stages: int
     slices: int = 1
     flatten: bool = False
+    tma_stores: bool = True
+    load_ahead: bool = False
 
 
 # Measured on an H200 (132 multiprocessors, 227 KB of shared memory); the other rows follow from shared memory and
 # registers: as large a tile as leaves three buffers.
-_LARGE: MappingProxyType[str, Tile] = MappingProxyType(
+_HOPPER: MappingProxyType[Kernel, Tile] = MappingProxyType(
+    {
+        "up_proj_act": Tile(128, 256, 64, 8, 4, slices=2, flatten=True, tma_stores=False),
+        "down_proj": Tile(128, 256, 64, 8, 4, slices=2, flatten=True),
+        "up_proj_act_grad": Tile(128, 256, 64, 8, 4, slices=2, flatten=True),
+        "down_proj_act_grad": Tile(128, 256, 64, 8, 3, slices=4, load_ahead=True),
+        "down_proj_weight_grad": Tile(128, 256, 64, 8, 7, slices=2),
+        "up_proj_weight_grad": Tile(128, 256, 64, 8, 6),
+    }
+)
+_LARGE: MappingProxyType[Kernel, Tile] = MappingProxyType(  # B200: 227 KB, too
     {
         "up_proj_act": Tile(128, 256, 64, 8, 4, slices=2),
         "down_proj": Tile(128, 256, 64, 8, 3, flatten=True),
@@ -107,6 +121,8 @@ def choose_tile(
         tile = replace(tile, block_m=_cover(rows_width, tile.block_m), block_n=across)
     else:
         tile = replace(tile, block_k=_cover(rows_width, tile.block_k), block_n=across)
+    if gate_up == "interleaved":  # taking gate and up apart leaves no registers for it
+        tile = replace(tile, load_ahead=False)
     while tile.slices > 1 and tile.block_n // tile.slices < _MIN_BLOCK:
         tile = replace(tile, slices=tile.slices // 2)
     if itemsize == 2 and tile.block_m * tile.block_n * parts <= 64 * 128:
@@ -129,10 +145,10 @@ def shared_bytes(kernel: Kernel, tile: Tile, itemsize: int, gate_up: str | None 
     if kernel in WEIGHT_GRADS:
         buffers = (tile.num_stages + 1) // 2  # a load that needs an index loaded first spends stages on that
     operands = buffers * (tile.block_m + columns) * tile.block_k * itemsize
-    # Results pass through shared memory on their way out: whole, or beside an activation two slices at a time.
-    staging = tile.block_m * tile.block_n * itemsize
+    # Results pass through shared memory on their way out: a slice, or beside an activation two at a time.
+    staging = tile.block_m * tile.block_n * itemsize // tile.slices
     if kernel in WITH_ACTIVATION:
-        staging = staging // tile.slices * (3 if gate_up == "interleaved" else 2)
+        staging *= 3 if gate_up == "interleaved" else 2
     return operands + staging + _BARRIER_BYTES
 
 
@@ -146,7 +162,7 @@ def _base_tile(kernel: Kernel, itemsize: int, device: Device) -> Tile:
     if itemsize == 4:
         return _FP32
     if device.shared_bytes >= _LARGE_BYTES:
-        return _LARGE[kernel]
+        return (_HOPPER if device.capability == 90 else _LARGE)[kernel]
     if device.shared_bytes >= _MEDIUM_BYTES:
         return _MEDIUM
     if device.shared_bytes < _SMALL_BYTES:

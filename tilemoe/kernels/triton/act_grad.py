@@ -15,7 +15,8 @@ import triton.language as tl
 
 from tilemoe.kernels.triton.activations import gated_grad, inner
 from tilemoe.kernels.triton.operands import (
-    halves,
+    column_slices,
+    line_pointers,
     load_gate_up,
     load_pointers,
     load_rows,
@@ -53,12 +54,14 @@ def act_grad_kernel(
     PRECISE: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
     USE_TMA: tl.constexpr,
     WEIGHT_ACCESS: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr,
     SLICES: tl.constexpr,
+    LOAD_AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -80,7 +83,7 @@ def act_grad_kernel(
         # Rows past the expert's end compute its last row again, and are not stored.
         line = tl.minimum(rows, end - 1)
         token = tl.load(token_of_row + line)
-        do_pointers = do + token.to(tl.int64)[:, None] * stride_do + tl.arange(0, BLOCK_K)[None, :]
+        do_pointers = line_pointers(do, token, stride_do, tl.arange(0, BLOCK_K), WIDE)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, d, BLOCK_K):
             left = load_pointers(do_pointers, k, d, EVEN_K, BLOCK_K)
@@ -92,71 +95,54 @@ def act_grad_kernel(
         score = tl.load(s + tl.load(pair_of_row + line)).to(tl.float32)
         # Slices of the columns one after another: h, a and dh of the whole tile would not fit the registers.
         width: tl.constexpr = BLOCK_N // SLICES
-        if SLICES == 1:
-            ds = _slice(
-                acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
+        slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
+        ds = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        next_gate, next_up = _load_h(h, end, row, col, n, GATED, INTERLEAVED, BLOCK_M, width)
+        for i in tl.static_range(SLICES):
+            if i > 0 and not LOAD_AHEAD:
+                next_gate, next_up = _load_h(h, end, row, col + i * width, n, GATED, INTERLEAVED, BLOCK_M, width)
+            gate, up = next_gate, next_up
+            if i + 1 < SLICES and LOAD_AHEAD:
+                next_gate, next_up = _load_h(h, end, row, col + (i + 1) * width, n, GATED, INTERLEAVED, BLOCK_M, width)
+            ds += _slice(
+                slices[i], gate, up, score, dh, a_scaled, row, end, col + i * width, n, limit, alpha,
                 ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, width,
-            )  # fmt: skip
-        else:
-            left_half, right_half = halves(acc, BLOCK_M, BLOCK_N)
-            ds = _half(
-                left_half, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-                ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2, SLICES // 2,
-            )  # fmt: skip
-            ds += _half(
-                right_half, score, h, dh, a_scaled, row, end, col + BLOCK_N // 2, n, limit, alpha,
-                ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2, SLICES // 2,
             )  # fmt: skip
         tl.store(partial + (index % column_tiles).to(tl.int64) * capacity + rows, ds, mask=rows < end)
 
 
 @triton.jit
-def _half(
-    acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+def _load_h(
+    h, end, row, col, n,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One or two slices: (BM) fp32, their part of the scores' gradient."""
-    tl.static_assert(SLICES == 1 or SLICES == 2, "slices: 1, 2 or 4")
-    if SLICES == 1:
-        ds = _slice(
-            acc, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-            ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+    """Gate and up, (BM, BN) each, or twice the h of an activation without a gate."""
+    if GATED:
+        gate, up = load_gate_up(h, end, row, col, n, INTERLEAVED, BLOCK_M, BLOCK_N)
     else:
-        left_half, right_half = halves(acc, BLOCK_M, BLOCK_N)
-        ds = _slice(
-            left_half, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
-            ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2,
-        )  # fmt: skip
-        ds += _slice(
-            right_half, score, h, dh, a_scaled, row, end, col + BLOCK_N // 2, n, limit, alpha,
-            ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N // 2,
-        )  # fmt: skip
-    return ds
+        gate = load_rows(h, end, row, col, n, BLOCK_M, BLOCK_N)
+        up = gate
+    return gate, up
 
 
 @triton.jit
 def _slice(
-    da, score, h, dh, a_scaled, row, end, col, n, limit, alpha,
+    da, gate, up, score, dh, a_scaled, row, end, col, n, limit, alpha,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Everything of B1's epilogue for (BM, BN) of da': stores dh and a_scaled, returns (BM) of <da', a>."""
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
     if GATED:
-        gate, up = load_gate_up(h, end, row, col, n, INTERLEAVED, BLOCK_M, BLOCK_N)
-        a, dgate, dup = gated_grad(
-            gate.to(tl.float32), up.to(tl.float32), da * score[:, None], limit, alpha, ACTIVATION, PRECISE
-        )
+        a, dgate, dup = gated_grad(gate, up, da * score[:, None], limit, alpha, ACTIVATION, PRECISE)
         store_gate_up(dh, dgate, dup, end, row, col, n, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N)
+        store_rows(a_scaled, a * score[:, None], end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
     else:
-        z = load_rows(h, end, row, col, n, BLOCK_M, BLOCK_N).to(tl.float32)
-        a, slope = inner(z, ACTIVATION, PRECISE)
+        a, slope = inner(gate, ACTIVATION, PRECISE)
+        store_rows(a_scaled, a * score[:, None], end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
         store_rows(dh, da * score[:, None] * slope, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
-    store_rows(a_scaled, a * score[:, None], end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
-    inside = (col + tl.arange(0, BLOCK_N) < n)[None, :]
-    # Columns past n hold no part of the weight: what is there must not reach the sum.
-    return tl.sum(tl.where(inside, da * a, 0.0), axis=1)
+    # Past n h is zero and so is any activation of it: those columns add nothing.
+    return tl.sum(da * a, axis=1)
 
 
 @triton.jit(do_not_specialize=["capacity"])

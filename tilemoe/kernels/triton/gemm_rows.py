@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from tilemoe.kernels.triton.activations import gated_value, inner
-from tilemoe.kernels.triton.operands import halves, load_bias, load_pointers, load_weight, store_gate_up, store_rows
+from tilemoe.kernels.triton.operands import (
+    column_slices,
+    halves,
+    line_pointers,
+    load_bias,
+    load_pointers,
+    load_weight,
+    store_gate_up,
+    store_rows,
+)
 
 
 @triton.jit
@@ -39,6 +48,7 @@ def gemm_rows_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FLATTEN: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,7 +81,11 @@ def gemm_rows_kernel(
             acc = tl.dot(left, right, acc, input_precision=PRECISION)
         if HAS_BIAS:
             acc += load_bias(bias, expert, col, width_out, stride_be, stride_bout, BLOCK_N)[None, :]
-        store_rows(out, acc, end, row, col, width_out, USE_TMA, BLOCK_M, BLOCK_N)
+        # What a slice less takes of shared memory on its way out is a load more in flight.
+        width: tl.constexpr = BLOCK_N // SLICES
+        slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
+        for i in tl.static_range(SLICES):
+            store_rows(out, slices[i], end, row, col + i * width, width_out, USE_TMA, BLOCK_M, width)
 
 
 @triton.jit
@@ -104,6 +118,7 @@ def up_proj_act_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KEEP_H: tl.constexpr,
+    WIDE: tl.constexpr,
     USE_TMA: tl.constexpr,
     WEIGHT_ACCESS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -131,7 +146,7 @@ def up_proj_act_kernel(
         end = tl.load(row_start_of_expert + expert + 1)
         # Rows past the expert's end compute its last row again, and are not stored.
         token = tl.load(token_of_row + tl.minimum(row + tl.arange(0, BLOCK_M), end - 1))
-        x_pointers = x + token.to(tl.int64)[:, None] * stride_x + tl.arange(0, BLOCK_K)[None, :]
+        x_pointers = line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), WIDE)
         acc = tl.zeros((BLOCK_M, PARTS * BLOCK_N), dtype=tl.float32)
         for k in range(0, d, BLOCK_K):
             left = load_pointers(x_pointers, k, d, EVEN_K, BLOCK_K)
@@ -148,23 +163,13 @@ def up_proj_act_kernel(
             gate += load_bias(bias, expert, col, n, stride_be, stride_bout, BLOCK_N)[None, :]
             if GATED:
                 up += load_bias(bias + stride_bpart, expert, col, n, stride_be, stride_bout, BLOCK_N)[None, :]
-        if SLICES == 1:
+        width: tl.constexpr = BLOCK_N // SLICES
+        gates = column_slices(gate, BLOCK_M, BLOCK_N, SLICES)
+        ups = column_slices(up, BLOCK_M, BLOCK_N, SLICES)
+        for i in tl.static_range(SLICES):
             _finish(
-                gate, up, a, h, end, row, col, n, limit, alpha,
-                ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        else:
-            tl.static_assert(SLICES == 2, "slices: 1 or 2")
-            half: tl.constexpr = BLOCK_N // 2
-            gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
-            up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
-            _finish(
-                gate_left, up_left, a, h, end, row, col, n, limit, alpha,
-                ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, half,
-            )  # fmt: skip
-            _finish(
-                gate_right, up_right, a, h, end, row, col + half, n, limit, alpha,
-                ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, half,
+                gates[i], ups[i], a, h, end, row, col + i * width, n, limit, alpha,
+                ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, width,
             )  # fmt: skip
 
 

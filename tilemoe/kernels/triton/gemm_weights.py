@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilemoe.kernels.triton.operands import load_ragged
+from tilemoe.kernels.triton.operands import column_slices, line_pointers, load_ragged
 
 
 @triton.jit
@@ -28,9 +28,11 @@ def gemm_weights_kernel(
     q,
     stride_token,
     TRANSPOSED: tl.constexpr,
+    WIDE: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_M: tl.constexpr,
     PRECISION: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -41,12 +43,12 @@ def gemm_weights_kernel(
     """
     # The compiler is told that they are multiples of 8, whence 16-byte loads.
     p, q, stride_token = p // 8 * 8, q // 8 * 8, stride_token // 8 * 8
-    column_tiles = tl.cdiv(q, BLOCK_N)
-    tiles = tl.cdiv(p, BLOCK_M) * column_tiles
+    row_tiles = tl.cdiv(p, BLOCK_M)
+    tiles = row_tiles * tl.cdiv(q, BLOCK_N)
     for index in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
         expert = index // tiles
-        first = (index % tiles) // column_tiles * BLOCK_M
-        col = index % column_tiles * BLOCK_N
+        first = index % row_tiles * BLOCK_M
+        col = index % tiles // row_tiles * BLOCK_N
         start = tl.load(row_start_of_expert + expert)
         end = tl.load(row_start_of_expert + expert + 1)
         along = first + tl.arange(0, BLOCK_M)
@@ -56,7 +58,7 @@ def gemm_weights_kernel(
             rows = k + tl.arange(0, BLOCK_K)
             # Past the end the other operand is zero: any row of this expert does, and no mask is needed.
             token = tl.load(token_of_row + tl.minimum(rows, end - 1))
-            pointers = by_token + token.to(tl.int64)[:, None] * stride_token + along[None, :]
+            pointers = line_pointers(by_token, token, stride_token, along, WIDE)
             left = tl.load(pointers) if EVEN_M else tl.load(pointers, mask=(along < p)[None, :], other=0.0)
             if USE_TMA:
                 right = load_ragged(by_row, end, k, col, BLOCK_K, BLOCK_N)
@@ -64,24 +66,33 @@ def gemm_weights_kernel(
                 mask = (rows < end)[:, None] & (columns < q)[None, :]
                 right = tl.load(by_row + rows.to(tl.int64)[:, None] * q + columns[None, :], mask=mask, other=0.0)
             acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+        width: tl.constexpr = BLOCK_N // SLICES
+        slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
+        for i in tl.static_range(SLICES):
+            _store_gradient(out, slices[i], expert, first, col + i * width, p, q, TRANSPOSED, USE_TMA, BLOCK_M, width)
+
+
+@triton.jit
+def _store_gradient(
+    out, value, expert, first, col, p, q,
+    TRANSPOSED: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store (BM, BN) at (first, col) of an expert's gradient (p, q), or turned, of (q, p)."""
+    along, columns = first + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    inside = (along < p)[:, None] & (columns < q)[None, :]
+    if USE_TMA:
+        tile = value.to(out.dtype)
         if TRANSPOSED:
-            if USE_TMA:
-                tile = acc.to(out.dtype).T.reshape(1, BLOCK_N, BLOCK_M)
-                out.store([tl.cast(expert, tl.int32), col, first], tile)
-            else:
-                base = out + tl.cast(expert, tl.int64) * p * q
-                pointers = base + columns.to(tl.int64)[None, :] * p + along[:, None]
-                mask = (along < p)[:, None] & (columns < q)[None, :]
-                tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+            out.store([tl.cast(expert, tl.int32), col, first], tile.T.reshape(1, BLOCK_N, BLOCK_M))
         else:
-            if USE_TMA:
-                tile = acc.to(out.dtype).reshape(1, BLOCK_M, BLOCK_N)
-                out.store([tl.cast(expert, tl.int32), first, col], tile)
-            else:
-                base = out + tl.cast(expert, tl.int64) * p * q
-                pointers = base + along.to(tl.int64)[:, None] * q + columns[None, :]
-                mask = (along < p)[:, None] & (columns < q)[None, :]
-                tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
+            out.store([tl.cast(expert, tl.int32), first, col], tile.reshape(1, BLOCK_M, BLOCK_N))
+    else:
+        corner = out + tl.cast(expert, tl.int64) * p * q
+        if TRANSPOSED:
+            pointers = corner + columns.to(tl.int64)[None, :] * p + along[:, None]
+        else:
+            pointers = corner + along.to(tl.int64)[:, None] * q + columns[None, :]
+        tl.store(pointers, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def rows_launch(
             "rows": rows_operand(rows, [tile.block_m, tile.block_k], use_tma),
             "weight": operand,
             "bias": bias,
-            "out": ragged_operand(out, [tile.block_m, tile.block_n], use_tma),
+            "out": ragged_operand(out, [tile.block_m, tile.block_n // tile.slices], use_tma),
             **_tile_args(tiles, plan),
             "width_in": p,
             "width_out": q,
@@ -70,6 +70,7 @@ def rows_launch(
             "EVEN_K": p % tile.block_k == 0,
             "PRECISION": dot_precision(rows.dtype),
             "FLATTEN": tile.flatten,
+            "SLICES": tile.slices,
             **_blocks(tile),
         },
         tile.num_warps,
@@ -95,7 +96,9 @@ def up_proj_act_launch(
     tile = choose_tile("up_proj_act", d, n, x.element_size(), device, _layout(spec))
     weight = _split_parts(w1, spec).transpose(2, 3)
     operand, access, strides = weight_operand(weight, device, tile.block_k, tile.block_n)
-    use_tma = can_describe_rows(device, a, *([h] if keep_h else []))
+    # Stores by pointer are faster beside a weight that comes by TMA; no other was measured.
+    stores_by_tma = tile.tma_stores or access == "pointer"
+    use_tma = stores_by_tma and can_describe_rows(device, a, *([h] if keep_h else []))
     bias_strides = (0, 0, 0) if b1 is None else _split_parts(b1, spec).stride()
     launch = Launch(
         up_proj_act_kernel,
@@ -125,6 +128,7 @@ def up_proj_act_launch(
             **_activation(spec, x.dtype),
             "HAS_BIAS": b1 is not None,
             "KEEP_H": keep_h,
+            "WIDE": _is_wide(x),
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": d % tile.block_k == 0,
@@ -183,12 +187,14 @@ def act_grad_launch(
         },
         {
             **_activation(spec, do.dtype),
+            "WIDE": _is_wide(do),
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": d % tile.block_k == 0,
             "PRECISION": dot_precision(do.dtype),
             "FLATTEN": tile.flatten,
             "SLICES": tile.slices,
+            "LOAD_AHEAD": tile.load_ahead,
             **_blocks(tile),
         },
         tile.num_warps,
@@ -235,7 +241,8 @@ def weights_launch(
     out = by_row.new_empty((plan.num_experts, q, p) if transposed else (plan.num_experts, p, q))
     tile = choose_tile(kernel, p, q, by_row.element_size(), device)
     use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
-    out_block = [1, tile.block_n, tile.block_m] if transposed else [1, tile.block_m, tile.block_n]
+    width = tile.block_n // tile.slices
+    out_block = [1, width, tile.block_m] if transposed else [1, tile.block_m, width]
     launch = Launch(
         gemm_weights_kernel,
         _persistent(device, plan.num_experts * _ceil(p, tile.block_m) * _ceil(q, tile.block_n)),
@@ -252,9 +259,11 @@ def weights_launch(
         },
         {
             "TRANSPOSED": transposed,
+            "WIDE": _is_wide(by_token),
             "USE_TMA": use_tma,
             "EVEN_M": p % tile.block_m == 0,
             "PRECISION": dot_precision(by_row.dtype),
+            "SLICES": tile.slices,
             **_blocks(tile),
         },
         tile.num_warps,
@@ -319,6 +328,11 @@ def _activation(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, Any]:
         "GATED": spec.is_gated,
         "INTERLEAVED": _layout(spec) == "interleaved",
     }
+
+
+def _is_wide(rows: Tensor) -> bool:
+    """Whether an element of ``rows`` can lie too far from the first for 32 bits."""
+    return rows.shape[0] * rows.stride(0) >= 1 << 31
 
 
 def _tile_args(tiles: TileList, plan: RoutingPlan) -> dict[str, Any]:
