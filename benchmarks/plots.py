@@ -1,4 +1,4 @@
-"""Figures from the recorded results: the whole layer by contestant, and each kernel against its roofline.
+"""Figures from the recorded results: the whole layer against its peers, and each kernel against its roofline.
 
 python benchmarks/plots.py --what layer kernels --mode sustained --out results/figures
 """
@@ -17,8 +17,9 @@ import record
 
 
 def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:
-    """Milliseconds of forward and backward, one group of bars for each case."""
+    """Times of the others over ours, forward and backward, one group of bars for each case."""
     rows = record.latest("layer", mode, gpu, "case", "contestant")
+    rows = {key: row for key, row in rows.items() if "baseline" in row}
     names = [name for name in cases.ALL if any(case == name for case, _ in rows)]
     contestants = list(dict.fromkeys(contestant for _, contestant in rows))
     figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
@@ -28,13 +29,14 @@ def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:
             present = [
                 (place, rows[case, contestant]) for place, case in enumerate(names) if (case, contestant) in rows
             ]
-            heights = [row[f"{part}_ms"]["median"] for _, row in present]
-            axis.bar([place + index * width for place, _ in present], heights, width, label=contestant)
-        axis.set_ylabel(f"{part}, ms (log)")
-        axis.set_yscale("log")
-    axes[0].legend()
+            places = [place + index * width for place, _ in present]
+            bars = axis.bar(places, [row[f"{part}_ratio"] for _, row in present], width, label=contestant)
+            axis.bar_label(bars, fmt="%.2f")
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_ylabel(f"{part}: time over ours")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(contestants))
     axes[1].set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names)
-    return save(figure, rows, f"Layer with its router, {mode}", folder / f"layer-{mode}.svg")
+    return save(figure, rows, f"Layer with its router, {mode}: above 1 tilemoe is faster", folder / f"layer-{mode}.svg")
 
 
 def plot_kernels(mode: str, gpu: str | None, folder: Path) -> Path:
