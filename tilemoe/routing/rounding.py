@@ -68,7 +68,7 @@ def round_tokens(
     assert rounding is not None, "the caller asks `rounds` first"
     uniform = draw_uniform(cfg.num_experts, rounding, logits.device, generator)
     capacity = row_capacity(rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
-    # The number of experts per token has no bound here, unlike in the selection.
+    # Experts are bounded as in the selection, experts per token are not.
     fused = select_router(logits.device, logits.dtype, cfg.num_experts, 1).fused
     by = _by_triton if fused else _by_torch
     scores, *plan_tensors, pairs_of_expert = by(logits, expert_ids, kept_scores, uniform, token_mask, cfg, capacity)

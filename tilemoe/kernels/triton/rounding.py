@@ -31,7 +31,7 @@ from tilemoe.kernels.triton.rounding_kernels import (
     token_kernel,
 )
 
-MAX_EXPERTS = 4096
+MAX_EXPERTS = 4096  # as in the selection; `ADDED_PAIR` is above every expert
 _BLOCK_E = 32
 _BLOCK_KEYS = 2048  # of a column at a time
 _CANDIDATES = 4096  # keys of an expert that are copied out
@@ -66,15 +66,6 @@ class RoundedRows(NamedTuple):
     code_of_pair: Tensor
 
 
-def unsupported(num_tokens: int, num_experts: int) -> str | None:
-    """Why these kernels cannot round so many tokens or experts, in a few words; None if they can."""
-    if num_experts > MAX_EXPERTS:
-        return f"more than {MAX_EXPERTS} experts"
-    if num_tokens >= 2**30:
-        return "2^30 tokens or more"
-    return None
-
-
 def round_rows(
     logits: Tensor,
     expert_ids: Tensor,
@@ -101,6 +92,7 @@ def round_launches(
 ) -> tuple[list[Launch], RoundedRows]:
     """The launches, in order, and the tensors that they fill."""
     num_tokens, num_experts = logits.shape
+    assert num_experts <= MAX_EXPERTS, "the caller chooses another way"
     num_blocks = triton.cdiv(num_tokens, int(TOKENS))
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -1,0 +1,108 @@
+"""Token rounding in Triton without a GPU: run in the interpreter, and compiled for four GPUs and for MI300."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton_compile import compile_launch, stack_bytes
+
+from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.triton.rounding import (
+    MAX_EXPERTS,
+    RoundingSpec,
+    round_launches,
+    round_rows,
+    score_grad_launch,
+)
+
+HERE = Path(__file__).parent
+CAPABILITIES = (80, 90, 100, 120)
+NO_SPILL = 16  # bytes of a thread's stack
+
+
+def launches(num_experts: int, experts_per_token: int, mode: str, score: str, masked: bool = False) -> list[Launch]:
+    tokens = 640
+    logits, kept = torch.zeros(tokens, num_experts), torch.zeros(tokens, experts_per_token)
+    ids = torch.zeros(tokens, experts_per_token, dtype=torch.int32)
+    mask = torch.ones(tokens, dtype=torch.bool) if masked else None
+    spec = RoundingSpec(mode, 128, score, True, 1.0, tokens * experts_per_token + 128)
+    forward, rows = round_launches(logits, ids, kept, torch.zeros(num_experts), mask, spec)
+    saved = (rows.norm, rows.row_of_pair, rows.code_of_pair, rows.pair_start_of_token)
+    return [*forward, score_grad_launch(rows.scores, logits, ids, mask, *saved, spec)]
+
+
+def test_the_interpreter_agrees_with_torch() -> None:
+    # Triton reads the switch when it is imported: hence another process.
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "test_triton_rounding_values.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 30
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("num_experts", "experts_per_token", "mode", "score"),
+    [(512, 10, "nearest_score", "softmax"), (60, 4, "balance", "late softmax"), (MAX_EXPERTS, 32, "up", "sigmoid")],
+)
+def test_kernels_compile_without_spills(
+    num_experts: int, experts_per_token: int, mode: str, score: str, capability: int, tmp_path: Path
+) -> None:
+    for launch in launches(num_experts, experts_per_token, mode, score):
+        compiled = compile_launch(launch, capability)
+        where = f"{launch.kernel.fn.__name__} for sm_{capability}"
+        assert compiled.metadata.shared <= 48 * 1024, where
+        assert stack_bytes(compiled, tmp_path) <= NO_SPILL, where
+
+
+def test_kernels_compile_for_amd_and_with_a_mask() -> None:
+    for launch in launches(128, 8, "nearest_score", "softmax", masked=True):
+        assert compile_launch(launch, GPUTarget("hip", "gfx942", 64)).metadata.shared <= 64 * 1024
+
+
+def test_a_column_is_read_sixteen_bytes_at_a_time() -> None:
+    by_name = {launch.kernel.fn.__name__: launch for launch in launches(64, 4, "nearest", "softmax")}
+    assert compile_launch(by_name["row_kernel"], 90).asm["ptx"].count("ld.global.v4.b32") >= 6
+
+
+def test_the_number_of_tokens_is_in_no_key() -> None:
+    keys = set()
+    for tokens in (128, 129, 1000, 4096):
+        spec = RoundingSpec("nearest", 128, "softmax", True, 1.0, 5 * tokens + 3)
+        found, _ = round_launches(
+            torch.zeros(tokens, 8), torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2), None, None, spec
+        )
+        keys.add(tuple(key_of(launch) for launch in found))
+    assert len(keys) == 1
+
+
+def key_of(launch: Launch) -> tuple[object, ...]:
+    """What a compiled kernel depends on, besides the alignment of the tensors."""
+    names = launch.kernel.arg_names
+    specialised = {
+        name: (value == 1, value % 16 == 0)
+        for name, value in launch.args.items()
+        if isinstance(value, int) and not launch.kernel.params[names.index(name)].do_not_specialize
+    }
+    return (*specialised.items(), *launch.constants.items(), launch.num_warps)
+
+
+def test_cpu_tensors_are_refused() -> None:
+    spec = RoundingSpec("nearest", 16, "softmax", True, 1.0, 64)
+    with pytest.raises(ValueError, match="need a GPU"):
+        round_rows(torch.zeros(32, 2), torch.zeros(32, 1, dtype=torch.int32), torch.zeros(32, 1), None, None, spec)

@@ -1,0 +1,172 @@
+"""Checks of token rounding in Triton, for a GPU and for the interpreter: both run this file with pytest.
+
+T tokens · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
+from tilemoe.kernels.triton import rounding as triton_rounding
+from tilemoe.kernels.triton.rounding import RoundedRows
+from tilemoe.kernels.triton.router import RouterSpec, select
+from tilemoe.ops import rounding as rounding_ops
+from tilemoe.ops.router import spec_args
+from tilemoe.routing.rounding import row_capacity
+from tilemoe.routing.topk import Routing, route
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TILE = 16
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([] if INTERPRETED else [pytest.mark.gpu])]
+
+LATE = RouterConfig(softmax_after_topk=True)
+PLAIN = RouterConfig(normalize=False, scale=1.5)
+SIGMOID = RouterConfig(score="sigmoid", scale=2.5)
+PLAIN_SIGMOID = RouterConfig(score="sigmoid", normalize=False)
+
+
+def config(mode: str, experts: int, k: int, router: RouterConfig | None = None, tile: int = TILE) -> MoEConfig:
+    rounding = TokenRounding(mode, tile)  # type: ignore[arg-type]
+    return MoEConfig(8, 8, experts, k, router=RouterConfig() if router is None else router, rounding=rounding)
+
+
+def random_logits(tokens: int, experts: int, seed: int = 0) -> Tensor:
+    """With experts that are short of tokens, and tokens that are alike."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(tokens, experts, generator=generator)
+    logits -= (torch.arange(experts) % 5 == 3).float()
+    logits[tokens // 2 : tokens // 2 + tokens // 4] = logits[: tokens // 4]
+    return logits
+
+
+def rounded(logits: Tensor, cfg: MoEConfig, uniform: Tensor | None = None, mask: Tensor | None = None) -> RoundedRows:
+    """By the registered operator, on DEVICE; differentiable in the logits."""
+    assert cfg.rounding is not None
+    logits, uniform, mask = (None if t is None else t.to(DEVICE) for t in (logits, uniform, mask))
+    assert logits is not None
+    kept, ids, *_ = select(logits.detach(), None, mask, RouterSpec(*spec_args(cfg)))
+    capacity = row_capacity(cfg.rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
+    spec = rounding_ops.spec_args(cfg, capacity)
+    return RoundedRows(*rounding_ops.rounded_scores(logits, ids, kept, uniform, mask, *spec))
+
+
+def uniform_of(cfg: MoEConfig, seed: int) -> Tensor:
+    return torch.rand(cfg.num_experts, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_equals_torch(
+    logits: Tensor, cfg: MoEConfig, mask: Tensor | None = None, seed: int = 0
+) -> tuple[RoundedRows, Routing]:
+    """Every index, every score and the gradient as by plain PyTorch on the CPU."""
+    leaves = [logits.clone().requires_grad_() for _ in range(2)]
+    rows = rounded(leaves[0], cfg, uniform_of(cfg, seed), mask)
+    expected = route(leaves[1], cfg, generator=torch.Generator().manual_seed(seed), token_mask=mask)
+    plan = expected.plan
+    for name in ("row_start_of_expert", "token_of_row", "pair_of_row", "pair_start_of_token", "row_of_pair"):
+        actual, wanted = getattr(rows, name).cpu(), getattr(plan, name)
+        assert actual.dtype == wanted.dtype
+        assert torch.equal(actual, wanted), name
+    plain = route(logits, cfg, training=False, token_mask=mask)
+    assert torch.equal(rows.pairs_of_expert.cpu(), plain.tokens_per_expert)
+    torch.testing.assert_close(rows.scores.cpu(), expected.scores, rtol=1e-5, atol=1e-9)
+
+    d_scores = torch.randn(plan.capacity, generator=torch.Generator().manual_seed(1))
+    (wanted,) = torch.autograd.grad(expected.scores, leaves[1], d_scores)
+    d_scores[int(plan.row_start_of_expert[-1]) :] = float("nan")  # the tails hold nothing
+    (found,) = torch.autograd.grad(rows.scores, leaves[0], d_scores.to(DEVICE))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    return rows, expected
+
+
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
+def test_every_mode(mode: str) -> None:
+    assert_equals_torch(random_logits(130, 7), config(mode, 7, 3))
+
+
+@pytest.mark.parametrize("router", [LATE, PLAIN, SIGMOID, PLAIN_SIGMOID])
+def test_every_router(router: RouterConfig) -> None:
+    assert_equals_torch(random_logits(130, 7), config("nearest", 7, 3, router))
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "experts", "k", "tile"),
+    [
+        ("up", 16, 6, 2, 16),
+        ("nearest", 17, 1, 1, 16),
+        ("nearest_score", 64, 5, 5, 64),
+        ("nearest", 65, 40, 3, 32),
+        ("nearest_score", 200, 3, 2, 64),
+        ("down", 90, 40, 9, 16),
+    ],
+)
+def test_sizes(mode: str, tokens: int, experts: int, k: int, tile: int) -> None:
+    assert_equals_torch(random_logits(tokens, experts), config(mode, experts, k, tile=tile))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest_score"])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.6])
+def test_masks(share: float, mode: str) -> None:
+    logits, router = random_logits(150, 4), SIGMOID if mode == "nearest" else None
+    mask = torch.rand(150, generator=torch.Generator().manual_seed(4)) < share
+    hidden = logits.masked_fill(~mask[:, None], float("nan"))
+    rows, _ = assert_equals_torch(hidden, config(mode, 4, 2, router), mask)
+    if int(mask.sum()) < TILE:
+        assert int(rows.row_start_of_expert[-1]) == 2 * int(mask.sum()), "nothing is rounded"
+
+
+@pytest.mark.parametrize("mode", ["nearest", "up"])
+def test_hostile_logits(mode: str) -> None:
+    assert_equals_torch(torch.zeros(150, 4), config(mode, 4, 2))
+    one_expert = torch.zeros(150, 4)
+    one_expert[:, 2] = 5.0
+    assert_equals_torch(one_expert, config(mode, 4, 1, PLAIN))
+    assert_equals_torch(random_logits(150, 4) * 1e4, config(mode, 4, 2))
+
+
+@pytest.mark.parametrize("router", [RouterConfig(), LATE, SIGMOID])
+def test_logits_of_minus_infinity(router: RouterConfig) -> None:
+    masked = random_logits(150, 5)
+    masked[:, [1, 4]] = float("-inf")
+    masked[::3, 0] = float("-inf")
+    assert_equals_torch(masked, config("up", 5, 2, router))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest_score"])
+def test_many_blocks_and_more_equal_scores_than_are_copied_out(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_rounding, "_BLOCK_KEYS", 128)
+    assert_equals_torch(random_logits(300, 3), config(mode, 3, 2), seed=2)
+    monkeypatch.setattr(triton_rounding, "_CANDIDATES", 64)
+    logits = torch.zeros(300, 2)
+    logits[:184, 1] = -1.0
+    rows, expected = assert_equals_torch(logits, config(mode, 2, 1, PLAIN), seed=2)
+    assert expected.tokens_per_expert.tolist() != rows.pairs_of_expert.tolist()
+
+
+def test_balance_over_many_experts() -> None:
+    rows, _ = assert_equals_torch(random_logits(60, 30), config("balance", 30, 4))
+    assert abs(int(rows.row_start_of_expert[-1]) - 60 * 4) <= TILE // 2
+
+
+def test_repeated_runs_are_bit_equal() -> None:
+    logits, cfg = random_logits(200, 6), config("nearest_score", 6, 2)
+    first = rounded(logits, cfg, uniform_of(cfg, 0))
+    rows = int(first.row_start_of_expert[-1])
+    for _ in range(2 if INTERPRETED else 20):
+        again = rounded(logits, cfg, uniform_of(cfg, 0))
+        for name, tensor in first._asdict().items():
+            end = rows if name == "code_of_pair" else None  # its tail is not written
+            assert torch.equal(getattr(again, name)[:end], tensor[:end]), name
+
+
+def test_the_gradient_of_a_gradient_is_refused() -> None:
+    logits = random_logits(40, 4).requires_grad_()
+    scores = rounded(logits, config("nearest", 4, 2)).scores
+    (grad,) = torch.autograd.grad(scores.sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.sum().backward()
