@@ -3,7 +3,7 @@
 T tokens · E experts · K experts per token · C columns of a program's tile: E, padded to powers of two
 
 A tile is a block of tokens times all experts. The best expert is found K times over, as the maximum of integer keys
-that order as the values do; a chosen column's key then holds its place among the K, below every key of a value.
+that order as the values do.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Ten
             "NUM_GROUPS": spec.num_groups,
             "TOP_GROUPS": spec.top_groups,
             **tile,
+            # Sorting into lists pays from a few choices on; a list's head holds the place of one of them.
+            "LISTS": 4 <= spec.experts_per_token <= tile["GROUPS"] * tile["GROUP"] // 4,
         },
         num_warps=_num_warps(tile["GROUPS"] * tile["GROUP"]),
         num_stages=1,

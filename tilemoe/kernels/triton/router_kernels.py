@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32
-# Keys. Those of numbers are all above -2^31 + 2^23, so below that there is room for what is no candidate: first the
-# K chosen columns, by their place, then the columns that may not be chosen at all.
-_CHOSEN = tl.constexpr(-(2**31))
-_OUT = tl.constexpr(-(2**31) + 2**20)
+# Keys. Those of numbers are all above -2^31 + 2^23, so below that there is room for what is no candidate.
+_TAKEN = tl.constexpr(-(2**31))  # chosen already
+_OUT = tl.constexpr(-(2**31) + 1)  # may not be chosen
 _NAN = tl.constexpr(0x7FC00000)
 _EPSILON = tl.constexpr(1e-20)  # as in `tilemoe.routing.topk`
 
@@ -27,11 +26,70 @@ def _key(value):
 
 
 @triton.jit
-def _take_best(key, column, place, C: tl.constexpr):
-    """``key`` (tokens, C) with each token's largest, of equal ones the first, replaced by its place."""
+def _best(key, column, C: tl.constexpr):
+    """(tokens,) the column of each token's largest key (tokens, C); of equal ones, the first."""
     best = tl.max(key, axis=1)
-    at = tl.min(tl.where(key == best[:, None], column, C), axis=1)
-    return tl.where(column == at[:, None], _CHOSEN + place, key)
+    return tl.min(tl.where(key == best[:, None], column, C), axis=1)
+
+
+@triton.jit
+def _take_best(key, column, C: tl.constexpr):
+    """``key`` (tokens, C) without each token's largest."""
+    return tl.where(column == _best(key, column, C)[:, None], _TAKEN, key)
+
+
+@triton.jit
+def _in_order(upper, upper_column, lower, lower_column):
+    """The larger key first; equal ones stay as they are, so that sorting by neighbours keeps their order."""
+    swap = lower > upper
+    return (
+        tl.maximum(upper, lower),
+        tl.where(swap, lower_column, upper_column),
+        tl.minimum(upper, lower),
+        tl.where(swap, upper_column, lower_column),
+    )
+
+
+@triton.jit
+def _choose(key, K: tl.constexpr):
+    """(tokens, C) of which the first K columns are the columns of the K largest keys (tokens, C), best first."""
+    C: tl.constexpr = key.shape[1]
+    column = tl.arange(0, C)[None, :]
+    chosen = tl.zeros(key.shape, dtype=tl.int32)
+    for place in range(K):
+        at = _best(key, column, C)[:, None]
+        chosen = tl.where(column == place, at, chosen)
+        key = tl.where(column == at, _TAKEN, key)
+    return chosen
+
+
+@triton.jit
+def _choose_from_lists(key, K: tl.constexpr):
+    """As `_choose`, of which it returns a quarter of the columns. Four neighbours, which one thread holds, are sorted
+    first: then only the heads of these lists take part in the search for each of the K.
+    """
+    TOKENS: tl.constexpr = key.shape[0]
+    LISTS: tl.constexpr = key.shape[1] // 4
+    even, odd = tl.split(tl.reshape(key, (TOKENS, LISTS, 2, 2)))
+    k0, k2 = tl.split(even)
+    k1, k3 = tl.split(odd)
+    place_of_list = tl.arange(0, LISTS)[None, :]
+    c0 = tl.broadcast_to(place_of_list * 4, (TOKENS, LISTS))
+    c1, c2, c3 = c0 + 1, c0 + 2, c0 + 3
+    k0, c0, k1, c1 = _in_order(k0, c0, k1, c1)
+    k2, c2, k3, c3 = _in_order(k2, c2, k3, c3)
+    k1, c1, k2, c2 = _in_order(k1, c1, k2, c2)
+    k0, c0, k1, c1 = _in_order(k0, c0, k1, c1)
+    k2, c2, k3, c3 = _in_order(k2, c2, k3, c3)
+    k1, c1, k2, c2 = _in_order(k1, c1, k2, c2)
+    chosen = tl.zeros((TOKENS, LISTS), dtype=tl.int32)
+    for place in range(K):
+        at = _best(k0, c0, 4 * LISTS)[:, None]
+        chosen = tl.where(place_of_list == place, at, chosen)
+        won = c0 == at
+        k0, k1, k2, k3 = tl.where(won, k1, k0), tl.where(won, k2, k1), tl.where(won, k3, k2), tl.where(won, _TAKEN, k3)
+        c0, c1, c2 = tl.where(won, c1, c0), tl.where(won, c2, c1), tl.where(won, c3, c2)
+    return chosen
 
 
 @triton.jit
@@ -41,7 +99,7 @@ def _group_worth(key, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     flat = tl.reshape(key, (tokens * GROUPS, GROUP))
     column = tl.arange(0, GROUP)[None, :]
     best = tl.max(flat, axis=1)
-    second = tl.max(_take_best(flat, column, 0, GROUP), axis=1)
+    second = tl.max(_take_best(flat, column, GROUP), axis=1)
     worth = 0.5 * _value(best) + 0.5 * _value(second)
     return tl.reshape(worth, (tokens, GROUPS))
 
@@ -58,9 +116,9 @@ def _eligible(key, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: t
     tokens: tl.constexpr = key.shape[0]
     group = tl.arange(0, GROUPS)[None, :]
     group_key = tl.where(group < NUM_GROUPS, _key(_group_worth(key, GROUPS, GROUP)), _OUT)
-    for place in range(TOP_GROUPS):
-        group_key = _take_best(group_key, group, place, GROUPS)
-    best = (group_key < _CHOSEN + TOP_GROUPS).to(tl.int32)
+    for _ in range(TOP_GROUPS):
+        group_key = _take_best(group_key, group, GROUPS)
+    best = (group_key == _TAKEN).to(tl.int32)
     return tl.reshape(tl.broadcast_to(best[:, :, None], (tokens, GROUPS, GROUP)), (tokens, GROUPS * GROUP)) != 0
 
 
@@ -112,6 +170,7 @@ def select_kernel(
     BLOCK_T: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    LISTS: tl.constexpr,
 ):
     """expert_ids, scores (T, K); of this program's tokens, probability_parts (programs, E) and z_parts (programs)."""
     C: tl.constexpr = GROUPS * GROUP
@@ -153,23 +212,28 @@ def select_kernel(
         key = tl.where(valid, key, _OUT)
         if NUM_GROUPS > 1:
             key = tl.where(_eligible(key, NUM_GROUPS, TOP_GROUPS, GROUPS, GROUP), key, _OUT)
-        for place in range(K):
-            key = _take_best(key, column, place, C)
-        chosen = key < _CHOSEN + K
+        chosen = _choose_from_lists(key, K) if LISTS else _choose(key, K)
 
-        if MODE == "late softmax":
-            kept = _kept_softmax(tile, chosen)
+        place = tl.arange(0, chosen.shape[1])[None, :]
+        chosen = (chosen // GROUP) * GROUP_SIZE + chosen % GROUP
+        token = first + tl.arange(0, BLOCK_T)[:, None]
+        # Read once more, from the cache: of the few that were chosen.
+        at = token.to(tl.int64) * NUM_EXPERTS + chosen
+        kept = tl.load(logits + at, mask=real[:, None] & (place < K), other=0.0)
+        if MODE == "softmax":
+            kept = tl.exp(kept - top[:, None]) * (1.0 / total)[:, None]
+        elif MODE == "sigmoid":
+            kept = _sigmoid(kept)
         else:
-            kept = tl.where(chosen, score, 0.0)
-            if NORMALIZE:
-                kept *= (1.0 / (tl.sum(kept, axis=1) + _EPSILON))[:, None]
+            kept = _kept_softmax(kept, place < K)
+        if NORMALIZE and MODE != "late softmax":
+            kept *= (1.0 / (tl.sum(tl.where(place < K, kept, 0.0), axis=1) + _EPSILON))[:, None]
         if SCALE != 1.0:
             kept *= SCALE
-        token = first + tl.arange(0, BLOCK_T)
-        offset = token.to(tl.int64)[:, None] * K + (key - _CHOSEN)
-        inside = chosen & (token < num_tokens)[:, None]
-        tl.store(expert_ids + offset, tl.where(real[:, None], expert, NUM_EXPERTS), mask=inside)
-        tl.store(scores + offset, tl.where(real[:, None], kept, 0.0), mask=inside)
+        to = token.to(tl.int64) * K + place
+        inside = (place < K) & (token < num_tokens)
+        tl.store(expert_ids + to, tl.where(real[:, None], chosen, NUM_EXPERTS), mask=inside)
+        tl.store(scores + to, tl.where(real[:, None], kept, 0.0), mask=inside)
     if probability_parts is not None:
         part = probability_parts + tl.program_id(0) * NUM_EXPERTS + expert
         tl.store(part, tl.sum(probability_part, axis=0)[None, :], mask=valid)
