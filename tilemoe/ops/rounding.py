@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.torch import rounding as torch_rounding
+from tilemoe.ops.eager import Operator
 from tilemoe.ops.router import spec_args as router_spec_args
 
 _ROUNDING_SCHEMA = "str mode, int tile, str score, bool normalize, float scale, SymInt capacity"
@@ -26,22 +27,6 @@ def spec_args(cfg: MoEConfig, capacity: int) -> Spec:
     assert cfg.rounding is not None, "the caller looks"
     _, score, normalize, scale, *_ = router_spec_args(cfg)
     return (cfg.rounding.mode, cfg.rounding.tile, score, normalize, scale, capacity)
-
-
-def _round_rows(
-    all_scores: Tensor,
-    expert_ids: Tensor,
-    kept_scores: Tensor,
-    uniform: Tensor | None,
-    token_mask: Tensor | None,
-    mode: str,
-    tile: int,
-    scale: float,
-    capacity: int,
-) -> tuple[Tensor, ...]:
-    return torch_rounding.round_rows(
-        all_scores, expert_ids, kept_scores, uniform, token_mask, mode, tile, scale, capacity
-    )
 
 
 def _round_rows_fake(all_scores: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -98,30 +83,27 @@ def _rounded_scores_grad_fake(d_scores: Tensor, logits: Tensor, *rest: Any) -> T
 
 
 _SELECTION_SCHEMA = "Tensor expert_ids, Tensor kept_scores, Tensor? uniform, Tensor? token_mask"
-round_rows = torch.library.custom_op(
-    "tilemoe::round_rows",
-    _round_rows,
-    mutates_args=(),
-    schema=f"(Tensor all_scores, {_SELECTION_SCHEMA}, str mode, int tile, float scale, SymInt capacity) "
+round_rows = Operator(
+    "round_rows",
+    f"(Tensor all_scores, {_SELECTION_SCHEMA}, str mode, int tile, float scale, SymInt capacity) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    torch_rounding.round_rows,
+    _round_rows_fake,
 )
-rounded_scores = torch.library.custom_op(
-    "tilemoe::rounded_scores",
-    _rounded_scores,
-    mutates_args=(),
-    schema=f"(Tensor logits, {_SELECTION_SCHEMA}, {_ROUNDING_SCHEMA}) "
+rounded_scores = Operator(
+    "rounded_scores",
+    f"(Tensor logits, {_SELECTION_SCHEMA}, {_ROUNDING_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _rounded_scores,
+    _rounded_scores_fake,
 )
-rounded_scores_grad = torch.library.custom_op(
-    "tilemoe::rounded_scores_grad",
-    _rounded_scores_grad,
-    mutates_args=(),
-    schema="(Tensor d_scores, Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor norm, Tensor row_of_pair, "
+rounded_scores_grad = Operator(
+    "rounded_scores_grad",
+    "(Tensor d_scores, Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor norm, Tensor row_of_pair, "
     f"Tensor code_of_pair, Tensor pair_start_of_token, {_ROUNDING_SCHEMA}) -> Tensor",
+    _rounded_scores_grad,
+    _rounded_scores_grad_fake,
 )
-round_rows.register_fake(_round_rows_fake)
-rounded_scores.register_fake(_rounded_scores_fake)
-rounded_scores_grad.register_fake(_rounded_scores_grad_fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -139,16 +121,8 @@ def _backward(ctx: Any, d_scores: Tensor | None, *_: None) -> tuple[Tensor | Non
     return (rounded_scores_grad(d_scores, *ctx.saved_tensors, *ctx.spec), *no_grad_of_rest)
 
 
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Nothing is kept: the gradient of a gradient is refused."""
-
-
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError(
-        "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
-        "higher derivatives, or take the first gradient without create_graph=True."
-    )
-
-
-rounded_scores.register_autograd(_backward, setup_context=_setup_context)
-rounded_scores_grad.register_autograd(_no_double_backward, setup_context=_setup_nothing)
+rounded_scores.register_autograd(_backward, _setup_context)
+rounded_scores_grad.refuse_autograd(
+    "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
+    "higher derivatives, or take the first gradient without create_graph=True."
+)
