@@ -5,6 +5,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max row capac
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ def _launch(kernel: Any, grid: tuple[int], args: dict[str, Any], constants: dict
 
 
 def _described(t: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, _swizzled(t, block))
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, _swizzled(t.element_size(), len(block)))
 
 
 def _weight(weight: Tensor, columns: int) -> tuple[TensorDescriptor, bool]:
@@ -167,11 +168,14 @@ def _ragged(rows: Tensor, block: list[int]) -> TensorDescriptor:
     stride = rows.stride(0)
     shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *rows.shape[1:]]
     block = [1, 1, *block]
-    return TensorDescriptor(rows, shape, [2**34 - stride, stride, *rows.stride()], block, _swizzled(rows, block))
+    return TensorDescriptor(
+        rows, shape, [2**34 - stride, stride, *rows.stride()], block, _swizzled(rows.element_size(), len(block))
+    )
 
 
-def _swizzled(t: Tensor, block: list[int]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * t.element_size(), rank=len(block))
+@cache
+def _swizzled(itemsize: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=rank)
 
 
 def _tile_args(tiles: TileList, plan: RoutingPlan) -> dict[str, Any]:

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from tilemoe.kernels.tiling import Device
+
+_ALIGNMENT = 16
+_MAX_INT32 = 2**31 - 1
 
 _INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
 
@@ -31,16 +35,49 @@ class Launch:
     max_registers: int | None = None
 
     def run(self) -> None:
-        """Launch on the device of the first tensor, on PyTorch's current stream of it."""
+        """Launch on the device of the first tensor, on PyTorch's current stream of it.
+
+        Triton's own way binds the arguments by name and spells out their types each time, which takes the host longer
+        than the rest of the launch together. Here it is taken once for each way in which the arguments can be compiled.
+        """
         first = next(value for value in self.args.values() if isinstance(value, Tensor))
-        with torch.cuda.device_of(first):
+        if not isinstance(self.kernel, JITFunction):  # the interpreter's
             self.kernel[self.grid](**self.args, **self.constants, **self.options)
+            return
+        with torch.cuda.device_of(first):
+            known = _compiled(self.kernel, first.device)
+            key = (*map(_specialisation, self.args.values()), *self.constants.values(), *self.options.values())
+            if key in known:
+                given = {**self.args, **self.constants}
+                known[key][(*self.grid, 1, 1)[:3]](*[given[name] for name in self.kernel.arg_names])
+            else:
+                known[key] = self.kernel[self.grid](**self.args, **self.constants, **self.options)
 
     @property
     def options(self) -> dict[str, Any]:
         """The compiler's options, as a launch takes them."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+
+
+@cache
+def _compiled(kernel: JITFunction[Any], device: torch.device) -> dict[tuple[Any, ...], Any]:
+    """What has been compiled of ``kernel`` on a device, by all that its compilation depends on; filled by `Launch`."""
+    return {}
+
+
+def _specialisation(value: Any) -> Any:
+    """What Triton compiles into a kernel of an argument: the type, whether it is 1, whether it is a multiple of 16.
+
+    The layout of Gluon's descriptors follows from the type and the block's shape.
+    """
+    if isinstance(value, int):
+        return 1 if value == 1 else (value % _ALIGNMENT == 0, value > _MAX_INT32)
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % _ALIGNMENT == 0
+    if value is None or isinstance(value, float):
+        return type(value)
+    return value.base.dtype, tuple(value.block_shape)
 
 
 def device_of(t: Tensor) -> Device:
