@@ -58,7 +58,8 @@ def test_tiles_do_not_outgrow_the_widths() -> None:
 def test_measured_choices_on_an_h200() -> None:
     tile = choose_tile("up_proj_act", 1536, 256, 2, GPUS["H200"], "concatenated")
     assert (tile.block_m, tile.block_n, tile.block_k, tile.num_stages) == (128, 128, 64, 4)
-    assert tile.flatten and not tile.tma_stores
+    assert tile.flatten
+    assert not tile.tma_stores
     for kernel in ("down_proj", "up_proj_act_grad"):
         tile = choose_tile(kernel, 1536, 512, 2, GPUS["H200"])
         assert (tile.block_m, tile.block_n, tile.num_stages, tile.slices, tile.flatten) == (128, 256, 4, 2, True)

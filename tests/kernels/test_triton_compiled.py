@@ -5,6 +5,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,17 @@ def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     assert ("wgmma" in compiled.asm["ptx"]) == (dtype != torch.float32), "fp32 is IEEE unless tf32 is allowed"
     assert compiled.metadata.shared <= DEVICES[90].shared_bytes
     assert count_spill_loads(compiled, tmp_path) <= 16
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_fp32_is_not_added_in_one_chain(capability: int) -> None:
+    launch = launches(capability, torch.float32)["down_proj"]
+    ptx = compile_launch(launch, capability).asm["ptx"]
+    tile = launch.constants
+    sums = tile["BLOCK_M"] * tile["BLOCK_N"] // (32 * launch.num_warps)  # of a thread
+    # A step's products in a chain of their own, then one addition for each sum.
+    assert len(re.findall(r"\bfma\.rn\.f32\b", ptx)) >= sums * tile["BLOCK_K"]
+    assert len(re.findall(r"\badd\.(?:rn\.)?f32\b", ptx)) == sums
 
 
 def test_the_number_of_tokens_is_in_no_key() -> None:

@@ -21,6 +21,7 @@ from tilemoe.kernels.triton.operands import (
     load_pointers,
     load_rows,
     load_weight,
+    multiply_add,
     store_gate_up,
     store_rows,
 )
@@ -59,6 +60,7 @@ def act_grad_kernel(
     WEIGHT_ACCESS: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    APART: tl.constexpr,
     FLATTEN: tl.constexpr,
     SLICES: tl.constexpr,
     LOAD_AHEAD: tl.constexpr,
@@ -91,7 +93,7 @@ def act_grad_kernel(
                 weight, expert, k, col, d, n, stride_we, 0, stride_win, stride_wout,
                 1, WEIGHT_ACCESS, EVEN_K, BLOCK_K, BLOCK_N,
             )  # fmt: skip
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = multiply_add(left, right, acc, PRECISION, APART)
         score = tl.load(s + tl.load(pair_of_row + line)).to(tl.float32)
         # Slices of the columns one after another: h, a and dh of the whole tile would not fit the registers.
         width: tl.constexpr = BLOCK_N // SLICES

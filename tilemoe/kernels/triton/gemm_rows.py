@@ -20,6 +20,7 @@ from tilemoe.kernels.triton.operands import (
     load_bias,
     load_pointers,
     load_weight,
+    multiply_add,
     store_gate_up,
     store_rows,
 )
@@ -47,6 +48,7 @@ def gemm_rows_kernel(
     WEIGHT_ACCESS: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    APART: tl.constexpr,
     FLATTEN: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -78,7 +80,7 @@ def gemm_rows_kernel(
                 weight, expert, k, col, width_in, width_out, stride_we, 0, stride_win, stride_wout,
                 1, WEIGHT_ACCESS, EVEN_K, BLOCK_K, BLOCK_N,
             )  # fmt: skip
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = multiply_add(left, right, acc, PRECISION, APART)
         if HAS_BIAS:
             acc += load_bias(bias, expert, col, width_out, stride_be, stride_bout, BLOCK_N)[None, :]
         # What a slice less takes of shared memory on its way out is a load more in flight.
@@ -123,6 +125,7 @@ def up_proj_act_kernel(
     WEIGHT_ACCESS: tl.constexpr,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    APART: tl.constexpr,
     FLATTEN: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -154,7 +157,7 @@ def up_proj_act_kernel(
                 weight, expert, k, col, d, n, stride_we, stride_wpart, stride_win, stride_wout,
                 PARTS, WEIGHT_ACCESS, EVEN_K, BLOCK_K, BLOCK_N,
             )  # fmt: skip
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = multiply_add(left, right, acc, PRECISION, APART)
         if GATED:
             gate, up = halves(acc, BLOCK_M, 2 * BLOCK_N)
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilemoe.kernels.triton.operands import column_slices, line_pointers, load_ragged
+from tilemoe.kernels.triton.operands import column_slices, line_pointers, load_ragged, multiply_add
 
 
 @triton.jit
@@ -32,6 +32,7 @@ def gemm_weights_kernel(
     USE_TMA: tl.constexpr,
     EVEN_M: tl.constexpr,
     PRECISION: tl.constexpr,
+    APART: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,7 +66,7 @@ def gemm_weights_kernel(
             else:
                 mask = (rows < end)[:, None] & (columns < q)[None, :]
                 right = tl.load(by_row + rows.to(tl.int64)[:, None] * q + columns[None, :], mask=mask, other=0.0)
-            acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+            acc = multiply_add(left.T, right, acc, PRECISION, APART)
         width: tl.constexpr = BLOCK_N // SLICES
         slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
         for i in tl.static_range(SLICES):

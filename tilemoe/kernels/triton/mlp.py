@@ -68,7 +68,7 @@ def rows_launch(
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": p % tile.block_k == 0,
-            "PRECISION": dot_precision(rows.dtype),
+            **_arithmetic(rows.dtype),
             "FLATTEN": tile.flatten,
             "SLICES": tile.slices,
             **_blocks(tile),
@@ -132,7 +132,7 @@ def up_proj_act_launch(
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": d % tile.block_k == 0,
-            "PRECISION": dot_precision(x.dtype),
+            **_arithmetic(x.dtype),
             "FLATTEN": tile.flatten,
             "SLICES": tile.slices,
             **_blocks(tile),
@@ -191,7 +191,7 @@ def act_grad_launch(
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": d % tile.block_k == 0,
-            "PRECISION": dot_precision(do.dtype),
+            **_arithmetic(do.dtype),
             "FLATTEN": tile.flatten,
             "SLICES": tile.slices,
             "LOAD_AHEAD": tile.load_ahead,
@@ -262,7 +262,7 @@ def weights_launch(
             "WIDE": _is_wide(by_token),
             "USE_TMA": use_tma,
             "EVEN_M": p % tile.block_m == 0,
-            "PRECISION": dot_precision(by_row.dtype),
+            **_arithmetic(by_row.dtype),
             "SLICES": tile.slices,
             **_blocks(tile),
         },
@@ -328,6 +328,15 @@ def _activation(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, Any]:
         "GATED": spec.is_gated,
         "INTERLEAVED": _layout(spec) == "interleaved",
     }
+
+
+def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
+    """How products are multiplied and added up: as matrix units do, and in fp32 by IEEE step by step.
+
+    One chain of fp32 sums over the contraction would err by its length's square root.
+    """
+    precision = dot_precision(dtype)
+    return {"PRECISION": precision, "APART": dtype == torch.float32 and precision == "ieee"}
 
 
 def _is_wide(rows: Tensor) -> bool:

@@ -99,6 +99,18 @@ def load_pointers(pointers, k, width, EVEN_K: tl.constexpr, BLOCK_K: tl.constexp
 
 
 @triton.jit
+def multiply_add(left, right, acc, PRECISION: tl.constexpr, APART: tl.constexpr):
+    """``acc + left right``, (BM, BN) fp32. APART: this step's products are added up before they join ``acc``."""
+    if APART:
+        products = tl.dot(left, right, input_precision=PRECISION)
+        # The compiler would make a plain sum the product's accumulator, and all steps one chain again.
+        acc = tl.fma(products, tl.full(products.shape, 1.0, tl.float32), acc)
+    else:
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def store_rows(out, value, end, row, col, width, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Store (BM, BN) at (row, col) of ``out`` (R_max, width), its rows before ``end`` only."""
     if USE_TMA:
