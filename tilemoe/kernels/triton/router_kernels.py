@@ -207,7 +207,8 @@ def select_kernel(
 
         value = score
         if selection_bias is not None:
-            value += tl.maximum(tl.load(selection_bias + expert, mask=valid, other=0.0), _LOWEST)
+            everywhere = tl.broadcast_to(expert, (BLOCK_T, C))  # for each token anew: laid out as the logits are
+            value += tl.maximum(tl.load(selection_bias + everywhere, mask=valid, other=0.0), _LOWEST)
         key = _key(tl.where(tile == float("-inf"), _LOWEST, value))
         key = tl.where(valid, key, _OUT)
         if NUM_GROUPS > 1:
@@ -302,7 +303,8 @@ def select_grad_kernel(
             d_tile = tl.where(chosen, (d_tile - common[:, None]) * inverse[:, None], 0.0)
 
     if d_probability_sums is not None:
-        d_probability = tl.load(d_probability_sums + expert, mask=valid, other=0.0)
+        everywhere = tl.broadcast_to(expert, (BLOCK_T, COLUMNS))  # for each token anew: laid out as the logits are
+        d_probability = tl.load(d_probability_sums + everywhere, mask=valid, other=0.0)
         if MODE == "late softmax":
             d_tile += probability * (d_probability - tl.sum(d_probability * probability, axis=1)[:, None])
         elif MODE == "softmax":
