@@ -5,6 +5,7 @@ E experts · K experts per token
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -23,6 +24,11 @@ class RouterChoice(NamedTuple):
 @constant_when_traced
 def select_router(device: torch.device, dtype: torch.dtype, num_experts: int, experts_per_token: int) -> RouterChoice:
     """The way of routing for logits of this device and dtype, fp32 or fp64 (narrower ones are widened before)."""
+    return _select_router(device, dtype, num_experts, experts_per_token)
+
+
+@cache  # asked for by every forward, and the answer takes a look at the GPU
+def _select_router(device: torch.device, dtype: torch.dtype, num_experts: int, experts_per_token: int) -> RouterChoice:
     if device.type != "cuda":
         return RouterChoice(False, f"Triton does not run on {device.type}")
     if find_spec("triton") is None:
