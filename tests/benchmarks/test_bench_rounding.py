@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import record
+import rounding_quality
 import token_rounding
 import torch
+
+from tilemoe.config import ROUNDING_MODES
+from tilemoe.train.config import load_recipe
 
 
 @pytest.fixture
@@ -64,3 +68,67 @@ def test_ratios_and_recovered_padding() -> None:
 def test_an_unknown_case_is_one_line(results: Path) -> None:
     with pytest.raises(SystemExit, match="no case called 'x'; known are toy-E8"):
         token_rounding.main(["run", "--device", "cpu", "--cases", "x"])
+
+
+def small_recipe(folder: Path) -> None:
+    """rounding-smoke on a text of its own, four steps long."""
+    text = folder / "text"
+    text.mkdir()
+    for index in range(6):
+        (text / f"{index}.txt").write_text(f"{index} tokens and {index + 1} experts. " * 60)
+    recipe = json.loads((rounding_quality.RECIPES / "rounding-smoke.json").read_text())
+    recipe["data"] |= {"corpus": str(text), "cache_dir": str(folder / "cache"), "heldout_every": 3}
+    recipe["train"] |= {"steps": 4, "eval_batches": 2}
+    (folder / "small.json").write_text(json.dumps(recipe))
+
+
+def test_missing_runs_are_trained_recorded_and_not_repeated(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_recipe(results)
+    monkeypatch.setattr(rounding_quality, "RECIPES", results)
+    arguments = ["run", "--device", "cpu", "--recipes", "small", "--modes", "nearest,down", "--seeds"]
+    rounding_quality.main([*arguments, "1"])
+    rounding_quality.main([*arguments, "2"])
+    rows = rows_of(results / "rounding_quality.jsonl")
+    assert [(row["routing"], row["seed"]) for row in rows] == [
+        (routing, seed) for seed in (0, 1) for routing in ("top-K", "nearest", "down")
+    ]
+    top_k, nearest, down = rows[:3]
+    assert top_k["dropped_percent"] == top_k["added_percent"] == down["added_percent"] == 0
+    assert down["dropped_percent"] > 0  # type: ignore[operator]
+    assert len({row["heldout_nats"] for row in rows}) == len(rows)
+    assert nearest["heldout_tokens"] == top_k["heldout_tokens"]
+    capsys.readouterr()
+    rounding_quality.main(["table"])
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 2 + 3
+    assert "±" in table[2]
+
+
+def test_no_run_is_begun_that_would_end_too_late(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_recipe(results)
+    monkeypatch.setattr(rounding_quality, "RECIPES", results)
+    rounding_quality.main(["run", "--device", "cpu", "--recipes", "small", "--seconds", "1e-9"])
+    assert not (results / "rounding_quality.jsonl").exists()
+
+
+def test_entropy() -> None:
+    assert rounding_quality.entropy([5, 5, 5, 5]) == pytest.approx(1.0)
+    assert rounding_quality.entropy([7, 0, 0]) == 0.0
+
+
+@pytest.mark.parametrize("path", sorted(rounding_quality.RECIPES.glob("*.json")), ids=lambda path: path.stem)
+def test_recipes_give_each_expert_two_tiles(path: Path) -> None:
+    recipe = load_recipe(str(path))
+    moe = recipe.model.moe
+    assert moe is not None
+    assert moe.rounding is not None
+    pairs = recipe.data.seq_len * recipe.data.batch_size * moe.num_experts_per_tok
+    assert pairs / moe.num_experts >= 2 * moe.rounding.tile
+    assert recipe.name == path.stem
+    for routing in ("top-K", *ROUNDING_MODES):
+        found = rounding_quality.variant(recipe, routing, 5)
+        assert found.train.seed == 5
+        assert found.model.moe is not None
+        assert (found.model.moe.rounding is None) == (routing == "top-K")
