@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, device_of
+from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, power_of_two
 from tilemoe.routing.plan import RoutingPlan
 
 _MAX_UNROLL = 16  # rows of a token in flight at once
@@ -51,11 +51,11 @@ def combine_launch(out: Tensor, rows: Tensor, s: Tensor | None, plan: RoutingPla
     width = rows.shape[1]
     # By the stride of the output, which is its full width: a slice of it runs what is compiled for the whole.
     full_width = max(width, out.stride(0))
-    block = min(_BYTES_OF_PROGRAM // rows.element_size(), max(32, triton.next_power_of_2(full_width)))
+    block = min(_BYTES_OF_PROGRAM // rows.element_size(), max(32, power_of_two(full_width)))
     pairs_per_token = 0 if plan.pair_start_of_token is not None else plan.num_pairs // plan.num_tokens
     return Launch(
         combine_kernel,
-        (plan.num_tokens * triton.cdiv(width, block),),
+        (plan.num_tokens * ceil_div(width, block),),
         {
             "out": out,
             "rows": rows,
@@ -82,7 +82,7 @@ def _unroll(pairs_per_token: int) -> int:
     """Rows in flight: all of them up to the limit, else equal parts of at most that."""
     if pairs_per_token == 0:
         return _UNROLL_OF_PAIRS
-    return triton.cdiv(pairs_per_token, triton.cdiv(pairs_per_token, _MAX_UNROLL))
+    return ceil_div(pairs_per_token, ceil_div(pairs_per_token, _MAX_UNROLL))
 
 
 @triton.jit

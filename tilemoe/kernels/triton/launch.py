@@ -102,3 +102,14 @@ def dot_precision(dtype: torch.dtype) -> str:
     if dtype != torch.float32:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+# Triton has both, but as functions of kernels, which take the host ten times as long.
+def ceil_div(count: int, block: int) -> int:
+    """Blocks that cover ``count``."""
+    return -(-count // block)
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is at least ``count``, of at least 1."""
+    return 1 << (count - 1).bit_length()

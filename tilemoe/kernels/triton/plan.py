@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, device_of
+from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, power_of_two
 from tilemoe.routing.plan import NEGATIVE_EXPERT
 
 MAX_EXPERTS = 4096  # the counts of a block are kept in shared memory
@@ -54,7 +54,7 @@ def plan_topk_launches(
     num_pairs = ids.shape[0]
     assert unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
     block = pairs_of_block(num_experts)
-    num_blocks = triton.cdiv(num_pairs, block)
+    num_blocks = ceil_div(num_pairs, block)
 
     def index(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
@@ -65,7 +65,7 @@ def plan_topk_launches(
     row_start, error_bits = index(num_experts + 1), index()
     columns = 4 if num_experts <= 1024 else 8  # experts of a program that sums over blocks
     ids_and_sizes = {"ids": ids, "num_pairs": num_pairs, "num_experts": num_experts}
-    all_experts = max(16, triton.next_power_of_2(num_experts))
+    all_experts = max(16, power_of_two(num_experts))
     launches = [
         Launch(
             count_kernel,
@@ -77,7 +77,7 @@ def plan_topk_launches(
         ),
         Launch(
             block_start_kernel,
-            (triton.cdiv(num_experts, columns),),
+            (ceil_div(num_experts, columns),),
             {
                 "counts": counts,
                 "block_start": block_start,

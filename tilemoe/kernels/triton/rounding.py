@@ -15,10 +15,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, device_of
+from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, power_of_two
 from tilemoe.kernels.triton.rounding_grad import grad_kernel
 from tilemoe.kernels.triton.rounding_kernels import (
     TOKENS,
@@ -93,7 +92,7 @@ def round_launches(
     """The launches, in order, and the tensors that they fill."""
     num_tokens, num_experts = logits.shape
     assert num_experts <= MAX_EXPERTS, "the caller chooses another way"
-    num_blocks = triton.cdiv(num_tokens, int(TOKENS))
+    num_blocks = ceil_div(num_tokens, int(TOKENS))
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -136,7 +135,7 @@ def round_launches(
         ),
         Launch(
             count_kernel,
-            (triton.cdiv(num_experts, _COUNTS[1]) + 1,),
+            (ceil_div(num_experts, _COUNTS[1]) + 1,),
             {"counts": counts, "real_in_block": real_in_block, **shared, **sizes},
             {"ROWS": _COUNTS[0], "COLUMNS": _COUNTS[1]},
             num_warps=8,
@@ -170,7 +169,7 @@ def round_launches(
                 "row_start_of_expert": rows.row_start_of_expert,
                 "num_experts": num_experts,
             },
-            {"MODE": spec.mode, "TILE": spec.tile, "BLOCK_E": max(16, triton.next_power_of_2(num_experts))},
+            {"MODE": spec.mode, "TILE": spec.tile, "BLOCK_E": max(16, power_of_two(num_experts))},
             num_warps=4,
             num_stages=1,
         )
@@ -279,7 +278,7 @@ def score_grad_launch(
     num_tokens, num_experts = logits.shape
     return Launch(
         grad_kernel,
-        (triton.cdiv(num_tokens, _GRAD_TOKENS),),
+        (ceil_div(num_tokens, _GRAD_TOKENS),),
         {
             "d_scores": d_scores,
             "logits": logits,
@@ -299,8 +298,8 @@ def score_grad_launch(
             "MODE": spec.score,
             "NORMALIZE": spec.normalize,
             "BLOCK_T": _GRAD_TOKENS,
-            "BLOCK_E": min(512, max(32, triton.next_power_of_2(num_experts))),
-            "BLOCK_K": triton.next_power_of_2(expert_ids.shape[1]),
+            "BLOCK_E": min(512, max(32, power_of_two(num_experts))),
+            "BLOCK_K": power_of_two(expert_ids.shape[1]),
             "PAIRS": _GRAD_PAIRS,
         },
         num_warps=4,

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, device_of
+from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, power_of_two
 from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_kernel
 
 MAX_EXPERTS = 4096
@@ -97,7 +96,7 @@ def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Ten
     """The launch behind `select`, for at least one token; its arguments hold what it writes."""
     num_tokens, num_experts = logits.shape
     tile = _tile(num_experts, spec.num_groups)
-    num_programs = triton.cdiv(num_tokens, tile["BLOCK_T"])
+    num_programs = ceil_div(num_tokens, tile["BLOCK_T"])
     if spec.balance or spec.z:
         num_programs = min(num_programs, _PARTIAL_SUMS)
     kept = (num_tokens, spec.experts_per_token)
@@ -145,7 +144,7 @@ def select_grad_launch(
     tile = _tile(num_experts, 1)  # which groups were eligible has no gradient
     return Launch(
         select_grad_kernel,
-        (triton.cdiv(num_tokens, tile["BLOCK_T"]),),
+        (ceil_div(num_tokens, tile["BLOCK_T"]),),
         {
             "logits": logits,
             "expert_ids": expert_ids,
@@ -172,7 +171,7 @@ def select_grad_launch(
 
 def _padded(num_experts: int, num_groups: int) -> tuple[int, int]:
     """Groups and experts of a group, as powers of two: at most 8192 columns for `MAX_EXPERTS`."""
-    return triton.next_power_of_2(num_groups), triton.next_power_of_2(num_experts // num_groups)
+    return power_of_two(num_groups), power_of_two(num_experts // num_groups)
 
 
 def _tile(num_experts: int, num_groups: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.triton.launch import Launch, power_of_two
 from tilemoe.routing.plan import RoutingPlan
 
 _BLOCK = 128
@@ -52,7 +52,7 @@ def tile_list_launch(plan: RoutingPlan, tile_m: int) -> tuple[Launch, TileList]:
             "num_tiles": tiles.num_tiles,
             "num_experts": plan.num_experts,
         },
-        {"TILE_M": tile_m, "BLOCK_E": max(16, triton.next_power_of_2(plan.num_experts)), "BLOCK": _BLOCK},
+        {"TILE_M": tile_m, "BLOCK_E": max(16, power_of_two(plan.num_experts)), "BLOCK": _BLOCK},
         num_warps=4,
         num_stages=1,
     )
