@@ -202,19 +202,23 @@ def _aux_loss(
     scores, num_experts = chosen.scores, pairs_of_expert.shape[0]
     if chosen.probability_sums is None and chosen.z_sum is None:
         return torch.zeros((), dtype=torch.float32, device=scores.device)
-    num_tokens = pairs_of_expert.new_full((1,), scores.shape[0]) if token_mask is None else token_mask.sum()[None]
-    counts = torch.cat([pairs_of_expert.long(), num_tokens.long()])
-    ranks = 1
-    if training:
-        counts, ranks = sum_over_ranks(counts, group), num_ranks(group)
-    tokens = counts[-1].clamp(min=1).to(scores.dtype)
-    loss = scores.new_zeros(())
+    counts = pairs_of_expert
+    # Without a mask the host knows the number of tokens: then nothing is computed of it on the device.
+    tokens: Tensor | int = scores.shape[0] if token_mask is None else token_mask.sum()
+    ranks = num_ranks(group) if training else 1
+    if ranks > 1:
+        here = tokens if isinstance(tokens, Tensor) else counts.new_full((), tokens)
+        everywhere = sum_over_ranks(torch.cat([counts.long(), here.long()[None]]), group)
+        counts, tokens = everywhere[:-1], everywhere[-1]
+    tokens = tokens.clamp(min=1).to(scores.dtype) if isinstance(tokens, Tensor) else max(tokens, 1)
+    share = ranks / tokens  # of each real token in the mean of the ranks' losses
+    parts = []
     if chosen.probability_sums is not None:
-        fraction = counts[:-1].to(scores.dtype) / tokens
-        loss = loss + router.aux_loss_coef * num_experts * (fraction * chosen.probability_sums).sum()
+        pairs = (counts * chosen.probability_sums).sum()
+        parts.append(router.aux_loss_coef * num_experts * share / tokens * pairs)
     if chosen.z_sum is not None:
-        loss = loss + router.z_loss_coef * chosen.z_sum
-    return (loss * (ranks / tokens)).float()  # of the real tokens, this rank's part in the mean of the ranks' losses
+        parts.append(router.z_loss_coef * share * chosen.z_sum)
+    return sum(parts[1:], start=parts[0]).float()
 
 
 def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> Tensor:
