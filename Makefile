@@ -8,7 +8,7 @@ TRITON := 3.6.0
 # In a folder of its own, to be put before the other.
 NEWEST_TRITON := 3.9.0
 NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
-COMPILED := tests/kernels/test_triton_compiled.py tests/kernels/test_triton_every_kernel.py
+COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py)
 
 .PHONY: env demo test newest-triton check lint types wheel clean
 

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilemoe.kernels.hopper.gemm_rows import gather_rows
+from tilemoe.kernels.hopper.names import load_tile
 from tilemoe.kernels.hopper.pipeline import (
     BK,
     GROUP_M,
@@ -39,10 +40,10 @@ BUFFERS = gl.constexpr(5)
 def load_gate_up(h, row, col, arrived, gate_buffer, up_buffer):
     """Start loading a slice of gate and of up; ``arrived`` opens when they are there."""
     mbarrier.expect(arrived, 2 * h.block_type.nbytes)
-    gate = gate_buffer._reinterpret(h.dtype, h.block_shape, h.layout)
-    tma.async_copy_global_to_shared(h, [row, 0, col], arrived, gate)
-    up = up_buffer._reinterpret(h.dtype, h.block_shape, h.layout)
-    tma.async_copy_global_to_shared(h, [row, 1, col], arrived, up)
+    gate = gate_buffer.reshape(h.block_shape)
+    load_tile(h, [row, 0, col], arrived, gate)
+    up = up_buffer.reshape(h.block_shape)
+    load_tile(h, [row, 1, col], arrived, up)
 
 
 @gluon.jit

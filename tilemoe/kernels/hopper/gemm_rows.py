@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from tilemoe.kernels.hopper.names import copy_rows, load_tile
 from tilemoe.kernels.hopper.pipeline import (
     BK,
     GROUP_M,
@@ -43,9 +43,9 @@ def load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N: gl.constexpr):
     """Start the TMA load of one step's weight; its bytes count towards ``ready``."""
     _left, right, ready, _empty = ring
     if RIGHT_BY_N:
-        tma.async_copy_global_to_shared(weight, [expert, 0, col, k], ready.index(stage), right.index(stage))
+        load_tile(weight, [expert, 0, col, k], ready.index(stage), right.index(stage))
     else:
-        tma.async_copy_global_to_shared(weight, [expert, k, 0, col], ready.index(stage), right.index(stage))
+        load_tile(weight, [expert, k, 0, col], ready.index(stage), right.index(stage))
 
 
 @gluon.jit
@@ -62,12 +62,12 @@ def gathered_steps(
         load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
         buffer = left.index(stage)
         if EVEN_K:
-            async_copy.async_copy_global_to_shared(buffer.slice(0, GROUP_M), upper + k)
-            async_copy.async_copy_global_to_shared(buffer.slice(GROUP_M, GROUP_M), lower + k)
+            copy_rows(buffer.slice(0, GROUP_M), upper + k)
+            copy_rows(buffer.slice(GROUP_M, GROUP_M), lower + k)
         else:
             inside = (k + columns < width_in)[None, :]
-            async_copy.async_copy_global_to_shared(buffer.slice(0, GROUP_M), upper + k, mask=inside)
-            async_copy.async_copy_global_to_shared(buffer.slice(GROUP_M, GROUP_M), lower + k, mask=inside)
+            copy_rows(buffer.slice(0, GROUP_M), upper + k, mask=inside)
+            copy_rows(buffer.slice(GROUP_M, GROUP_M), lower + k, mask=inside)
         publish_copies(ring, step)
         step += 1
     return step
@@ -125,7 +125,7 @@ def contiguous_rows(
         for k in range(0, width_in, BK):
             stage = acquire(ring, step)
             mbarrier.expect(ready.index(stage), rows.block_type.nbytes + weight.block_type.nbytes)
-            tma.async_copy_global_to_shared(rows, [row, k], ready.index(stage), left.index(stage))
+            load_tile(rows, [row, k], ready.index(stage), left.index(stage))
             load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
             step += 1
         expert, row, col = next_expert, next_row, next_col

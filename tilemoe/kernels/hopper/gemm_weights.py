@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tilemoe.kernels.hopper.gemm_rows import COPY
+from tilemoe.kernels.hopper.names import copy_rows, load_tile
 from tilemoe.kernels.hopper.pipeline import (
     BK,
     GROUP_M,
@@ -78,13 +78,9 @@ def gather_along_k(
             stage = acquire(ring, step)
             mbarrier.expect(ready.index(stage), by_row.block_type.nbytes)
             place = [RAGGED_ROWS, end, RAGGED_ROWS - end + k, col]
-            tma.async_copy_global_to_shared(by_row, place, ready.index(stage), right.index(stage))
-            async_copy.async_copy_global_to_shared(
-                left.index(GROUPS * stage), pointers + upper[None, :], mask=(upper < p)[None, :]
-            )
-            async_copy.async_copy_global_to_shared(
-                left.index(GROUPS * stage + 1), pointers + lower[None, :], mask=(lower < p)[None, :]
-            )
+            load_tile(by_row, place, ready.index(stage), right.index(stage))
+            copy_rows(left.index(GROUPS * stage), pointers + upper[None, :], mask=(upper < p)[None, :])
+            copy_rows(left.index(GROUPS * stage + 1), pointers + lower[None, :], mask=(lower < p)[None, :])
             publish_copies(ring, step)
             step += 1
         # An expert without rows took no step, in which the next tile's tokens would have been loaded.

@@ -19,10 +19,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from tilemoe.kernels.hopper.names import store_tile
 
 GROUPS = gl.constexpr(2)  # consumers
 GROUP_M = gl.constexpr(64)  # rows of each: what one matrix instruction of a warpgroup takes
@@ -162,5 +163,5 @@ def store_slice(descriptor, place, value, buffer):
 def start_store(descriptor, place, buffer):
     """Start storing ``buffer`` to ``place`` by TMA."""
     fence_async_shared()
-    source = buffer._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
-    tma.async_copy_shared_to_global(descriptor, place, source)
+    source = buffer.reshape(descriptor.block_shape)
+    store_tile(descriptor, place, source)
