@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilemoe.ops.rounding import round_rows
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.routing.plan import RoutingPlan
 
@@ -42,6 +43,8 @@ def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: in
     for name, token, expert, num_tokens, num_experts in _pairs_cases(tile, generator):
         plan = plan_pairs(token.to(device), expert.to(device), num_tokens, num_experts)
         yield HostileRouting(name, plan)
+    for mode in ("up", "down"):
+        yield HostileRouting(f"rounded {mode}", _rounded_plan(mode, tile, generator, device))
 
 
 def used_pairs(plan: RoutingPlan) -> Tensor:
@@ -55,6 +58,18 @@ def used_pairs(plan: RoutingPlan) -> Tensor:
 def _distinct(num_tokens: int, num_experts: int, k: int, generator: torch.Generator) -> Tensor:
     """(T, K) int64, K different experts for each token."""
     return torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :k].contiguous()
+
+
+def _rounded_plan(mode: str, tile: int, generator: torch.Generator, device: torch.device | str) -> RoutingPlan:
+    """Tokens that gained and lost experts, some of them all; pairs numbered by rows, and fewer rows than capacity."""
+    tokens, experts = tile + 5, 3
+    scores = torch.rand(tokens, experts, generator=generator).to(device)
+    kept, ids = scores.max(dim=1, keepdim=True)
+    capacity = tokens + experts * tile
+    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, _ = round_rows(
+        scores, ids, kept, None, None, mode, tile, 1.0, capacity
+    )
+    return RoutingPlan(token_of_row, pair_of_row, row_of_pair, pair_start, row_start, experts, tokens)
 
 
 def _topk_cases(tile: int, generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:
