@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from triton_compile import compile_launch, count_spill_loads
 
 from tilemoe.activations import activation_spec
@@ -32,6 +33,8 @@ GATHERED = {"up_proj_act", "down_proj_act_grad", "up_proj_weight_grad"}
 GATHERED_BY_REGISTER = {("up_proj_weight_grad", 120)}
 # Spill loads by kernel and capability, all in the epilogue, once per tile of 128 x 256.
 SPILLS = {("down_proj_act_grad", 100): 48}
+if not triton.__version__.startswith("3.6."):
+    SPILLS |= {("up_proj_act", 90): 4, ("down_proj_act_grad", 90): 16}
 D, N, E, T, K = 1536, 256, 2, 64, 2
 
 
