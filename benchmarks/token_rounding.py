@@ -2,6 +2,7 @@
 
     python benchmarks/token_rounding.py run --cases all --modes nearest
     python benchmarks/token_rounding.py run --cases E256-d4096,Qwen3-Next-16k --modes all
+    python benchmarks/token_rounding.py kernels --cases all --modes nearest
     python benchmarks/token_rounding.py table
     python benchmarks/token_rounding.py plot --out results/figures
 
@@ -9,7 +10,8 @@ run appends to results/token_rounding.jsonl, a case as soon as it is measured; w
 to see that everything works. All contestants share the weights, the input and the kernels. A step is timed behind
 other work, so that the host is ahead and what is measured is the GPU's. "full tiles" runs the experts alone on rows as
 many as top-K's that fill whole tiles: top-K's experts minus that is what padding costs it, and a mode recovers the
-part of it by which the whole layer, routing included, becomes faster.
+part of it by which the whole layer, routing included, becomes faster. kernels prints the microseconds of each kernel
+of the rounding.
 """
 
 from __future__ import annotations
@@ -248,6 +250,40 @@ def run(args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
 
 
+def kernels(args: argparse.Namespace) -> None:
+    """Print the median time of each launch of a rounding and of its gradient, run in order."""
+    from tilemoe.kernels.triton import rounding
+    from tilemoe.routing.rounding import draw_uniform, row_capacity
+
+    machine = gpu()
+    for name in list(CASES) if args.cases == "all" else args.cases.split(","):
+        shape = CASES[name]
+        experts, k = shape.num_experts, shape.num_experts_per_tok
+        logits = torch.randn(shape.num_tokens, experts, device="cuda")
+        kept, ids = logits.softmax(dim=-1).topk(k, dim=-1)
+        for mode in ROUNDING_MODES if args.modes == "all" else args.modes.split(","):
+            how = TokenRounding(mode, machine.tile)  # type: ignore[arg-type]
+            capacity = row_capacity(how, shape.num_tokens, k, experts)
+            spec = rounding.RoundingSpec(mode, machine.tile, "softmax", True, 1.0, capacity)
+            uniform = draw_uniform(experts, how, logits.device, None)
+            launches, rows = rounding.round_launches(logits, ids.int(), kept, uniform, None, spec)
+            saved = (rows.norm, rows.row_of_pair, rows.code_of_pair, rows.pair_start_of_token)
+            launches.append(rounding.score_grad_launch(rows.scores, logits, ids.int(), None, *saved, spec))
+            times = []
+            for _ in range(args.settle + args.calls):
+                machine.run_ahead()
+                marks = [machine.mark()]
+                for launch in launches:
+                    launch.run()
+                    marks.append(machine.mark())
+                machine.synchronize()
+                times.append([1e3 * machine.milliseconds(a, b) for a, b in itertools.pairwise(marks)])
+            medians = [statistics.median(found) for found in zip(*times[args.settle :], strict=True)]
+            names = [launch.kernel.fn.__name__.removesuffix("_kernel") for launch in launches]
+            parts = " ".join(f"{what} {us:.1f}" for what, us in zip(names, medians, strict=True))
+            print(f"{name:16} {mode:13} {sum(medians):6.1f} us: {parts}", flush=True)
+
+
 def describe(row: Row) -> str:
     times = " ".join(f"{row[f'{part}_ms']['median']:8.3f}" for part in ("forward", "backward"))
     routing = " + ".join(f"{row[f'{part}_ms']['median']:.3f}" for part in ("routing", "routing_grad"))
@@ -316,7 +352,7 @@ def plot(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["run", "table", "plot"])
+    parser.add_argument("what", choices=["run", "kernels", "table", "plot"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", default="all", help='"all" or names, separated by commas')
     parser.add_argument("--modes", default="nearest", help='"all" or modes, separated by commas')
@@ -326,7 +362,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpu", help="table and plot: only rows of this GPU, by its full name")
     parser.add_argument("--out", default=str(record.RESULTS / "figures"))
     args = parser.parse_args(argv)
-    {"run": run, "table": table, "plot": plot}[args.what](args)
+    {"run": run, "kernels": kernels, "table": table, "plot": plot}[args.what](args)
 
 
 if __name__ == "__main__":

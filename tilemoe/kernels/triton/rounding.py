@@ -31,10 +31,11 @@ from tilemoe.kernels.triton.rounding_kernels import (
 )
 
 MAX_EXPERTS = 4096  # as in the selection; `ADDED_PAIR` is above every expert
-_BLOCK_E = 32
-_BLOCK_KEYS = 2048  # of a column at a time
+_KEY_TILE = 8192  # logits of a program that makes keys
+_BLOCK_E = 128  # experts at a time, for all tokens of a block
+_BLOCK_KEYS = 4096  # of a column at a time
 _CANDIDATES = 4096  # keys of an expert that are copied out
-_COUNTS = (512, 16)  # blocks and experts of a program that counts
+_COUNTS = (512, 16)  # lines and experts of a program that adds counts up
 _GRAD_TOKENS, _GRAD_PAIRS = 8, 8
 
 
@@ -108,14 +109,17 @@ def round_launches(
         norm=new(num_tokens if spec.score != "sigmoid" else 0, 2, dtype=torch.float32),
         code_of_pair=new(spec.capacity, dtype=torch.int16),
     )
-    keys, counts = new(num_experts, num_blocks * int(TOKENS)), new(num_blocks, num_experts)
-    real_in_block, num_real = new(num_blocks), new(1)
+    columns = max(16, power_of_two(num_experts))
+    block_t = max(1, min(int(TOKENS), _KEY_TILE // columns))
+    num_counts = num_blocks * (int(TOKENS) // block_t)
+    keys, counts = new(num_experts, num_blocks * int(TOKENS)), new(num_counts, num_experts)
+    real_tokens, num_real = new(num_counts), new(1)
     sizes = {"num_blocks": num_blocks, "num_experts": num_experts}
     shared = {"pairs_of_expert": rows.pairs_of_expert, "num_real": num_real}
     launches = [
         Launch(
             key_kernel,
-            (num_blocks,),
+            (num_counts,),
             {
                 "logits": logits,
                 "expert_ids": expert_ids,
@@ -124,19 +128,30 @@ def round_launches(
                 "keys": keys,
                 "norm": rows.norm,
                 "counts": counts,
-                "real_in_block": real_in_block,
+                "real_tokens": real_tokens,
                 "num_tokens": num_tokens,
                 "experts_per_token": expert_ids.shape[1],
                 **sizes,
             },
-            {"SOFTMAX": spec.score != "sigmoid", "BLOCK_E": _BLOCK_E},
-            num_warps=4,
+            {
+                "SOFTMAX": spec.score != "sigmoid",
+                "BLOCK_T": block_t,
+                "BLOCK_E": columns,
+                "BLOCK_K": power_of_two(expert_ids.shape[1]),
+            },
+            num_warps=max(1, block_t * columns // 1024),
             num_stages=1,
         ),
         Launch(
             count_kernel,
             (ceil_div(num_experts, _COUNTS[1]) + 1,),
-            {"counts": counts, "real_in_block": real_in_block, **shared, **sizes},
+            {
+                "counts": counts,
+                "real_tokens": real_tokens,
+                **shared,
+                "num_counts": num_counts,
+                "num_experts": num_experts,
+            },
             {"ROWS": _COUNTS[0], "COLUMNS": _COUNTS[1]},
             num_warps=8,
             num_stages=1,
@@ -169,7 +184,7 @@ def round_launches(
                 "row_start_of_expert": rows.row_start_of_expert,
                 "num_experts": num_experts,
             },
-            {"MODE": spec.mode, "TILE": spec.tile, "BLOCK_E": max(16, power_of_two(num_experts))},
+            {"MODE": spec.mode, "TILE": spec.tile, "BLOCK_E": columns},
             num_warps=4,
             num_stages=1,
         )
@@ -186,6 +201,7 @@ def _emission(
     rows_before_block = keys.new_empty(sizes["num_experts"], sizes["num_blocks"])
     pairs_of_block = keys.new_empty(sizes["num_blocks"])
     by_token = {"kept": kept, "pairs_of_block": pairs_of_block, "pair_start_of_token": rows.pair_start_of_token}
+    block_e = min(_BLOCK_E, max(16, power_of_two(sizes["num_experts"])))
     return [
         Launch(
             row_kernel,
@@ -211,7 +227,7 @@ def _emission(
             token_kernel,
             (sizes["num_blocks"],),
             {**by_token, "num_tokens": num_tokens, **sizes},
-            {"BLOCK_E": _BLOCK_E},
+            {"BLOCK_E": block_e},
             num_warps=4,
             num_stages=1,
         ),
@@ -227,8 +243,8 @@ def _emission(
                 "num_tokens": num_tokens,
                 **sizes,
             },
-            {"BLOCK_E": _BLOCK_E, "BLOCK": 1024},
-            num_warps=4,
+            {"BLOCK_E": block_e, "BLOCK": 1024},
+            num_warps=8,
             num_stages=1,
         ),
     ]

@@ -15,19 +15,10 @@ import triton.language as tl
 
 from tilemoe.kernels.triton.rounding_select import OTHERS, OUT, row_threshold, value_of_key
 
-TOKENS = tl.constexpr(64)  # of a block: the unit in which tokens are counted
+TOKENS = tl.constexpr(32)  # of a block: the unit in which tokens are counted
 CHOSEN = tl.constexpr(1)  # in `kept` (E, T), by which 0 is a token without the expert
 ADDED = tl.constexpr(2)
 ADDED_PAIR = tl.constexpr(1 << 14)  # in `code_of_pair`, beside the expert
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32
-
-
-@triton.jit
-def _real_tokens(token, num_tokens, token_mask):
-    real = token < num_tokens
-    if token_mask is not None:
-        real &= tl.load(token_mask + token, mask=real, other=0) != 0
-    return real
 
 
 @triton.jit
@@ -45,75 +36,77 @@ def key_kernel(
     keys,
     norm,
     counts,
-    real_in_block,
+    real_tokens,
     num_tokens,
     num_blocks,
     num_experts,
     experts_per_token,
     SOFTMAX: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """keys (E, B * TOKENS), norm (T, 2): the maximum and 1 / sum of a token's softmax, counts (B, E) of chosen pairs,
-    real_in_block (B).
+    """keys (E, B * TOKENS); norm (T, 2): the maximum and 1 / sum of a token's softmax; of this program's BLOCK_T
+    tokens, counts (programs, E) of chosen pairs and real_tokens (programs). A tile is these tokens times all experts.
     """
-    block = tl.program_id(0)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    real = _real_tokens(token, num_tokens, token_mask)
-    tl.store(real_in_block + block, tl.sum(real.to(tl.int32), axis=0))
+    program = tl.program_id(0)
+    token = program * BLOCK_T + tl.arange(0, BLOCK_T)
+    real = token < num_tokens
+    if token_mask is not None:
+        real &= tl.load(token_mask + token, mask=real, other=0) != 0
+    tl.store(real_tokens + program, tl.sum(real.to(tl.int32), axis=0))
+    expert = tl.arange(0, BLOCK_E)
+    valid = expert < num_experts
     line = logits + token.to(tl.int64)[:, None] * num_experts
-    top = tl.full((TOKENS,), _LOWEST, dtype=tl.float32)
-    inverse = tl.full((TOKENS,), 1.0, dtype=tl.float32)
+    tile = tl.load(line + expert[None, :], mask=real[:, None] & valid[None, :], other=float("-inf"))
+    top = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    inverse = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
     if SOFTMAX:
-        total = tl.zeros((TOKENS,), dtype=tl.float32)
-        for first in range(0, num_experts, BLOCK_E):
-            expert = first + tl.arange(0, BLOCK_E)
-            inside = real[:, None] & (expert < num_experts)[None, :]
-            tile = tl.load(line + expert[None, :], mask=inside, other=float("-inf"))
-            higher = tl.maximum(top, tl.max(tile, axis=1))
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(tile - higher[:, None]), axis=1)
-            top = higher
-        inverse = 1.0 / total
+        top = tl.where(real, tl.max(tile, axis=1), 0.0)
+        total = tl.sum(tl.exp(tile - top[:, None]), axis=1)
+        inverse = 1.0 / tl.where(real, total, 1.0)
         place = norm + 2 * token.to(tl.int64)
         tl.store(place, top, mask=token < num_tokens)
         tl.store(place + 1, inverse, mask=token < num_tokens)
-    for first in range(0, num_experts, BLOCK_E):
-        expert = first + tl.arange(0, BLOCK_E)
-        valid = expert < num_experts
-        tile = tl.load(line + expert[None, :], mask=real[:, None] & valid[None, :], other=0.0)
-        score = score_of_logit(tile, top, inverse, SOFTMAX)
-        key = (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + OTHERS
-        key = tl.where(real[:, None], key, OUT)
-        for k in range(experts_per_token):
-            pair = token.to(tl.int64) * experts_per_token + k
-            chosen = tl.load(expert_ids + pair, mask=real, other=-1).to(tl.int32)
-            carried = tl.load(kept_scores + pair, mask=real, other=0.0)
-            bits = carried.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            key = tl.where(chosen[:, None] == expert[None, :], bits[:, None], key)
-        columns = keys + expert.to(tl.int64)[None, :] * (num_blocks * TOKENS)
-        tl.store(columns + token[:, None], key, mask=valid[None, :])
-        count = tl.sum((key >= 0).to(tl.int32), axis=0)
-        tl.store(counts + block.to(tl.int64) * num_experts + expert, count, mask=valid)
+    score = score_of_logit(tile, top, inverse, SOFTMAX)
+    key = (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + OTHERS
+    key = tl.where(real[:, None], key, OUT)
+    size = num_blocks * TOKENS
+    columns = keys + expert.to(tl.int64)[None, :] * size
+    tl.store(columns + token[:, None], key, mask=valid[None, :])
+    tl.debug_barrier()  # the chosen pairs' keys replace what other threads have just written
+    k = tl.arange(0, BLOCK_K)[None, :]
+    pair = token.to(tl.int64)[:, None] * experts_per_token + k
+    is_pair = real[:, None] & (k < experts_per_token)
+    chosen = tl.load(expert_ids + pair, mask=is_pair, other=-1).to(tl.int32)
+    is_pair &= (chosen >= 0) & (chosen < num_experts)
+    carried = tl.load(kept_scores + pair, mask=is_pair, other=0.0)
+    bits = carried.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.store(keys + chosen.to(tl.int64) * size + token[:, None], bits, mask=is_pair)
+    flat = tl.reshape(tl.where(is_pair, chosen, 0), (BLOCK_T * BLOCK_K,))
+    count = tl.histogram(flat, BLOCK_E, mask=tl.reshape(is_pair, (BLOCK_T * BLOCK_K,)))
+    tl.store(counts + program.to(tl.int64) * num_experts + expert, count, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_counts"])
 def count_kernel(
-    counts, real_in_block, pairs_of_expert, num_real, num_blocks, num_experts,
+    counts, real_tokens, pairs_of_expert, num_real, num_counts, num_experts,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """pairs_of_expert (E): f; by the last program, num_real (1)."""
+    """pairs_of_expert (E): f, the sum of counts (num_counts, E); by the last program, num_real (1)."""
     if tl.program_id(0) == tl.num_programs(0) - 1:
         part = tl.zeros((ROWS,), dtype=tl.int32)
-        for first in range(0, num_blocks, ROWS):
-            block = first + tl.arange(0, ROWS)
-            part += tl.load(real_in_block + block, mask=block < num_blocks, other=0)
+        for first in range(0, num_counts, ROWS):
+            line = first + tl.arange(0, ROWS)
+            part += tl.load(real_tokens + line, mask=line < num_counts, other=0)
         tl.store(num_real, tl.sum(part, axis=0))
     else:
         expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
-        for first in range(0, num_blocks, ROWS):
-            block = first + tl.arange(0, ROWS)
-            place = block.to(tl.int64)[:, None] * num_experts + expert[None, :]
-            inside = (block < num_blocks)[:, None] & (expert < num_experts)[None, :]
+        for first in range(0, num_counts, ROWS):
+            line = first + tl.arange(0, ROWS)
+            place = line.to(tl.int64)[:, None] * num_experts + expert[None, :]
+            inside = (line < num_counts)[:, None] & (expert < num_experts)[None, :]
             total += tl.load(counts + place, mask=inside, other=0)
         tl.store(pairs_of_expert + expert, tl.sum(total, axis=0), mask=expert < num_experts)
 
