@@ -25,12 +25,15 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"config", "activations", "routing.plan", "kernels", "perf"},
     "routing": {"config", "activations", "routing.plan", "kernels", "ops"},
     "reference": {"config", "activations", "routing.plan"},
-    "layers": _BELOW_LAYERS,
+    "dispatch": _BELOW_LAYERS,
+    "layers": _BELOW_LAYERS | {"dispatch"},
     "models": _BELOW_LAYERS | {"layers"},
+    "parallel": _BELOW_LAYERS | {"dispatch", "layers", "models"},
     "data": set(),
     "recipes": set(),
     "perf": set(),
     "train": _BELOW_LAYERS | {"layers", "models", "data", "recipes"},
+    "integrations": _BELOW_LAYERS | {"layers", "models"},
     "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train"},
     "testing": _BELOW_LAYERS | {"reference"},
     "__main__": {"cli"},
@@ -44,7 +47,9 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "recipes": set(),
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow"},
-    **{part: {"torch"} for part in ("activations", "routing.plan", "routing", "kernels", "ops", "reference", "layers")},
+    "integrations": {"torch", "transformers"},
+    **dict.fromkeys(("activations", "routing.plan", "routing", "kernels", "ops", "reference"), {"torch"}),
+    **dict.fromkeys(("dispatch", "layers", "parallel"), {"torch"}),
 }
 TRITON_HOMES = ("kernels.triton", "kernels.hopper")  # it comes with PyTorch, but not on every machine
 DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "tokenizers", "safetensors", "matplotlib", "tensorboard", "pyarrow"}

@@ -1,0 +1,97 @@
+"""Small models of transformers' own classes, randomly initialised, for the tests of the integration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+VOCAB, SEQ = 61, 9
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEEPSEEK: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The prefix of a model's classes, what its configuration has beside COMMON, and how many of its layers are MoE."""
+
+    prefix: str
+    sizes: dict[str, Any]
+    moe_layers: int = 2
+    common: dict[str, Any] = field(default_factory=lambda: COMMON)
+
+    def make(self, **more: Any) -> PreTrainedModel:
+        """fp32 on the CPU, the same weights at every call; ``more`` goes to its configuration."""
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.prefix}Config")(**(self.common | self.sizes | more))
+        model: PreTrainedModel = getattr(transformers, f"{self.prefix}ForCausalLM")(config)
+        with torch.no_grad():  # biases start at zero and norms at one, which would hide them
+            for parameter in model.parameters():
+                if parameter.ndim == 1 or not parameter.any():
+                    parameter.add_(0.2 * torch.randn(parameter.shape))
+        return model.eval()
+
+
+QWEN: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
+FAMILIES = {
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": Family("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "qwen3_moe": Family("Qwen3Moe", {**QWEN, "norm_topk_prob": True}),
+    "qwen3_next": Family(
+        "Qwen3Next",
+        {
+            **QWEN,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "num_key_value_heads": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+        moe_layers=1,
+    ),
+    "glm4_moe": Family("Glm4Moe", {**DEEPSEEK, "head_dim": 8, "n_group": 1, "topk_group": 1}, moe_layers=1),
+    # The bound is low enough that random weights meet it.
+    "gpt_oss": Family("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "swiglu_limit": 1.5}),
+    "granite_moe": Family("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def tokens(batch: int = 2, length: int = SEQ) -> Tensor:
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,158 @@
+"""transformers' own models with tilemoe's experts against the same models with their eager ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import FAMILIES, VOCAB, tokens
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tilemoe.integrations import transformers as integration
+from tilemoe.testing import relative_error
+
+pytestmark = pytest.mark.usefixtures("registered")
+CLOSE = 1e-5  # relative, in the root of the mean of squares; fp32, sums of up to a few hundred terms
+
+
+class Calls(list[dict[str, Any]]):
+    """The arguments of every call of the expert MLP by the integration."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen, moe = Calls(), integration.moe
+
+    def recording(x: Tensor, w1: Tensor, w2: Tensor, *rest: Any, **more: Any) -> Tensor:
+        seen.append({"x": x, "w1": w1, "w2": w2, **more})
+        return moe(x, w1, w2, *rest, **more)
+
+    monkeypatch.setattr(integration, "moe", recording)
+    return seen
+
+
+def loss_and_gradients(model: PreTrainedModel, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    ids = tokens()
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    return out.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_every_gradient(family: str, calls: Calls) -> None:
+    model = FAMILIES[family].make().train()
+    logits, gradients = loss_and_gradients(model, "eager")
+    assert not calls
+    logits_ours, gradients_ours = loss_and_gradients(model, "tilemoe")
+    assert len(calls) == FAMILIES[family].moe_layers
+    assert relative_error(logits_ours, logits) < CLOSE
+    assert gradients_ours.keys() == gradients.keys() == {name for name, _ in model.named_parameters()}
+    for name, expected in gradients.items():
+        assert expected.abs().max() > 1e-6, f"{name}: nothing would be tested"
+        assert relative_error(gradients_ours[name], expected) < CLOSE, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_decoding_step_of_one_sequence(family: str, calls: Calls) -> None:
+    model = FAMILIES[family].make()
+    ids = tokens(batch=1)
+    logits = {}
+    for implementation in ("eager", "tilemoe"):
+        model.set_experts_implementation(implementation)
+        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+        logits[implementation] = model(input_ids=ids[:, -1:], past_key_values=cache).logits
+    assert calls[-1]["x"].shape[0] == 1
+    assert logits["eager"].shape == (1, 1, VOCAB)
+    assert relative_error(logits["tilemoe"], logits["eager"]) < CLOSE
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_generate(family: str, calls: Calls) -> None:
+    model = FAMILIES[family].make()
+    ids = tokens(batch=2)
+    generated = {}
+    for implementation in ("eager", "tilemoe"):
+        model.set_experts_implementation(implementation)
+        generated[implementation] = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    assert generated["eager"].shape[1] == ids.shape[1] + 12
+    assert len(calls) == 12 * FAMILIES[family].moe_layers
+    assert torch.equal(generated["tilemoe"], generated["eager"])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_bf16_errs_no_more_than_eager(family: str) -> None:
+    model = FAMILIES[family].make().train()
+    exact, exact_gradients = loss_and_gradients(model, "eager")
+    model.to(torch.bfloat16)
+    theirs, their_gradients = loss_and_gradients(model, "eager")
+    ours, our_gradients = loss_and_gradients(model, "tilemoe")
+    assert ours.dtype == torch.bfloat16
+    assert relative_error(ours, exact) < 1.5 * relative_error(theirs, exact)
+    for name in exact_gradients:
+        if "experts" in name:
+            error, bound = (
+                relative_error(gradients[name], exact_gradients[name]) for gradients in (our_gradients, their_gradients)
+            )
+            assert error < 1.5 * bound, name
+
+
+def test_autocast() -> None:
+    model = FAMILIES["qwen3_moe"].make()
+    logits = {}
+    for implementation in ("eager", "tilemoe"):
+        model.set_experts_implementation(implementation)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits[implementation] = model(input_ids=tokens()).logits
+    exact = model(input_ids=tokens()).logits
+    assert relative_error(logits["tilemoe"], exact) < 1.5 * relative_error(logits["eager"], exact) < 0.2
+
+
+def test_gradient_checkpointing() -> None:
+    model = FAMILIES["olmoe"].make().train()
+    expected = loss_and_gradients(model, "tilemoe")
+    model.gradient_checkpointing_enable()
+    logits, gradients = loss_and_gradients(model, "tilemoe")
+    assert torch.equal(logits, expected[0])
+    assert gradients.keys() == expected[1].keys()
+    assert all(torch.equal(gradients[name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_weights_are_read_where_they_lie(family: str, calls: Calls) -> None:
+    model = FAMILIES[family].make()
+    assert integration.use(model) == FAMILIES[family].moe_layers
+    model(input_ids=tokens())
+    for layer, call in enumerate(calls):
+        experts = model.model.layers[layer].mlp.experts
+        for ours, theirs in (("w1", "gate_up_proj"), ("w2", "down_proj")):
+            parameter = getattr(experts, theirs)
+            assert call[ours].data_ptr() == parameter.data_ptr()
+            transposed = family == "gpt_oss"
+            assert call[ours].shape == (parameter.transpose(1, 2) if transposed else parameter).shape
+            assert call[ours].is_contiguous() != transposed
+
+
+def test_nothing_as_large_as_the_gathered_rows_is_saved() -> None:
+    model = FAMILIES["gpt_oss"].make(intermediate_size=8).train()  # so that what is saved is small beside T*K*d
+    integration.use(model)
+    experts = model.model.layers[0].mlp.experts
+    pairs, d = 2 * 64, model.config.hidden_size
+    x = torch.randn(64, d, requires_grad=True)
+    ids = torch.rand(64, 4).topk(2).indices
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        experts(x, ids, torch.rand(64, 2))
+    weights = {p.data_ptr() for p in experts.parameters()}
+    sizes = [t.numel() for t in saved if t.data_ptr() not in weights]
+    assert x.numel() in sizes
+    assert max(sizes) < pairs * d

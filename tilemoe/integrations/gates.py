@@ -1,0 +1,62 @@
+"""Which of tilemoe's activations somebody's function computes, found by what it gives and not by its name.
+
+n expert width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec, activation_value
+from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+
+_ROWS, _WIDTH = 128, 32
+# Up to magnitudes beyond any clamp that is there to be met; a limit that is known is added.
+_MAGNITUDES = (0.0, 1e-3, 0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 30.0, 100.0, 1e3, 1e4, 6e4)
+# Somebody may compute in fp32; the tables' nearest neighbours, erf and tanh GELU, are 100 times further apart.
+_RTOL = _ATOL = 1e-5
+
+
+def recognised_activation(
+    function: Callable[[Tensor], Tensor], *, is_gated: bool, limit: float | None = None, alpha: float | None = None
+) -> ActivationSpec | None:
+    """The table's entry that ``function`` computes, with its gate/up layout; None if it is none of them.
+
+    ``function`` maps (rows, 2n) to (rows, n) if gated, else (rows, n) to (rows, n). ``limit`` and ``alpha`` are those
+    of a clamped gate, if it has any. It is called once, on the CPU, with values of every size and sign: a clamp, a
+    shift or another split of gate and up all show. What a model raises for such values is passed on.
+    """
+    h = _probe(2 * _WIDTH if is_gated else _WIDTH, limit)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        given = function(h.clone())
+    if not isinstance(given, Tensor) or given.shape != (_ROWS, _WIDTH):
+        return None
+    for spec in _candidates(is_gated, limit, alpha):
+        if torch.allclose(given.to(h.dtype), activation_value(h, spec), rtol=_RTOL, atol=_ATOL):
+            return spec
+    return None
+
+
+def _probe(columns: int, limit: float | None) -> Tensor:
+    """(rows, columns) fp64, in a fixed order that pairs every gate with many ups."""
+    around = () if limit is None else tuple(limit * factor for factor in (0.5, 0.99, 1.01, 1.5))
+    values = torch.tensor(_MAGNITUDES + around, dtype=torch.float64, device="cpu")
+    values = torch.cat([values, -values])
+    generator = torch.Generator().manual_seed(0)
+    return values[torch.randint(len(values), (_ROWS, columns), generator=generator, device="cpu")]
+
+
+def _candidates(is_gated: bool, limit: float | None, alpha: float | None) -> list[ActivationSpec]:
+    if not is_gated:
+        return [ActivationSpec(name) for name in sorted(UNGATED_ACTIVATIONS)]
+    specs = [
+        ActivationSpec(name, layout)
+        for layout in GATE_UP_LAYOUTS
+        for name in sorted(GATED_ACTIVATIONS - {"swiglu_oai"})
+    ]
+    if limit is not None and alpha is not None:
+        specs += [ActivationSpec("swiglu_oai", layout, limit, alpha) for layout in GATE_UP_LAYOUTS]
+    return specs

@@ -1,0 +1,267 @@
+"""The experts of Hugging Face's models, computed by tilemoe: ``experts_implementation="tilemoe"``.
+
+    from tilemoe.integrations import transformers as tilemoe_transformers
+
+    tilemoe_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="tilemoe")
+
+or ``tilemoe_transformers.use(model)`` for a model that is there already.
+
+T tokens · d hidden_size · n intermediate_size · E experts of this rank · K experts per token · w = 2n gated, n ungated
+
+transformers keeps a table of functions that compute a model's experts; `register` adds one entry to it, `unregister`
+takes it out. Nothing else of transformers is touched. The router stays the model's own. Weights are read where they
+lie, (E, w, d) or transposed: no copy is made. What a model's gate computes is tried out, not assumed, and a model that
+tilemoe does not compute exactly is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.integrations.gates import recognised_activation
+from tilemoe.kernels.select import FLOAT_DTYPES, constant_when_traced
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_topk
+
+NAME = "tilemoe"
+OLDEST = (5, 7)  # transformers; before it the names of experts' implementations were a fixed list
+
+_INSTEAD = "use experts_implementation='grouped_mm' or 'eager' for it"
+# Where models keep the bound and the slope of a clamped gate.
+_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+
+
+def register() -> None:
+    """Make ``experts_implementation="tilemoe"`` available to every model of transformers >= 5.7. Idempotent.
+
+    Raises:
+        ValueError: transformers is missing or older than that.
+    """
+    tables = _tables()
+    tables[0][NAME] = experts_forward
+    for table in tables[1:]:
+        table[NAME] = _refuse_quantised
+
+
+def unregister() -> None:
+    """Undo `register`; transformers is as it was. A model still set to "tilemoe" then raises its unknown-name error."""
+    for table in _tables():
+        if NAME in table:
+            del table[NAME]
+
+
+def use(model: nn.Module) -> int:
+    """Compute the experts of ``model``, which was made already, by tilemoe; returns how many MoE layers that is.
+
+    Registers too. Everything is checked before the model is changed, so that what would be refused in the first
+    forward is refused here. To go back: ``model.set_experts_implementation("grouped_mm")``.
+
+    Raises:
+        ValueError: as `register`, or the model has no experts that transformers dispatches, or tilemoe does not compute
+            them; the message names the model and what works instead.
+    """
+    register()
+    modules = list(_experts_modules(model))
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no experts whose implementation transformers lets one choose (a dense model, "
+            "quantised experts, or a model class without that interface); it works as it is, without tilemoe"
+        )
+    for module in modules:
+        _check(module)
+        _activation_of(module)
+    model.set_experts_implementation(NAME)  # type: ignore[operator]  # a method of PreTrainedModel
+    for module in modules:
+        if module.config._experts_implementation != NAME:  # type: ignore[union-attr]  # every experts module has one
+            raise ValueError(f"{_name(module)} did not take up the implementation that was set; load the model with it")
+    return len(modules)
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What transformers calls in place of an experts module's forward: (..., d) like hidden_states.
+
+    hidden_states (..., d); top_k_index (T, K) of this rank's experts, one past the last of them for a pair that is
+    another rank's, which is skipped; top_k_weights (T, K).
+
+    Raises:
+        ValueError: tilemoe does not compute these experts.
+    """
+    weights = _check(self)
+    activation = _activation_of(self)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    plan = plan_topk(top_k_index, weights.w2.shape[0])
+    out = moe(
+        x,
+        weights.w1,
+        weights.w2,
+        plan,
+        top_k_weights,
+        activation=activation.name,
+        gate_up=activation.gate_up,
+        b1=weights.b1,
+        b2=weights.b2,
+        activation_limit=activation.limit,
+        activation_alpha=activation.alpha,
+    )
+    return out.to(hidden_states.dtype).view(hidden_states.shape)
+
+
+class _Weights(NamedTuple):
+    """Views in tilemoe's shapes: w1 (E, w, d), w2 (E, d, n), b1 (E, w), b2 (E, d)."""
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+
+
+class _Activation(NamedTuple):
+    """The arguments of `tilemoe.moe` that say what is between the two projections."""
+
+    name: str
+    gate_up: str
+    limit: float | None
+    alpha: float | None
+
+
+def _check(module: nn.Module) -> _Weights:
+    """The module's weights; ValueError if they, or what is done with them, are not what tilemoe computes."""
+    if getattr(module, "has_post_expert_norm", False):
+        raise _refusal(module, "each expert's output is normalised before the scores, which tilemoe does not compute")
+    up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    has_bias = getattr(module, "has_bias", False)
+    w1, w2 = _weight(module, up), _weight(module, "down_proj")
+    if getattr(module, "is_transposed", False):
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    b1 = _weight(module, f"{up}_bias") if has_bias else None
+    b2 = _weight(module, "down_proj_bias") if has_bias else None
+    return _Weights(w1, w2, b1, b2)
+
+
+def _weight(module: nn.Module, name: str) -> Tensor:
+    tensor = getattr(module, name, None)
+    if not isinstance(tensor, Tensor):
+        raise _refusal(module, f"it has no weight {name}; quantised weights are not computed")
+    if tensor.dtype not in FLOAT_DTYPES or _is_wrapper(tensor):
+        kind = f"{type(tensor).__name__} of {tensor.dtype}"
+        raise _refusal(module, f"{name} is a {kind}; quantised and distributed weights are not computed")
+    return tensor
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Whether it stands for other tensors: some quantised ones say bf16 of themselves."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+class _Tried(NamedTuple):
+    """An activation and what it was found from: it is tried again when one of these is another."""
+
+    function: Any
+    limit: float | None
+    alpha: float | None
+    activation: _Activation
+
+
+# A memo, which does not keep the modules.
+_TRIED: WeakKeyDictionary[nn.Module, _Tried] = WeakKeyDictionary()
+
+
+@constant_when_traced
+def _activation_of(module: nn.Module) -> _Activation:
+    function = getattr(module, "act_fn", None)
+    limit, alpha = _number(module, _LIMITS), _number(module, _ALPHAS)
+    tried = _TRIED.get(module)
+    if tried is None or tried[:3] != (function, limit, alpha):
+        tried = _Tried(function, limit, alpha, _try(module, limit, alpha))
+        _TRIED[module] = tried
+    return tried.activation
+
+
+def _try(module: nn.Module, limit: float | None, alpha: float | None) -> _Activation:
+    is_gated = getattr(module, "has_gate", True)
+    function: Any = module._apply_gate if is_gated else module.act_fn
+    inner = getattr(module, "act_fn", None)
+    if isinstance(inner, nn.Module) and any(True for _ in inner.parameters()):
+        raise _refusal(module, f"its activation {type(inner).__name__} has parameters, which tilemoe would not train")
+    reason = "its gate is none of tilemoe's activations" if is_gated else "its activation is none of tilemoe's"
+    try:
+        spec = recognised_activation(function, is_gated=is_gated, limit=limit, alpha=alpha)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise _refusal(module, f"{reason}: trying it out failed with {error!r}") from error
+    if spec is None:
+        raise _refusal(module, reason)
+    return _as_arguments(spec)
+
+
+def _as_arguments(spec: ActivationSpec) -> _Activation:
+    if spec.name == "swiglu_oai":
+        return _Activation(spec.name, spec.gate_up, spec.limit, spec.alpha)
+    return _Activation(spec.name, spec.gate_up, None, None)
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
+    """The first of these attributes that is a positive number, which is what a limit or an alpha is."""
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
+            return float(value)
+    return None
+
+
+def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:
+    """Stands in the table of transformers' FP8 experts, so that asking for tilemoe there says why not."""
+    raise _refusal(self, "its weights are quantised to FP8")
+
+
+def _experts_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose forward transformers chooses by ``experts_implementation``; its decorator marks them so."""
+    for module in model.modules():
+        if hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "config"):
+            yield module
+
+
+def _refusal(module: nn.Module, reason: str) -> ValueError:
+    return ValueError(f"experts_implementation='tilemoe' cannot compute {_name(module)}: {reason}; {_INSTEAD}")
+
+
+def _name(module: nn.Module) -> str:
+    kind = getattr(getattr(module, "config", None), "model_type", "a model of unknown type")
+    return f"{type(module).__name__} ({kind})"
+
+
+def _tables() -> list[Any]:
+    """transformers' tables of experts' implementations: of ordinary weights, and of FP8 ones.
+
+    Each is one object that every model looks in. Its own entries, set and deleted as in a dict, lie over the ones that
+    transformers has defined and leave those as they are.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"transformers is not installed; {_upgrade()}") from error
+    _require_version(transformers)
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS]
+
+
+def _require_version(transformers: ModuleType) -> None:
+    found = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
+    if found < OLDEST:
+        raise ValueError(
+            f"transformers {transformers.__version__} does not let others compute a model's experts; {_upgrade()}"
+        )
+
+
+def _upgrade() -> str:
+    return f"pip install -U 'transformers>={'.'.join(map(str, OLDEST))}'"
