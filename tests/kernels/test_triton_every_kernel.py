@@ -19,7 +19,7 @@ from triton_checks import turn
 from triton_compile import compile_launch, recorded_launches, stack_bytes
 
 from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.triton import combine, mlp, router, tiles
+from tilemoe.kernels.triton import combine, mlp, rounding, router, tiles
 from tilemoe.kernels.triton import plan as plan_module
 from tilemoe.kernels.triton.launch import Launch
 from tilemoe.kernels.triton.router import RouterSpec
@@ -65,7 +65,7 @@ def layer_launches(
     bias: bool = False,
     turned: bool = False,
 ) -> list[Launch]:
-    """What a plan, a router and the operator launch. ``turned``: weights of the other stride order."""
+    """What a plan, a router, a rounding and the operator launch. ``turned``: weights of the other stride order."""
     ids = torch.arange(T * K).view(T, K) % E
     plan = plan_topk(ids, E)
     inputs = make_inputs(plan, D, N, activation, dtype=dtype, bias=bias)
@@ -77,6 +77,10 @@ def layer_launches(
         logits, select = torch.zeros(T, 64), RouterSpec(8, "softmax", True, 1.0, 1, 1, balance=True, z=True)
         scores, chosen, probability_sums, z_sum = router.select(logits, None, None, select)
         router.select_grad(logits, chosen, None, scores, probability_sums, z_sum, select)
+        how = rounding.RoundingSpec("nearest_score", 16, "softmax", True, 1.0, 2 * T * 8)
+        rows = rounding.round_rows(logits, chosen, scores, logits[0], None, how)
+        pairs = (rows.row_of_pair, rows.code_of_pair, rows.pair_start_of_token)
+        rounding.score_grad(rows.scores, logits, chosen, None, rows.norm, *pairs, how)
         forward_and_grads(moe, inputs, plan, **options)
         with torch.no_grad():
             moe(plan=plan, **inputs, **options)
@@ -99,7 +103,7 @@ def one_of_each(launches: list[Launch]) -> list[Launch]:
 def test_no_kernel_is_left_out() -> None:
     kernels = {
         name
-        for module in (combine, mlp, plan_module, router, tiles)
+        for module in (combine, mlp, plan_module, rounding, router, tiles)
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }
