@@ -44,11 +44,13 @@ types: env
 test: env
 	$(BIN)/python -m pytest -m "not gpu"
 
+# fp16 is left to the other release: it differs from bf16 in little, and this is to take two minutes.
 newest-triton: env $(NEWEST)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__file__'
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest $(COMPILED)
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -k "not fp16 and not float16" $(COMPILED)
 
-check: lint types test newest-triton
+# The tests come last: their closing line ends the output.
+check: lint types newest-triton test
 
 wheel: env
 	$(BIN)/python -m build --wheel --outdir dist .
