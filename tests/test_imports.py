@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "perf": set(),
     "train": _BELOW_LAYERS | {"layers", "models", "data", "recipes"},
     "integrations": _BELOW_LAYERS | {"layers", "models"},
-    "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train"},
+    "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf"},
     "testing": _BELOW_LAYERS | {"reference"},
     "__main__": {"cli"},
 }

@@ -10,10 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tilemoe
 from tilemoe.cli.main import COMMANDS, main
 from tilemoe.cli.parsing import condense
+from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
+from tilemoe.perf.hardware import find_gpu
+from tilemoe.perf.memory import backward_peak_bytes, saved_bytes
+from tilemoe.perf.shape import MoEShape
 
 RECIPE = "the recipe file of the fixtures"
 
@@ -325,3 +330,48 @@ def test_a_boxed_report_becomes_one_line() -> None:
     rows = ["╭─ Oops ─────╮", "│ It is \x1b[31mbad\x1b[0m │", "│ and long.  │", "│ ────────── │", "│ more       │"]
     box = "\n".join([*rows, "╰────────────╯"])
     assert condense(box) == "It is bad and long"
+
+
+def test_plan_shows_what_the_arithmetic_says(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "plan", "--layer", "olmoe-1b-7b", "--tokens", 32768, "--gpu", "H200")
+    assert status == 0
+    shape = MoEShape(32768, 2048, 1024, 64, 8)
+    assert f"{saved_bytes(shape) / 2**30:.2f} GiB   between forward and backward" in out
+    assert f"{backward_peak_bytes(shape) / 2**30:.2f} GiB   with all gradients" in out
+    forward, backward = layer_roofline_ms(shape, find_gpu("H200").ceilings())
+    assert f"{forward:.3f} ms forward and {backward:.3f} ms backward" in out
+    (combine,) = [line for line in out.splitlines() if line.startswith("combine ")]
+    assert combine.endswith("memory")
+    (up_proj,) = [line for line in out.splitlines() if line.startswith("up_proj_act ")]
+    assert up_proj.endswith("arithmetic")
+    assert f"{kernel_costs(shape)['up_proj_act'].flops / 1e9:,.1f}" in up_proj
+
+
+def test_plan_takes_other_widths(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "plan", "--hidden-size", 4096, "--num-experts", 256, "--num-experts-per-tok", 16)
+    assert "d=4096 n=1024 E=256 K=16" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--layer", "nope"), "olmoe-1b-7b"),
+        (("--gpu", "V100"), "H200"),
+        (("--dtype", "int8"), "bf16"),
+        (("--num-experts-per-tok", 100), "num_experts"),
+    ],
+)
+def test_plan_names_what_is_off(
+    arguments: tuple[str | int, ...], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert word in fails(capsys, "plan", *map(str, arguments))
+
+
+def test_doctor_says_what_serves_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "doctor")
+    assert status == 0
+    assert f"torch {torch.__version__.partition('+')[0]}" in out
+    assert "experts in bfloat16: torch (plain PyTorch" in out
+    assert "router: torch (Triton does not run on cpu)" in out
+    assert "plan: torch (" in out
+    assert "--tokens must be >= 1" in fails(capsys, "doctor", "--tokens", "0")

@@ -20,6 +20,8 @@ COMMANDS = {
     "eval": ("tilemoe.cli.evaluate", "held-out loss of a checkpoint"),
     "generate": ("tilemoe.cli.generate", "continue a prompt with a checkpoint's model"),
     "export": ("tilemoe.cli.export", "write a checkpoint as a folder that transformers loads"),
+    "plan": ("tilemoe.cli.plan", "FLOPs, bytes, memory and the least time of a layer, by arithmetic"),
+    "doctor": ("tilemoe.cli.doctor", "what is installed, and which kernels serve which device, and why"),
 }
 
 

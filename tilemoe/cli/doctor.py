@@ -1,0 +1,81 @@
+"""``tilemoe doctor``: what is installed, and which kernels serve a layer on which device, and why."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from tilemoe import __version__
+from tilemoe.cli.parsing import parse
+from tilemoe.config import MoEConfig
+from tilemoe.models.presets import moe_preset
+
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "pyarrow")
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of ``tilemoe doctor``."""
+
+    layer: str = "olmoe-1b-7b"  # public model whose layer is asked for
+    tokens: int = 4096  # of a call
+
+
+def run(arguments: Sequence[str]) -> None:
+    options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description="What serves this machine, and why.")
+    if options.tokens < 1:
+        raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
+    cfg = moe_preset(options.layer)
+
+    import torch
+
+    print(f"tilemoe {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+    print("packages: " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    print(f"layer: {options.layer}, {options.tokens} tokens")
+    for device in devices:
+        print(f"{device}: {_hardware(device)}")
+        for line in _choices(device, cfg, options.tokens):
+            print(f"  {line}")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _hardware(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+        f"{properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.0f} GiB"
+    )
+
+
+def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
+    """One line for each choice that the layer makes: the experts' kernels, the router's, the plan's."""
+    import torch
+
+    from tilemoe.kernels.select import select_kernels
+    from tilemoe.kernels.select_plan import select_plan_topk
+    from tilemoe.kernels.select_router import select_router
+
+    found = torch.device(device)
+    lines = []
+    for name in _DTYPES:
+        kernels = select_kernels(found, getattr(torch, name), cfg)
+        lines.append(f"experts in {name}: {kernels.name} ({kernels.reason})")
+    router = select_router(found, torch.float32, cfg.num_experts, cfg.num_experts_per_tok)
+    lines.append(f"router: {'triton' if router.fused else 'torch'} ({router.reason})")
+    plan = select_plan_topk(found.type, tokens * cfg.num_experts_per_tok, cfg.num_experts)
+    lines.append(f"plan: {plan.name} ({plan.reason})")
+    return lines
