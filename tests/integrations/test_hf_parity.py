@@ -56,6 +56,21 @@ def test_logits_and_every_gradient(family: str, calls: Calls) -> None:
         assert relative_error(gradients_ours[name], expected) < CLOSE, name
 
 
+@torch.no_grad()
+def test_the_clamp_of_gpt_oss_is_met_and_computed(calls: Calls) -> None:
+    family = FAMILIES["gpt_oss"]
+    logits = {}
+    for limit in (family.sizes["swiglu_limit"], 1e3):
+        model = family.make(swiglu_limit=limit)
+        integration.use(model)
+        logits[limit] = model(input_ids=tokens()).logits
+        assert {(call["activation"], call["gate_up"]) for call in calls} == {("swiglu_oai", "interleaved")}
+        assert calls[-1]["activation_limit"] == limit
+        assert calls[-1]["activation_alpha"] == model.model.layers[0].mlp.experts.alpha
+    clamped, free = logits.values()
+    assert relative_error(clamped, free) > 0.05
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_decoding_step_of_one_sequence(family: str, calls: Calls) -> None:
@@ -108,7 +123,8 @@ def test_autocast() -> None:
         model.set_experts_implementation(implementation)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             logits[implementation] = model(input_ids=tokens()).logits
-    exact = model(input_ids=tokens()).logits
+    with torch.no_grad():
+        exact = model(input_ids=tokens()).logits
     assert relative_error(logits["tilemoe"], exact) < 1.5 * relative_error(logits["eager"], exact) < 0.2
 
 

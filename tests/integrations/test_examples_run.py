@@ -1,0 +1,55 @@
+"""The examples run as they are."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_models import FAMILIES
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tilemoe.integrations import transformers as integration
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+def test_hf_finetune_learns_and_leaves_a_model_that_loads_without_tilemoe(tmp_path: Path) -> None:
+    try:
+        losses = example("hf_finetune.py")["main"](["--out", str(tmp_path), "--steps", "30", "--seq-len", "64"])
+    finally:
+        integration.unregister()
+    assert losses[-1] < 0.8 * losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config._experts_implementation != "tilemoe"
+    assert model(input_ids=torch.tensor([[100, 101]])).logits.shape == (1, 2, 256)
+
+
+def test_hf_finetune_takes_a_model_from_a_folder(tmp_path: Path) -> None:
+    words = {"<unk>": 0, **{word: id_ for id_, word in enumerate("abcdefgh", start=3)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path / "model")
+    FAMILIES["mixtral"].make().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("a b c d e f g h " * 50)
+    arguments = [
+        "--model",
+        str(tmp_path / "model"),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    try:
+        losses = example("hf_finetune.py")["main"]([*arguments, "--steps", "20", "--seq-len", "16", "--lr", "0.01"])
+    finally:
+        integration.unregister()
+    assert losses[-1] < 0.8 * losses[0]

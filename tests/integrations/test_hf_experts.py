@@ -1,0 +1,297 @@
+"""Single experts modules of transformers: layouts, sentinels, what is refused, and the switch itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import COMMON, FAMILIES, tokens
+from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.beam.modeling_beam import BeamExperts
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
+
+from tilemoe.integrations import transformers as integration
+from tilemoe.testing import relative_error
+
+E, K, T, D = 4, 2, 10, 16
+SETTINGS: dict[str, Any] = {
+    "model_type": "made_up",
+    "hidden_size": D,
+    "moe_hidden_size": D,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "moe_latent_size": None,
+    "num_experts": E,
+    "num_local_experts": E,
+    "n_routed_experts": E,
+    "moe_num_experts": E,
+    "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "mlp_hidden_act": "relu2",
+    "swiglu_limit": 1.0,
+    "swiglu_alpha": 1.702,
+    "post_norm_eps": 1e-6,
+    "_experts_implementation": "tilemoe",
+}
+
+
+def experts(kind: Callable[[Any], nn.Module], **settings: Any) -> Any:
+    """One module of this class with random weights, of a configuration that has all the names they look for."""
+    module = kind(SimpleNamespace(**(SETTINGS | settings)))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def routing(num_experts: int = E) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, D, generator=generator)
+    ids = torch.rand(T, num_experts, generator=generator).topk(K).indices
+    return x, ids, torch.rand(T, K, generator=generator)
+
+
+def run(module: Any, implementation: str, x: Tensor, ids: Tensor, scores: Tensor) -> list[Tensor]:
+    """The output and the gradients of x, the scores and every parameter."""
+    module.config._experts_implementation = implementation
+    inputs = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
+    out = module(inputs[0], ids, inputs[1])
+    weight = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), [*inputs, *module.parameters()])]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    "kind", [MixtralExperts, AriaExperts, OpenAIPrivacyFilterExperts, MiniMaxM3VLExperts, NemotronHExperts, BeamExperts]
+)
+def test_layouts_and_gates(kind: type[nn.Module]) -> None:
+    module = experts(kind)
+    for ours, theirs in zip(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), strict=True):
+        assert theirs.any()
+        assert ours.shape == theirs.shape
+        assert relative_error(ours, theirs) < 1e-5
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("hidden_act", "name"), [("silu", "swiglu"), ("gelu", "geglu"), ("relu", "reglu")])
+def test_activation_follows_the_configuration(hidden_act: str, name: str) -> None:
+    module = experts(MixtralExperts, hidden_act=hidden_act)
+    for ours, theirs in zip(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+    assert integration._activation_of(module).name == name
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_changed_gate_is_seen() -> None:
+    module = experts(MiniMaxM3VLExperts)
+    before = run(module, "tilemoe", *routing())[0]
+    module.swiglu_limit = module.limit = 0.3
+    ours, theirs = run(module, "tilemoe", *routing())[0], run(module, "eager", *routing())[0]
+    assert relative_error(before, theirs) > 0.05
+    assert relative_error(ours, theirs) < 1e-5
+    module = experts(MixtralExperts)
+    run(module, "tilemoe", *routing())
+    module.act_fn = nn.Tanh()
+    with pytest.raises(ValueError, match="its gate is none"):
+        run(module, "tilemoe", *routing())
+
+
+@pytest.mark.usefixtures("registered")
+def test_experts_of_two_ranks_add_up_to_all() -> None:
+    """As under transformers' expert parallelism: ids count from the rank's first; one past its last means elsewhere."""
+    x, ids, scores = routing()
+    whole = experts(MixtralExperts)
+    expected = run(whole, "eager", x, ids, scores)
+    total = torch.zeros_like(x)
+    dx = torch.zeros_like(x)
+    dscores = torch.zeros_like(scores)
+    for rank in range(2):
+        mine = slice(rank * E // 2, (rank + 1) * E // 2)
+        part = experts(MixtralExperts, num_local_experts=E // 2)
+        part._is_expert_parallel = True
+        with torch.no_grad():
+            part.gate_up_proj.copy_(whole.gate_up_proj[mine])
+            part.down_proj.copy_(whole.down_proj[mine])
+        here = (ids >= mine.start) & (ids < mine.stop)
+        local = torch.where(here, ids - mine.start, E // 2)
+        out, dx_part, dscores_part, dw1, dw2 = run(part, "tilemoe", x, local, scores.masked_fill(~here, 0.0))
+        theirs = run(part, "grouped_mm", x, local, scores.masked_fill(~here, 0.0))
+        for ours, other in zip((out, dx_part, dscores_part, dw1, dw2), theirs, strict=True):
+            assert relative_error(ours, other) < 1e-5
+        total, dx, dscores = total + out, dx + dx_part, dscores + dscores_part
+        assert relative_error(dw1, expected[3][mine]) < 1e-5
+        assert relative_error(dw2, expected[4][mine]) < 1e-5
+    for ours, other in zip((total, dx, dscores), expected[:3], strict=True):
+        assert relative_error(ours, other) < 1e-5
+
+
+@pytest.mark.usefixtures("registered")
+def test_any_leading_shape_and_no_tokens() -> None:
+    module = experts(MixtralExperts)
+    x, ids, scores = routing()
+    flat = module(x, ids, scores)
+    assert torch.equal(module(x.view(2, T // 2, D), ids, scores), flat.view(2, T // 2, D))
+    assert module(x[:0], ids[:0], scores[:0]).shape == (0, D)
+
+
+@pytest.mark.usefixtures("registered")
+def test_compiled_whole() -> None:
+    module = experts(OpenAIPrivacyFilterExperts)
+    x, ids, scores = routing()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, ids, scores), module(x, ids, scores))
+
+
+class _Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return nn.functional.silu(self.slope * z)
+
+
+def _learned() -> Any:
+    module = experts(MixtralExperts)
+    module.act_fn = _Learned()
+    return module
+
+
+def _quantised() -> Any:
+    module = experts(MixtralExperts)
+    del module.gate_up_proj
+    module.gate_up_proj = torch.zeros(E, 16, D, dtype=torch.int8)
+    return module
+
+
+def _packed() -> Any:
+    module = experts(MixtralExperts)
+    del module.gate_up_proj
+    return module
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "clamped without the shift": (lambda: experts(DeepseekV4Experts), r"DeepseekV4Experts \(made_up\): its gate is"),
+    "tanh GELU gate": (lambda: experts(Gemma4TextExperts), r"Gemma4TextExperts \(made_up\): its gate is none"),
+    "norm after the experts": (lambda: experts(MuseSparkExperts), "each expert's output is normalised"),
+    "ungated and unknown": (lambda: experts(NemotronHExperts, mlp_hidden_act="tanh"), "its activation is none"),
+    "trained activation": (_learned, "_Learned has parameters"),
+    "int8": (_quantised, r"gate_up_proj is a Tensor of torch.int8; quantised"),
+    "packed elsewhere": (_packed, "has no weight gate_up_proj; quantised weights"),
+}
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name_with_what_works_instead(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as error:
+        make()(*routing())
+    assert "use experts_implementation='grouped_mm' or 'eager' for it" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("registered")
+def test_fp8_experts_are_refused() -> None:
+    made_up = type("MadeUpFP8", (FP8Experts,), {})  # the decorator changes the class that it is given
+    kind = use_experts_implementation(made_up, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    module = kind(SimpleNamespace(**(SETTINGS | {"hidden_activation": "silu"})), block_size=(8, 8))
+    with pytest.raises(ValueError, match=r"MadeUpFP8 .*: its weights are quantised to FP8; use experts_impl"):
+        module(*routing())
+
+
+def test_use_checks_before_it_changes() -> None:
+    model = FAMILIES["mixtral"].make(experts_implementation="eager")
+    try:
+        model.model.layers[1].mlp.experts.act_fn = nn.Tanh()
+        with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\): its gate is none of tilemoe's activations"):
+            integration.use(model)
+        assert model.config._experts_implementation == "eager"
+        model.model.layers[1].mlp.experts.act_fn = nn.SiLU()
+        assert integration.use(model) == 2
+        assert model.config._experts_implementation == "tilemoe"
+    finally:
+        integration.unregister()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "SwitchTransformers"])
+def test_use_refuses_a_model_without_experts_to_choose(kind: str) -> None:
+    small = {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_experts": 2}
+    config = getattr(transformers, f"{kind}Config")(**(COMMON if kind == "Llama" else small | {"vocab_size": 31}))
+    model = getattr(transformers, "LlamaForCausalLM" if kind == "Llama" else f"{kind}Model")(config)
+    try:
+        with pytest.raises(ValueError, match=f"{kind}.* has no experts whose implementation transformers lets one"):
+            integration.use(model)
+    finally:
+        integration.unregister()
+
+
+def test_unregistered_transformers_is_as_it_was() -> None:
+    tables = (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS)
+    before = [dict(table) for table in tables]
+    classes = [dict(type(table)._global_mapping) for table in tables]
+    integration.unregister()  # without a register before it
+    integration.register()
+    integration.register()
+    assert all("tilemoe" in table for table in tables)
+    model = FAMILIES["mixtral"].make(experts_implementation="tilemoe")
+    assert model.config._experts_implementation == "tilemoe"
+    model(input_ids=tokens())
+    integration.unregister()
+    assert [dict(table) for table in tables] == before
+    assert [dict(type(table)._global_mapping) for table in tables] == classes
+    with pytest.raises(KeyError, match="tilemoe"):
+        model(input_ids=tokens())
+    with pytest.raises(ValueError, match="tilemoe"):
+        FAMILIES["mixtral"].make(experts_implementation="tilemoe")
+    model.set_experts_implementation("grouped_mm")
+    model(input_ids=tokens())
+
+
+def test_importing_neither_registers_nor_imports_transformers() -> None:
+    code = """
+import sys
+import tilemoe.integrations.transformers
+assert "transformers" not in sys.modules
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+assert "tilemoe" not in ALL_EXPERTS_FUNCTIONS
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.6.2", "5.6.0.dev0"])
+def test_an_old_transformers_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its lazy module puts itself in sys.modules anew: what an import at the top has is not what a later one gets.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ValueError, match=rf"transformers {version} does not let .* -U 'transformers>=5.7'"):
+        integration.register()
+
+
+def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # type: ignore[arg-type]  # as importing does for a failure
+    with pytest.raises(ValueError, match=r"transformers is not installed; pip install -U 'transformers>=5.7'"):
+        integration.register()
+
+
+@pytest.mark.parametrize("version", ["5.7.0", "5.23.0", "6.0.0.dev0"])
+def test_newer_ones_are_taken(version: str) -> None:
+    module = ModuleType("transformers")
+    module.__version__ = version  # type: ignore[attr-defined]
+    integration._require_version(module)

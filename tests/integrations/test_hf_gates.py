@@ -1,0 +1,90 @@
+"""Which activation a function is found to be: every one of the table, and none for its near misses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec, activation_value
+from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.integrations.gates import recognised_activation
+
+LIMIT, ALPHA = 7.0, 1.702
+
+
+@pytest.mark.parametrize("layout", GATE_UP_LAYOUTS)
+@pytest.mark.parametrize("name", sorted(GATED_ACTIVATIONS))
+def test_every_gated_activation(name: str, layout: str) -> None:
+    spec = ActivationSpec(name, layout, LIMIT, ALPHA)
+    found = recognised_activation(lambda h: activation_value(h, spec), is_gated=True, limit=LIMIT, alpha=ALPHA)
+    assert found is not None
+    assert (found.name, found.gate_up) == (name, layout)
+
+
+@pytest.mark.parametrize("name", sorted(UNGATED_ACTIVATIONS))
+def test_every_ungated_activation(name: str) -> None:
+    spec = ActivationSpec(name)
+    found = recognised_activation(lambda h: activation_value(h, spec), is_gated=False)
+    assert found is not None
+    assert found.name == name
+
+
+def halves(h: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = h.chunk(2, dim=-1)
+    return gate, up
+
+
+def clamped(limit: float, alpha: float, shift: float) -> Callable[[Tensor], Tensor]:
+    def function(h: Tensor) -> Tensor:
+        gate, up = halves(h)
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + shift) * gate * torch.sigmoid(alpha * gate)
+
+    return function
+
+
+NEAR_MISSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh GELU": lambda h: F.gelu(halves(h)[0], approximate="tanh") * halves(h)[1],
+    "quick GELU": lambda h: halves(h)[0] * torch.sigmoid(1.702 * halves(h)[0]) * halves(h)[1],
+    "up before gate": lambda h: halves(h)[0] * F.silu(halves(h)[1]),
+    "clamped at another limit": clamped(7.5, ALPHA, 1.0),
+    "with another slope": clamped(LIMIT, 1.7, 1.0),
+    "without the shift": clamped(LIMIT, ALPHA, 0.0),
+    "clamped far out": lambda h: F.silu(halves(h)[0]).clamp(max=2e4) * halves(h)[1],
+    "scaled": lambda h: 1.001 * F.silu(halves(h)[0]) * halves(h)[1],
+    "noisy": lambda h: F.silu(halves(h)[0]) * halves(h)[1] * (1 + 0.01 * torch.randn(h.shape[0], 1)),
+    "of another shape": lambda h: h,
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_are_not_taken_for_what_they_resemble(name: str) -> None:
+    assert recognised_activation(NEAR_MISSES[name], is_gated=True, limit=LIMIT, alpha=ALPHA) is None
+
+
+def test_a_clamped_gate_needs_its_parameters() -> None:
+    function = clamped(LIMIT, ALPHA, 1.0)
+    assert recognised_activation(function, is_gated=True, limit=LIMIT, alpha=ALPHA) is not None
+    assert recognised_activation(function, is_gated=True, limit=LIMIT) is None
+    assert recognised_activation(function, is_gated=True, limit=LIMIT, alpha=1.0) is None
+
+
+def test_fp32_inside_and_autocast_outside_do_not_matter() -> None:
+    def in_fp32(h: Tensor) -> Tensor:
+        gate, up = halves(h)
+        return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        found = recognised_activation(in_fp32, is_gated=True)
+    assert found is not None
+    assert (found.name, found.gate_up) == ("swiglu", "concatenated")
+
+
+def test_the_probe_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    recognised_activation(lambda h: F.silu(halves(h)[0]) * halves(h)[1], is_gated=True)
+    assert torch.equal(torch.get_rng_state(), before)
