@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe.config import MoEConfig
+from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
 from tilemoe.kernels.base import KernelSet
 from tilemoe.kernels.select import check_name
 from tilemoe.ops.moe import check_options, moe
@@ -16,7 +17,10 @@ from tilemoe.routing.plan import RoutingPlan
 
 
 class Experts(nn.Module):
-    """w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) and b2 (E, d), or None without ``cfg.expert_bias``."""
+    """w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) and b2 (E, d), or None without ``cfg.expert_bias``.
+
+    ``dispatcher`` brings tokens to the experts: all are here, unless expert parallelism sets another one.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class Experts(nn.Module):
         if kernels is not None:
             check_name(kernels.name if isinstance(kernels, KernelSet) else kernels)
         self.cfg, self.recompute, self.kernels = cfg, recompute, kernels
+        self.dispatcher: Dispatcher = LocalDispatcher()
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
         self.w1 = nn.Parameter(torch.empty(num, width, d, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num, d, n, device=device, dtype=dtype))
@@ -51,21 +56,24 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
         """x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d) in x's dtype, under autocast in autocast's."""
-        return moe(
-            x,
-            self.w1,
-            self.w2,
-            plan,
-            scores,
+        local = self.dispatcher.local_weight
+        here = self.dispatcher.dispatch(x, plan, scores)
+        o = moe(
+            here.x,
+            local(self.w1),
+            local(self.w2),
+            here.plan,
+            here.scores,
             activation=self.cfg.activation,
             activation_limit=self.cfg.activation_limit,
             activation_alpha=self.cfg.activation_alpha,
             gate_up=self.cfg.gate_up,
-            b1=self.b1,
-            b2=self.b2,
+            b1=None if self.b1 is None else local(self.b1),
+            b2=None if self.b2 is None else local(self.b2),
             recompute=self.recompute,
             kernels=self.kernels,
         )
+        return self.dispatcher.combine(o, here)
 
     def extra_repr(self) -> str:
         cfg = self.cfg

@@ -1,0 +1,287 @@
+"""What four processes check of the all-to-all dispatcher; `test_dispatch_all_to_all` runs it.
+
+T tokens of a rank · d hidden_size · n intermediate_size · E experts · K experts per token · W ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import tilemoe
+from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
+from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
+from tilemoe.layers.moe import MoE
+from tilemoe.parallel.expert import apply_expert_parallel
+from tilemoe.routing.plan import RoutingPlan
+
+RANKS, D, N, E, K = 4, 24, 16, 8, 3
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+TOKENS = (5, 0, 13, 1)  # of each rank: odd numbers, and a rank without any
+
+
+def ids_spread(rank: int, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(tokens, E, generator=generator).topk(K, dim=1).indices
+
+
+def ids_all_on_one_rank(rank: int, tokens: int) -> Tensor:
+    """Every token's experts are 0 and 1, one of them twice: those of rank 0."""
+    return torch.tensor([0, 1, 0]).expand(tokens, K)
+
+
+def ids_of_no_expert_of_rank_2(rank: int, tokens: int) -> Tensor:
+    ids = ids_spread(rank, tokens)
+    return torch.where((ids == 4) | (ids == 5), 7, ids)
+
+
+def ids_with_sentinels(rank: int, tokens: int) -> Tensor:
+    ids = ids_spread(rank, tokens)
+    ids[::2, 1:] = E
+    ids[::3] = E + 5
+    return ids
+
+
+@dataclass
+class Weights:
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor
+    b2: Tensor
+
+    def of(self, experts: slice) -> list[Tensor]:
+        parts = (self.w1, self.w2, self.b1, self.b2)
+        return [part[experts].clone().requires_grad_() for part in parts]
+
+
+def make_weights(dtype: torch.dtype) -> Weights:
+    generator = torch.Generator().manual_seed(99)
+    shapes = ((E, 2 * N, D), (E, D, N), (E, 2 * N), (E, D))
+    return Weights(*(0.5 * torch.randn(s, generator=generator, dtype=dtype) for s in shapes))
+
+
+def run(
+    dispatcher: Dispatcher, weights: list[Tensor], x: Tensor, plan: RoutingPlan, scores: Tensor, do: Tensor
+) -> tuple[Tensor, ...]:
+    """(o, dx, ds)"""
+    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    w1, w2, b1, b2 = weights
+    here = dispatcher.dispatch(x, plan, scores)
+    o = dispatcher.combine(tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2), here)
+    o.backward(do)
+    assert x.grad is not None
+    assert scores.grad is not None
+    return o.detach(), x.grad, scores.grad
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Root-mean-square error over root-mean-square value, of all ranks together; all call it."""
+    assert got.shape == want.shape
+    sums = torch.stack([(got.double() - want.double()).square().sum(), want.double().square().sum()])
+    dist.all_reduce(sums)
+    return float((sums[0] / sums[1].clamp(min=1e-300)).sqrt())
+
+
+def assert_as_one_process(ids_of: Callable[[int, int], Tensor], dtype: torch.dtype) -> None:
+    rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
+    ids = ids_of(rank, tokens)
+    generator = torch.Generator().manual_seed(10 + rank)
+    x, do = torch.randn(2, tokens, D, generator=generator, dtype=dtype)
+    pair_tokens = torch.arange(tokens).repeat_interleave(K)
+    for plan in (tilemoe.plan_topk(ids, E), tilemoe.plan_pairs(pair_tokens.flip(0), ids.flatten().flip(0), tokens, E)):
+        shape = (tokens, K) if plan.pair_start_of_token is None else (tokens * K,)
+        scores = torch.rand(shape, generator=generator, dtype=dtype)
+        weights = make_weights(dtype)
+        whole = weights.of(slice(None))
+        mine = weights.of(slice(rank * E // RANKS, (rank + 1) * E // RANKS))
+        expected = run(LocalDispatcher(), whole, x, plan, scores, do)
+        got = run(AllToAllDispatcher(dist.group.WORLD, E), mine, x, plan, scores, do)
+        for name, a, b in zip(("o", "dx", "ds"), got, expected, strict=True):
+            assert error(a, b) <= TOLERANCE[dtype], name
+        for index, (a, b) in enumerate(zip(mine, whole, strict=True)):
+            assert a.grad is not None
+            assert b.grad is not None
+            dist.all_reduce(b.grad)
+            assert error(a.grad, b.grad[rank * E // RANKS : (rank + 1) * E // RANKS]) <= TOLERANCE[dtype], index
+
+
+def check_spread() -> None:
+    for dtype in TOLERANCE:
+        assert_as_one_process(ids_spread, dtype)
+
+
+def check_all_on_one_rank() -> None:
+    for dtype in TOLERANCE:
+        assert_as_one_process(ids_all_on_one_rank, dtype)
+
+
+def check_a_rank_whose_experts_get_nothing() -> None:
+    for dtype in TOLERANCE:
+        assert_as_one_process(ids_of_no_expert_of_rank_2, dtype)
+
+
+def check_sentinels() -> None:
+    for dtype in TOLERANCE:
+        assert_as_one_process(ids_with_sentinels, dtype)
+
+
+def check_nothing_anywhere() -> None:
+    """No rank has a token, and then no token has an expert."""
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    for tokens in (0, 3):
+        mine = make_weights(torch.float32).of(slice(0, E // RANKS))
+        plan = tilemoe.plan_topk(torch.full((tokens, K), E), E)
+        x, scores = torch.ones(tokens, D), torch.ones(tokens, K)
+        o, dx, ds = run(dispatcher, mine, x, plan, scores, torch.ones(tokens, D))
+        assert o.shape == dx.shape == (tokens, D)
+        for tensor in (o, dx, ds, *(weight.grad for weight in mine)):
+            assert tensor is not None
+            assert not tensor.any()
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[int, int]]]:
+    """(bytes sent to other ranks, elements of a row) of every exchange in the block."""
+    log: list[tuple[int, int]] = []
+    exchange = dist.all_to_all_single
+
+    def counting(out: Tensor, rows: Tensor, rows_in: Any = None, rows_out: Any = None, **options: Any) -> Any:
+        sizes = rows_out if rows_out is not None else [rows.shape[0] // RANKS] * RANKS
+        row = rows[0].numel() if rows.shape[0] else 0
+        remote = sum(size for rank, size in enumerate(sizes) if rank != dist.get_rank())
+        log.append((remote * row * rows.element_size(), row))
+        return exchange(out, rows, rows_in, rows_out, **options)
+
+    dist.all_to_all_single = counting
+    try:
+        yield log
+    finally:
+        dist.all_to_all_single = exchange
+
+
+def check_volume() -> None:
+    """Each token once to each other rank that has experts of it, and back: nothing else but 2% of the bytes."""
+    tokens, width, per_token = 64, 1536, 8
+    rank, experts = dist.get_rank(), 32
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.rand(tokens, experts, generator=generator).topk(per_token, dim=1).indices
+    ranks = ids // (experts // RANKS)
+    copies = sum(len(set(row) - {rank}) for row in ranks.tolist())
+    least = copies * width * 2
+    x = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()
+    scores = torch.rand(tokens, per_token, generator=generator).requires_grad_()
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, experts)
+    with counted() as forward:
+        here = dispatcher.dispatch(x, tilemoe.plan_topk(ids, experts), scores)
+        o = dispatcher.combine(here.x * here.scores.sum().to(here.x.dtype), here)
+    with counted() as backward:
+        o.sum().backward()
+    sizes = 1 + experts // RANKS
+    assert [row for _, row in forward] == [sizes, 2, width, width]
+    assert [row for _, row in backward] == [width, width, 1]  # the sizes are not exchanged again
+    assert here.sent is not None
+    returned = sum(size for source, size in enumerate(here.sent.tokens_in) if source != rank) * width * 2
+    assert [size for size, row in forward if row == width] == [least, returned]
+    assert [size for size, row in backward if row == width] == [least, returned]
+    everything = torch.tensor([sum(size for size, _ in forward + backward), 4 * least])
+    dist.all_reduce(everything)
+    assert everything[1] < everything[0] <= 1.02 * everything[1]
+
+
+def layer_config(**options: Any) -> MoEConfig:
+    router = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01)
+    return MoEConfig(D, N, E, K, router=router, initializer_range=0.3, **options)
+
+
+def make_layers(cfg: MoEConfig, dtype: torch.dtype, recompute: str | None = None) -> tuple[MoE, MoE]:
+    """The same layer twice: whole, and with its experts divided."""
+    layers = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers.append(MoE(cfg, dtype=dtype, recompute=recompute))
+    apply_expert_parallel(layers[1], init_device_mesh("cpu", (RANKS,)))
+    return layers[0], layers[1]
+
+
+def run_layer(layer: MoE, x: Tensor, seed: int) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    out = layer(x, generator=torch.Generator().manual_seed(seed))
+    (out.hidden.square().sum() + out.aux_loss).backward()
+    assert x.grad is not None
+    return {"hidden": out.hidden.detach(), "aux_loss": out.aux_loss.detach(), "dx": x.grad}
+
+
+def assert_layers_agree(whole: MoE, divided: MoE, x: Tensor, tolerance: float, seed: int = 0) -> None:
+    expected, got = run_layer(whole, x, seed), run_layer(divided, x, seed)
+    for name, want in expected.items():
+        assert error(got[name], want) <= tolerance, name
+    for (name, a), b in zip(divided.named_parameters(), whole.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        grad, want = a.grad, b.grad.clone()
+        if isinstance(grad, DTensor):
+            assert grad.placements == (Shard(0),)
+            dist.all_reduce(want)
+            grad = grad.full_tensor()
+        assert error(grad, want) <= tolerance, name
+
+
+def check_layer() -> None:
+    options = {"expert_bias": True, "shared_intermediate_size": 12, "shared_gate": True}
+    x = torch.randn(7 + dist.get_rank(), D, dtype=torch.float64)
+    for recompute in (None, "up_proj"):
+        assert_layers_agree(*make_layers(layer_config(**options), torch.float64, recompute), x, 1e-12)
+
+
+def check_token_rounding() -> None:
+    """Each rank rounds its own tokens, before they leave."""
+    tile, tokens = 16, 64 + 7 * dist.get_rank()
+    for mode in ("nearest", "stochastic", "up"):
+        cfg = layer_config(rounding=TokenRounding(mode=mode, tile=tile))  # type: ignore[arg-type]
+        whole, divided = make_layers(cfg, torch.float64)
+        x = torch.randn(tokens, D, dtype=torch.float64)
+        assert_layers_agree(whole, divided, x, 1e-12, seed=dist.get_rank())
+        counts = divided(x).tokens_per_expert
+        assert not (counts % tile).any()
+        assert counts.any()
+
+
+def check_repeats_bit_for_bit() -> None:
+    _, layer = make_layers(layer_config(expert_bias=True), torch.bfloat16)
+    x = torch.randn(33 + dist.get_rank(), D).bfloat16()
+    first, again = run_layer(layer, x, 0), run_layer(layer, x, 0)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def check_autocast_sends_its_dtype() -> None:
+    _, layer = make_layers(layer_config(), torch.float32)
+    x = torch.randn(8, D)
+    with counted() as plain:
+        layer(x)
+    with counted() as log, torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).hidden.dtype == torch.bfloat16
+    plain_bytes, half_bytes = (sum(size for size, row in found if row == D) for found in (plain, log))
+    assert half_bytes == plain_bytes / 2 > 0
+
+
+def check_errors() -> None:
+    with pytest.raises(ValueError, match=r"num_experts \(6\) must be divisible by the 4 processes"):
+        AllToAllDispatcher(dist.group.WORLD, 6)
+    layer = MoE(MoEConfig(D, N, 6, K))
+    with pytest.raises(ValueError, match=r"num_experts \(6\) must be divisible by the 4 processes"):
+        apply_expert_parallel(layer, init_device_mesh("cpu", (RANKS,)))
+    assert not isinstance(layer.experts.w1, DTensor)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

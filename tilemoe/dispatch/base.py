@@ -1,0 +1,73 @@
+"""The interface between a layer's experts and the processes that they live in, and its form for one process.
+
+T tokens of this process · M tokens at its experts · d model width · E experts · e experts of this process · P pairs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tilemoe.routing.plan import RoutingPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Which of this process' tokens went where; the sizes are on the host.
+
+    plan         which ranks each token goes to: a plan whose "experts" are the ranks, its rows the copies sent,
+                 sorted by rank
+    tokens_out   copies of tokens sent to each rank · tokens_in  copies received from each
+    pairs_out    (token, expert) pairs sent to each rank · pairs_in  received from each
+    """
+
+    plan: RoutingPlan
+    tokens_out: list[int]
+    tokens_in: list[int]
+    pairs_out: list[int]
+    pairs_in: list[int]
+    group: dist.ProcessGroup
+
+
+class Dispatched(NamedTuple):
+    """What the experts of this process compute: ``tilemoe.moe(x, w1, w2, plan, scores)`` is theirs to combine.
+
+    x (M, d) · plan over the e local experts and M tokens · scores, as that plan asks · sent: None where nothing moved
+    """
+
+    x: Tensor
+    plan: RoutingPlan
+    scores: Tensor
+    sent: Sent | None
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to the experts and what these make of them back; differentiable in x, the scores and o."""
+
+    def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
+        """x (T, d), a plan over all E experts, scores as it asks."""
+        ...
+
+    def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
+        """o (M, d), of each token the score-weighted sum over the experts here -> (T, d), the sum over all experts."""
+        ...
+
+    def local_weight(self, weight: Tensor) -> Tensor:
+        """Of a parameter (E, ...) the part (e, ...) that this process holds."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts are here, and nothing moves."""
+
+    def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
+        return Dispatched(x, plan, scores, None)
+
+    def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
+        return o
+
+    def local_weight(self, weight: Tensor) -> Tensor:
+        return weight

@@ -1,0 +1,94 @@
+"""The differentiable exchanges of expert parallelism: each one's gradient is another's forward.
+
+T tokens of this process · M tokens at its experts · S copies of tokens sent · P pairs sent · d model width
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilemoe.dispatch.base import Sent
+from tilemoe.kernels.select import kernel_set, name_for
+
+
+def tokens_to_experts(x: Tensor, sent: Sent) -> Tensor:
+    """x (T, d) -> (M, d): a copy of each token at each rank that holds one of its experts."""
+    return _ToExperts.apply(x, sent)
+
+
+def sums_from_experts(o: Tensor, sent: Sent) -> Tensor:
+    """o (M, d) -> (T, d): of each token the sum over the ranks that it went to, in fp32 or better, in rank order."""
+    return _FromExperts.apply(o, sent)
+
+
+def pairs_to_experts(scores: Tensor, slots: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
+    """scores (P,) fp32 or fp64 and slots (P,) int32, sorted by rank, to their ranks in one message."""
+    received: tuple[Tensor, Tensor] = _PairsToExperts.apply(scores, slots, sent)
+    return received
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sent) -> Tensor:
+        ctx.sent = sent
+        return _send_copies(x, sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _return_sums(dx, ctx.sent), None
+
+
+class _FromExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, sent: Sent) -> Tensor:
+        ctx.sent = sent
+        return _return_sums(o, sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:
+        return _send_copies(do, ctx.sent), None
+
+
+class _PairsToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, slots: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
+        ctx.sent = sent
+        words = scores.contiguous()[:, None].view(torch.int32)  # (P, 1), or (P, 2) of fp64
+        received = _exchange(torch.cat((words, slots[:, None]), dim=1), sent.pairs_out, sent.pairs_in, sent.group)
+        there = received[:, :-1].flatten().view(scores.dtype), received[:, -1].contiguous()
+        ctx.mark_non_differentiable(there[1])
+        return there
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, ds: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        return _exchange(ds, ctx.sent.pairs_in, ctx.sent.pairs_out, ctx.sent.group), None, None
+
+
+def _send_copies(x: Tensor, sent: Sent) -> Tensor:
+    copies = x.index_select(0, sent.plan.token_of_row)
+    return _exchange(copies, sent.tokens_out, sent.tokens_in, sent.group)
+
+
+def _return_sums(rows: Tensor, sent: Sent) -> Tensor:
+    copies = _exchange(rows, sent.tokens_in, sent.tokens_out, sent.group)
+    if copies.shape[0] == 0:  # there may be tokens all the same: none was routed
+        return rows.new_zeros(sent.plan.num_tokens, rows.shape[1])
+    total = rows.new_empty(sent.plan.num_tokens, rows.shape[1])
+    # The sum over a token's ranks is what the layer's backward does over a token's rows.
+    kernel_set(name_for(rows.device, rows.dtype, rows.shape[1])).combine_grad(copies, sent.plan, total)
+    return total
+
+
+def _exchange(rows: Tensor, rows_out: list[int], rows_in: list[int], group: dist.ProcessGroup) -> Tensor:
+    """``rows`` (sum(rows_out), ...), sorted by rank, each to its rank; what came, sorted by source rank."""
+    received = rows.new_empty(sum(rows_in), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), rows_in, rows_out, group=group)
+    return received
