@@ -28,34 +28,34 @@ def round_rows(
     """
     num_tokens, num_experts = all_scores.shape
     assert num_tokens >= tile, "the caller falls back to top-K"
-    ids = expert_ids.long().clamp(max=num_experts)
-    shape = (num_tokens, num_experts + 1)  # the last column takes what is skipped
-    chosen = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(1, ids, True)[:, :-1].t().contiguous()
-    kept = all_scores.new_zeros(shape).scatter_(1, ids, kept_scores.to(all_scores.dtype))[:, :-1].t().contiguous()
-    eligible = ~chosen if token_mask is None else ~chosen & token_mask
-    others = all_scores.t().masked_fill(~eligible, float("-inf"))
+    ids = expert_ids.long().clamp(max=num_experts).t()
+    shape = (num_experts + 1, num_tokens)  # the last row takes what is skipped
+    chosen = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(0, ids, True)[:-1]
+    kept = all_scores.new_full(shape, float("inf")).scatter_(0, ids, kept_scores.to(all_scores.dtype).t())[:-1]
+    ineligible = chosen if token_mask is None else chosen | ~token_mask
+    others = all_scores.t().contiguous().masked_fill_(ineligible, float("-inf"))
     real = torch.full((), num_tokens, device=ids.device) if token_mask is None else token_mask.sum()
 
-    f = chosen.sum(1)
+    f = chosen.sum(1, dtype=torch.int32)
     most = real // tile * tile  # rows of an expert
     down = f // tile * tile
     up = torch.where(f == down, down, down + tile)
     rounds, fits = most > 0, up <= most  # fewer real tokens than a tile: nothing is rounded
     limit = tile - 1  # rows dropped or added
     if mode == "nearest_score":
-        dropped = _worst(kept, chosen, torch.where(rounds, f - down, 0), limit)
+        dropped = _worst(kept, torch.where(rounds, f - down, 0), limit)
         added = _best(others, torch.where(rounds & fits, up - f, 0), limit)
         lost = torch.where(dropped, kept, 0).sum(1, dtype=torch.float64)
-        gained = torch.where(added, all_scores.t() * scale, 0).sum(1, dtype=torch.float64)
+        gained = torch.where(added, others * scale, 0).sum(1, dtype=torch.float64)
         assert uniform is not None, "this mode draws"
         goes_up = (uniform * (lost + gained) < lost) & fits & rounds
         keep = torch.where(goes_up[:, None], chosen | added, chosen & ~dropped)
     else:
         goes_up = rounds_up(mode, f, tile, uniform) & fits & rounds
-        dropped = _worst(kept, chosen, torch.where(rounds & ~goes_up, f - down, 0), limit)
+        dropped = _worst(kept, torch.where(rounds & ~goes_up, f - down, 0), limit)
         added = _best(others, torch.where(goes_up, up - f, 0), limit)
         keep = (chosen & ~dropped) | added
-    return *_plan(keep, capacity), f.int()
+    return *_plan(keep, capacity), f
 
 
 def rounds_up(mode: str, f: Tensor, tile: int, uniform: Tensor | None) -> Tensor:
@@ -81,44 +81,45 @@ def rounds_up(mode: str, f: Tensor, tile: int, uniform: Tensor | None) -> Tensor
 
 def _best(values: Tensor, want: Tensor, limit: int) -> Tensor:
     """(E, T) bool: the ``want`` (E,) <= ``limit`` largest values of each row, a tie to the lower column."""
-    largest = values.topk(limit, dim=1).values
-    threshold = largest.gather(1, (want - 1).clamp(min=0)[:, None])
+    threshold = _threshold(values, want, limit, largest=True)
     above, level = values > threshold, values == threshold
-    left = want[:, None] - above.sum(1, keepdim=True)
-    best = above | (level & (torch.cumsum(level, 1, dtype=torch.int32) <= left))
-    return best & (want > 0)[:, None]
+    left = want - above.sum(1, dtype=torch.int32)
+    return (above | _first(level, left)) & (want > 0)[:, None]
 
 
-def _worst(values: Tensor, among: Tensor, want: Tensor, limit: int) -> Tensor:
-    """(E, T) bool: the ``want`` smallest values of each row where ``among`` holds, a tie to the higher column."""
-    negated = (-values).masked_fill(~among, float("-inf"))
-    return _best(negated.flip(1), want, limit).flip(1)
+def _worst(values: Tensor, want: Tensor, limit: int) -> Tensor:
+    """(E, T) bool: the ``want`` smallest values of each row, a tie to the higher column."""
+    threshold = _threshold(values, want, limit, largest=False)
+    below, level = values < threshold, values == threshold
+    stay = (below | level).sum(1, dtype=torch.int32) - want
+    return (below | (level & ~_first(level, stay))) & (want > 0)[:, None]
+
+
+def _threshold(values: Tensor, want: Tensor, limit: int, largest: bool) -> Tensor:
+    """(E, 1) the ``want``-th value of each row."""
+    extreme = values.topk(limit, dim=1, largest=largest).values
+    return extreme.gather(1, (want - 1).clamp(min=0)[:, None].long())
+
+
+def _first(marked: Tensor, count: Tensor) -> Tensor:
+    """The first ``count`` (E,) of each row's marked places (E, T)."""
+    return marked & (torch.cumsum(marked, 1, dtype=torch.int32) <= count[:, None])
 
 
 def _plan(keep: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The plan's tensors from keep (E, T) bool."""
-    num_experts, num_tokens = keep.shape
-    row_start, pair_start = _starts(keep.sum(1)), _starts(keep.sum(0))
-    rank = torch.cumsum(keep, 1, dtype=torch.int32) - 1
-    # What is not kept goes to one slot more, which is cut off.
-    row = torch.where(keep, row_start[:-1, None] + rank, capacity)
-    token = torch.arange(num_tokens, dtype=torch.int32, device=keep.device).expand(num_experts, -1)
-    token_of_row = _scattered(row, token, capacity, 0)
-    by_token = keep.t()
-    rank = torch.cumsum(by_token, 1, dtype=torch.int32) - 1
-    pair = torch.where(by_token, pair_start[:-1, None] + rank, capacity)
-    row_of_pair = _scattered(pair, row.t(), capacity, -1)
+    num_tokens = keep.shape[1]
+    row_start, pair_start = _starts(keep.sum(1, dtype=torch.int32)), _starts(keep.sum(0, dtype=torch.int32))
+    # Row-major, which is expert-major, of a size that is known here; past R a token that sorts behind all others.
+    token = torch.nonzero_static(keep, size=capacity, fill_value=num_tokens)[:, 1]
     rows = torch.arange(capacity, dtype=torch.int32, device=keep.device)
-    pair_of_row = torch.where(rows < row_start[-1], rows, 0)
-    return token_of_row, pair_of_row, row_of_pair, pair_start, row_start
+    in_use = rows < row_start[-1]
+    by_token = torch.sort(token.int(), stable=True).indices
+    token_of_row = torch.where(in_use, token, 0).int()
+    row_of_pair = torch.where(in_use, by_token, -1).int()
+    return token_of_row, torch.where(in_use, rows, 0), row_of_pair, pair_start, row_start
 
 
 def _starts(counts: Tensor) -> Tensor:
     """int32, one longer than counts: their running sum from 0."""
     return torch.nn.functional.pad(torch.cumsum(counts, 0), (1, 0)).int()
-
-
-def _scattered(index: Tensor, values: Tensor, size: int, fill: int) -> Tensor:
-    """(size,) int32: ``values`` at ``index``, which says ``size`` for what is left out; ``fill`` elsewhere."""
-    out = torch.full((size + 1,), fill, dtype=torch.int32, device=index.device)
-    return out.scatter_(0, index.reshape(-1).long(), values.reshape(-1))[:size].clone()
