@@ -18,6 +18,8 @@ GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu", "swiglu_oai"})
 UNGATED_ACTIVATIONS = frozenset({"gelu", "gelu_tanh", "relu", "relu2", "silu"})
 ACTIVATIONS = GATED_ACTIVATIONS | UNGATED_ACTIVATIONS
 GATE_UP_LAYOUTS = ("concatenated", "interleaved")
+CHECKPOINTING_MODES = ("none", "attention", "block")
+PARALLEL_DTYPES = ("bfloat16", "float32")
 ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
 
 GateUp = Literal["concatenated", "interleaved"]
@@ -115,7 +117,13 @@ ROUTER_PRESETS: Mapping[str, RouterConfig] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TokenRounding:
-    """Round each expert's rows to a multiple of ``tile`` in training, so that its GEMMs have no ragged tile."""
+    """Round each expert's rows to a multiple of ``tile`` in training, so that its GEMMs have no ragged tile.
+
+    Of the f rows that top-K gives an expert, the least sure are dropped, or the likeliest other tokens are added:
+    "nearest" to the nearer multiple, down at one half; "stochastic" up with probability remainder / tile;
+    "nearest_score" up with the share of the scores that rounding down would lose; "balance" so that the rows of all
+    experts deviate by at most half a tile; "up" and "down" always. ``tile`` is a power of two, 128 for GPUs.
+    """
 
     mode: Literal["nearest", "stochastic", "nearest_score", "balance", "up", "down"] = "nearest"
     tile: int = 128
@@ -269,6 +277,71 @@ class ModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the processes of a job share one model: there are ``replicate * shard * expert``, each with its own tokens.
+
+    ``replicate``              copies of the model.
+    ``shard``                  processes over which FSDP shards a copy; 0: as many as the others leave.
+    ``expert``                 processes over which each layer's experts are divided; they are neighbours in rank. All
+                               other parameters are sharded over these processes, too.
+    ``param_dtype``            what blocks compute in and gather; None: the dtype of the parameters, which the optimiser
+                               sees whatever this is.
+    ``reduce_dtype``           what gradients are summed in; None: ``param_dtype``.
+    ``reshard_after_forward``  free a block's gathered parameters after its forward and gather them again in backward.
+    ``checkpointing``          what is computed again in backward: "none", each block's "attention", or each whole
+                               "block". With the first two, ``recompute="up_proj"`` saves the experts' part; in a
+                               repeated block it would repeat a GEMM once more, and is left out.
+    ``compile``                torch.compile each block.
+    """
+
+    replicate: int = 1
+    shard: int = 0
+    expert: int = 1
+    param_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
+    reduce_dtype: Literal["bfloat16", "float32"] | None = "float32"
+    reshard_after_forward: bool = True
+    checkpointing: Literal["none", "attention", "block"] = "none"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("parallel.replicate", self.replicate, 1)
+        require_int("parallel.shard", self.shard, 0)
+        require_int("parallel.expert", self.expert, 1)
+        for name in ("param_dtype", "reduce_dtype"):
+            if getattr(self, name) is not None:
+                require_choice(f"parallel.{name}", getattr(self, name), PARALLEL_DTYPES)
+        require_bool("parallel.reshard_after_forward", self.reshard_after_forward)
+        require_choice("parallel.checkpointing", self.checkpointing, CHECKPOINTING_MODES)
+        require_bool("parallel.compile", self.compile)
+
+    def for_job(self, world_size: int, model: ModelConfig) -> ParallelConfig:
+        """This with ``shard`` filled in for a job of ``world_size`` processes.
+
+        ValueError: the sizes do not make up the job, or the experts cannot be divided.
+        """
+        given = self.replicate * self.expert * max(1, self.shard)
+        sizes = f"replicate {self.replicate} x shard {self.shard or 'any'} x expert {self.expert}"
+        if given > world_size:
+            raise ValueError(
+                f"parallel: {sizes} needs {given} processes and the job has {world_size}; "
+                f"start it with torchrun --nproc-per-node {given}, or lower one of them"
+            )
+        if world_size % given or (self.shard and given != world_size):
+            raise ValueError(
+                f"parallel: the job's {world_size} processes are not divided evenly by {sizes}; "
+                "their product must be the number of processes (shard 0 takes what is left)"
+            )
+        if self.expert > 1:
+            if model.moe is None:
+                raise ValueError("parallel.expert must be 1: the model has no experts (model.moe is None)")
+            if model.moe.num_experts % self.expert:
+                raise ValueError(
+                    f"parallel.expert ({self.expert}) must divide model.moe.num_experts ({model.moe.num_experts})"
+                )
+        return dataclasses.replace(self, shard=world_size // (self.replicate * self.expert))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
