@@ -1,5 +1,5 @@
 # env: the pinned development environment in .venv · demo: train the tiny recipe · test · newest-triton: what can be
-# tested of the kernels on the newest Triton · check: ruff, mypy, test and newest-triton
+# tested of the kernels on the newest Triton · oldest-transformers: the integration on it · check: all of these, ruff, mypy
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ NEWEST_TRITON := 3.9.0
 NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py)
 
-.PHONY: env demo test newest-triton check lint types wheel clean
+.PHONY: env demo test newest-triton oldest-transformers check lint types wheel clean
 
 env: $(STAMP)
 
@@ -27,6 +27,12 @@ $(STAMP): requirements-dev.txt pyproject.toml
 $(NEWEST): $(STAMP)
 	rm -rf $@ $@.part
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==$(NEWEST_TRITON)
+	mv $@.part $@
+	touch $@
+
+$(OLDEST): $(STAMP)
+	rm -rf $@ $@.part
+	$(BIN)/python -m pip install --quiet --target $@.part transformers==$(OLDEST_TRANSFORMERS)
 	mv $@.part $@
 	touch $@
 

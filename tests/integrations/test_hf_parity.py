@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import FAMILIES, VOCAB, tokens
+from hf_models import FAMILIES, GRANITE, GRANITE_CAN_CHOOSE, LIMIT, VOCAB, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -58,11 +58,12 @@ def test_logits_and_every_gradient(family: str, calls: Calls) -> None:
 
 @torch.no_grad()
 def test_the_clamp_of_gpt_oss_is_met_and_computed(calls: Calls) -> None:
-    family = FAMILIES["gpt_oss"]
+    model = FAMILIES["gpt_oss"].make()
+    integration.use(model)
     logits = {}
-    for limit in (family.sizes["swiglu_limit"], 1e3):
-        model = family.make(swiglu_limit=limit)
-        integration.use(model)
+    for limit in (LIMIT, 1e3):
+        for layer in model.model.layers:
+            layer.mlp.experts.limit = limit
         logits[limit] = model(input_ids=tokens()).logits
         assert {(call["activation"], call["gate_up"]) for call in calls} == {("swiglu_oai", "interleaved")}
         assert calls[-1]["activation_limit"] == limit
@@ -84,6 +85,15 @@ def test_a_decoding_step_of_one_sequence(family: str, calls: Calls) -> None:
     assert calls[-1]["x"].shape[0] == 1
     assert logits["eager"].shape == (1, 1, VOCAB)
     assert relative_error(logits["tilemoe"], logits["eager"]) < CLOSE
+
+
+def test_granite_is_computed_or_refused_by_name() -> None:
+    model = GRANITE.make()
+    if GRANITE_CAN_CHOOSE:
+        assert integration.use(model) == 2
+    else:
+        with pytest.raises(ValueError, match="GraniteMoeForCausalLM has no experts whose implementation"):
+            integration.use(model)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])

@@ -74,7 +74,7 @@ def use(model: nn.Module) -> int:
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no experts whose implementation transformers lets one choose (a dense model, "
-            "quantised experts, or a model class without that interface); it works as it is, without tilemoe"
+            "quantised experts, or a class without that interface in this release); it works as it is, without tilemoe"
         )
     for module in modules:
         _check(module)
