@@ -111,6 +111,7 @@ def round_launches(
     )
     columns = max(16, power_of_two(num_experts))
     block_t = max(1, min(int(TOKENS), _KEY_TILE // columns))
+    key_warps = max(1, block_t * columns // 1024)
     num_counts = num_blocks * (int(TOKENS) // block_t)
     keys, counts = new(num_experts, num_blocks * int(TOKENS)), new(num_counts, num_experts)
     real_tokens, num_real = new(num_counts), new(1)
@@ -137,9 +138,10 @@ def round_launches(
                 "SOFTMAX": spec.score != "sigmoid",
                 "BLOCK_T": block_t,
                 "BLOCK_E": columns,
-                "BLOCK_K": power_of_two(expert_ids.shape[1]),
+                # The histogram of the pairs has something for every thread.
+                "BLOCK_K": max(power_of_two(expert_ids.shape[1]), 32 * key_warps // block_t),
             },
-            num_warps=max(1, block_t * columns // 1024),
+            num_warps=key_warps,
             num_stages=1,
         ),
         Launch(
