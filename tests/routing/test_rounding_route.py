@@ -68,6 +68,12 @@ def test_every_mode_equals_the_reference(mode: str) -> None:
     assert (routing.tokens_per_expert % TILE == 0).all()
 
 
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (5, 5), (6, 1)])
+def test_few_experts(experts: int, k: int) -> None:
+    for mode in ("nearest", "up", "nearest_score"):
+        assert_routes_as_the_reference(random(40, experts), config(mode, experts, k))
+
+
 @pytest.mark.parametrize("name", sorted(ROUTER_PRESETS))
 def test_presets_equal_the_reference(name: str) -> None:
     cfg = config("nearest", 16, 4, replace(RouterConfig.preset(name), z_loss_coef=0.01))

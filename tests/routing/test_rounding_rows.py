@@ -61,6 +61,7 @@ def rounded_plan(
 ) -> RoutingPlan:
     num_tokens, num_experts = selection.all_scores.shape
     capacity = row_capacity(rounding, num_tokens, selection.expert_ids.shape[1], num_experts)
+    before = (selection.all_scores.clone(), selection.kept_scores.clone())
     *tensors, f = round_rows(
         selection.all_scores,
         selection.expert_ids,
@@ -72,6 +73,8 @@ def rounded_plan(
         scale,
         capacity,
     )
+    assert torch.equal(before[0], selection.all_scores)
+    assert torch.equal(before[1], selection.kept_scores)
     assert f.dtype == torch.int32
     assert f.tolist() == selection.pairs_of_expert()
     return RoutingPlan(*tensors, num_experts, num_tokens)
@@ -260,6 +263,14 @@ def test_nearest_score_goes_up_with_the_share_of_the_scores() -> None:
     for draw, rows in ((0.0, 32), (0.74, 32), (0.76, 16)):
         plan = rounded_plan(selection, TokenRounding("nearest_score", 16), torch.tensor([draw, 0.0]))
         assert int(plan.rows_per_expert[0]) == rows, draw
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest_score"])
+def test_the_operator_is_what_its_schema_says(mode: str) -> None:
+    for experts, mask in ((1, None), (5, torch.arange(40) % 4 != 0)):
+        selection = select(random_scores(40, experts), 1, token_mask=mask)
+        tensors = (selection.all_scores, selection.expert_ids, selection.kept_scores, torch.rand(experts), mask)
+        torch.library.opcheck(round_rows.registered, (*tensors, mode, 16, 1.0, 40 + 15 * experts))
 
 
 def test_capacities_are_the_largest_row_counts() -> None:

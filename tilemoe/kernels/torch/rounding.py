@@ -33,7 +33,7 @@ def round_rows(
     chosen = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(0, ids, True)[:-1]
     kept = all_scores.new_full(shape, float("inf")).scatter_(0, ids, kept_scores.to(all_scores.dtype).t())[:-1]
     ineligible = chosen if token_mask is None else chosen | ~token_mask
-    others = all_scores.t().contiguous().masked_fill_(ineligible, float("-inf"))
+    others = torch.where(ineligible, float("-inf"), all_scores.t())
     real = torch.full((), num_tokens, device=ids.device) if token_mask is None else token_mask.sum()
 
     f = chosen.sum(1, dtype=torch.int32)
