@@ -170,3 +170,17 @@ def test_the_gradient_of_a_gradient_is_refused() -> None:
     (grad,) = torch.autograd.grad(scores.sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("router", [RouterConfig(), SIGMOID])
+def test_the_operator_is_what_its_schema_says(router: RouterConfig) -> None:
+    cfg = config("nearest_score", 4, 2, router)
+    logits, mask = random_logits(40, 4).to(DEVICE), torch.ones(40, dtype=torch.bool, device=DEVICE)
+    kept, ids, *_ = select(logits, None, mask, RouterSpec(*spec_args(cfg)))
+    spec = rounding_ops.spec_args(cfg, 40 * 2 + 4 * 15)
+    args = (logits.requires_grad_(), ids, kept, uniform_of(cfg, 0).to(DEVICE), mask, *spec)
+    torch.library.opcheck(
+        rounding_ops.rounded_scores.registered,
+        args,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
