@@ -45,7 +45,7 @@ def test_route_equals_the_cpu(tokens: int, experts: int, k: int, mode: str) -> N
     dense, wanted = found.dense().cpu(), expected.dense()
     # Two scores that differ in their last bit may change places.
     differs = (dense != 0) != (wanted != 0)
-    assert int(differs.sum()) <= 4
+    assert int(differs.sum()) <= 16
     torch.testing.assert_close(dense[~differs], wanted[~differs], rtol=1e-4, atol=1e-7)
     weight = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(1)).masked_fill(differs, 0.0)
     (grad,) = torch.autograd.grad((found.dense() * weight.cuda()).sum() + found.aux_loss, logits)

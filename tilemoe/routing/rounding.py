@@ -159,12 +159,16 @@ def _scores_of_rows(
     return scores.masked_fill(rows >= row_start_of_expert[-1], 0.0)
 
 
-@constant_when_traced
-@cache
+@constant_when_traced  # a warning is given while tracing, or never
 def _warn_of_few_tokens(tile: int) -> None:
+    _warn_once(tile)
+
+
+@cache
+def _warn_once(tile: int) -> None:
     warnings.warn(
         f"rounding.tile = {tile} is larger than the number of tokens: such batches are routed by plain top-K; "
         "lower the tile or raise the tokens of a batch",
         UserWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
