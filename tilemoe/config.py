@@ -20,6 +20,7 @@ ACTIVATIONS = GATED_ACTIVATIONS | UNGATED_ACTIVATIONS
 GATE_UP_LAYOUTS = ("concatenated", "interleaved")
 CHECKPOINTING_MODES = ("none", "attention", "block")
 PARALLEL_DTYPES = ("bfloat16", "float32")
+QK_NORMS = ("head", "full", "none")
 ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
 
 GateUp = Literal["concatenated", "interleaved"]
@@ -219,8 +220,10 @@ def validate_activation(name: str, limit: float | None, alpha: float | None) -> 
 class ModelConfig:
     """A decoder language model: pre-norm blocks of grouped-query attention and an MLP, MoE or dense.
 
-    Its weights map one to one to Hugging Face's Qwen3-MoE. ``moe=None`` makes every block dense, with
-    ``dense_intermediate_size``; otherwise the blocks listed in ``dense_layers`` are dense.
+    Its weights map one to one to Hugging Face's Qwen3-MoE, OLMoE or Mixtral, as ``qk_norm`` says: queries and keys are
+    normalised over each "head" (Qwen3-MoE), over all heads at once ("full", OLMoE), or not ("none", Mixtral).
+    ``moe=None`` makes every block dense, with ``dense_intermediate_size``; otherwise the blocks listed in
+    ``dense_layers`` are dense.
     """
 
     vocab_size: int
@@ -237,6 +240,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     initializer_range: float = 0.02
+    qk_norm: Literal["head", "full", "none"] = "head"
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len")
@@ -247,6 +251,7 @@ class ModelConfig:
         require_finite("model.norm_eps", self.norm_eps, positive=True)
         require_finite("model.initializer_range", self.initializer_range)
         require_bool("model.tie_embeddings", self.tie_embeddings)
+        require_choice("model.qk_norm", self.qk_norm, QK_NORMS)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"model.num_kv_heads ({self.num_kv_heads}) must divide model.num_heads ({self.num_heads})")
         if self.head_dim % 2:

@@ -254,7 +254,7 @@ def test_what_qwen3_cannot_express_is_not_exported(change: dict[str, Any], name:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type must be 'qwen3_moe'"),
+        ({"model_type": "llama"}, "model_type must be one of 'qwen3_moe', 'olmoe', 'mixtral'; got 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ({"attention_bias": True}, "attention_bias must be False"),
         ({"use_sliding_window": True}, "use_sliding_window must be False"),

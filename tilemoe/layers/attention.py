@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with normalised queries and keys and rotary positions, and its key-value cache.
+"""Causal grouped-query attention with rotary positions, queries and keys normalised or not, and its key-value cache.
 
 B sequences · S tokens of this call · C tokens in the cache, this call's included · d model width · D head width ·
 H query heads · H_kv key and value heads
@@ -91,21 +91,27 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(d, kv_width, bias=False, device=device, dtype=dtype)
         self.v_proj = nn.Linear(d, kv_width, bias=False, device=device, dtype=dtype)
         self.o_proj = nn.Linear(q_width, d, bias=False, device=device, dtype=dtype)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device=device, dtype=dtype)
+        self.qk_norm = config.qk_norm
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm != "none":
+            q_normed, k_normed = (config.head_dim,) * 2 if config.qk_norm == "head" else (q_width, kv_width)
+            self.q_norm = RMSNorm(q_normed, config.norm_eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(k_normed, config.norm_eps, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             nn.init.normal_(linear.weight, 0.0, self.initializer_range, generator=generator)
-        self.q_norm.reset_parameters()
-        self.k_norm.reset_parameters()
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
         """x (B, S, d) -> (B, S, d), attending to the cache's tokens too; ``angles`` are those of the S positions."""
-        queries, keys, values = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        queries = rotate(self.q_norm(queries), *angles).to(values.dtype).transpose(1, 2)
-        keys = rotate(self.k_norm(keys), *angles).to(values.dtype).transpose(1, 2)
+        values = self._heads(self.v_proj(x))
+        queries = rotate(self._normed(self.q_proj(x), self.q_norm), *angles).to(values.dtype).transpose(1, 2)
+        keys = rotate(self._normed(self.k_proj(x), self.k_norm), *angles).to(values.dtype).transpose(1, 2)
         values = values.transpose(1, 2)
         mask, causal = None, True
         if cache is not None:
@@ -113,6 +119,12 @@ class Attention(nn.Module):
             keys, values = cache.append(keys, values)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """(B, S, H D) queries or keys -> (B, S, H, D), normalised over each head, over all of them, or not at all."""
+        if norm is None:
+            return self._heads(x)
+        return norm(self._heads(x)) if self.qk_norm == "head" else self._heads(norm(x))
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, S, H D) -> (B, S, H, D)."""

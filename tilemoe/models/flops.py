@@ -57,7 +57,8 @@ def _matrices(config: ModelConfig, *, active: bool) -> int:
 
 def _vectors(config: ModelConfig) -> int:
     """Norms and biases."""
-    norms = config.num_layers * (2 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
+    heads = {"head": 2, "full": config.num_heads + config.num_kv_heads, "none": 0}[config.qk_norm]
+    norms = config.num_layers * (2 * config.hidden_size + heads * config.head_dim) + config.hidden_size
     if config.moe is None:
         return norms
     moe = config.moe

@@ -1,32 +1,78 @@
-"""The configuration of Hugging Face's Qwen3MoeForCausalLM from a `ModelConfig`, and back. Standard library only."""
+"""config.json of Hugging Face's Qwen3-MoE, OLMoE or Mixtral from a `ModelConfig`, and back. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
-
-_ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 Number = TypeVar("Number", int, float)
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """One of Hugging Face's model classes: which of our decoders it is, and what differs from the others in its files.
+
+    ``mlp``, ``gate``, ``up`` and ``down`` are names of weights in the hub's checkpoints; ``expert_width`` and
+    ``num_experts`` are settings of config.json. The rest are its defaults for settings that config.json may leave out.
+    """
+
+    model_type: str
+    class_name: str
+    qk_norm: Literal["head", "full", "none"]
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    expert_width: str = "intermediate_size"
+    num_experts: str = "num_experts"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    aux_loss_coef: float = 0.001
+
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        architecture.qk_norm: architecture
+        for architecture in (
+            Architecture(
+                "qwen3_moe", "Qwen3MoeForCausalLM", "head", expert_width="moe_intermediate_size", norm_eps=1e-6
+            ),
+            Architecture("olmoe", "OlmoeForCausalLM", "full", aux_loss_coef=0.01),
+            Architecture(
+                "mixtral",
+                "MixtralForCausalLM",
+                "none",
+                mlp="block_sparse_moe",
+                gate="w1",
+                up="w3",
+                down="w2",
+                num_experts="num_local_experts",
+                rope_theta=1_000_000.0,
+            ),
+        )
+    }
+)
+
+
 def hf_config_dict(config: ModelConfig) -> dict[str, Any]:
-    """The contents of Qwen3-MoE's config.json for ``config``.
+    """The contents of config.json for ``config``: of Qwen3-MoE, OLMoE or Mixtral, as its ``qk_norm`` says.
 
     Raises:
-        ValueError: Qwen3-MoE has no place for a setting that changes what the model computes; the message names it.
+        ValueError: that architecture has no place for a setting that changes what the model computes; the message
+            names it.
     """
+    architecture = ARCHITECTURES[config.qk_norm]
     moe = config.moe or _placeholder_moe(config)
-    _require_expressible(moe)
-    dense = [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)]
+    _require_expressible(architecture, config, moe)
     return {
-        "architectures": [_ARCHITECTURE],
-        "model_type": "qwen3_moe",
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.dense_intermediate_size or moe.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -39,41 +85,58 @@ def hf_config_dict(config: ModelConfig) -> dict[str, Any]:
         # Both spellings: releases before 5 read the first alone, those since write the second.
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "use_sliding_window": False,
         "use_cache": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": dense,
-        "moe_intermediate_size": moe.intermediate_size,
-        "num_experts": moe.num_experts,
+        architecture.expert_width: moe.intermediate_size,
+        architecture.num_experts: moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,
-        # A softmax over the kept logits is the softmax over all, divided by the kept ones' sum.
-        "norm_topk_prob": moe.router.normalize or moe.router.softmax_after_topk,
         "router_aux_loss_coef": moe.router.aux_loss_coef,
         "output_router_logits": False,
+        **_settings_of_its_own(architecture, config, moe),
     }
 
 
+def _settings_of_its_own(architecture: Architecture, config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    if architecture.model_type == "mixtral":
+        return {"sliding_window": None, "router_jitter_noise": 0.0}
+    # A softmax over the kept logits is the softmax over all, divided by the kept ones' sum.
+    settings: dict[str, Any] = {"attention_bias": False, "norm_topk_prob": _is_normalised(moe)}
+    if architecture.model_type == "olmoe":
+        return settings | {"clip_qkv": None}
+    return settings | {
+        "intermediate_size": config.dense_intermediate_size or moe.intermediate_size,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)],
+    }
+
+
+def _is_normalised(moe: MoEConfig) -> bool:
+    return moe.router.normalize or moe.router.softmax_after_topk
+
+
 def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` of a Qwen3-MoE config.json, read into a dict.
+    """The `ModelConfig` of a Qwen3-MoE, OLMoE or Mixtral config.json, read into a dict.
 
     Raises:
         ValueError: another architecture, a missing setting, or one that `DecoderLM` does not implement.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"config.json must hold a table of settings, got {type(data).__name__}")
-    if data.get("model_type") != "qwen3_moe":
-        raise ValueError(f"config.json: model_type must be 'qwen3_moe', got {data.get('model_type')!r}")
+    known = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
+    architecture = known.get(str(data.get("model_type")))
+    if architecture is None:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"config.json: model_type must be one of {names}; got {data.get('model_type')!r}")
     rope = _rope(data)
-    implemented = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+    implemented = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "clip_qkv": None}
+    if architecture.model_type == "mixtral":  # the other's config.json has a number here that it does not use
+        implemented |= {"sliding_window": None}
     for name, value in implemented.items():
         if data.get(name, value) != value:
             raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
     layers = _number(data, "num_hidden_layers", int)
-    step = _number(data, "decoder_sparse_step", int, 1)
-    listed = set(data.get("mlp_only_layers") or ())
-    dense = tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
+    dense = _dense_layers(data, layers) if architecture.model_type == "qwen3_moe" else ()
     heads, width = _number(data, "num_attention_heads", int), _number(data, "hidden_size", int)
     std = _number(data, "initializer_range", float, 0.02)
     return ModelConfig(
@@ -84,27 +147,36 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=_number(data, "num_key_value_heads", int, heads),
         head_dim=_number(data, "head_dim", int, width // max(heads, 1)),
         max_seq_len=_number(data, "max_position_embeddings", int),
-        moe=None if len(dense) == layers else _moe_from_hf(data, width, std),
+        moe=None if len(dense) == layers else _moe_from_hf(data, architecture, width, std),
         dense_intermediate_size=_number(data, "intermediate_size", int) if dense else 0,
         dense_layers=() if len(dense) == layers else dense,
-        rope_theta=_number(rope, "rope_theta", float, 10_000.0),
-        norm_eps=_number(data, "rms_norm_eps", float, 1e-6),
+        rope_theta=_number(rope, "rope_theta", float, architecture.rope_theta),
+        norm_eps=_number(data, "rms_norm_eps", float, architecture.norm_eps),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         initializer_range=std,
+        qk_norm=architecture.qk_norm,
     )
 
 
-def _moe_from_hf(data: Mapping[str, Any], width: int, std: float) -> MoEConfig:
+def _dense_layers(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Qwen3-MoE's alone."""
+    step = _number(data, "decoder_sparse_step", int, 1)
+    listed = set(data.get("mlp_only_layers") or ())
+    return tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
+
+
+def _moe_from_hf(data: Mapping[str, Any], architecture: Architecture, width: int, std: float) -> MoEConfig:
     # Saved by some releases under the second name, which is an alias of the first.
     experts = "num_local_experts" if "num_local_experts" in data else "num_experts"
+    normalize = architecture.model_type == "mixtral" or bool(data.get("norm_topk_prob", False))
     return MoEConfig(
         hidden_size=width,
-        intermediate_size=_number(data, "moe_intermediate_size", int),
+        intermediate_size=_number(data, architecture.expert_width, int),
         num_experts=_number(data, experts, int),
         num_experts_per_tok=_number(data, "num_experts_per_tok", int),
         router=RouterConfig(
-            normalize=bool(data.get("norm_topk_prob", False)),
-            aux_loss_coef=_number(data, "router_aux_loss_coef", float, 0.001),
+            normalize=normalize,
+            aux_loss_coef=_number(data, "router_aux_loss_coef", float, architecture.aux_loss_coef),
         ),
         initializer_range=std,
     )
@@ -140,9 +212,9 @@ def _placeholder_moe(config: ModelConfig) -> MoEConfig:
     return MoEConfig(config.hidden_size, config.dense_intermediate_size, num_experts=1, num_experts_per_tok=1)
 
 
-def _require_expressible(moe: MoEConfig) -> None:
+def _require_expressible(architecture: Architecture, config: ModelConfig, moe: MoEConfig) -> None:
     router = moe.router
-    required = (
+    required = [
         ("moe.activation", moe.activation, "swiglu"),
         ("moe.expert_bias", moe.expert_bias, False),
         ("moe.shared_intermediate_size", moe.shared_intermediate_size, 0),
@@ -151,7 +223,15 @@ def _require_expressible(moe: MoEConfig) -> None:
         ("moe.router.selection_bias", router.selection_bias, False),
         ("moe.router.bias", router.bias, False),
         ("moe.router.num_groups", router.num_groups, 1),
-    )
+    ]
+    if architecture.model_type != "qwen3_moe":
+        required.append(("the number of dense layers", config.num_dense_layers, 0))
+    if architecture.model_type == "mixtral":
+        required.append(("moe.router.normalize", _is_normalised(moe), True))
+    if architecture.model_type == "olmoe":
+        required.append(("head_dim", config.head_dim, config.hidden_size // config.num_heads))
     for name, value, wanted in required:
         if value != wanted:
-            raise ValueError(f"{name}={value!r} has no place in {_ARCHITECTURE}; only {wanted!r} can be exported")
+            raise ValueError(
+                f"{name}={value!r} has no place in {architecture.class_name}; only {wanted!r} can be exported"
+            )

@@ -1,9 +1,9 @@
-"""Conversion between `DecoderLM` and Hugging Face's Qwen3MoeForCausalLM: weights by name, and folders on disk.
+"""Conversion between `DecoderLM` and Hugging Face's Qwen3-MoE, OLMoE and Mixtral: weights by name, folders on disk.
 
 d model width · n expert width · E experts
 
-Every weight has one counterpart. Expert e's rows of ``w1`` (E, 2n, d) are its ``gate_proj`` and ``up_proj`` (n, d) in
-either gate_up layout, and ``w2[e]`` (d, n) is its ``down_proj``.
+Every weight has one counterpart. Expert e's rows of ``w1`` (E, 2n, d) are its gate and up matrices (n, d) in either
+gate_up layout, and ``w2[e]`` (d, n) is its down matrix. Which of the three it is follows from ``ModelConfig.qk_norm``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,28 +24,16 @@ from torch import Tensor
 from tilemoe.config import ModelConfig
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.hf_config import config_from_hf, hf_config_dict
+from tilemoe.models.hf_names import Piece, pieces
 
 __all__ = [
     "config_from_hf",
     "from_hf_state_dict",
     "hf_config_dict",
-    "iter_from_hf",
     "load_hf",
     "save_hf",
     "to_hf_state_dict",
 ]
-
-# Within a block and within a layer, for what is the same tensor under two names.
-_BLOCK_NAMES = (
-    ("attention_norm", "input_layernorm"),
-    ("attention.q_proj", "self_attn.q_proj"),
-    ("attention.k_proj", "self_attn.k_proj"),
-    ("attention.v_proj", "self_attn.v_proj"),
-    ("attention.o_proj", "self_attn.o_proj"),
-    ("attention.q_norm", "self_attn.q_norm"),
-    ("attention.k_norm", "self_attn.k_norm"),
-    ("mlp_norm", "post_attention_layernorm"),
-)
 
 
 def to_hf_state_dict(model: DecoderLM) -> dict[str, Tensor]:
@@ -54,112 +42,54 @@ def to_hf_state_dict(model: DecoderLM) -> dict[str, Tensor]:
     Raises:
         ValueError: as `hf_config_dict`.
     """
-    config = model.config
-    hf_config_dict(config)
+    hf_config_dict(model.config)
     state = model.state_dict()
-    tensors = {theirs: state[ours] for ours, theirs in _plain_names(config)}
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}.mlp", f"model.layers.{layer}.mlp"
-        if config.moe is None or not config.is_moe_layer(layer):
-            gate, up = _split_gate_up(state[f"{ours}.w1"], "concatenated")
-            tensors |= _mlp_tensors(theirs, gate, up, state[f"{ours}.w2"])
-            continue
-        w1, w2 = state[f"{ours}.experts.w1"], state[f"{ours}.experts.w2"]
-        for expert in range(config.moe.num_experts):
-            gate, up = _split_gate_up(w1[expert], config.moe.gate_up)
-            tensors |= _mlp_tensors(f"{theirs}.experts.{expert}", gate, up, w2[expert])
-    return tensors
+    return {piece.theirs: piece.of_ours(state[piece.ours]) for piece in pieces(model.config)}
 
 
 def from_hf_state_dict(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of ``DecoderLM(config)`` from hub-named tensors, or from experts stacked as in transformers 5.
 
-    ``tensors`` may read lazily: each is asked for once.
+    ``tensors`` may read lazily. The result is new memory of the tensors' dtypes.
 
     Raises:
         ValueError: a tensor is missing, unknown, or of the wrong shape; the message names it.
     """
-    return dict(iter_from_hf(config, tensors))
+    shapes = _meta_state(config)
+    state: dict[str, Tensor] = {}
+    for piece, tensor in _matched(config, tensors):
+        if piece.ours not in state:
+            state[piece.ours] = tensor.new_empty(shapes[piece.ours].shape)
+        piece.of_ours(state[piece.ours]).copy_(tensor.detach())
+    return state
 
 
-def iter_from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`from_hf_state_dict` one parameter at a time, so that a large model need not be in memory twice."""
+def _matched(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    """Each part of our parameters with what the checkpoint has for it, one in memory at a time if it reads lazily."""
     hf_config_dict(config)
-    expected = {name: tuple(t.shape) for name, t in DecoderLM(config, device="meta").state_dict().items()}
+    parameters = _meta_state(config)
     taken: set[str] = set()
-
-    def take(name: str) -> Tensor:
-        if name not in tensors:
-            raise ValueError(f"{name}: this tensor is missing from the checkpoint; is it of this configuration?")
-        taken.add(name)
-        return tensors[name]
-
-    for ours, tensor in _parameters(config, take, tensors):
-        if tuple(tensor.shape) != expected[ours]:
+    for piece in pieces(config, tensors):
+        if piece.theirs not in tensors:
             raise ValueError(
-                f"{ours} must be {expected[ours]} as the configuration says, but the checkpoint gives "
+                f"{piece.theirs}: this tensor is missing from the checkpoint; is it of this configuration?"
+            )
+        taken.add(piece.theirs)
+        tensor = piece.of_theirs(tensors[piece.theirs])
+        expected = tuple(piece.of_ours(parameters[piece.ours]).shape)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{piece.theirs} must be {expected} as the configuration says, but the checkpoint gives "
                 f"{tuple(tensor.shape)}"
             )
-        yield ours, tensor
+        yield piece, tensor
     unknown = sorted(set(tensors) - taken - ({"lm_head.weight"} if config.tie_embeddings else set()))
     if unknown:
         raise ValueError(f"{unknown[0]}: the configuration has no such tensor")
 
 
-def _parameters(
-    config: ModelConfig, take: Callable[[str], Tensor], names: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """(our name, tensor), each built from what ``take(their name)`` gives."""
-    for ours, theirs in _plain_names(config):
-        yield ours, take(theirs)
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}.mlp", f"model.layers.{layer}.mlp"
-        if config.moe is None or not config.is_moe_layer(layer):
-            yield f"{ours}.w1", torch.cat([take(f"{theirs}.gate_proj.weight"), take(f"{theirs}.up_proj.weight")])
-            yield f"{ours}.w2", take(f"{theirs}.down_proj.weight")
-            continue
-        experts = [f"{theirs}.experts.{expert}" for expert in range(config.moe.num_experts)]
-        if f"{theirs}.experts.gate_up_proj" in names:
-            gate, up = take(f"{theirs}.experts.gate_up_proj").chunk(2, dim=1)
-            w2 = take(f"{theirs}.experts.down_proj")
-        else:
-            gate, up, w2 = (
-                torch.stack([take(f"{expert}.{name}.weight") for expert in experts])
-                for name in ("gate_proj", "up_proj", "down_proj")
-            )
-        yield f"{ours}.experts.w1", _join_gate_up(gate, up, config.moe.gate_up)
-        yield f"{ours}.experts.w2", w2
-
-
-def _plain_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """(our name, their name) of every tensor that is the same on both sides."""
-    yield "embed.weight", "model.embed_tokens.weight"
-    for layer in range(config.num_layers):
-        for ours, theirs in _BLOCK_NAMES:
-            yield f"blocks.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
-        if config.is_moe_layer(layer):
-            yield f"blocks.{layer}.mlp.router.weight", f"model.layers.{layer}.mlp.gate.weight"
-    yield "norm.weight", "model.norm.weight"
-    if not config.tie_embeddings:
-        yield "head.weight", "lm_head.weight"
-
-
-def _mlp_tensors(prefix: str, gate: Tensor, up: Tensor, down: Tensor) -> dict[str, Tensor]:
-    parts = (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
-    return {f"{prefix}.{name}.weight": tensor for name, tensor in parts}
-
-
-def _split_gate_up(w1: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Views of the gate and up rows, (n, d) each, of w1 (2n, d)."""
-    if layout == "interleaved":
-        return w1[0::2], w1[1::2]
-    n = w1.shape[0] // 2
-    return w1[:n], w1[n:]
-
-
-def _join_gate_up(gate: Tensor, up: Tensor, layout: str) -> Tensor:
-    """w1 (E, 2n, d) of gate and up (E, n, d)."""
-    return torch.stack([gate, up], dim=2).flatten(1, 2) if layout == "interleaved" else torch.cat([gate, up], dim=1)
+def _meta_state(config: ModelConfig) -> dict[str, Tensor]:
+    return DecoderLM(config, device="meta").state_dict()
 
 
 # ----------------------------------------------------------------------------------------------------------- folders
@@ -168,11 +98,13 @@ def _join_gate_up(gate: Tensor, up: Tensor, layout: str) -> Tensor:
 def save_hf(model: DecoderLM, folder: str | Path, *, max_shard_bytes: int = 4 << 30) -> None:
     """Write config.json, generation_config.json and safetensors that ``AutoModelForCausalLM.from_pretrained`` loads.
 
-    Weights keep their dtype; more than ``max_shard_bytes`` of them go to several files with an index. The folder,
-    which must not exist or be empty, appears when all is written and synced, or not at all.
+    Weights keep their dtype; more than ``max_shard_bytes`` of them go to several files with an index. They are written
+    from where they lie; only those that must be copied for it (on a GPU, or with gate and up interleaved) are in memory
+    twice, a file's worth at a time. The folder, which must not exist or be empty, appears when all is written and
+    synced, or not at all.
 
     Raises:
-        ValueError: the folder is in use, or Qwen3-MoE cannot express the configuration.
+        ValueError: the folder is in use, or the architecture cannot express the configuration.
     """
     out = Path(folder).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -199,10 +131,11 @@ def load_hf(
 ) -> DecoderLM:
     """The model of a folder that ``save_hf`` or transformers wrote, or that was downloaded from the hub.
 
-    ``dtype`` None keeps the default floating dtype of torch. One shard's tensors are read at a time.
+    ``dtype`` None keeps the default floating dtype of torch. Beside the model itself there is never more in memory than
+    one tensor of the folder: each is copied to its place in the parameters as it is read.
 
     Raises:
-        ValueError: a file is missing or damaged, or the checkpoint is not a Qwen3-MoE that `DecoderLM` implements.
+        ValueError: a file is missing or damaged, or the checkpoint is none that `DecoderLM` implements.
     """
     path = Path(folder).expanduser()
     try:
@@ -215,8 +148,8 @@ def load_hf(
     model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
     parameters = model.state_dict()
     with _SafetensorsFolder(path) as tensors, torch.no_grad():
-        for name, tensor in iter_from_hf(config, tensors):
-            parameters[name].copy_(tensor)
+        for piece, tensor in _matched(config, tensors):
+            piece.of_ours(parameters[piece.ours]).copy_(tensor)
     return model
 
 
