@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "MoEConfig": "tilemoe.config",
     "ModelConfig": "tilemoe.config",
+    "ParallelConfig": "tilemoe.config",
     "RouterConfig": "tilemoe.config",
     "TokenRounding": "tilemoe.config",
     "moe_preset": "tilemoe.models.presets",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tilemoe import reference as reference
     from tilemoe.config import ModelConfig as ModelConfig
     from tilemoe.config import MoEConfig as MoEConfig
+    from tilemoe.config import ParallelConfig as ParallelConfig
     from tilemoe.config import RouterConfig as RouterConfig
     from tilemoe.config import TokenRounding as TokenRounding
     from tilemoe.kernels.base import KernelSet as KernelSet

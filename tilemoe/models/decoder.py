@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tilemoe.activations import activation_spec
-from tilemoe.config import ModelConfig
+from tilemoe.config import CHECKPOINTING_MODES, ModelConfig, require_choice
 from tilemoe.kernels.base import KernelSet
 from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles
 from tilemoe.layers.mlp import MLP
@@ -47,7 +48,10 @@ class BlockOutput(NamedTuple):
 
 
 class Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` with a MoE or, in a dense layer, a swiglu MLP."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` with a MoE or, in a dense layer, a swiglu MLP.
+
+    ``checkpointing`` says what backward computes again, see `DecoderLM.set_checkpointing`.
+    """
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.norm_eps
+        self.checkpointing = "none"
         self.attention_norm = RMSNorm(d, eps, device=device, dtype=dtype)
         self.attention = Attention(config, device=device, dtype=dtype)
         self.mlp_norm = RMSNorm(d, eps, device=device, dtype=dtype)
@@ -79,12 +84,28 @@ class Block(nn.Module):
         self.mlp.reset_parameters(generator)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> BlockOutput:
-        x = x + self.attention(self.attention_norm(x), angles, cache)
+        if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
+            out: BlockOutput = checkpoint(self.body, x, angles, None, use_reentrant=False)
+            return out
+        return self.body(x, angles, cache)
+
+    def body(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None) -> BlockOutput:
+        x = x + self._attend(self.attention_norm(x), angles, cache)
         normed = self.mlp_norm(x)
         if isinstance(self.mlp, MoE):
             out = self.mlp(normed)
             return BlockOutput(x + out.hidden, out.aux_loss, out.tokens_per_expert)
         return BlockOutput(x + self.mlp(normed), None, None)
+
+    def compile_body(self, backend: str) -> None:
+        """torch.compile what `forward` computes: within checkpointing, and within the hooks of whoever wraps it."""
+        setattr(self, "body", torch.compile(self.body, backend=backend))  # noqa: B010 (to type checkers a method)
+
+    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None) -> Tensor:
+        if self.checkpointing == "attention" and cache is None and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self.attention, x, angles, None, use_reentrant=False)
+            return out
+        return self.attention(x, angles, cache)
 
 
 class DecoderLM(nn.Module):
@@ -115,19 +136,20 @@ class DecoderLM(nn.Module):
         self.head: nn.Linear | None = None
         if not config.tie_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype)
-        self._reset_embeddings(None)
+        self.reset_embeddings(None)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw every matrix from normal(0, initializer_range); norms become 1, biases 0.
 
         With a generator, which must be of the parameters' device, the weights are a function of its state alone.
         """
-        self._reset_embeddings(generator)
+        self.reset_embeddings(generator)
         for block in self._blocks():
             block.reset_parameters(generator)
         self.norm.reset_parameters()
 
-    def _reset_embeddings(self, generator: torch.Generator | None) -> None:
+    def reset_embeddings(self, generator: torch.Generator | None) -> None:
+        """The first that `reset_parameters` draws: of the embedding table, and of the head if it is another."""
         tables = [self.embed.weight] if self.head is None else [self.embed.weight, self.head.weight]
         for table in tables:
             nn.init.normal_(table, 0.0, self.config.initializer_range, generator=generator)
@@ -164,6 +186,18 @@ class DecoderLM(nn.Module):
         biases = [moe.router.selection_bias for moe in layers if moe.router.selection_bias is not None]
         if biases:
             update_selection_bias(biases, tokens_per_expert, rate)
+
+    def set_checkpointing(self, mode: str) -> None:
+        """What backward computes again, to keep less until then: "none", each block's "attention", or each "block".
+
+        A repeated block keeps nothing of its experts, and makes what they need just before it is used: there
+        ``recompute="up_proj"`` would only run that GEMM a third time, so "block" takes it back.
+        """
+        require_choice("checkpointing", mode, CHECKPOINTING_MODES)
+        for block in self._blocks():
+            block.checkpointing = mode
+            if mode == "block" and isinstance(block.mlp, MoE):
+                block.mlp.experts.recompute = None
 
     def _hidden(self, input_ids: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """(normalised hidden (B, S, d), auxiliary loss (), tokens per expert (L, E))."""

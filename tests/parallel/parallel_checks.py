@@ -1,0 +1,272 @@
+"""What four processes check of a decoder that they share; `test_parallel_model` runs it.
+
+B sequences of a rank · S tokens each · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.generate import generate
+from tilemoe.parallel.gradients import clip_gradients
+from tilemoe.parallel.mesh import Meshes, build_meshes
+from tilemoe.parallel.model import parallelize
+
+RANKS, E, K = 4, 8, 2
+ROUTER = RouterConfig(selection_bias=True, aux_loss_coef=0.1, z_loss_coef=0.01)
+MOE = MoEConfig(16, 8, E, K, router=ROUTER, initializer_range=0.3, expert_bias=True, shared_intermediate_size=8)
+MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=16,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_seq_len=16,
+    moe=MOE,
+    dense_intermediate_size=24,
+    dense_layers=(0,),
+    initializer_range=0.3,
+)
+EXACT = ParallelConfig(param_dtype=None, reduce_dtype=None)
+FSDP = EXACT
+HSDP = replace(EXACT, replicate=2, shard=2)
+EP = replace(EXACT, expert=4)
+EP_FSDP = replace(EXACT, expert=2, shard=2)
+EP_REPLICATED = replace(EXACT, expert=2, replicate=2)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+SEQUENCES = (2, 1, 0, 3)  # of each rank, of 7 tokens each: odd numbers, and a rank without any
+
+
+def make_model(dtype: torch.dtype, config: ModelConfig = MODEL, **options: Any) -> DecoderLM:
+    torch.manual_seed(0)
+    model = DecoderLM(config, dtype=dtype, **options)
+    for name, tensor in model.named_parameters():
+        if name.endswith(("b1", "b2")):
+            torch.nn.init.normal_(tensor, 0.0, 0.2)
+    return model
+
+
+def meshes_of(config: ParallelConfig, model: ModelConfig = MODEL) -> Meshes:
+    return build_meshes(config, model, "cpu")
+
+
+def send_all_to(model: DecoderLM, experts: slice) -> None:
+    """Choose these experts, and only these, for every token."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("selection_bias"):
+            buffer.zero_()
+            buffer[experts] = 10.0
+
+
+def batch(sequences: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Each rank's ids and labels (B, S), some of them ignored."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(61, (sum(sequences), 8), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[::2, 3] = -100
+    return list(ids[:, :-1].split(sequences)), list(labels.split(sequences))
+
+
+class Result(NamedTuple):
+    """Of the whole batch; the auxiliary loss is fp32 in any model."""
+
+    loss: Tensor
+    aux_loss: Tensor
+    gradients: dict[str, Tensor]
+    tokens_per_expert: Tensor  # of this process
+
+
+def whole_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
+    """By one process."""
+    ids, labels = (torch.cat(parts) for parts in batch(sequences))
+    out = model(ids, labels)
+    assert out.loss is not None
+    (out.loss + out.aux_loss).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Result(out.loss.detach(), out.aux_loss.detach(), gradients, out.tokens_per_expert)
+
+
+def shared_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
+    """By all processes, each with its own sequences."""
+    ids, labels = batch(sequences)
+    rank = dist.get_rank()
+    out = model(ids[rank], labels[rank])
+    assert out.loss is not None
+    counts = [(part != -100).sum().double() for part in labels]
+    loss = out.loss * (counts[rank] / sum(counts)).to(out.loss.dtype)
+    aux_loss = out.aux_loss / RANKS
+    (loss + aux_loss).backward()
+    totals = [part.detach().clone() for part in (loss, aux_loss)]
+    for total in totals:
+        dist.all_reduce(total)
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return Result(totals[0], totals[1], gradients, out.tokens_per_expert)
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    got, want = got.detach(), want.detach()
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-300))
+
+
+def assert_same(got: Result, want: Result, limit: float) -> None:
+    assert got.gradients.keys() == want.gradients.keys()
+    assert error(got.loss, want.loss) <= limit
+    assert error(got.aux_loss, want.aux_loss) <= 1e-6
+    for name, gradient in want.gradients.items():
+        assert gradient.any() or "experts" in name, name
+        assert error(got.gradients[name], gradient) <= limit, name
+
+
+def assert_as_one_process(config: ParallelConfig, model: ModelConfig = MODEL, **options: Any) -> None:
+    meshes = meshes_of(config, model)
+    for dtype, limit in TOLERANCE.items():
+        for experts in (slice(0, 0), slice(0, 2), slice(4, 6)):  # by score; all on one rank, of four or of two
+            one, many = (make_model(dtype, model, **options) for _ in range(2))
+            for each in (one, many):
+                send_all_to(each, experts)
+            parallelize(many, meshes)
+            assert_same(shared_batch(many, SEQUENCES), whole_batch(one, SEQUENCES), limit)
+
+
+def check_fsdp() -> None:
+    assert_as_one_process(FSDP)
+
+
+def check_hsdp() -> None:
+    assert_as_one_process(HSDP)
+
+
+def check_expert_parallel() -> None:
+    assert_as_one_process(EP)
+
+
+def check_expert_parallel_and_fsdp() -> None:
+    assert_as_one_process(EP_FSDP)
+
+
+def check_expert_parallel_and_replicas() -> None:
+    assert_as_one_process(EP_REPLICATED)
+
+
+def check_what_is_sharded_how() -> None:
+    """Whole experts where FSDP's ranks divide them, else their rows."""
+    for config, experts, placements in (
+        (FSDP, 8, [Shard(0)]),
+        (FSDP, 6, [Shard(1)]),
+        (EP_FSDP, 8, None),
+        (EP_FSDP, 6, [Shard(1), Shard(0)]),
+    ):
+        model = replace(MODEL, moe=replace(MOE, num_experts=experts))
+        many = make_model(torch.float32, model)
+        whole_w1 = {name: p.detach().clone() for name, p in many.named_parameters() if name.endswith("experts.w1")}
+        parallelize(many, meshes_of(config, model))
+        for name, want in whole_w1.items():
+            w1 = many.get_parameter(name)
+            assert isinstance(w1, DTensor)
+            assert placements is None or list(w1.placements) == placements
+            assert w1.to_local().numel() * RANKS == want.numel()
+            assert torch.equal(w1.full_tensor(), want)
+    assert_as_one_process(FSDP, replace(MODEL, moe=replace(MOE, num_experts=6)))
+
+
+def check_checkpointing() -> None:
+    """Repeating a part of the forward changes no bit; the experts' own recomputation goes with the attention's."""
+    expected = None
+    for mode, recompute in (("none", None), ("none", "up_proj"), ("attention", "up_proj"), ("block", "up_proj")):
+        model = make_model(torch.float32, recompute=recompute)
+        parallelize(model, meshes_of(replace(EP_FSDP, checkpointing=mode)))  # type: ignore[arg-type]
+        got = shared_batch(model, SEQUENCES)
+        expected = expected or got
+        assert torch.equal(got.loss, expected.loss), mode
+        assert all(torch.equal(got.gradients[name], want) for name, want in expected.gradients.items()), mode
+
+
+def check_mixed_precision() -> None:
+    """bf16 in the blocks, fp32 in the sums and the weights; not far from fp32 throughout."""
+    one, many = (make_model(torch.float32) for _ in range(2))
+    parallelize(many, meshes_of(replace(EP_FSDP, param_dtype="bfloat16", reduce_dtype="float32")))
+    seen: list[torch.dtype] = []
+    many.blocks[1].register_forward_pre_hook(lambda module, given: seen.extend([given[0].dtype, given[1][0].dtype]))
+    got, want = shared_batch(many, (2, 2, 2, 2)), whole_batch(one, (2, 2, 2, 2))
+    assert seen == [torch.bfloat16, torch.float32]  # activations, rotary angles
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in many.parameters() if p.grad is not None)
+    assert 1e-5 < error(got.loss, want.loss) < 0.02
+    assert error(got.gradients["embed.weight"], want.gradients["embed.weight"]) < 0.2
+
+
+def check_training() -> None:
+    """Three steps of AdamW with clipping and the selection bias give the weights of one process."""
+    one, many = (make_model(torch.float64) for _ in range(2))
+    parallelize(many, meshes_of(EP_FSDP))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, fused=True) for model in (one, many)]
+    for _ in range(3):
+        norms = []
+        for model, optimizer, run in zip((one, many), optimizers, (whole_batch, shared_batch), strict=True):
+            optimizer.zero_grad()
+            counts = run(model, SEQUENCES).tokens_per_expert
+            norms.append(clip_gradients(model.parameters(), 0.5))
+            optimizer.step()
+            # The sum over the processes counts the whole batch of one of them four times, which changes no sign.
+            model.update_selection_bias(counts, 0.01)
+        assert error(norms[1], norms[0]) < 1e-12
+        assert norms[0] > 0.5
+    for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert error(whole(got), want) < 1e-9, name
+    for want, got in zip(one.buffers(), many.buffers(), strict=True):
+        assert torch.equal(got, want)
+
+
+def check_from_meta() -> None:
+    """Weights are a function of the generator, whatever the mesh; inference works, also by incremental decoding."""
+    one = DecoderLM(MODEL)
+    one.reset_parameters(torch.Generator().manual_seed(7))
+    many = DecoderLM(MODEL, device="meta")
+    parallelize(many, meshes_of(EP_FSDP), device="cpu", generator=torch.Generator().manual_seed(7))
+    for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert torch.equal(whole(got), want), name
+    for want, got in zip(one.buffers(), many.buffers(), strict=True):
+        assert torch.equal(got, want)
+    ids = torch.arange(5)[None]
+    tokens = [generate(model, ids, 4, temperature=0.0) for model in (one, many)]
+    assert torch.equal(*tokens)
+
+
+def check_compiled() -> None:
+    """Compiled blocks, with the exchanges between their graphs."""
+    one, many = (make_model(torch.float32) for _ in range(2))
+    parallelize(many, meshes_of(replace(EP_FSDP, compile=True, checkpointing="block")), compile_backend="eager")
+    assert isinstance(many.blocks[1], FSDPModule)
+    assert_same(shared_batch(many, SEQUENCES), whole_batch(one, SEQUENCES), 1e-6)
+
+
+def check_errors() -> None:
+    for config, message in (
+        (replace(EXACT, replicate=8), r"replicate 8 x shard any x expert 1 needs 8 processes and the job has 4"),
+        (replace(EXACT, replicate=3), r"job's 4 processes are not divided evenly by replicate 3"),
+        (replace(EXACT, shard=2), r"job's 4 processes are not divided evenly by replicate 1 x shard 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_meshes(config, MODEL, "cpu")
+    six = replace(MODEL, moe=replace(MOE, num_experts=6))
+    with pytest.raises(ValueError, match=r"parallel.expert \(4\) must divide model.moe.num_experts \(6\)"):
+        build_meshes(EP, six, "cpu")
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

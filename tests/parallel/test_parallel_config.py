@@ -1,0 +1,71 @@
+"""Sizes of a job, as far as they can be told without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, from_dict, to_dict
+from tilemoe.parallel.mesh import build_meshes
+
+DENSE = ModelConfig(32, 8, 2, 2, 2, 4, 8, dense_intermediate_size=16)
+MODEL = ModelConfig(32, 8, 2, 2, 2, 4, 8, moe=MoEConfig(8, 8, 12, 2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "shard"),
+    [({}, 1, 1), ({}, 4, 4), ({"expert": 4}, 8, 2), ({"replicate": 2, "expert": 2, "shard": 3}, 12, 3)],
+)
+def test_shard_takes_what_is_left(sizes: dict[str, Any], world_size: int, shard: int) -> None:
+    found = ParallelConfig(**sizes, compile=True).for_job(world_size, MODEL)
+    assert found == ParallelConfig(**{**sizes, "shard": shard}, compile=True)
+    assert found.for_job(world_size, MODEL) == found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "message"),
+    [
+        ({"replicate": 2, "shard": 4}, 4, "replicate 2 x shard 4 x expert 1 needs 8 processes and the job has 4; "),
+        ({"expert": 3}, 4, "the job's 4 processes are not divided evenly by replicate 1 x shard any x expert 3; "),
+        ({"shard": 2}, 4, "the job's 4 processes are not divided evenly by replicate 1 x shard 2 x expert 1; "),
+        ({"expert": 8}, 8, r"parallel.expert \(8\) must divide model.moe.num_experts \(12\)"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**sizes).for_job(world_size, MODEL)
+
+
+def test_a_dense_model_has_no_experts_to_divide() -> None:
+    assert ParallelConfig().for_job(4, DENSE).shard == 4
+    with pytest.raises(ValueError, match="the model has no experts"):
+        ParallelConfig(expert=2).for_job(4, DENSE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicate": 0}, "parallel.replicate must be an integer >= 1, got 0"),
+        ({"shard": -1}, "parallel.shard must be an integer >= 0, got -1"),
+        ({"expert": True}, "parallel.expert must be an integer >= 1, got True"),
+        ({"param_dtype": "float8"}, "parallel.param_dtype must be one of bfloat16, float32; got 'float8'"),
+        ({"reduce_dtype": "int8"}, "parallel.reduce_dtype must be one of"),
+        ({"checkpointing": "all"}, "parallel.checkpointing must be one of attention, block, none; got 'all'"),
+        ({"reshard_after_forward": 1}, "parallel.reshard_after_forward must be True or False"),
+        ({"compile": "yes"}, "parallel.compile must be True or False"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**settings)
+
+
+def test_round_trip() -> None:
+    config = ParallelConfig(expert=2, param_dtype=None, checkpointing="block")
+    assert from_dict(ParallelConfig, to_dict(config)) == config
+
+
+def test_without_a_job() -> None:
+    with pytest.raises(ValueError, match=r"torch.distributed is not initialised; start the job with torchrun"):
+        build_meshes(ParallelConfig(), MODEL, "cpu")

@@ -1,0 +1,23 @@
+"""A decoder that four processes share gives the loss and the gradients of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parallel_checks import CHECKS, RANKS
+
+from tilemoe.testing.ranks import run_on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    return run_on_ranks(CHECKS, RANKS, folder)
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+def test_decoder_on_four_processes(name: str, results: dict[str, str]) -> None:
+    assert not results[name], results[name]

@@ -1,0 +1,97 @@
+"""FSDP2 applied to a decoder, block by block.
+
+E experts · e experts of a process · d model width · n expert width · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
+
+from tilemoe.config import ParallelConfig
+from tilemoe.layers.experts import Experts
+from tilemoe.layers.moe import MoE
+from tilemoe.models.decoder import Block, DecoderLM
+from tilemoe.parallel.mesh import Meshes
+
+
+def shard_block(block: Block, meshes: Meshes, *, is_last: bool) -> None:
+    """One gather for a block; where its experts are divided over processes, one more for these.
+
+    The last block stays gathered after its forward: its backward comes next.
+    """
+    reshard = meshes.config.reshard_after_forward and not is_last
+    experts = block.mlp.experts if isinstance(block.mlp, MoE) else None
+    if meshes.expert_fsdp is not None and experts is not None:
+        _shard(experts, meshes.expert_fsdp, meshes.config, reshard, experts)
+        experts = None
+    _shard(block, meshes.fsdp, meshes.config, reshard, experts)
+
+
+def shard_rest(model: DecoderLM, meshes: Meshes) -> None:
+    """The embeddings, the head and the last norm, gathered from the forward to the end of the backward."""
+    _shard(model, meshes.fsdp, meshes.config, False, None)
+    register_fsdp_forward_method(model, "next_logits")
+    if meshes.expert_fsdp is not None:
+        _prefetch(model)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, config: ParallelConfig, reshard: bool, experts: Experts | None) -> None:
+    """``experts``: those whose parameters are among the module's that are not sharded yet."""
+    # Inputs are not cast: the embeddings make the blocks' activations, and the rotary angles stay in fp32.
+    policy = MixedPrecisionPolicy(_dtype(config.param_dtype), _dtype(config.reduce_dtype), cast_forward_inputs=False)
+    sharded = fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        shard_placement_fn=_placements(experts, mesh.size(mesh.ndim - 1)).get,
+        mp_policy=policy,
+    )
+    # Sums and no means: an expert's gradient is already that of several processes.
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _placements(experts: Experts | None, ranks: int) -> dict[nn.Parameter, Shard]:
+    """The dimension of each expert parameter to shard: whole experts where they come out even, else their rows.
+
+    A rank without an expert would gather as much and hold nothing; the rows of w1 and w2, w and d, divide more often.
+    """
+    placements: dict[nn.Parameter, Shard] = {}
+    if experts is None:
+        return placements
+    for parameter in experts.parameters(recurse=False):
+        here, rows = experts.dispatcher.local_weight(parameter).shape[:2]
+        if here % ranks and rows % ranks == 0:
+            placements[parameter] = Shard(1)
+    return placements
+
+
+def _prefetch(model: DecoderLM) -> None:
+    """Gather a block ahead by name: the host waits for the sizes of each exchange, too long to find out by itself."""
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    for block, following in pairwise(blocks):
+        _fsdp(block).set_modules_to_forward_prefetch(_gathered_with(following))
+        _fsdp(following).set_modules_to_backward_prefetch(_gathered_with(block)[::-1])
+
+
+def _gathered_with(block: Block) -> list[FSDPModule]:
+    return [module for module in block.modules() if isinstance(module, FSDPModule)]
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule), "every block was sharded before"
+    return module
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

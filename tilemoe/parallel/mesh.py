@@ -1,0 +1,57 @@
+"""The meshes of a job: which processes share what.
+
+A process' rank is ``(replicate index * shard + shard index) * expert + expert index``: those that share a layer's
+experts, which exchange the most, are neighbours, on one host wherever that has enough of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tilemoe.config import ModelConfig, ParallelConfig
+
+REPLICATE, SHARD, EXPERT, FSDP = "replicate", "shard", "expert", "fsdp"
+
+
+@dataclass(frozen=True, eq=False)
+class Meshes:
+    """Of one job; every process is in each.
+
+    config          with its sizes filled in
+    fsdp            shards parameters that all processes share: 1-D, or 2-D (replicate, fsdp) where a model has copies
+    expert          divides each layer's experts: 1-D; None where every process has all of them
+    expert_fsdp     shards the experts of a process: 1-D or 2-D as ``fsdp``; None as ``expert``
+    """
+
+    config: ParallelConfig
+    fsdp: DeviceMesh
+    expert: DeviceMesh | None
+    expert_fsdp: DeviceMesh | None
+
+    @property
+    def world_size(self) -> int:
+        return self.config.replicate * self.config.shard * self.config.expert
+
+
+def build_meshes(config: ParallelConfig, model: ModelConfig, device_type: str) -> Meshes:
+    """All processes call it, torch.distributed being initialised. It takes no memory of the device before it has
+    checked the sizes.
+
+    ValueError: torch.distributed is not initialised, or `ParallelConfig.for_job` refuses.
+    """
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised; start the job with torchrun and init_process_group")
+    config = config.for_job(dist.get_world_size(), model)
+    sizes = (config.replicate, config.shard, config.expert)
+    copies = config.replicate > 1
+    whole = init_device_mesh(
+        device_type, (config.replicate, config.shard * config.expert), mesh_dim_names=(REPLICATE, FSDP)
+    )
+    fsdp = whole if copies else whole[FSDP]
+    if config.expert == 1:
+        return Meshes(config, fsdp, None, None)
+    divided = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, EXPERT))
+    return Meshes(config, fsdp, divided[EXPERT], divided[REPLICATE, SHARD] if copies else divided[SHARD])

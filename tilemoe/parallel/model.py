@@ -1,0 +1,59 @@
+"""A decoder on the processes of a job: checkpointing, expert parallelism, compilation and FSDP2, in that order."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tilemoe.models.decoder import Block, DecoderLM
+from tilemoe.parallel.expert import apply_expert_parallel
+from tilemoe.parallel.fsdp import shard_block, shard_rest
+from tilemoe.parallel.mesh import Meshes
+
+
+def parallelize(
+    model: DecoderLM,
+    meshes: Meshes,
+    *,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+    compile_backend: str = "inductor",
+) -> None:
+    """Share ``model`` among the processes of ``meshes``, in place, as ``meshes.config`` says.
+
+    A model on the meta device is brought to ``device`` one block at a time, each sharded before the next one exists,
+    with the weights that ``model.reset_parameters(generator)`` would give it: the same whatever the meshes. Any other
+    model must hold the same weights in every process.
+
+    Gradients are summed over the processes, not averaged: scale each process' loss to its share of the whole batch's,
+    ``(out.loss + out.aux_loss) / meshes.world_size`` where all have as many labels. All processes must call forward
+    and backward together.
+    """
+    config = meshes.config
+    is_meta = model.embed.weight.is_meta
+    assert not is_meta or device is not None, "a model on the meta device needs a device to be brought to"
+    if is_meta:
+        for module in (model.embed, model.head):
+            _materialise(module, device)
+        model.reset_embeddings(generator)
+    model.set_checkpointing(config.checkpointing)
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    for block in blocks:
+        if is_meta:
+            _materialise(block, device)
+            block.reset_parameters(generator)
+        if meshes.expert is not None:
+            apply_expert_parallel(block, meshes.expert)
+        if config.compile:
+            block.compile_body(compile_backend)
+        shard_block(block, meshes, is_last=block is blocks[-1])
+    if is_meta:
+        _materialise(model.norm, device)
+        model.norm.reset_parameters()
+    shard_rest(model, meshes)
+
+
+def _materialise(module: nn.Module | None, device: torch.device | str | None) -> None:
+    if module is not None:
+        assert device is not None
+        module.to_empty(device=device)
