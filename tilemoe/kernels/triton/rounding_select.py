@@ -66,24 +66,32 @@ def _nth_largest(column, size, space, turn, low, high, want, CANDIDATES: tl.cons
         tl.store(space + place, key, mask=(take != 0) & (place < CANDIDATES))
         found += tl.sum(take, axis=0)
     tl.debug_barrier()  # what other threads have copied is read below
-    # Keys that were copied are turned already, and all of them are in range.
-    fits = found <= CANDIDATES
-    source = column
-    if fits:
-        source = space
-    length, source_turn = tl.where(fits, found, size), tl.where(fits, 0, turn)
     last = top
-    while bound < last:
-        middle = bound + (last - bound + 1) // 2
-        count = _count_from(source, length, source_turn, middle, high, BLOCK)
-        if count >= want:
-            bound = middle
-            last = tl.where(count == want, middle, last)
-        else:
-            last = middle - 1
-    within = _count_from(source, length, source_turn, bound, high, BLOCK)
-    beyond = _count_from(source, length, source_turn, bound + 1, high, BLOCK)
+    within, beyond = tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32)
+    if found <= CANDIDATES:
+        at = tl.arange(0, CANDIDATES)
+        copied = tl.load(space + at, mask=at < found, other=OUT)  # turned already, and in range
+        while bound < last:
+            middle = bound + (last - bound + 1) // 2
+            count = tl.sum((copied >= middle).to(tl.int32), axis=0)
+            bound, last = _narrowed(bound, last, middle, count, want)
+        within = tl.sum((copied >= bound).to(tl.int32), axis=0)
+        beyond = tl.sum((copied > bound).to(tl.int32), axis=0)
+    else:
+        while bound < last:
+            middle = bound + (last - bound + 1) // 2
+            count = _count_from(column, size, turn, middle, high, BLOCK)
+            bound, last = _narrowed(bound, last, middle, count, want)
+        within = _count_from(column, size, turn, bound, high, BLOCK)
+        beyond = _count_from(column, size, turn, bound + 1, high, BLOCK)
     return bound, within, beyond
+
+
+@triton.jit
+def _narrowed(bound, last, middle, count, want):
+    """(bound, last) around the threshold, once ``count`` keys are known to be >= middle: equal if they are all."""
+    lower = tl.where(count == want, middle, middle - 1)
+    return tl.where(count >= want, middle, bound), tl.where(count > want, last, lower)
 
 
 @triton.jit
@@ -95,9 +103,9 @@ def _load_keys(column, first, size, turn, low, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _count_from(source, length, turn, low, high, BLOCK: tl.constexpr):
+def _count_from(column, size, turn, low, high, BLOCK: tl.constexpr):
     """How many keys, turned, lie in [low, high]."""
     count = tl.zeros((BLOCK,), dtype=tl.int32)
-    for first in range(0, length, BLOCK):
-        count += (_load_keys(source, first, length, turn, low, high, BLOCK) != OUT).to(tl.int32)
+    for first in range(0, size, BLOCK):
+        count += (_load_keys(column, first, size, turn, low, high, BLOCK) != OUT).to(tl.int32)
     return tl.sum(count, axis=0)
