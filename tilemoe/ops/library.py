@@ -50,7 +50,7 @@ def tail_args(plan: RoutingPlan, spec: ActivationSpec, kernels: str) -> Tail:
     )
 
 
-def _unpack(tail: Tail) -> tuple[RoutingPlan, ActivationSpec, KernelSet]:
+def unpack(tail: Tail) -> tuple[RoutingPlan, ActivationSpec, KernelSet]:
     assert len(tail) == NUM_TAIL, "the schema and tail_args disagree"
     *plan_tensors, num_tokens, _ = tail
     plan = RoutingPlan(*plan_tensors, _num_experts(tail), num_tokens)  # type: ignore[call-arg]  # five of them
@@ -89,7 +89,7 @@ def _shape(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec
     )
 
 
-def _define(
+def define(
     name: str,
     args: str,
     returns: str,
@@ -108,7 +108,7 @@ def _define(
         except torch.OutOfMemoryError as error:
             found = str(error)
             clear_frames(error.__traceback__)  # which would keep the step's buffers for as long as the error lives
-        plan, spec, _ = _unpack(given[-NUM_TAIL:])
+        plan, spec, _ = unpack(given[-NUM_TAIL:])
         shape = None if widths is None else _shape(given[0], *widths(given, spec.width_factor), plan, spec)
         step = "forward" if name == "moe" else name
         raise torch.OutOfMemoryError(out_of_memory_message(step, found, shape))
@@ -127,7 +127,7 @@ def _define(
 def _moe(
     x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, b1: Tensor | None, b2: Tensor | None, keep_h: bool, *tail: Any
 ) -> tuple[Tensor, Tensor]:
-    plan, spec, ks = _unpack(tail)
+    plan, spec, ks = unpack(tail)
     shape = _shape(x, w2.shape[1], w2.shape[2], plan, spec)
     if keep_h:
         a, h = ks.up_proj_act(x, w1, b1, plan, spec)
@@ -155,7 +155,7 @@ def _moe_fake(
 
 
 def _up_proj(x: Tensor, w1: Tensor, b1: Tensor | None, *tail: Any) -> Tensor:
-    plan, spec, ks = _unpack(tail)
+    plan, spec, ks = unpack(tail)
     return ks.up_proj_act(x, w1, b1, plan, spec)[1]
 
 
@@ -166,7 +166,7 @@ def _up_proj_fake(x: Tensor, w1: Tensor, b1: Tensor | None, *tail: Any) -> Tenso
 def _down_proj_act_grad(
     do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, *tail: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    plan, spec, ks = _unpack(tail)
+    plan, spec, ks = unpack(tail)
     return ks.down_proj_act_grad(do, w2, b2, h, s, plan, spec)
 
 
@@ -177,7 +177,7 @@ def _down_proj_act_grad_fake(
 
 
 def _down_proj_weight_grad(do: Tensor, a_scaled: Tensor, *tail: Any) -> Tensor:
-    plan, _, ks = _unpack(tail)
+    plan, _, ks = unpack(tail)
     return ks.down_proj_weight_grad(do, a_scaled, plan)
 
 
@@ -186,7 +186,7 @@ def _down_proj_weight_grad_fake(do: Tensor, a_scaled: Tensor, *tail: Any) -> Ten
 
 
 def _up_proj_input_grad(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
-    plan, spec, ks = _unpack(tail)
+    plan, spec, ks = unpack(tail)
     d = w1.shape[2]
     dx = dh.new_empty(plan.num_tokens, d)
     for columns in backward_slices(_shape(dh, d, w1.shape[1] // spec.width_factor, plan, spec)):
@@ -201,7 +201,7 @@ def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
 
 
 def _up_proj_weight_grad(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
-    plan, _, ks = _unpack(tail)
+    plan, _, ks = unpack(tail)
     return ks.up_proj_weight_grad(x, dh, plan)
 
 
@@ -210,7 +210,7 @@ def _up_proj_weight_grad_fake(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
 
 
 def _down_proj_bias_grad(do: Tensor, s: Tensor, *tail: Any) -> Tensor:
-    plan, _, ks = _unpack(tail)
+    plan, _, ks = unpack(tail)
     return ks.down_proj_bias_grad(do, s, plan)
 
 
@@ -219,7 +219,7 @@ def _down_proj_bias_grad_fake(do: Tensor, s: Tensor, *tail: Any) -> Tensor:
 
 
 def _up_proj_bias_grad(dh: Tensor, *tail: Any) -> Tensor:
-    plan, _, ks = _unpack(tail)
+    plan, _, ks = unpack(tail)
     return ks.up_proj_bias_grad(dh, plan)
 
 
@@ -227,7 +227,7 @@ def _up_proj_bias_grad_fake(dh: Tensor, *tail: Any) -> Tensor:
     return dh.new_empty(_num_experts(tail), dh.shape[1], dtype=compute_dtype(dh.dtype))
 
 
-moe = _define(
+moe = define(
     "moe",
     "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, bool keep_h",
     "(Tensor, Tensor)",
@@ -235,7 +235,7 @@ moe = _define(
     _moe_fake,
     lambda given, parts: (given[2].shape[1], given[2].shape[2]),
 )
-up_proj = _define(
+up_proj = define(
     "up_proj",
     "Tensor x, Tensor w1, Tensor? b1",
     "Tensor",
@@ -243,7 +243,7 @@ up_proj = _define(
     _up_proj_fake,
     lambda given, parts: (given[1].shape[2], given[1].shape[1] // parts),
 )
-down_proj_act_grad = _define(
+down_proj_act_grad = define(
     "down_proj_act_grad",
     "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
     "(Tensor, Tensor, Tensor)",
@@ -251,7 +251,7 @@ down_proj_act_grad = _define(
     _down_proj_act_grad_fake,
     lambda given, parts: (given[1].shape[1], given[1].shape[2]),
 )
-down_proj_weight_grad = _define(
+down_proj_weight_grad = define(
     "down_proj_weight_grad",
     "Tensor do, Tensor a_scaled",
     "Tensor",
@@ -259,7 +259,7 @@ down_proj_weight_grad = _define(
     _down_proj_weight_grad_fake,
     lambda given, parts: (given[0].shape[1], given[1].shape[1]),
 )
-up_proj_input_grad = _define(
+up_proj_input_grad = define(
     "up_proj_input_grad",
     "Tensor dh, Tensor w1",
     "Tensor",
@@ -267,7 +267,7 @@ up_proj_input_grad = _define(
     _up_proj_input_grad_fake,
     lambda given, parts: (given[1].shape[2], given[1].shape[1] // parts),
 )
-up_proj_weight_grad = _define(
+up_proj_weight_grad = define(
     "up_proj_weight_grad",
     "Tensor x, Tensor dh",
     "Tensor",
@@ -275,10 +275,10 @@ up_proj_weight_grad = _define(
     _up_proj_weight_grad_fake,
     lambda given, parts: (given[0].shape[1], given[1].shape[1] // parts),
 )
-down_proj_bias_grad = _define(
+down_proj_bias_grad = define(
     "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake, None
 )
-up_proj_bias_grad = _define(
+up_proj_bias_grad = define(
     "up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake, None
 )
 
