@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "recipes": set(),
     "perf": set(),
-    "train": _BELOW_LAYERS | {"layers", "models", "data", "recipes"},
+    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes"},
     "integrations": _BELOW_LAYERS | {"layers", "models"},
     "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf"},
     "testing": _BELOW_LAYERS | {"reference"},
@@ -48,8 +48,8 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow"},
     "integrations": {"torch", "transformers"},
-    **dict.fromkeys(("activations", "routing.plan", "routing", "kernels", "ops", "reference"), {"torch"}),
-    **dict.fromkeys(("dispatch", "layers", "parallel"), {"torch"}),
+    **{part: {"torch"} for part in ("activations", "routing.plan", "routing", "kernels", "ops", "reference")},
+    **{part: {"torch"} for part in ("dispatch", "layers", "parallel")},
 }
 TRITON_HOMES = ("kernels.triton", "kernels.hopper")  # it comes with PyTorch, but not on every machine
 DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "tokenizers", "safetensors", "matplotlib", "tensorboard", "pyarrow"}
