@@ -226,9 +226,14 @@ def run(args: argparse.Namespace) -> None:
     known = CASES if args.device == "cuda" else TOYS
     names = list(known) if args.cases == "all" else args.cases.split(",")
     modes = list(ROUNDING_MODES) if args.modes == "all" else args.modes.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"no case called {unknown[0]!r}; known are {', '.join(known)}")
+    start = time.perf_counter()
     for name in names:
-        if name not in known:
-            raise SystemExit(f"no case called {name!r}; known are {', '.join(known)}")
+        if args.seconds and time.perf_counter() - start > args.seconds:
+            print(f"out of time before {name}")
+            return
         shape = known[name]
         torch.manual_seed(0)
         x = torch.randn(shape.num_tokens, shape.hidden_size, device=machine.device, dtype=machine.dtype)
@@ -359,6 +364,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--settle", type=int, default=8, help="steps before those that are timed, in each round")
     parser.add_argument("--calls", type=int, default=8, help="timed steps of a round")
+    parser.add_argument("--seconds", type=float, default=0.0, help="begin no case later than that; 0: run all")
     parser.add_argument("--gpu", help="table and plot: only rows of this GPU, by its full name")
     parser.add_argument("--out", default=str(record.RESULTS / "figures"))
     args = parser.parse_args(argv)
