@@ -22,15 +22,11 @@ class _UpcastLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, ctx.dtype = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,17 +48,13 @@ class _HalfLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
             logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
             # Not in place: torch.compile would lose the gradient.
             return logits if bias is None else logits + bias
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
