@@ -20,7 +20,7 @@ from tilemoe.ops import rounding as rounding_ops
 from tilemoe.routing.plan import RoutingPlan
 
 _DRAWING = ("stochastic", "nearest_score")
-_INT32_MAX = 2**31 - 1
+_MAX_ROWS = 2**30  # row numbers, a block of them further, are int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ def round_tokens(
     The random modes draw ``torch.rand(E)`` in fp32 from ``generator`` (None: the default one of the logits' device),
     once and before anything else: the same draws on any backend, and on all ranks whose generators are in one state.
 
-    ValueError: the generator is on another device, or the rows could be more than int32 counts.
+    ValueError: the generator is on another device, or the rows could be more than 2^30.
     """
     rounding = cfg.rounding
     assert rounding is not None, "the caller asks `rounds` first"
@@ -136,12 +136,12 @@ def draw_uniform(
 
 
 def row_capacity(rounding: TokenRounding, num_tokens: int, experts_per_token: int, num_experts: int) -> int:
-    """R_max: the most rows that the mode can give, whatever the tokens. ValueError: more than int32 counts."""
+    """R_max: the most rows that the mode can give, whatever the tokens. ValueError: more than 2^30."""
     tile = rounding.tile
     beyond = {"down": 0, "balance": tile // 2, "nearest": num_experts * (tile // 2)}
     rows = num_tokens * experts_per_token + beyond.get(rounding.mode, num_experts * (tile - 1))
     rows = min(rows, num_experts * (num_tokens // tile * tile))
-    if rows > _INT32_MAX:
+    if rows > _MAX_ROWS:
         raise ValueError(f"{num_tokens} tokens could become {rows} rows; row indices are int32, so split the batch")
     return rows
 
