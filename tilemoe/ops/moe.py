@@ -53,7 +53,7 @@ def moe(
     check_options(gate_up, recompute)
     _check_types({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
-    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
+    x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
     _check_tensors(x, w1, w2, b1, b2, spec.width_factor)
     _check_plan(x, w1, plan, scores)
     name = _kernels_name(kernels, w2)
@@ -110,7 +110,7 @@ for _op in library.BACKWARD_OPS:
     )
 
 
-def _autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
+def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     """Cast to autocast's dtype where it is on, as PyTorch's own GEMMs do; fp64 and integers are left alone."""
     tensors = (x, *rest)
     kind = x.device.type

@@ -68,7 +68,7 @@ def down_proj_act_grad(
         # <do_t, b2_e> for every (t, e) at once: one small GEMM instead of a gather of do.
         do_dot_b2 = do.to(work) @ b2.to(work).t()
         ds_row += do_dot_b2[plan.token_of_row, expert_of_row(plan)]
-    return dh, _rows_to_pairs(ds_row, s, plan), a_scaled
+    return dh, rows_to_pairs(ds_row, s, plan), a_scaled
 
 
 def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Tensor:
@@ -134,7 +134,7 @@ def _take(rows: Tensor, index: Tensor) -> Tensor:
     return taken.masked_fill_((index < 0).unsqueeze(1), 0)
 
 
-def _rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Tensor:
+def rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Tensor:
     """Scatter one value per row to its pair's place in the caller's order; 0 where a pair has no row."""
     spare = like.shape[0]  # rows past R all write one slot more, which is dropped
     index = torch.where(_in_use(plan), plan.pair_of_row, spare).long()
