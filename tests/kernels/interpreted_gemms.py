@@ -5,8 +5,11 @@ Its bf16 is wrong, so fp32 and fp16. Both ways to reach memory: by pointer, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 from triton_checks import Case, assert_kernels_agree, turn
 
 from tilemoe.activations import activation_spec
@@ -14,6 +17,7 @@ from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.triton import kernel_set, mlp
 from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
 from tilemoe.kernels.triton.tiles import tile_list
+from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import hostile_routings, make_inputs
 
@@ -100,6 +104,20 @@ def test_many_experts() -> None:
     ids = torch.tensor([[0, 129], [129, 17], [17, 0]])
     case = Case(FP32, "relu", hidden_size=8, intermediate_size=8)
     assert_kernels_agree(TRITON_KERNELS, plan_topk(ids, 130), case, TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("view", [lambda s: s[:, :1], lambda s: s[:1, :1].expand(s.shape[0], 1)])
+def test_scores_of_any_strides(view: Callable[[Tensor], Tensor]) -> None:
+    plan = plan_topk(torch.tensor([[0], [2], [1], [2], [0]]), 3)
+    given = {name: t.requires_grad_() for name, t in make_inputs(plan, 16, 8, bias=True).items()}
+    scores = view(torch.rand(5, 3))
+    assert not scores.is_contiguous()
+    results = []
+    for s in (scores.requires_grad_(), scores.detach().clone(memory_format=torch.contiguous_format).requires_grad_()):
+        o = moe(**{**given, "scores": s}, plan=plan, kernels="triton")
+        results.append((o, *torch.autograd.grad(o.sum(), [given["w2"], given["b2"], s])))
+    for strided, contiguous in zip(*results, strict=True):
+        assert torch.equal(strided, contiguous)
 
 
 def test_what_the_kernels_cannot_do_is_one_clear_error() -> None:

@@ -129,6 +129,8 @@ def test_plan_of_hostile_ids() -> None:
     assert_same_plan(torch.full((600, 2), 3, dtype=torch.int32, device=DEVICE), 3)
     assert_same_plan(torch.tensor([[2**40, 1], [2**32, 2**31 - 1]], device=DEVICE), 3)
     assert_same_plan(random_ids(8, 60, 5).t(), 5)
+    assert_same_plan(random_ids(300, 3, 5)[:, 1:2], 5)
+    assert_same_plan(random_ids(1, 1, 5).expand(300, 1), 5)
 
 
 def test_negative_ids_are_recorded() -> None:

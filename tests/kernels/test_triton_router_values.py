@@ -141,6 +141,12 @@ def test_ties_go_to_the_lower_expert_best_first() -> None:
         assert ids.tolist() == [[1, 3, 2], [0, 1, 2], [0, 1, 3]]
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_one_kept_score_is_exactly_one(score: Any) -> None:
+    scores = _select_fused(random(512, 60), config(60, 1, RouterConfig(score=score)), None, None).scores
+    assert torch.equal(scores, torch.ones_like(scores))
+
+
 def test_a_masked_expert_is_chosen_only_for_want_of_others_and_scores_zero() -> None:
     logits = torch.tensor([[-INF, -1e4, -INF, 1.0, -INF, 3.0]], device=DEVICE)
     for router in (RouterConfig(), RouterConfig(softmax_after_topk=True), RouterConfig(score="sigmoid")):
@@ -198,6 +204,24 @@ def test_strided_logits_and_each_gradient_alone() -> None:
             for each in (_select_fused, _select)
         )
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+
+
+def test_strided_masks_and_biases() -> None:
+    cfg, logits = config(12, 3, RouterConfig(selection_bias=True, **LOSSES)), random(20, 12)
+    masks = (
+        (torch.arange(60, device=DEVICE).view(20, 3) % 4 != 0)[:, 1],
+        torch.zeros(1, device=DEVICE).bool().expand(20),
+    )
+    results = []
+    for mask in masks:
+        for bias in (random(12, 5)[:, 2], random(1).expand(12)):
+            for given in ((bias, mask), (bias.clone(), mask.clone())):
+                leaf = logits.clone().requires_grad_()
+                chosen = _select_fused(leaf, cfg, *given)
+                results.append((chosen.expert_ids, torch.autograd.grad(objective(chosen, 12), leaf)[0]))
+    for strided, contiguous in zip(results[::2], results[1::2], strict=True):
+        assert torch.equal(strided[0], contiguous[0])
+        assert torch.equal(strided[1], contiguous[1])
 
 
 def test_the_gradient_of_a_gradient_is_refused() -> None:

@@ -58,6 +58,7 @@ def moe(
     _check_plan(x, w1, plan, scores)
     name = _kernels_name(kernels, w2)
     s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
+    s = s.contiguous()  # kernels index it by position; of one column, or of an expanded tensor, reshape is a view
     inputs = (x, w1, w2, s, b1, b2)
     keep_h = recompute is None and is_differentiable(*inputs)
     return library.moe(*inputs, keep_h, *library.tail_args(plan, spec, name))[0]

@@ -97,6 +97,11 @@ def _gpu(index: int) -> Device:
     return Device(capability, shared, properties.multi_processor_count)
 
 
+def contiguous(t: Tensor | None) -> Tensor | None:
+    """``t`` as kernels index it, by position alone; None stays None. A column or an expanded vector is copied."""
+    return None if t is None else t.contiguous()
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """How matrix units multiply fp32: what ``torch.backends.cuda.matmul`` allows; 16-bit types have one way only."""
     if dtype != torch.float32:

@@ -50,7 +50,7 @@ def plan_topk_launches(
     expert_ids: Tensor, num_experts: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The four launches, in order, and the tensors that they fill."""
-    ids = expert_ids.reshape(-1)
+    ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
     num_pairs = ids.shape[0]
     assert unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
     block = pairs_of_block(num_experts)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, power_of_two
+from tilemoe.kernels.triton.launch import Launch, ceil_div, contiguous, device_of, power_of_two
 from tilemoe.kernels.triton.rounding_grad import grad_kernel
 from tilemoe.kernels.triton.rounding_kernels import (
     TOKENS,
@@ -76,7 +76,7 @@ def round_rows(
 ) -> RoundedRows:
     """From logits (T, E) fp32, expert_ids and kept_scores (T, K), uniform (E,), token_mask (T,), with T >= tile."""
     device_of(logits)
-    launches, rows = round_launches(logits.contiguous(), expert_ids, kept_scores, uniform, token_mask, spec)
+    launches, rows = round_launches(logits.contiguous(), expert_ids, kept_scores, uniform, contiguous(token_mask), spec)
     for launch in launches:
         launch.run()
     return rows
@@ -269,7 +269,7 @@ def score_grad(
         d_scores.contiguous(),
         logits.contiguous(),
         expert_ids,
-        token_mask,
+        contiguous(token_mask),
         norm,
         row_of_pair,
         code_of_pair,

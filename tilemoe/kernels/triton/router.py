@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, power_of_two
+from tilemoe.kernels.triton.launch import Launch, ceil_div, contiguous, device_of, power_of_two
 from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_kernel
 
 MAX_EXPERTS = 4096
@@ -61,7 +61,7 @@ def select(
         empty = logits.new_empty(0, spec.experts_per_token)
         sums = (logits.new_zeros(num_experts if spec.balance else 0), logits.new_zeros(() if spec.z else 0))
         return empty, empty.to(torch.int32), *sums
-    launch = select_launch(logits.contiguous(), selection_bias, token_mask, spec)
+    launch = select_launch(logits.contiguous(), contiguous(selection_bias), contiguous(token_mask), spec)
     launch.run()
     outputs = launch.args
     probability_sums = outputs["probability_parts"].sum(0) if spec.balance else logits.new_empty(0)
@@ -82,10 +82,14 @@ def select_grad(
     device_of(logits)
     if logits.shape[0] == 0:
         return torch.empty_like(logits)
-    d_scores = None if d_scores is None else d_scores.contiguous()
-    d_probability_sums = None if d_probability_sums is None else d_probability_sums.contiguous()
     launch = select_grad_launch(
-        logits.contiguous(), expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, spec
+        logits.contiguous(),
+        expert_ids,
+        contiguous(token_mask),
+        contiguous(d_scores),
+        contiguous(d_probability_sums),
+        d_z_sum,
+        spec,
     )
     launch.run()
     d_logits: Tensor = launch.args["d_logits"]
