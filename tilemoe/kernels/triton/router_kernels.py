@@ -228,7 +228,9 @@ def select_kernel(
         else:
             kept = _kept_softmax(kept, place < K)
         if NORMALIZE and MODE != "late softmax":
-            kept *= (1.0 / (tl.sum(tl.where(place < K, kept, 0.0), axis=1) + _EPSILON))[:, None]
+            # Divided as IEEE says: one kept score is exactly 1, and the rounding of tokens sees no noise to rank by.
+            total_kept = tl.sum(tl.where(place < K, kept, 0.0), axis=1) + _EPSILON
+            kept = tl.math.div_rn(kept, tl.broadcast_to(total_kept[:, None], kept.shape))
         if SCALE != 1.0:
             kept *= SCALE
         to = token.to(tl.int64) * K + place
