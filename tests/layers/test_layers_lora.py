@@ -1,0 +1,140 @@
+"""Adapters on a model's experts: added, trained, merged, unmerged, taken off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig
+from tilemoe.layers.lora import LoRAExperts, add_lora, merge_lora
+from tilemoe.testing import relative_error
+
+CFG = MoEConfig(16, 24, 5, 2, expert_bias=True, gate_up="interleaved", initializer_range=0.3)
+
+
+def layer(**options: Any) -> MoE:
+    moe = MoE(CFG, **options)
+    moe.reset_parameters(torch.Generator().manual_seed(0))
+    return moe
+
+
+def tokens() -> Tensor:
+    return torch.randn(30, 16, generator=torch.Generator().manual_seed(1))
+
+
+def train(adapters: list[nn.Parameter]) -> None:
+    """As if trained: no b is zero any more."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for adapter in adapters:
+            adapter.copy_(0.3 * torch.randn(adapter.shape, generator=generator))
+
+
+def test_nothing_changes_at_first_and_only_adapters_train() -> None:
+    moe, x = layer(), tokens()
+    before = moe(x).hidden
+    adapters = add_lora(moe, rank=4, alpha=8.0)
+    torch.testing.assert_close(moe(x).hidden, before, rtol=1e-6, atol=1e-6)
+    assert [p for p in moe.parameters() if p.requires_grad] == adapters
+    assert [tuple(p.shape) for p in adapters] == [(5, 4, 16), (5, 48, 4), (5, 4, 24), (5, 16, 4)]
+    moe(x).hidden.square().sum().backward()
+    assert all(p.grad is None for p in moe.parameters() if not p.requires_grad)
+    up_a, up_b, down_a, down_b = adapters
+    assert not up_a.grad.any(), "b is zero"
+    assert not down_a.grad.any(), "b is zero"
+    assert up_b.grad.any()
+    assert down_b.grad.any()
+
+
+def test_merged_computes_the_same_and_unmerged_what_it_was() -> None:
+    moe, x = layer(), tokens()
+    add_lora(moe, rank=4, alpha=8.0)
+    experts = moe.experts
+    assert isinstance(experts, LoRAExperts)
+    train([experts.up_a, experts.up_b, experts.down_a, experts.down_b])
+    weights = experts.base.w1.clone(), experts.base.w2.clone()
+    adapted = moe(x).hidden
+    experts.merge()
+    experts.merge()
+    merged = moe(x).hidden
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+    assert relative_error(experts.base.w1, weights[0]) > 0.1
+    experts.unmerge()
+    experts.unmerge()
+    torch.testing.assert_close(experts.base.w1, weights[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(experts.base.w2, weights[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moe(x).hidden, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_merging_bf16_rounds_once() -> None:
+    moe = layer(dtype=torch.bfloat16)
+    adapters = add_lora(moe, rank=4, alpha=8.0, dtype=torch.float32)
+    train(adapters)
+    before = moe.experts.base.w1.double()
+    up_a, up_b, *_ = (adapter.detach().double() for adapter in adapters)
+    merge_lora(moe)
+    expected = before + 2.0 * up_b @ up_a
+    assert relative_error(moe.experts.w1, expected) < 1.2 * relative_error(expected.bfloat16(), expected)
+
+
+def test_a_model_learns_by_its_adapters_alone_and_is_itself_again_after_merging() -> None:
+    config = ModelConfig(29, 16, 2, 2, 1, 8, 32, moe=CFG, initializer_range=0.3)
+    model = DecoderLM(config)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    names = [name for name, _ in model.named_parameters()]
+    frozen = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    adapters = add_lora(model, rank=8, alpha=16.0)
+    assert len(adapters) == 8
+    ids = torch.arange(33).remainder(29)[None]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(40):
+        loss = model(ids[:, :-1], ids[:, 1:]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    for name, parameter in model.named_parameters():
+        if name.replace(".base", "") in frozen:
+            assert torch.equal(parameter, frozen[name.replace(".base", "")]), name
+    logits = model(ids[:, :-1]).logits
+    merge_lora(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    torch.testing.assert_close(model(ids[:, :-1]).logits, logits, rtol=1e-3, atol=1e-4)
+
+
+def test_state_survives_saving() -> None:
+    moe, other, x = layer(), layer(), tokens()
+    train(add_lora(moe, rank=4, alpha=8.0))
+    add_lora(other, rank=4, alpha=8.0)
+    other.load_state_dict(moe.state_dict())
+    assert torch.equal(other(x).hidden, moe(x).hidden)
+    moe.reset_parameters(torch.Generator().manual_seed(0))
+    torch.testing.assert_close(moe(x).hidden, layer()(x).hidden, rtol=1e-6, atol=1e-6)
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Linear has no tilemoe.MoE to put adapters on"):
+        add_lora(nn.Linear(2, 2), 4, 8.0)
+    with pytest.raises(ValueError, match="rank must be an integer >= 1, got 0"):
+        add_lora(layer(), 0, 8.0)
+    with pytest.raises(ValueError, match="alpha must be > 0, got -1"):
+        add_lora(layer(), 4, -1)
+    with pytest.raises(ValueError, match="experts with recompute cannot have adapters"):
+        add_lora(layer(recompute="up_proj"), 4, 8.0)
+    moe = layer()
+    add_lora(moe, 4, 8.0)
+    with pytest.raises(ValueError, match="has adapters already; call merge_lora first"):
+        add_lora(moe, 4, 8.0)
+
+
+def test_experts_of_several_ranks_are_refused() -> None:
+    moe = layer()
+    moe.experts.dispatcher = object()  # type: ignore[assignment]  # any that is not the local one
+    with pytest.raises(ValueError, match="experts under expert parallelism cannot have adapters"):
+        add_lora(moe, 4, 8.0)
+    assert all(parameter.requires_grad for parameter in moe.parameters())

@@ -1,0 +1,184 @@
+"""The expert MLP with adapters against the reference with the merged weights; what it keeps; what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe import reference
+from tilemoe.ops.lora import Adapters, moe_lora
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_topk
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing import hostile_routings, poisoned_memory, relative_error
+
+D, N, R, SCALE = 16, 24, 4, 0.7
+ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
+CASES = {
+    "swiglu": ("swiglu", "concatenated", False),
+    "oai": ("swiglu_oai", "interleaved", True),
+    "relu2": ("relu2", "concatenated", True),
+}
+
+
+def given(plan: RoutingPlan, case: str, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Any], Adapters]:
+    """Arguments of `moe` and adapters; x, the scores and the adapters want gradients."""
+    activation, gate_up, bias = CASES[case]
+    generator = torch.Generator().manual_seed(0)
+    width, experts, tokens = (1 if activation == "relu2" else 2) * N, plan.num_experts, plan.num_tokens
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+    pairs = (plan.num_pairs,) if plan.pair_start_of_token is not None else (tokens, plan.num_pairs // max(1, tokens))
+    arguments = {
+        "x": random(tokens, D).requires_grad_(),
+        "w1": random(experts, width, D, scale=D**-0.5),
+        "w2": random(experts, D, N, scale=N**-0.5),
+        "plan": plan,
+        "scores": random(*pairs).requires_grad_(),
+        "activation": activation,
+        "gate_up": gate_up,
+        "b1": random(experts, width) if bias else None,
+        "b2": random(experts, D) if bias else None,
+    }
+    shapes = ((experts, R, D), (experts, width, R), (experts, R, N), (experts, D, R))
+    low_rank = [random(*shape, scale=0.3).requires_grad_() for shape in shapes]
+    return arguments, Adapters(*low_rank, SCALE)
+
+
+def merged(arguments: dict[str, Any], adapters: Adapters) -> dict[str, Any]:
+    w1 = arguments["w1"] + SCALE * adapters.up_b @ adapters.up_a
+    w2 = arguments["w2"] + SCALE * adapters.down_b @ adapters.down_a
+    return {**arguments, "w1": w1, "w2": w2}
+
+
+def gradients(o: Tensor, arguments: dict[str, Any], adapters: Adapters) -> list[Tensor]:
+    """Of x, the scores and the four adapters."""
+    wanted = [arguments["x"], arguments["scores"], *adapters[:4]]
+    do = torch.linspace(-1.0, 1.5, o.numel()).view_as(o).to(o.dtype)
+    found = torch.autograd.grad(o, wanted, do, allow_unused=True)
+    return [torch.zeros_like(like) if grad is None else grad for grad, like in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_hostile_routings_in_fp64(routing: str, case: str) -> None:
+    arguments, adapters = given(ROUTINGS[routing], case)
+    expected = reference.moe(**merged(arguments, adapters))
+    with poisoned_memory():
+        o = moe_lora(**arguments, adapters=adapters)
+        found = gradients(o, arguments, adapters)
+    torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-10)
+    for actual, exact in zip(found, gradients(expected, arguments, adapters), strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-10, atol=1e-10)
+
+
+def plan_of(tokens: int = 40, experts: int = 5, k: int = 2) -> RoutingPlan:
+    return plan_topk(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :k], experts)
+
+
+def test_all_gradients_in_fp64_are_not_zero() -> None:
+    arguments, adapters = given(plan_of(), "oai")
+    assert all(grad.any() for grad in gradients(moe_lora(**arguments, adapters=adapters), arguments, adapters))
+
+
+def in_fp64(value: Any) -> Any:
+    return value.detach().double().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_errs_little_more_than_merged_weights_do(dtype: torch.dtype) -> None:
+    arguments, adapters = given(plan_of(), "swiglu", dtype)
+    exact_arguments = {name: in_fp64(value) for name, value in arguments.items()}
+    exact_adapters = Adapters(*(in_fp64(adapter) for adapter in adapters[:4]), SCALE)
+    exact = reference.moe(**merged(exact_arguments, exact_adapters))
+    plain = moe(**merged(arguments, adapters))
+    ours = moe_lora(**arguments, adapters=adapters)
+    assert ours.dtype == dtype
+    assert relative_error(ours.detach(), exact.detach()) < 2 * relative_error(plain.detach(), exact.detach())
+    for found, merged_ones, true in zip(
+        gradients(ours, arguments, adapters),
+        gradients(plain, arguments, adapters),
+        gradients(exact, exact_arguments, exact_adapters),
+        strict=True,
+    ):
+        assert relative_error(found, true) < 2 * relative_error(merged_ones, true) + 1e-7
+
+
+def test_adapters_of_another_dtype_and_autocast() -> None:
+    arguments, adapters = given(plan_of(), "swiglu", torch.bfloat16)
+    wide = Adapters(*(t.detach().float().requires_grad_() for t in adapters[:4]), SCALE)
+    expected = moe_lora(**arguments, adapters=adapters)
+    ours = moe_lora(**arguments, adapters=wide)
+    assert torch.equal(ours, expected)
+    assert {grad.dtype for grad in gradients(ours, arguments, wide)[2:]} == {torch.float32}
+    in_fp32 = {name: t.float() if isinstance(t, Tensor) else t for name, t in arguments.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        under = moe_lora(**in_fp32, adapters=wide)
+    assert under.dtype == torch.bfloat16
+    assert torch.equal(under, expected)
+
+
+def test_saved_are_x_h_u_the_scores_the_plan_and_what_is_alive_anyway() -> None:
+    tokens, k, d, n, r = 64, 4, 128, 8, 4
+    plan = plan_of(tokens, 8, k)
+    x = torch.randn(tokens, d, dtype=torch.bfloat16, requires_grad=True)
+    w1, w2 = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((8, 2 * n, d), (8, d, n)))
+    shapes = ((8, r, d), (8, 2 * n, r), (8, r, n), (8, d, r))
+    adapters = Adapters(*(torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes), 1.0)
+    scores = torch.rand(tokens, k, requires_grad=True)
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        moe_lora(x, w1, w2, plan, scores, adapters)
+    alive = {t.untyped_storage().data_ptr() for t in (x, w1, w2, scores, *adapters[:4])}
+    held = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in alive)
+    rows = tokens * k
+    plan_bytes = sum(
+        t.nbytes for t in (plan.token_of_row, plan.pair_of_row, plan.row_of_pair, plan.row_start_of_expert)
+    )
+    assert held == 2 * rows * (2 * n + r) + plan_bytes
+    assert held < 2 * rows * d  # the gathered rows alone
+
+
+def test_compiled_whole() -> None:
+    arguments, adapters = given(plan_of(), "oai", torch.float32)
+    compiled = torch.compile(moe_lora, fullgraph=True, backend="aot_eager")
+    o, expected = compiled(**arguments, adapters=adapters), moe_lora(**arguments, adapters=adapters)
+    assert torch.equal(o, expected)
+    for ours, theirs in zip(gradients(o, arguments, adapters), gradients(expected, arguments, adapters), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_differentiable_once() -> None:
+    arguments, adapters = given(plan_of(), "swiglu")
+    o = moe_lora(**arguments, adapters=adapters)
+    (dx,) = torch.autograd.grad(o.sum(), arguments["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        dx.sum().backward()
+
+
+def test_bad_input_is_named() -> None:
+    arguments, adapters = given(plan_of(), "oai", torch.float32)
+    narrow = adapters._replace(down_a=adapters.down_a[:, :2])
+    with pytest.raises(ValueError, match=r"down_a must be \(5, 4, 24\) to go with w2 \(5, 16, 24\), got \(5, 2, 24\)"):
+        moe_lora(**arguments, adapters=narrow)
+    for name in ("w1", "w2", "b1", "b2"):
+        thawed = {**arguments, name: arguments[name].clone().requires_grad_()}
+        with pytest.raises(ValueError, match=rf"{name} must be frozen under adapters: {name}.requires_grad_\(False\)"):
+            moe_lora(**thawed, adapters=adapters)
+    with pytest.raises(ValueError, match=r"w1 is torch.float64 on cpu but x is torch.float32 on cpu; make them alike"):
+        moe_lora(**{**arguments, "w1": arguments["w1"].double()}, adapters=adapters)
+    with pytest.raises(ValueError, match=r"w1 must be \(5, 48, 16\)"):
+        moe_lora(**{**arguments, "w1": arguments["w1"][:, 1:]}, adapters=adapters)
+    with pytest.raises(ValueError, match=r"plan is of 39 tokens, 5 experts and 80 pairs, which does not go with x"):
+        moe_lora(**{**arguments, "plan": replace(arguments["plan"], num_tokens=39)}, adapters=adapters)
