@@ -153,6 +153,16 @@ def test_a_second_derivative_is_refused_by_name(name: str) -> None:
     grad.sum().backward()  # what the message recommends works
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_derivative_is_refused_where_all_else_is_frozen(name: str) -> None:
+    plan = small_plans()["topk"]
+    inputs = {key: t.detach() for key, t in leaves(plan, 3, 2, dtype=torch.float64, bias=True).items()}
+    inputs[name].requires_grad_()
+    (grad,) = torch.autograd.grad(moe(plan=plan, **inputs).sum(), inputs[name], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"tilemoe.moe is differentiable once"):
+        torch.autograd.grad(grad.square().sum() + inputs[name].sum(), inputs[name])
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_grad_nothing_is_kept(mode: Any) -> None:
     plan = PLANS["sentinels"]

@@ -23,6 +23,10 @@ from tilemoe.ops.eager import is_differentiable
 from tilemoe.routing.plan import RoutingPlan
 
 _RECOMPUTE = (None, "up_proj")
+_ONCE = (
+    "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
+    "higher derivatives, or take the first gradient without create_graph=True."
+)
 
 
 def moe(
@@ -81,6 +85,8 @@ def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ..
         return (None,) * 6 + no_grad_of_rest
     do = do.contiguous()
     x, w1, w2, s, b1, b2, h, *plan_tensors = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        do = _DependentOnInputs.apply(do, x, w1, w2, s, b1, b2)
     tail = (*plan_tensors, *ctx.options)
     dx = dw1 = dw2 = ds = db1 = db2 = None
     if need_b2:
@@ -103,12 +109,24 @@ def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ..
     return (dx, dw1, dw2, ds if need_s else None, db1, db2, *no_grad_of_rest)
 
 
+class _DependentOnInputs(torch.autograd.Function):
+    """The output's gradient, made to depend on the inputs: h, which does, is saved without a graph.
+
+    So no gradient can be differentiated: with frozen weights, dx would pass for a constant in a second derivative.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, do: Tensor, *inputs: Tensor | None) -> Tensor:
+        return do.view_as(do)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        raise RuntimeError(_ONCE)
+
+
 library.moe.register_autograd(_backward, _setup_context)
 for _op in library.BACKWARD_OPS:
-    _op.refuse_autograd(
-        "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
-        "higher derivatives, or take the first gradient without create_graph=True."
-    )
+    _op.refuse_autograd(_ONCE)
 
 
 def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
