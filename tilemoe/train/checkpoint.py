@@ -9,8 +9,9 @@ A run's folder holds one folder per checkpoint::
         tokenizer.json         unless the tokenizer is the plain bytes
         manifest.json          size and SHA-256 of each file above, and of itself
 
-It is written under a temporary name, synced, and renamed, so that a crash, a kill or a full disk at any moment leaves
-the older checkpoints as they were. Nothing in it is pickled.
+A job of several processes writes other files instead of the first two, see `tilemoe.train.distributed_checkpoint`;
+either kind is read here. It is written under a temporary name, synced, and renamed, so that a crash, a kill or a full
+disk at any moment leaves the older checkpoints as they were. Nothing in the files above is pickled.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.train.config import Recipe, differences, parse_recipe
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
+from tilemoe.train.sharded_state import is_sharded, read_model, read_training
 
 MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
@@ -102,28 +104,41 @@ def save_checkpoint(
         temporary.mkdir()
         save_model(model, str(temporary / MODEL_FILE))
         save_file(optimizer_tensors(model, optimizer), str(temporary / OPTIMIZER_FILE))
-        (temporary / STATE_FILE).write_bytes(_state_json(state))
+        (temporary / STATE_FILE).write_bytes(state_json(state))
         if tokenizer.name != BYTES:
             tokenizer.save(temporary / TOKENIZER_FILE)
-        (temporary / MANIFEST_FILE).write_bytes(_manifest(temporary))
-        mode = (temporary / STATE_FILE).stat().st_mode
-        for path in temporary.iterdir():
-            path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
-            fsync(path)
-        fsync(temporary)
-        assert not target.exists(), f"{target} is saved twice: newer checkpoints are set aside before a run goes on"
-        os.rename(temporary, target)
-        fsync(run_dir)
+        publish(temporary, target, file_entries(temporary.iterdir()))
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        older = list_checkpoints(run_dir)
-        kept = f"the last good one is {older[-1]}" if older else "there is no older one"
-        raise CheckpointError(
-            f"could not write checkpoint {target} ({error}); {kept}; free space and resume"
-        ) from error
+        raise write_error(target, error) from error
+    drop_old(run_dir, keep_last)
+    return target
+
+
+def publish(temporary: Path, target: Path, entries: dict[str, Any]) -> None:
+    """Give a written checkpoint, of whose files ``entries`` tells, its manifest and, synced, its name."""
+    (temporary / MANIFEST_FILE).write_bytes(_manifest(entries))
+    mode = (temporary / STATE_FILE).stat().st_mode
+    for path in temporary.iterdir():
+        path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
+        fsync(path)
+    fsync(temporary)
+    assert not target.exists(), f"{target} is saved twice: newer checkpoints are set aside before a run goes on"
+    os.rename(temporary, target)
+    fsync(target.parent)
+
+
+def write_error(target: Path, error: BaseException | str) -> CheckpointError:
+    """What to tell of a checkpoint that could not be written."""
+    older = list_checkpoints(target.parent)
+    kept = f"the last good one is {older[-1]}" if older else "there is no older one"
+    return CheckpointError(f"could not write checkpoint {target} ({error}); {kept}; free space and resume")
+
+
+def drop_old(run_dir: Path, keep_last: int) -> None:
+    """Delete all but the ``keep_last`` newest checkpoints."""
     for path in list_checkpoints(run_dir)[:-keep_last]:
         _discard(path)
-    return target
 
 
 def _discard(path: Path) -> None:
@@ -150,7 +165,8 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _state_json(state: TrainState) -> bytes:
+def state_json(state: TrainState) -> bytes:
+    """Content of STATE_FILE, with this process' random-number states."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return _canonical(
         {
@@ -167,10 +183,12 @@ def _state_json(state: TrainState) -> bytes:
     )
 
 
-def _manifest(folder: Path) -> bytes:
-    entries = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(folder.iterdir())
-    }
+def file_entries(paths: Iterable[Path]) -> dict[str, Any]:
+    """What the manifest says of these files."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(paths)}
+
+
+def _manifest(entries: dict[str, Any]) -> bytes:
     return _canonical({"files": entries, "sha256": hashlib.sha256(_canonical(entries)).hexdigest()})
 
 
@@ -203,10 +221,20 @@ class Checkpoint:
 
     def load_model(self, model: nn.Module) -> None:
         """Copy the weights and buffers into ``model``, whatever device it is on."""
-        load_model(model, str(self.path / MODEL_FILE))
+        if is_sharded(self.path):
+            read_model(self.path, model)
+        else:
+            load_model(model, str(self.path / MODEL_FILE))
 
     def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Weights, optimiser state and torch's random-number generators, bit for bit."""
+        """Weights, optimiser state and torch's random-number generators, bit for bit.
+
+        A checkpoint of a job can be read by another number of processes; a rank that was not there when it was
+        written keeps its random numbers as they are.
+        """
+        if is_sharded(self.path):
+            read_training(self.path, model, optimizer)
+            return
         self.load_model(model)
         load_optimizer_tensors(model, optimizer, load_file(str(self.path / OPTIMIZER_FILE)))
         torch.set_rng_state(_rng_tensor(self.rng_cpu))

@@ -1,0 +1,68 @@
+"""A checkpoint that four processes wrote goes on, bit for bit, on four, two or one, with expert parallelism or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import distributed_checkpoint_checks as checks
+import pytest
+import torch
+
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.testing.ranks import run_on_ranks
+from tilemoe.train.checkpoint import CheckpointError, open_checkpoint
+from tilemoe.train.config import OptimConfig
+from tilemoe.train.optim import make_optimizer
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder: Path = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(checks.RUN, str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def on_four(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_on_ranks(checks.ON_FOUR, 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in checks.ON_FOUR])
+def test_four_processes_save_and_resume(name: str, on_four: dict[str, str]) -> None:
+    assert not on_four[name], on_four[name]
+
+
+@pytest.mark.usefixtures("on_four")
+def test_two_processes_resume(run_dir: Path, tmp_path: Path) -> None:
+    results = run_on_ranks(checks.ON_TWO, 2, tmp_path)
+    assert not any(results.values()), results
+
+
+@pytest.mark.usefixtures("on_four")
+def test_one_process_resumes_and_reads_the_weights_alone(run_dir: Path) -> None:
+    checkpoint = open_checkpoint(run_dir / "step_00000002")
+    model = DecoderLM(checks.MODEL)
+    training = (model, make_optimizer(model, OptimConfig(lr=0.1)))
+    checkpoint.load_training(*training)
+    checks.assert_state(training, "state_2.pt")
+    alone = DecoderLM(checks.MODEL)
+    checkpoint.load_model(alone)
+    assert all(torch.equal(a, b) for a, b in zip(alone.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+@pytest.mark.usefixtures("on_four")
+def test_a_changed_byte_is_found(run_dir: Path) -> None:
+    path = run_dir / "step_00000002"
+    names = sorted(file.name for file in path.iterdir())
+    assert names == [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "manifest.json", "state.json"]
+    for name in names[:5]:
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match=f"{name} does not match its checksum"):
+            open_checkpoint(path)
+        (path / name).write_bytes(content)
+    assert open_checkpoint(path).state.step == 2

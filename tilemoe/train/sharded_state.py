@@ -1,0 +1,97 @@
+"""The tensors of a training run in torch.distributed.checkpoint's files, which any number of processes can read.
+
+Names: ``model.<name>``, ``optimizer.<parameter>.<key>`` and ``rng_cpu.<rank>``, ``rng_cuda.<rank>``. A parameter that
+is a DTensor is written in pieces, and read in the pieces of whoever reads it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
+
+METADATA_FILE = ".metadata"
+_MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether a checkpoint's tensors are in files of this kind."""
+    return (folder / METADATA_FILE).exists()
+
+
+def files_of_rank(folder: Path, rank: int) -> list[Path]:
+    """What ``rank`` wrote with `write_training`."""
+    return sorted(folder.glob(f"__{rank}_*"))
+
+
+def write_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """All processes of the job call it; ``folder``, which all see, exists and is empty."""
+    rank = _rank()
+    tensors = _model_tensors(model)  # first: it brings parameters that FSDP has gathered back to their shards
+    tensors |= {_OPTIMIZER + name: value for name, value in optimizer_tensors(model, optimizer).items()}
+    tensors[f"{_RNG_CPU}{rank}"] = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        tensors[f"{_RNG_CUDA}{rank}"] = torch.cuda.get_rng_state()
+    save(tensors, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+
+
+def read_model(folder: Path, model: nn.Module) -> None:
+    """Weights and buffers, whatever the mesh; in a job all processes call it."""
+    _read(folder, _model_tensors(model))
+
+
+def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Also the optimiser's state and, of a rank that was there when it was written, torch's random numbers."""
+    rank = _rank()
+    stored = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    model_tensors = _model_tensors(model)
+    parameters = {_OPTIMIZER + name: parameter for name, parameter in model.named_parameters()}
+    state = {
+        name: _buffer_for(entry, parameters[name.rpartition(".")[0]])
+        for name, entry in stored.items()
+        if name.startswith(_OPTIMIZER) and isinstance(entry, TensorStorageMetadata)
+    }
+    random = {
+        name: torch.empty(entry.size, dtype=torch.uint8)
+        for name, entry in stored.items()
+        if name in (f"{_RNG_CPU}{rank}", f"{_RNG_CUDA}{rank}") and isinstance(entry, TensorStorageMetadata)
+    }
+    _read(folder, {**model_tensors, **state, **random})
+    load_optimizer_tensors(model, optimizer, {name.removeprefix(_OPTIMIZER): t for name, t in state.items()})
+    if f"{_RNG_CPU}{rank}" in random:
+        torch.set_rng_state(random[f"{_RNG_CPU}{rank}"])
+    if f"{_RNG_CUDA}{rank}" in random and torch.cuda.is_available():
+        torch.cuda.set_rng_state(random[f"{_RNG_CUDA}{rank}"])
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
+
+
+def _buffer_for(entry: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    """Room for a moment, sharded as its parameter is, or for the number of steps."""
+    dtype = entry.properties.dtype
+    if tuple(entry.size) == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+def _read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    with warnings.catch_warnings():
+        # PyTorch wonders whether a process alone is meant to be.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        load(dict(tensors), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
