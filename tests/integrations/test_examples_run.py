@@ -22,6 +22,13 @@ def example(name: str) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / name))
 
 
+def word_tokenizer() -> Tokenizer:
+    words = {"<unk>": 0, **{word: id_ for id_, word in enumerate("abcdefgh", start=3)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return tokenizer
+
+
 def test_hf_finetune_learns_and_leaves_a_model_that_loads_without_tilemoe(tmp_path: Path) -> None:
     try:
         losses = example("hf_finetune.py")["main"](["--out", str(tmp_path), "--steps", "30", "--seq-len", "64"])
@@ -34,10 +41,7 @@ def test_hf_finetune_learns_and_leaves_a_model_that_loads_without_tilemoe(tmp_pa
 
 
 def test_hf_finetune_takes_a_model_from_a_folder(tmp_path: Path) -> None:
-    words = {"<unk>": 0, **{word: id_ for id_, word in enumerate("abcdefgh", start=3)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="<unk>").save_pretrained(tmp_path / "model")
     FAMILIES["mixtral"].make().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("a b c d e f g h " * 50)
     arguments = [
@@ -53,3 +57,22 @@ def test_hf_finetune_takes_a_model_from_a_folder(tmp_path: Path) -> None:
     finally:
         integration.unregister()
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_lora_learns_and_writes_a_model_for_transformers(tmp_path: Path) -> None:
+    losses = example("lora.py")["main"](["--out", str(tmp_path / "tuned"), "--steps", "40", "--seq-len", "64"])
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert model.config.model_type == "mixtral"
+    assert model(input_ids=torch.tensor([[100, 101]])).logits.shape == (1, 2, 256)
+
+
+def test_lora_takes_a_model_from_a_folder(tmp_path: Path) -> None:
+    FAMILIES["olmoe"].make().save_pretrained(tmp_path / "base")
+    word_tokenizer().save(str(tmp_path / "base" / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("a b c d e f g h " * 50)
+    places = {"--model": tmp_path / "base", "--text": tmp_path / "text.txt", "--out": tmp_path / "tuned"}
+    arguments = [str(word) for pair in places.items() for word in pair]
+    losses = example("lora.py")["main"]([*arguments, "--steps", "30", "--seq-len", "16", "--lr", "0.02"])
+    assert losses[-1] < 0.8 * losses[0]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.model_type == "olmoe"
