@@ -15,6 +15,7 @@ from tilemoe.kernels.tiling import Device
 
 _ALIGNMENT = 16
 _MAX_INT32 = 2**31 - 1
+_IS_AMD = torch.version.hip is not None
 
 _INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
 
@@ -69,12 +70,14 @@ def _compiled(kernel: JITFunction[Any], device: torch.device) -> dict[tuple[Any,
 def _specialisation(value: Any) -> Any:
     """What Triton compiles into a kernel of an argument: the type, whether it is 1, whether it is a multiple of 16.
 
-    The layout of Gluon's descriptors follows from the type and the block's shape.
+    For AMD's GPUs also whether 32 bits reach all of the memory that a tensor is part of. The layout of Gluon's
+    descriptors follows from the type and the block's shape.
     """
     if isinstance(value, int):
         return 1 if value == 1 else (value % _ALIGNMENT == 0, value > _MAX_INT32)
     if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % _ALIGNMENT == 0
+        is_reached = not _IS_AMD or value.untyped_storage().nbytes() <= _MAX_INT32
+        return value.dtype, value.data_ptr() % _ALIGNMENT == 0, is_reached
     if value is None or isinstance(value, float):
         return type(value)
     return value.base.dtype, tuple(value.block_shape)
