@@ -123,6 +123,12 @@ def check_spread() -> None:
 def check_all_on_one_rank() -> None:
     for dtype in TOLERANCE:
         assert_as_one_process(ids_all_on_one_rank, dtype)
+    tokens = TOKENS[dist.get_rank()]
+    plan = tilemoe.plan_topk(ids_all_on_one_rank(0, tokens), E)
+    here = AllToAllDispatcher(dist.group.WORLD, E).dispatch(torch.ones(tokens, D), plan, torch.ones(tokens, K))
+    # The most there can be: every token of every rank, once each, though it has three pairs.
+    assert here.x.shape[0] == (sum(TOKENS) if dist.get_rank() == 0 else 0)
+    assert here.plan.capacity == K * here.x.shape[0]
 
 
 def check_a_rank_whose_experts_get_nothing() -> None:
