@@ -29,6 +29,8 @@ _HOME = {
     "MoE": "tilemoe.layers.moe",
     "MoEOutput": "tilemoe.layers.moe",
     "DecoderLM": "tilemoe.models.decoder",
+    "build_meshes": "tilemoe.parallel.mesh",
+    "parallelize": "tilemoe.parallel.model",
 }
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from tilemoe.models.presets import model_preset as model_preset
     from tilemoe.models.presets import moe_preset as moe_preset
     from tilemoe.ops.moe import moe as moe
+    from tilemoe.parallel.mesh import build_meshes as build_meshes
+    from tilemoe.parallel.model import parallelize as parallelize
     from tilemoe.routing.build import plan_pairs as plan_pairs
     from tilemoe.routing.build import plan_topk as plan_topk
     from tilemoe.routing.plan import RoutingPlan as RoutingPlan
