@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilemoe import reference
 from tilemoe.ops import library
 from tilemoe.ops.moe import moe
 from tilemoe.ops.plan import plan_topk as plan_operator
@@ -67,6 +69,14 @@ def test_a_profile_names_the_operators() -> None:
     assert {event.name for event in profile.events() if event.name.startswith("tilemoe::")} == FORWARD | BACKWARD
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
+def test_a_trace_names_the_operator() -> None:
+    plan = PLANS["random"]
+    inputs = make_inputs(plan, 16, 8)
+    traced = torch.jit.trace(lambda x: moe(plan=plan, **{**inputs, "x": x}), inputs["x"], check_trace=False)
+    assert "tilemoe::moe" in {node.kind() for node in traced.graph.nodes()}
+
+
 def test_building_a_plan_is_seen_too() -> None:
     ids = torch.tensor([[0, 2], [1, 2]])
     plain = plan_operator(ids, 3)
@@ -94,6 +104,18 @@ def test_plain_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Non
         moe(plan=plan, **leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         moe(plan=plan, **leaves).float().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["x", "w1", "scores"])
+def test_forward_mode_is_refused_not_dropped(name: str) -> None:
+    plan = PLANS["random"]
+    inputs = make_inputs(plan, 16, 8)
+    with forward_ad.dual_level():
+        moe(plan=plan, **inputs)
+        dual = {**inputs, name: forward_ad.make_dual(inputs[name], torch.ones_like(inputs[name]))}
+        with pytest.raises(RuntimeError, match="tilemoe::moe has no forward-mode derivative"):
+            moe(plan=plan, **dual)
+        assert forward_ad.unpack_dual(reference.moe(plan=plan, **dual)).tangent is not None
 
 
 def test_fake_tensors_meet_the_operators_shapes() -> None:

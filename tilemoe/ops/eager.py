@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -52,9 +53,19 @@ class Operator:
         self.registered.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
 
     def __call__(self, *args: Any) -> Any:
+        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+            self._refuse_tangents(args)
         if not _is_unwatched(args):
             return self.registered(*args)
         return self._recorded(*args) if is_differentiable(*args) else self.run(*args)
+
+    def _refuse_tangents(self, args: tuple[Any, ...]) -> None:
+        """RuntimeError inside forward-mode differentiation, where an operator would drop the tangents in silence."""
+        if any(forward_ad.unpack_dual(arg).tangent is not None for arg in args if isinstance(arg, Tensor)):
+            raise RuntimeError(
+                f"tilemoe::{self.name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, which has "
+                "one."
+            )
 
 
 def is_differentiable(*args: Any) -> bool:
@@ -66,6 +77,7 @@ def _is_unwatched(args: tuple[Any, ...]) -> bool:
     """Whether nobody would see the operator itself: plain tensors that have data, no tracing, no mode, no profiler."""
     return (
         not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()  # torch.jit's and ONNX's, which see no kernel that Triton starts
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.autograd.profiler._is_profiler_enabled  # torch.profiler sets it, too
         and all(type(arg) in _PLAIN and not arg.is_meta for arg in args if isinstance(arg, Tensor))
