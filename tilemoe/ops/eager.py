@@ -63,8 +63,8 @@ class Operator:
         """RuntimeError inside forward-mode differentiation, where an operator would drop the tangents in silence."""
         if any(forward_ad.unpack_dual(arg).tangent is not None for arg in args if isinstance(arg, Tensor)):
             raise RuntimeError(
-                f"tilemoe::{self.name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, which has "
-                "one."
+                f"tilemoe::{self.name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, "
+                "which has one."
             )
 
 
