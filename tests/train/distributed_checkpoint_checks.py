@@ -23,7 +23,7 @@ from tilemoe.parallel.model import parallelize
 from tilemoe.train import distributed_checkpoint
 from tilemoe.train.checkpoint import CheckpointError, TrainState, find_latest, list_checkpoints, open_checkpoint
 from tilemoe.train.config import OptimConfig, load_recipe
-from tilemoe.train.distributed_checkpoint import save_distributed_checkpoint
+from tilemoe.train.distributed_checkpoint import begin_distributed_checkpoint, save_distributed_checkpoint
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
 RUN = "TILEMOE_TEST_RUN"  # names the folder that the jobs share
@@ -126,6 +126,32 @@ def check_resume_on_other_meshes() -> None:
         step(training, 3)
 
 
+def check_a_checkpoint_written_meanwhile() -> None:
+    """It holds what was there when it was begun, whatever is trained until it is finished."""
+    training = make(MESHES["EP 2 x FSDP 2"], 5)
+    open_checkpoint(run_dir() / "step_00000002").load_training(*training)
+    group = dist.new_group(backend="gloo")
+    state = TrainState(load_recipe("smoke"), 9, 90, 1.5, "abc")
+    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "group": group}
+    pending = begin_distributed_checkpoint(run_dir() / "other", state, *training, **options)
+    step(training, 3)
+    assert_state(training, "state_3.pt")
+    assert not list_checkpoints(run_dir() / "other")
+    dist.barrier()
+    path = pending.finish()
+    assert pending.is_written
+    dist.barrier()
+    open_checkpoint(path).load_training(*training)
+    assert_state(training, "state_2.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(FileSystemWriter, "write_data", _full_disk)
+        pending = begin_distributed_checkpoint(run_dir() / "other", replace(state, step=10), *training, **options)
+        with pytest.raises(CheckpointError, match=r"step_00000010 .*No space left.*step_00000009"):
+            pending.finish()
+    dist.barrier()
+
+
 def check_a_failing_write() -> None:
     """One line in every process, wherever it failed, and the older checkpoint stays what it was."""
     training = make(MESHES["FSDP"], 0)
@@ -160,6 +186,7 @@ ON_FOUR = (
     check_save_on_four,
     check_resume_on_the_same_mesh,
     check_resume_on_other_meshes,
+    check_a_checkpoint_written_meanwhile,
     check_a_failing_write,
 )
 ON_TWO = (check_resume_on_two,)

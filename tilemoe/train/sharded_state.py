@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
@@ -36,13 +38,25 @@ def files_of_rank(folder: Path, rank: int) -> list[Path]:
 
 def write_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """All processes of the job call it; ``folder``, which all see, exists and is empty."""
-    rank = _rank()
+    tensors = _training_tensors(model, optimizer)
+    save(tensors, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+
+
+def begin_write_training(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+) -> Future[Any]:
+    """`write_training` from a copy in host memory, in a thread, over a gloo ``group`` that nobody else uses."""
+    started = async_save(_training_tensors(model, optimizer), checkpoint_id=str(folder), process_group=group)
+    return started if isinstance(started, Future) else started.upload_completion
+
+
+def _training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors = _model_tensors(model)  # first: it brings parameters that FSDP has gathered back to their shards
     tensors |= {_OPTIMIZER + name: value for name, value in optimizer_tensors(model, optimizer).items()}
-    tensors[f"{_RNG_CPU}{rank}"] = torch.get_rng_state()
+    tensors[f"{_RNG_CPU}{_rank()}"] = torch.get_rng_state()
     if torch.cuda.is_initialized():
-        tensors[f"{_RNG_CUDA}{rank}"] = torch.cuda.get_rng_state()
-    save(tensors, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+        tensors[f"{_RNG_CUDA}{_rank()}"] = torch.cuda.get_rng_state()
+    return tensors
 
 
 def read_model(folder: Path, model: nn.Module) -> None:
