@@ -359,6 +359,7 @@ def test_plan_takes_other_widths(capsys: pytest.CaptureFixture[str]) -> None:
         (("--gpu", "V100"), "H200"),
         (("--dtype", "int8"), "bf16"),
         (("--num-experts-per-tok", 100), "num_experts"),
+        (("--hidden-size", 0), "hidden_size must be at least 1"),
     ],
 )
 def test_plan_names_what_is_off(

@@ -13,8 +13,6 @@ from tilemoe.perf.hardware import DTYPE_BYTES, Gpu, find_gpu
 from tilemoe.perf.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
 from tilemoe.perf.shape import MoEShape
 
-_UNGATED = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
-
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -41,13 +39,12 @@ def shape_of(options: PlanOptions, cfg: MoEConfig) -> MoEShape:
     """The layer's size, the preset's where an option does not say. ValueError names what is off."""
     if options.dtype not in DTYPE_BYTES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}; got {options.dtype!r}")
+    names = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+    given = {name: getattr(options, name) for name in names}
     return MoEShape(
-        options.tokens,
-        options.hidden_size or cfg.hidden_size,
-        options.intermediate_size or cfg.intermediate_size,
-        options.num_experts or cfg.num_experts,
-        options.num_experts_per_tok or cfg.num_experts_per_tok,
-        is_gated=cfg.activation not in _UNGATED,
+        num_tokens=options.tokens,
+        **{name: getattr(cfg, name) if value is None else value for name, value in given.items()},
+        is_gated=cfg.is_gated,
         element_bytes=DTYPE_BYTES[options.dtype],
     )
 
