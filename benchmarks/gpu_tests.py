@@ -31,9 +31,9 @@ def main() -> int:
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junit-xml={report}"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu and not dist", "-p", "no:cacheprovider"]
         start = time.perf_counter()
-        done = subprocess.run([*command, *more, *map(str, files)], cwd=ROOT, check=False)
+        done = subprocess.run([*command, f"--junit-xml={report}", *more, *map(str, files)], cwd=ROOT, check=False)
         seconds = round(time.perf_counter() - start, 1)
         row = (
             summary(report) if report.exists() else {"passed": 0, "unfinished": f"pytest exited with {done.returncode}"}

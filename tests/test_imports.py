@@ -47,7 +47,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "recipes": set(),
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow"},
-    "integrations": {"torch", "transformers"},
+    "integrations": {"torch", "transformers", "torchtitan", "spmd_types"},
     **{part: {"torch"} for part in ("activations", "routing.plan", "routing", "kernels", "ops", "reference")},
     **{part: {"torch"} for part in ("dispatch", "layers", "parallel")},
 }

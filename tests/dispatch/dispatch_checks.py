@@ -5,6 +5,7 @@ T tokens of a rank · d hidden_size · n intermediate_size · E experts · K exp
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel.expert import apply_expert_parallel
 from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing.ranks import device_of_rank
 
 RANKS, D, N, E, K = 4, 24, 16, 8, 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -32,12 +34,12 @@ TOKENS = (5, 0, 13, 1)  # of each rank: odd numbers, and a rank without any
 
 def ids_spread(rank: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return torch.rand(tokens, E, generator=generator).topk(K, dim=1).indices
+    return torch.rand(tokens, E, generator=generator).topk(K, dim=1).indices.to(device_of_rank())
 
 
 def ids_all_on_one_rank(rank: int, tokens: int) -> Tensor:
     """Every token's experts are 0 and 1, one of them twice: those of rank 0."""
-    return torch.tensor([0, 1, 0]).expand(tokens, K)
+    return torch.tensor([0, 1, 0], device=device_of_rank()).expand(tokens, K)
 
 
 def ids_of_no_expert_of_rank_2(rank: int, tokens: int) -> Tensor:
@@ -61,7 +63,7 @@ class Weights:
 
     def of(self, experts: slice) -> list[Tensor]:
         parts = (self.w1, self.w2, self.b1, self.b2)
-        return [part[experts].clone().requires_grad_() for part in parts]
+        return [part[experts].clone().to(device_of_rank()).requires_grad_() for part in parts]
 
 
 def make_weights(dtype: torch.dtype) -> Weights:
@@ -87,20 +89,25 @@ def run(
 def error(got: Tensor, want: Tensor) -> float:
     """Root-mean-square error over root-mean-square value, of all ranks together; all call it."""
     assert got.shape == want.shape
-    sums = torch.stack([(got.double() - want.double()).square().sum(), want.double().square().sum()])
+    sums = torch.stack([(got.double() - want.double()).square().sum(), want.double().square().sum()]).cpu()
     dist.all_reduce(sums)
     return float((sums[0] / sums[1].clamp(min=1e-300)).sqrt())
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape, device=device_of_rank())
 
 
 def assert_as_one_process(ids_of: Callable[[int, int], Tensor], dtype: torch.dtype) -> None:
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
     ids = ids_of(rank, tokens)
     generator = torch.Generator().manual_seed(10 + rank)
-    x, do = torch.randn(2, tokens, D, generator=generator, dtype=dtype)
-    pair_tokens = torch.arange(tokens).repeat_interleave(K)
+    device = device_of_rank()
+    x, do = torch.randn(2, tokens, D, generator=generator, dtype=dtype).to(device)
+    pair_tokens = torch.arange(tokens, device=device).repeat_interleave(K)
     for plan in (tilemoe.plan_topk(ids, E), tilemoe.plan_pairs(pair_tokens.flip(0), ids.flatten().flip(0), tokens, E)):
         shape = (tokens, K) if plan.pair_start_of_token is None else (tokens * K,)
-        scores = torch.rand(shape, generator=generator, dtype=dtype)
+        scores = torch.rand(shape, generator=generator, dtype=dtype).to(device)
         weights = make_weights(dtype)
         whole = weights.of(slice(None))
         mine = weights.of(slice(rank * E // RANKS, (rank + 1) * E // RANKS))
@@ -125,7 +132,7 @@ def check_all_on_one_rank() -> None:
         assert_as_one_process(ids_all_on_one_rank, dtype)
     tokens = TOKENS[dist.get_rank()]
     plan = tilemoe.plan_topk(ids_all_on_one_rank(0, tokens), E)
-    here = AllToAllDispatcher(dist.group.WORLD, E).dispatch(torch.ones(tokens, D), plan, torch.ones(tokens, K))
+    here = AllToAllDispatcher(dist.group.WORLD, E).dispatch(ones(tokens, D), plan, ones(tokens, K))
     # The most there can be: every token of every rank, once each, though it has three pairs.
     assert here.x.shape[0] == (sum(TOKENS) if dist.get_rank() == 0 else 0)
     assert here.plan.capacity == K * here.x.shape[0]
@@ -146,9 +153,8 @@ def check_nothing_anywhere() -> None:
     dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
     for tokens in (0, 3):
         mine = make_weights(torch.float32).of(slice(0, E // RANKS))
-        plan = tilemoe.plan_topk(torch.full((tokens, K), E), E)
-        x, scores = torch.ones(tokens, D), torch.ones(tokens, K)
-        o, dx, ds = run(dispatcher, mine, x, plan, scores, torch.ones(tokens, D))
+        plan = tilemoe.plan_topk(torch.full((tokens, K), E, device=device_of_rank()), E)
+        o, dx, ds = run(dispatcher, mine, ones(tokens, D), plan, ones(tokens, K), ones(tokens, D))
         assert o.shape == dx.shape == (tokens, D)
         for tensor in (o, dx, ds, *(weight.grad for weight in mine)):
             assert tensor is not None
@@ -184,11 +190,12 @@ def check_volume() -> None:
     ranks = ids // (experts // RANKS)
     copies = sum(len(set(row) - {rank}) for row in ranks.tolist())
     least = copies * width * 2
-    x = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()
-    scores = torch.rand(tokens, per_token, generator=generator).requires_grad_()
+    device = device_of_rank()
+    x = torch.randn(tokens, width, generator=generator).bfloat16().to(device).requires_grad_()
+    scores = torch.rand(tokens, per_token, generator=generator).to(device).requires_grad_()
     dispatcher = AllToAllDispatcher(dist.group.WORLD, experts)
     with counted() as forward:
-        here = dispatcher.dispatch(x, tilemoe.plan_topk(ids, experts), scores)
+        here = dispatcher.dispatch(x, tilemoe.plan_topk(ids.to(device), experts), scores)
         o = dispatcher.combine(here.x * here.scores.sum().to(here.x.dtype), here)
     with counted() as backward:
         o.sum().backward()
@@ -214,15 +221,15 @@ def make_layers(cfg: MoEConfig, dtype: torch.dtype, recompute: str | None = None
     layers = []
     for _ in range(2):
         torch.manual_seed(0)
-        layers.append(MoE(cfg, dtype=dtype, recompute=recompute))
-    apply_expert_parallel(layers[1], init_device_mesh("cpu", (RANKS,)))
+        layers.append(MoE(cfg, dtype=dtype, recompute=recompute).to(device_of_rank()))
+    apply_expert_parallel(layers[1], init_device_mesh(device_of_rank().type, (RANKS,)))
     return layers[0], layers[1]
 
 
 def run_layer(layer: MoE, x: Tensor, seed: int) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     layer.zero_grad()
-    out = layer(x, generator=torch.Generator().manual_seed(seed))
+    out = layer(x, generator=torch.Generator(x.device).manual_seed(seed))
     (out.hidden.square().sum() + out.aux_loss).backward()
     assert x.grad is not None
     return {"hidden": out.hidden.detach(), "aux_loss": out.aux_loss.detach(), "dx": x.grad}
@@ -245,7 +252,7 @@ def assert_layers_agree(whole: MoE, divided: MoE, x: Tensor, tolerance: float, s
 
 def check_layer() -> None:
     options = {"expert_bias": True, "shared_intermediate_size": 12, "shared_gate": True}
-    x = torch.randn(7 + dist.get_rank(), D, dtype=torch.float64)
+    x = torch.randn(7 + dist.get_rank(), D, dtype=torch.float64).to(device_of_rank())
     for recompute in (None, "up_proj"):
         assert_layers_agree(*make_layers(layer_config(**options), torch.float64, recompute), x, 1e-12)
 
@@ -256,7 +263,7 @@ def check_token_rounding() -> None:
     for mode in ("nearest", "stochastic", "up"):
         cfg = layer_config(rounding=TokenRounding(mode=mode, tile=tile))  # type: ignore[arg-type]
         whole, divided = make_layers(cfg, torch.float64)
-        x = torch.randn(tokens, D, dtype=torch.float64)
+        x = torch.randn(tokens, D, dtype=torch.float64).to(device_of_rank())
         assert_layers_agree(whole, divided, x, 1e-12, seed=dist.get_rank())
         counts = divided(x).tokens_per_expert
         assert not (counts % tile).any()
@@ -265,17 +272,17 @@ def check_token_rounding() -> None:
 
 def check_repeats_bit_for_bit() -> None:
     _, layer = make_layers(layer_config(expert_bias=True), torch.bfloat16)
-    x = torch.randn(33 + dist.get_rank(), D).bfloat16()
+    x = torch.randn(33 + dist.get_rank(), D).bfloat16().to(device_of_rank())
     first, again = run_layer(layer, x, 0), run_layer(layer, x, 0)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def check_autocast_sends_its_dtype() -> None:
     _, layer = make_layers(layer_config(), torch.float32)
-    x = torch.randn(8, D)
+    x = torch.randn(8, D).to(device_of_rank())
     with counted() as plain:
         layer(x)
-    with counted() as log, torch.autocast("cpu", torch.bfloat16):
+    with counted() as log, torch.autocast(x.device.type, torch.bfloat16):
         assert layer(x).hidden.dtype == torch.bfloat16
     plain_bytes, half_bytes = (sum(size for size, row in found if row == D) for found in (plain, log))
     assert half_bytes == plain_bytes / 2 > 0
@@ -286,8 +293,33 @@ def check_errors() -> None:
         AllToAllDispatcher(dist.group.WORLD, 6)
     layer = MoE(MoEConfig(D, N, 6, K))
     with pytest.raises(ValueError, match=r"num_experts \(6\) must be divisible by the 4 processes"):
-        apply_expert_parallel(layer, init_device_mesh("cpu", (RANKS,)))
+        apply_expert_parallel(layer, init_device_mesh(device_of_rank().type, (RANKS,)))
     assert not isinstance(layer.experts.w1, DTensor)
 
 
+def on_gpu_the_host_reads_once() -> None:
+    """In the forward, for the sizes; and never in the backward."""
+    tokens = 64
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    mine = [w.detach().bfloat16().requires_grad_() for w in make_weights(torch.float32).of(slice(0, E // RANKS))]
+    x = torch.randn(tokens, D).bfloat16().to(device_of_rank()).requires_grad_()
+    plan, scores = tilemoe.plan_topk(ids_spread(dist.get_rank(), tokens), E), ones(tokens, K).requires_grad_()
+    for _ in range(2):  # once to compile the kernels and set up the communicators
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as forward:
+            warnings.simplefilter("always")
+            here = dispatcher.dispatch(x, plan, scores)
+            w1, w2, b1, b2 = mine
+            o = dispatcher.combine(tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2), here)
+        with warnings.catch_warnings(record=True) as backward:
+            warnings.simplefilter("always")
+            o.backward(torch.ones_like(o))
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in forward if "synchronizing" in str(w.message)]) == 1
+    assert not [w for w in backward if "synchronizing" in str(w.message)]
+
+
+GPU_CHECKS = [on_gpu_the_host_reads_once]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

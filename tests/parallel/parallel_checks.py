@@ -21,6 +21,7 @@ from tilemoe.models.generate import generate
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.parallel.mesh import Meshes, build_meshes
 from tilemoe.parallel.model import parallelize
+from tilemoe.testing.ranks import device_of_rank
 
 RANKS, E, K = 4, 8, 2
 ROUTER = RouterConfig(selection_bias=True, aux_loss_coef=0.1, z_loss_coef=0.01)
@@ -54,11 +55,11 @@ def make_model(dtype: torch.dtype, config: ModelConfig = MODEL, **options: Any) 
     for name, tensor in model.named_parameters():
         if name.endswith(("b1", "b2")):
             torch.nn.init.normal_(tensor, 0.0, 0.2)
-    return model
+    return model.to(device_of_rank())
 
 
 def meshes_of(config: ParallelConfig, model: ModelConfig = MODEL) -> Meshes:
-    return build_meshes(config, model, "cpu")
+    return build_meshes(config, model, device_of_rank().type)
 
 
 def send_all_to(model: DecoderLM, experts: slice) -> None:
@@ -72,7 +73,7 @@ def send_all_to(model: DecoderLM, experts: slice) -> None:
 def batch(sequences: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
     """Each rank's ids and labels (B, S), some of them ignored."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(61, (sum(sequences), 8), generator=generator)
+    ids = torch.randint(61, (sum(sequences), 8), generator=generator).to(device_of_rank())
     labels = ids[:, 1:].clone()
     labels[::2, 3] = -100
     return list(ids[:, :-1].split(sequences)), list(labels.split(sequences))
@@ -235,15 +236,15 @@ def check_training() -> None:
 
 def check_from_meta() -> None:
     """Weights are a function of the generator, whatever the mesh; inference works, also by incremental decoding."""
-    one = DecoderLM(MODEL)
-    one.reset_parameters(torch.Generator().manual_seed(7))
-    many = DecoderLM(MODEL, device="meta")
-    parallelize(many, meshes_of(EP_FSDP), device="cpu", generator=torch.Generator().manual_seed(7))
+    device = device_of_rank()
+    one, many = DecoderLM(MODEL, device=device), DecoderLM(MODEL, device="meta")
+    one.reset_parameters(torch.Generator(device).manual_seed(7))
+    parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator(device).manual_seed(7))
     for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
         assert torch.equal(whole(got), want), name
     for want, got in zip(one.buffers(), many.buffers(), strict=True):
         assert torch.equal(got, want)
-    ids = torch.arange(5)[None]
+    ids = torch.arange(5, device=device)[None]
     tokens = [generate(model, ids, 4, temperature=0.0) for model in (one, many)]
     assert torch.equal(*tokens)
 
