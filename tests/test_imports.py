@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "recipes": set(),
     "perf": set(),
-    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes"},
+    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf"},
     "integrations": _BELOW_LAYERS | {"layers", "models"},
     "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf"},
     "testing": _BELOW_LAYERS | {"reference"},

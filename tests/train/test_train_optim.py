@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.train.config import OptimConfig
-from tilemoe.train.optim import clip_gradients, load_optimizer_tensors, make_optimizer, optimizer_tensors
+from tilemoe.train.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors
 
 CONFIG = OptimConfig(lr=0.1, weight_decay=0.5)
 

@@ -10,6 +10,7 @@ import pytest
 from tilemoe.train.progress import (
     PlainReporter,
     Reporter,
+    Speed,
     StepStats,
     TerminalReporter,
     duration,
@@ -30,7 +31,7 @@ def stats(step: int, load: list[float]) -> StepStats:
 def drive(reporter: Reporter) -> None:
     reporter.start(0, 5)
     for step in range(1, 6):
-        reporter.update(stats(step, [1.1, 1.5]), 34_100.0, 61.0)
+        reporter.update(stats(step, [1.1, 1.5]), Speed(34_100.0), 61.0)
     reporter.say("held-out [bold]1.20[/bold]")
     reporter.stop()
 
@@ -58,6 +59,6 @@ def test_the_output_decides(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
 
 
 def test_numbers_are_short() -> None:
-    assert summary(stats(1, []), 2_500_000.0) == "loss 1.2346  2.50M tokens/s"
+    assert summary(stats(1, []), Speed(2_500_000.0)) == "loss 1.2346  2.50M tokens/s"
     assert duration(59.6) == "1:00"
     assert duration(3 * 3600 + 62) == "3:01:02"

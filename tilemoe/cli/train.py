@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tilemoe.cli.parsing import parse
-from tilemoe.config import ModelConfig
+from tilemoe.config import ModelConfig, ParallelConfig
 from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
+from tilemoe.train.job import Job
 
 if TYPE_CHECKING:
     from tilemoe.train.checkpoint import Checkpoint
 
-_LATEST = ""  # --resume without a path
+_LATEST, _AUTO = "", "auto"  # --resume without a path, in words
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Overrides:
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
+    parallel: ParallelConfig
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,18 +37,24 @@ class _Parser(argparse.ArgumentParser):
 
 def run(arguments: Sequence[str]) -> None:
     """Parse, train, and print the sample, the plot's path and the held-out loss."""
+    job = Job.from_environment()
+    with job.errors_with_rank():
+        _run(arguments, job)
+
+
+def _run(arguments: Sequence[str], job: Job) -> None:
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe")
     first.add_argument("--resume", nargs="?", const=_LATEST)
     known, overrides = first.parse_known_args(list(arguments))
     if "-h" in overrides or "--help" in overrides:
         _override(load_recipe(known.recipe or list_recipes()[0]), overrides)
-    recipe, checkpoint = _choose(known.recipe, known.resume, overrides)
+    recipe, checkpoint = _choose(known.recipe, _LATEST if known.resume == _AUTO else known.resume, overrides, job)
 
     from tilemoe.train.run import train
 
-    result = train(recipe, checkpoint)
-    if result is None:
+    result = train(recipe, checkpoint, job)
+    if result is None or not job.is_first:
         return
     if result.sample is not None:
         print(f"\nsample:\n{result.sample}\n")
@@ -55,13 +63,15 @@ def run(arguments: Sequence[str]) -> None:
     print(f"held-out loss {result.evaluation.shown(2)}")
 
 
-def _choose(name: str | None, resume: str | None, overrides: Sequence[str]) -> tuple[Recipe, Checkpoint | None]:
-    """The recipe to run and the checkpoint to go on from."""
+def _choose(
+    name: str | None, resume: str | None, overrides: Sequence[str], job: Job
+) -> tuple[Recipe, Checkpoint | None]:
+    """The recipe to run and the checkpoint to go on from, which the first process of a job verifies."""
     if name is None and not resume:
         raise ValueError(f"--recipe NAME is missing; choose one of {', '.join(list_recipes())} or a .json file")
     base = load_recipe(name) if name is not None else None
     if resume:
-        return _resume_from(Path(resume).expanduser(), base, overrides)
+        return _resume_from(Path(resume).expanduser(), base, overrides, job)
     assert base is not None
     recipe = _override(base, overrides)
     run_dir = Path(recipe.train.out_dir).expanduser()
@@ -72,22 +82,31 @@ def _choose(name: str | None, resume: str | None, overrides: Sequence[str]) -> t
     if resume is None:
         require_fresh(run_dir)
         return recipe, None
-    checkpoint = find_latest(run_dir)
-    print(f"resuming from {checkpoint.path}" if checkpoint else f"no checkpoint in {run_dir} yet: starting at step 0")
+    checkpoint = find_latest(run_dir, _opener(job))
+    if job.is_first:
+        none_yet = f"no checkpoint in {run_dir} yet: starting at step 0"
+        print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
     return recipe, checkpoint
 
 
-def _resume_from(path: Path, base: Recipe | None, overrides: Sequence[str]) -> tuple[Recipe, Checkpoint]:
+def _opener(job: Job) -> Callable[[Path], Checkpoint]:
+    from tilemoe.train.checkpoint import open_checkpoint, read_checkpoint
+
+    return open_checkpoint if job.is_first else read_checkpoint
+
+
+def _resume_from(path: Path, base: Recipe | None, overrides: Sequence[str], job: Job) -> tuple[Recipe, Checkpoint]:
     """``--resume PATH``: the run stays in PATH's folder, with the checkpoint's own recipe unless one is named."""
     from tilemoe.train.checkpoint import resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(path)
+    checkpoint = resolve_checkpoint(path, _opener(job))
     run_dir = str(checkpoint.path.parent)
     base = base or checkpoint.state.recipe
     recipe = _override(replace(base, train=replace(base.train, out_dir=run_dir)), overrides)
     if recipe.train.out_dir != run_dir:
         raise ValueError(f"train.out_dir: a run resumed from {path} stays in {run_dir}; leave --train.out-dir out")
-    print(f"resuming from {checkpoint.path}")
+    if job.is_first:
+        print(f"resuming from {checkpoint.path}")
     return recipe, checkpoint
 
 
@@ -95,13 +114,14 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     description = (
         "Train a model. --recipe NAME picks the settings that the options below override "
         f"({', '.join(list_recipes())}, or a .json file; shown: {recipe.name}). --resume goes on from the newest "
-        "checkpoint in train.out_dir, --resume PATH from a run's folder or a step_* folder."
+        "checkpoint in train.out_dir if there is one (--resume auto is the same), --resume PATH from a run's folder or "
+        "a step_* folder. For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
     )
     settings = parse(
         Overrides,
         overrides,
         prog="tilemoe train",
         description=description,
-        default=Overrides(recipe.model, recipe.data, recipe.optim, recipe.train),
+        default=Overrides(recipe.model, recipe.data, recipe.optim, recipe.train, recipe.parallel),
     )
-    return replace(recipe, model=settings.model, data=settings.data, optim=settings.optim, train=settings.train)
+    return replace(recipe, **{field.name: getattr(settings, field.name) for field in fields(settings)})

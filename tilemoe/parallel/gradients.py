@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -32,4 +33,10 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 def _norm(gradients: list[Tensor]) -> Tensor:
     norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not isinstance(norm, DTensor):
+        return norm
+    square = norm.to_local().square()
+    for dimension, placement in enumerate(norm.placements):
+        if placement.is_partial():
+            dist.all_reduce(square, group=norm.device_mesh.get_group(dimension))
+    return square.sqrt()

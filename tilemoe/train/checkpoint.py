@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,6 +261,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise _damaged(path, f"{name} has {size} bytes instead of {expected['bytes']}")
         if sha256_file(file) != expected["sha256"]:
             raise _damaged(path, f"{name} does not match its checksum")
+    return read_checkpoint(path)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint's state, unverified: for the processes of a job whose first one verifies it."""
+    if not (path / STATE_FILE).is_file():
+        raise _damaged(path, f"{STATE_FILE} is missing")
     data = json.loads((path / STATE_FILE).read_bytes())
     if data["format"] != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
@@ -289,8 +296,8 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} is damaged: {what}; use another one of its run")
 
 
-def find_latest(run_dir: Path) -> Checkpoint | None:
-    """The run's newest checkpoint, verified; None if the run has none.
+def find_latest(run_dir: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> Checkpoint | None:
+    """The run's newest checkpoint, verified unless ``read`` does not; None if the run has none.
 
     Raises:
         CheckpointError: the newest is damaged; never silently an older one, but the message names the newest good one.
@@ -299,7 +306,7 @@ def find_latest(run_dir: Path) -> Checkpoint | None:
     if not candidates:
         return None
     try:
-        return open_checkpoint(candidates[-1])
+        return read(candidates[-1])
     except CheckpointError as error:
         older = next((path for path in reversed(candidates[:-1]) if _is_intact(path)), None)
         fix = f"resume from the older one with --resume {older}" if older else "no older one is intact: start a new run"
@@ -314,13 +321,13 @@ def _is_intact(path: Path) -> bool:
     return True
 
 
-def resolve_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint a user means by a run's folder (its newest) or a checkpoint's folder."""
+def resolve_checkpoint(path: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> Checkpoint:
+    """The checkpoint a user means by a run's folder (its newest) or a checkpoint's folder, by `find_latest`'s rules."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint: no folder {path}; give a run's folder or one of its step_* folders")
     if _STEP_DIR.fullmatch(path.name) or (path / MANIFEST_FILE).exists():
-        return open_checkpoint(path)
-    found = find_latest(path)
+        return read(path)
+    found = find_latest(path, read)
     if found is None:
         raise CheckpointError(f"checkpoint: {path} holds no step_* folder; give a run's folder or a step_* folder")
     return found

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from tilemoe.config import (
     ModelConfig,
+    ParallelConfig,
     from_dict,
     require_bool,
     require_choice,
@@ -40,7 +41,7 @@ class DataConfig:
     """What is read and how it is cut into batches."""
 
     seq_len: int  # tokens per training sequence
-    batch_size: int  # sequences per micro-batch and per rank
+    batch_size: int  # sequences per micro-batch and per process
     corpus: str = "stdlib"  # "stdlib", a .txt/.jsonl/.parquet file, or a folder of them
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
     heldout_every: int = 20  # every N-th document is kept for evaluation
@@ -115,10 +116,12 @@ class TrainConfig:
     plot: bool = True  # draw plot.png at the end
     sample_prompt: str = "def "  # continued at the end of the run
     sample_tokens: int = 200  # length of that sample; 0: none
+    timeout: int = 600  # seconds a process of a job waits for the others before it gives up
 
     def __post_init__(self) -> None:
         for name, minimum in (("steps", 1), ("accumulation", 1), ("seed", 0), ("threads", 0), ("log_every", 1)):
             require_int(f"train.{name}", getattr(self, name), minimum)
+        require_int("train.timeout", self.timeout, 1)
         for name, minimum in (("eval_every", 0), ("eval_batches", 0), ("save_every", 0), ("keep_last", 1)):
             require_int(f"train.{name}", getattr(self, name), minimum)
         require_int("train.sample_tokens", self.sample_tokens, 0)
@@ -137,7 +140,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A complete, reproducible description of a training run."""
+    """A complete, reproducible description of a training run.
+
+    ``parallel`` says how the processes of a job share the model; what it says of dtypes holds under train.precision
+    bf16; under fp32 everything is fp32. A process alone shares nothing, but recomputes and compiles as told.
+    """
 
     name: str
     description: str
@@ -145,6 +152,7 @@ class Recipe:
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         _require_text("name", self.name)
@@ -154,9 +162,19 @@ class Recipe:
                 f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"
             )
 
+    def parallel_for(self, world_size: int) -> ParallelConfig:
+        """``parallel`` for a job of ``world_size`` processes, with its sizes and what ``train`` says filled in.
+
+        ValueError: the sizes do not make up the job, or the experts cannot be divided.
+        """
+        config = self.parallel.for_job(world_size, self.model)
+        if self.train.precision == "fp32":
+            config = replace(config, param_dtype=None, reduce_dtype=None)
+        return replace(config, compile=config.compile or self.train.compile == "blocks")
+
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimiser step on one rank."""
+        """Tokens of one optimiser step on one process."""
         return self.data.batch_size * self.data.seq_len * self.train.accumulation
 
 

@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 from tilemoe.data import TokenShards, sequential_windows
+from tilemoe.data.sampler import IGNORED_TARGET
+from tilemoe.train.collective import any_process, sum_of_processes, values_of_processes
+from tilemoe.train.job import ALONE, Job
 
 
 @dataclass(frozen=True)
@@ -43,31 +46,37 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[object]],
     max_batches: int = 0,
     stop_requested: Callable[[], bool] = lambda: False,
+    job: Job = ALONE,
 ) -> Evaluation | None:
     """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over its first ``max_batches`` batches.
 
     Every window starts without context, so the figure is a little pessimistic for small ``seq_len``. Nats per byte are
     nats per token times the split's tokens per byte of text, which is that of a part only where every token is a byte.
-    Returns None when ``stop_requested`` says so in between.
+    Returns None when ``stop_requested`` says so in between. The processes of a job take turns with the batches; each
+    gets the result.
     """
     nats, tokens = 0.0, 0
     counts: torch.Tensor | None = None
     was_training = model.training
     model.eval()
     try:
-        for inputs, targets in _batches(shards, seq_len, batch_size, max_batches):
-            if stop_requested():
+        for inputs, targets in _batches(shards, seq_len, batch_size, max_batches, job):
+            if any_process(stop_requested(), job):
                 return None
             real = int((targets >= 0).sum())
             with torch.no_grad(), autocast():
                 out = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
-            nats += float(out.loss) * real
-            tokens += real
-            batch_counts = out.tokens_per_expert.to(torch.int64)
+            batch_counts = out.tokens_per_expert.to(torch.int64) * (real > 0)
             counts = batch_counts if counts is None else counts + batch_counts
+            if real:
+                nats += float(out.loss) * real
+                tokens += real
     finally:
         model.train(was_training)
     assert counts is not None, "a held-out split is never empty"
+    totals = values_of_processes(torch.tensor([nats, tokens], dtype=torch.float64), job)
+    nats, tokens = sum(part[0] for part in totals), round(sum(part[1] for part in totals))
+    counts = sum_of_processes(counts, job)
     per_token = nats / tokens
     bytewise = shards.num_tokens == shards.num_bytes
     known = bytewise or tokens == shards.num_tokens
@@ -76,6 +85,13 @@ def evaluate(
 
 
 def _batches(
-    shards: TokenShards, seq_len: int, batch_size: int, max_batches: int
+    shards: TokenShards, seq_len: int, batch_size: int, max_batches: int, job: Job
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    return islice(sequential_windows(shards, seq_len, batch_size), max_batches or None)
+    """This process' turns: every ``world_size``-th batch, and where that is one too few, one without targets."""
+    everything = islice(sequential_windows(shards, seq_len, batch_size), max_batches or None)
+    while turns := list(islice(everything, job.world_size)):
+        if job.rank < len(turns):
+            yield turns[job.rank]
+        else:
+            inputs, targets = turns[0]
+            yield inputs, np.full_like(targets, IGNORED_TARGET)

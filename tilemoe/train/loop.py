@@ -20,12 +20,18 @@ from torch import Tensor
 
 from tilemoe.data import Prepared, Sampler
 from tilemoe.data.shards import read_index
+from tilemoe.models.flops import flops_per_token
+from tilemoe.parallel.gradients import clip_gradients
+from tilemoe.perf.hardware import find_gpu
 from tilemoe.train.checkpoint import Checkpoint, TrainState, list_checkpoints, save_checkpoint
+from tilemoe.train.collective import any_process, sum_of_processes, values_of_processes
 from tilemoe.train.config import Recipe
+from tilemoe.train.distributed_checkpoint import save_distributed_checkpoint
 from tilemoe.train.evaluate import Evaluation, evaluate
+from tilemoe.train.job import ALONE, Job
 from tilemoe.train.metrics import MetricsWriter
-from tilemoe.train.optim import clip_gradients, make_optimizer, set_learning_rate
-from tilemoe.train.progress import Reporter, StepStats
+from tilemoe.train.optim import make_optimizer, set_learning_rate
+from tilemoe.train.progress import Reporter, Speed, StepStats
 from tilemoe.train.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -42,8 +48,8 @@ class Trainer:
     """A model, its optimiser and its place in the data.
 
     Args:
-        model: on ``device``, fp32 weights.
-        rank, world_size: this process' share of every step's sequences; rank 0 writes.
+        model: on ``device``, fp32 weights; those of a job's processes share it (`tilemoe.parallel`).
+        job: this process and its share of every step's sequences; rank 0 writes the records.
     """
 
     def __init__(
@@ -52,19 +58,17 @@ class Trainer:
         model: DecoderLM,
         data: Prepared,
         device: torch.device,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
+        job: Job = ALONE,
     ) -> None:
-        self.recipe, self.model, self.data, self.device = recipe, model, data, device
-        self.rank, self.world_size = rank, world_size
+        self.recipe, self.model, self.data, self.device, self.job = recipe, model, data, device, job
         self.optimizer = make_optimizer(model, recipe.optim)
         self.sampler = Sampler(
-            data.train, recipe.data.seq_len, recipe.data.batch_size, recipe.train.seed, rank, world_size
+            data.train, recipe.data.seq_len, recipe.data.batch_size, recipe.train.seed, job.rank, job.world_size
         )
         self.data_fingerprint = data_fingerprint(data)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._saved_step = -1
+        self._peak = _peak_flops(device, recipe.train.precision)
 
     @property
     def run_dir(self) -> Path:
@@ -81,9 +85,10 @@ class Trainer:
         self._saved_step = state.step
 
     def save(self) -> Path:
-        """Write a checkpoint of the present step."""
+        """Write a checkpoint of the present step; all processes of a job call it together."""
         state = TrainState(self.recipe, self.step, self.tokens, self.seconds, self.data_fingerprint)
-        path = save_checkpoint(
+        save = save_checkpoint if self.job.is_alone else save_distributed_checkpoint
+        path = save(
             self.run_dir,
             state,
             self.model,
@@ -107,18 +112,24 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         loss, aux_loss, counts = self._accumulate()
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
-        values = torch.stack([loss, aux_loss, norm.to(loss.dtype)]).tolist()  # the step's one read from the device
+        # The step's one read from the device.
+        values = values_of_processes(torch.stack([loss, aux_loss, norm.to(loss.dtype)]), self.job)
         self._require_finite(values)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if counts.numel() and train.selection_bias_rate > 0:
             self.model.update_selection_bias(counts, train.selection_bias_rate)
         self.step += 1
-        self.tokens += self.recipe.tokens_per_step * self.world_size
-        return StepStats(self.step, self.tokens, values[0], values[1], lr, values[2], _expert_load(counts))
+        self.tokens += self.recipe.tokens_per_step * self.job.world_size
+        load = _expert_load(sum_of_processes(counts, self.job))
+        mean_loss, mean_aux_loss = (sum(row[i] for row in values) / len(values) for i in range(2))
+        return StepStats(self.step, self.tokens, mean_loss, mean_aux_loss, lr, values[0][2], load)
 
     def _accumulate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the mean loss over all micro-batches; returns (loss, aux loss, tokens per expert)."""
+        """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss, tokens per expert.
+
+        Over processes gradients are summed, and all have as many labels: each takes its part of the mean.
+        """
         parts = self.recipe.train.accumulation
         losses, aux_losses, counts = [], [], []
         for part in range(parts):
@@ -126,7 +137,7 @@ class Trainer:
             with self.autocast():
                 out = self.model(self._to_device(inputs), self._to_device(targets))
             assert out.loss is not None
-            ((out.loss + out.aux_loss) / parts).backward()
+            ((out.loss + out.aux_loss) / (parts * self.job.world_size)).backward()
             losses.append(out.loss.detach())
             aux_losses.append(out.aux_loss.detach())
             counts.append(out.tokens_per_expert.to(torch.int64))
@@ -135,26 +146,33 @@ class Trainer:
     def _to_device(self, array: object) -> Tensor:
         return torch.as_tensor(array).to(self.device, non_blocking=True)
 
-    def _require_finite(self, values: list[float]) -> None:
-        for name, value in zip(("loss", "auxiliary loss", "gradient norm"), values, strict=True):
-            if not abs(value) < float("inf"):
-                saved = list_checkpoints(self.run_dir)
-                last = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet"
-                raise NonFiniteLossError(
-                    f"the {name} became {value} in step {self.step + 1}; {last}; lower optim.lr or optim.grad_clip, "
-                    "or raise optim.warmup_steps"
-                )
+    def _require_finite(self, values: list[list[float]]) -> None:
+        for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):
+            for rank, row in enumerate(values):
+                if not abs(row[index]) < float("inf"):
+                    saved = list_checkpoints(self.run_dir)
+                    last = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet"
+                    whose = "" if self.job.is_alone else f" of rank {rank}"
+                    raise NonFiniteLossError(
+                        f"the {name}{whose} became {row[index]} in step {self.step + 1}; {last}; lower optim.lr or "
+                        "optim.grad_clip, or raise optim.warmup_steps"
+                    )
 
     # ------------------------------------------------------------------------------------------------ the run
 
-    def fit(self, metrics: MetricsWriter, reporter: Reporter, stop_requested: Callable[[], bool]) -> Evaluation | None:
-        """Train to the last step and evaluate on the whole held-out split; None if stopped (and saved) before."""
+    def fit(
+        self, metrics: MetricsWriter | None, reporter: Reporter, stop_requested: Callable[[], bool]
+    ) -> Evaluation | None:
+        """Train to the last step and evaluate on the whole held-out split; None if stopped in any process before.
+
+        metrics: the first process' alone.
+        """
         train = self.recipe.train
         started, seconds_before = time.perf_counter(), self.seconds
         step_seconds, first_step = 0.0, self.step
         reporter.start(self.step, train.steps)
         try:
-            while not stop_requested():
+            while not any_process(stop_requested(), self.job):
                 if self._evaluation_due():
                     result = self._evaluate(metrics, reporter, stop_requested)
                     if self.step == train.steps or result is None:
@@ -164,11 +182,12 @@ class Trainer:
                 now = time.perf_counter()
                 self.seconds = seconds_before + now - started
                 step_seconds = _moving_average(step_seconds, now - begun, self.step - first_step)
-                speed = self.recipe.tokens_per_step * self.world_size / step_seconds
+                speed = self._speed(step_seconds)
                 self._record(metrics, stats, speed)
                 reporter.update(stats, speed, (train.steps - self.step) * step_seconds)
-                if self.rank == 0 and self._save_due():
-                    metrics.sync()
+                if self._save_due():
+                    if metrics is not None:
+                        metrics.sync()
                     self.save()
             return None
         finally:
@@ -188,7 +207,7 @@ class Trainer:
         return self.step == self.recipe.train.steps or bool(every and self.step and self.step % every == 0)
 
     def _evaluate(
-        self, metrics: MetricsWriter, reporter: Reporter, stop_requested: Callable[[], bool]
+        self, metrics: MetricsWriter | None, reporter: Reporter, stop_requested: Callable[[], bool]
     ) -> Evaluation | None:
         """Evaluate, on the whole split after the last step, and record it; None if stopped in between."""
         whole = self.step == self.recipe.train.steps
@@ -202,25 +221,43 @@ class Trainer:
             autocast=self.autocast,
             max_batches=0 if whole else self.recipe.train.eval_batches,
             stop_requested=stop_requested,
+            job=self.job,
         )
         if result is None:
             return None
         seconds = time.perf_counter() - begun
-        if self.rank == 0:
+        if metrics is not None:
             metrics.write("eval", {"step": self.step, "whole_split": whole, **asdict(result), "seconds": seconds})
         reporter.say(f"step {self.step}/{self.recipe.train.steps}  held-out {result.shown(4)}")
         return result
 
-    def _record(self, metrics: MetricsWriter, stats: StepStats, speed: float) -> None:
+    def _speed(self, step_seconds: float) -> Speed:
+        tokens_per_second = self.recipe.tokens_per_step * self.job.world_size / step_seconds
+        flops = flops_per_token(self.recipe.model, self.recipe.data.seq_len) * tokens_per_second / self.job.world_size
+        return Speed(tokens_per_second, self.job.world_size, flops / self._peak if self._peak else None)
+
+    def _record(self, metrics: MetricsWriter | None, stats: StepStats, speed: Speed) -> None:
         due = stats.step % self.recipe.train.log_every == 0 or stats.step == self.recipe.train.steps
-        if due and self.rank == 0:
-            metrics.write("train", {**asdict(stats), "seconds": self.seconds, "tokens_per_second": speed})
+        if due and metrics is not None:
+            measured = {"seconds": self.seconds, "tokens_per_second": speed.tokens_per_second, "mfu": speed.mfu}
+            metrics.write("train", {**asdict(stats), **measured})
 
 
 def data_fingerprint(data: Prepared) -> str:
     """Digest of the tokens themselves, wherever their text and their shards are kept."""
     content = read_index(data.train.directory)["splits"]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _peak_flops(device: torch.device, precision: str) -> float | None:
+    """FLOP/s that the device's maker states for dense products in ``precision``; None where nobody does."""
+    if device.type != "cuda":
+        return None
+    try:
+        gpu = find_gpu(torch.cuda.get_device_name(device))
+    except ValueError:
+        return None
+    return 1e12 * (gpu.bf16_tflops if precision == "bf16" else gpu.fp32_tflops)
 
 
 def _moving_average(average: float, value: float, count: int) -> float:

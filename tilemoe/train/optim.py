@@ -1,8 +1,6 @@
-"""AdamW over two parameter groups, gradient clipping, and the optimiser's state as named tensors."""
+"""AdamW over two parameter groups, and the optimiser's state as named tensors."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +45,6 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients down to ``max_norm`` (0: leave them) and return their L2 norm before, a fp32 scalar."""
-    kept = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in kept if p.grad is not None])
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(kept, max_norm, norm)
-    return norm
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tilemoe.train.job import ALONE, Job
+
 
 @dataclass(frozen=True)
 class StepStats:
@@ -23,9 +25,30 @@ class StepStats:
     expert_load: list[float]  # per MoE layer: busiest expert / mean; empty for a dense model
 
 
-def summary(stats: StepStats, tokens_per_second: float) -> str:
+@dataclass(frozen=True)
+class Speed:
+    """Of a step, smoothed.
+
+    tokens_per_second   of all processes together
+    processes           of the job, each with a GPU of its own where it trains on GPUs
+    mfu                 model FLOPs utilisation: the model's FLOP per token (`flops_per_token`: no work that is done
+                        twice) x tokens_per_second / processes / the GPU's stated dense rate; None where that is unknown
+    """
+
+    tokens_per_second: float
+    processes: int = 1
+    mfu: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{_thousands(self.tokens_per_second)} tokens/s"
+        if self.processes > 1:
+            text += f" ({_thousands(self.tokens_per_second / self.processes)} each of {self.processes})"
+        return text if self.mfu is None else f"{text}  MFU {self.mfu:.1%}"
+
+
+def summary(stats: StepStats, speed: Speed) -> str:
     """The numbers worth watching, in one short line."""
-    text = f"loss {stats.loss:.4f}  {_thousands(tokens_per_second)} tokens/s"
+    text = f"loss {stats.loss:.4f}  {speed}"
     return text + (f"  expert load {max(stats.expert_load):.2f}x mean" if stats.expert_load else "")
 
 
@@ -44,7 +67,7 @@ class Reporter(Protocol):
     """Where the loop tells what happens."""
 
     def start(self, step: int, steps: int) -> None: ...
-    def update(self, stats: StepStats, tokens_per_second: float, seconds_left: float) -> None: ...
+    def update(self, stats: StepStats, speed: Speed, seconds_left: float) -> None: ...
     def say(self, line: str) -> None: ...
     def stop(self) -> None: ...
 
@@ -58,11 +81,9 @@ class PlainReporter:
     def start(self, step: int, steps: int) -> None:
         self._steps = steps
 
-    def update(self, stats: StepStats, tokens_per_second: float, seconds_left: float) -> None:
+    def update(self, stats: StepStats, speed: Speed, seconds_left: float) -> None:
         if stats.step % self._log_every == 0 or stats.step == self._steps:
-            self.say(
-                f"step {stats.step}/{self._steps}  {summary(stats, tokens_per_second)}  eta {duration(seconds_left)}"
-            )
+            self.say(f"step {stats.step}/{self._steps}  {summary(stats, speed)}  eta {duration(seconds_left)}")
 
     def say(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
@@ -94,8 +115,8 @@ class TerminalReporter:
         self._bar.update(self._task, total=steps, completed=step)
         self._bar.start()
 
-    def update(self, stats: StepStats, tokens_per_second: float, seconds_left: float) -> None:
-        self._bar.update(self._task, completed=stats.step, summary=summary(stats, tokens_per_second))
+    def update(self, stats: StepStats, speed: Speed, seconds_left: float) -> None:
+        self._bar.update(self._task, completed=stats.step, summary=summary(stats, speed))
 
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
@@ -104,6 +125,24 @@ class TerminalReporter:
         self._bar.stop()
 
 
-def make_reporter(log_every: int) -> Reporter:
-    """The reporter that suits the present standard output."""
+class SilentReporter:
+    """Of the processes of a job that leave the word to the first."""
+
+    def start(self, step: int, steps: int) -> None:
+        pass
+
+    def update(self, stats: StepStats, speed: Speed, seconds_left: float) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+def make_reporter(log_every: int, job: Job = ALONE) -> Reporter:
+    """The reporter that suits the present standard output and this process' part in the job."""
+    if not job.is_first:
+        return SilentReporter()
     return TerminalReporter(sys.stdout) if sys.stdout.isatty() else PlainReporter(sys.stdout, log_every)

@@ -9,20 +9,32 @@ import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.parallel.mesh import build_meshes
+from tilemoe.parallel.model import parallelize
 from tilemoe.train.checkpoint import Checkpoint, resolve_checkpoint
 from tilemoe.train.config import Recipe
+from tilemoe.train.job import ALONE, Job
 
 
-def select_device(name: str) -> torch.device:
-    """``auto`` is a CUDA GPU if there is one, else the CPU.
+def select_device(name: str, job: Job = ALONE) -> torch.device:
+    """``auto`` is a CUDA GPU if there is one, else the CPU; each process of a job on one machine has a GPU of its own.
 
     Raises:
-        ValueError: ``cuda`` without a usable GPU.
+        ValueError: ``cuda`` without a usable GPU, or more processes than GPUs.
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("device cuda: torch sees no CUDA GPU here; use cpu or auto")
-    return torch.device("cuda" if name != "cpu" and available else "cpu")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    if job.is_alone:
+        return torch.device("cuda")
+    if job.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {name}: this machine has {torch.cuda.device_count()} CUDA GPUs, too few for a process on each; "
+            "lower torchrun's --nproc-per-node, or use --train.device cpu"
+        )
+    return torch.device("cuda", job.local_rank)
 
 
 def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
@@ -30,9 +42,21 @@ def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
     model = DecoderLM(recipe.model, recompute=recipe.train.recompute)
     model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
     model.to(device)
-    if recipe.train.compile == "blocks":
+    model.set_checkpointing(recipe.parallel.checkpointing)
+    if recipe.parallel_for(1).compile:
         for block in model.blocks:
             block.compile()
+    return model
+
+
+def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> DecoderLM:
+    """The same model with the same weights, shared among the job's processes as ``recipe.parallel`` says.
+
+    A block at a time is whole, in the memory of the host. All processes call it.
+    """
+    model = DecoderLM(recipe.model, device="meta", recompute=recipe.train.recompute)
+    meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
+    parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(recipe.train.seed))
     return model
 
 

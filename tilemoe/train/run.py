@@ -19,13 +19,15 @@ from tilemoe.data import Prepared, prepare
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
 from tilemoe.train.checkpoint import Checkpoint, CheckpointError, clean_stale, list_checkpoints, set_aside
+from tilemoe.train.collective import joined
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.evaluate import Evaluation
+from tilemoe.train.job import ALONE, Job
 from tilemoe.train.loop import Trainer, data_fingerprint
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, open_tensorboard, truncate_metrics
 from tilemoe.train.plots import draw
 from tilemoe.train.progress import Reporter, make_reporter
-from tilemoe.train.restore import build_model, select_device
+from tilemoe.train.restore import build_model, build_shared_model, select_device
 from tilemoe.train.sample import continue_text
 from tilemoe.train.signals import StopRequest, sigterm_interrupts
 
@@ -78,27 +80,37 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     return [line for line in free if not line.startswith("train.out_dir ")]
 
 
-def train(recipe: Recipe, checkpoint: Checkpoint | None = None) -> RunResult | None:
+def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE) -> RunResult | None:
     """Run ``recipe``, from ``checkpoint`` on if given; None if SIGTERM or Ctrl-C stopped it (it was saved then).
 
+    All processes of ``job`` call it, and get the same result but for the plot, which is the first one's.
+
     Raises:
-        ValueError: settings, data and checkpoint do not fit together; one line that names what and the fix.
+        ValueError: settings, data, checkpoint and job do not fit together, found before the model is built; or, later,
+            training cannot go on. One line that names what and the fix.
     """
-    reporter = make_reporter(recipe.train.log_every)
+    reporter = make_reporter(recipe.train.log_every, job)
     run_dir = Path(recipe.train.out_dir).expanduser()
+    recipe.parallel_for(job.world_size)
     for line in require_resumable(recipe, checkpoint) if checkpoint else ():
         reporter.say(f"note: {line}")
-    device = select_device(recipe.train.device)
+    device = select_device(recipe.train.device, job)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    try:
-        with sigterm_interrupts():
-            data = _prepare(recipe, checkpoint, reporter)
-            trainer = Trainer(recipe, build_model(recipe, device), data, device)
-    except KeyboardInterrupt:
-        reporter.say("stopped before the first step: there is nothing to save, the same command starts again")
-        return None
-    with _owned(run_dir):
+    if not job.is_alone:  # random rounding must not be the same in all processes
+        torch.manual_seed(recipe.train.seed * job.world_size + job.rank)
+    with contextlib.ExitStack() as stack:
+        try:
+            with sigterm_interrupts():
+                data = _prepare(recipe, checkpoint, reporter)
+                stack.enter_context(joined(job, device, recipe.train.timeout))
+                model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
+                trainer = Trainer(recipe, model, data, device, job)
+        except KeyboardInterrupt:
+            reporter.say("stopped before the first step: there is nothing to save, the same command starts again")
+            return None
+        if job.is_first:
+            stack.enter_context(_owned(run_dir))
         _enter(run_dir, trainer, checkpoint)
         return _fit(trainer, reporter)
 
@@ -107,14 +119,15 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
     """Train in the run's folder to the end, or until a signal stops and saves the run (None)."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    reporter.say(
-        f"{recipe.name}: {parameters:,} parameters on {trainer.device.type}, {recipe.train.steps} steps, {run_dir}"
-    )
-    metrics = MetricsWriter(run_dir, _events(recipe, trainer.step, reporter))
+    job = trainer.job
+    where = trainer.device.type if job.is_alone else f"{job.world_size} x {trainer.device.type}"
+    reporter.say(f"{recipe.name}: {parameters:,} parameters on {where}, {recipe.train.steps} steps, {run_dir}")
+    metrics = MetricsWriter(run_dir, _events(recipe, trainer.step, reporter)) if job.is_first else None
     try:
         with StopRequest() as stop_requested:
             evaluation = trainer.fit(metrics, reporter, stop_requested)
-            metrics.sync()
+            if metrics is not None:
+                metrics.sync()
             if evaluation is None:
                 trainer.save_if_needed()
                 reporter.say(
@@ -123,12 +136,14 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
                 )
                 return None
             return _finish(trainer, evaluation, parameters, reporter)
-    except BrokenPipeError:  # nobody reads the output any more; the steps done are kept
-        metrics.sync()
-        trainer.save_if_needed()
+    except BrokenPipeError:  # nobody reads the output any more; the steps done are kept, which one alone can see to
+        if metrics is not None and job.is_alone:
+            metrics.sync()
+            trainer.save_if_needed()
         raise
     finally:
-        metrics.close()
+        if metrics is not None:
+            metrics.close()
 
 
 def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter) -> Prepared:
@@ -178,9 +193,12 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
             f"train.out_dir {run_dir} holds checkpoints of a run; add --resume to go on in it, or choose another "
             "--train.out-dir"
         )
-    clean_stale(run_dir)
     if checkpoint is not None:
         trainer.load(checkpoint)
+    if not trainer.job.is_first:
+        return
+    clean_stale(run_dir)
+    if checkpoint is not None:
         newer = [path for path in list_checkpoints(run_dir) if path.name > checkpoint.path.name]
         set_aside(newer)
     truncate_metrics(run_dir / METRICS_FILE, trainer.step)
@@ -210,6 +228,8 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
             top_k=_SAMPLE_TOP_K,
             seed=recipe.train.seed,
         )
+    if not trainer.job.is_first:
+        return RunResult(evaluation, sample, None)
     plot = _plot(recipe, run_dir, reporter) if recipe.train.plot else None
     result = {
         "heldout_nats_per_byte": evaluation.nats_per_byte,
@@ -222,6 +242,7 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
         "recipe": to_dict(recipe),
         "versions": {"tilemoe": tilemoe.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": _device_name(trainer.device),
+        "processes": trainer.job.world_size,
         "threads": torch.get_num_threads(),
         "commit": git_commit(),
     }

@@ -1,0 +1,39 @@
+"""The recipes of published sizes: what their models count and cost, and that they can be built."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
+from tilemoe.train.config import load_recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("1b", 1.40e9, 0.27e9), ("7b", 6.73e9, 1.07e9), ("7b-ep", 6.73e9, 1.07e9), ("cpu-4", 157_120, 83_392)],
+)
+def test_parameters(name: str, total: float, active: float) -> None:
+    config = load_recipe(name).model
+    model = DecoderLM(config, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(config) == pytest.approx(total, rel=0.005)
+    assert count_active_parameters(config) == pytest.approx(active, rel=0.005)
+
+
+def test_the_7b_recipe_is_the_papers_run() -> None:
+    """38,520 tokens/s of an H100 (989 TFLOP/s) are 27.3% of it, and a micro-batch is the benchmarks' 24,576 tokens."""
+    recipe = load_recipe("7b")
+    assert flops_per_token(recipe.model, recipe.data.seq_len) * 38_520 / 989e12 == pytest.approx(0.273, abs=5e-4)
+    assert recipe.data.batch_size * recipe.data.seq_len == 24_576
+
+
+@pytest.mark.parametrize("name", ["1b", "7b", "7b-ep"])
+@pytest.mark.parametrize("processes", [4, 8, 64])
+def test_they_fit_jobs_of_many_sizes(name: str, processes: int) -> None:
+    sizes = load_recipe(name).parallel_for(processes)
+    assert sizes.replicate * sizes.shard * sizes.expert == processes
+
+
+def test_one_process_cannot_divide_experts() -> None:
+    with pytest.raises(ValueError, match=r"expert 4 needs 4 processes and the job has 1; start it with torchrun"):
+        load_recipe("7b-ep").parallel_for(1)
