@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.base import compute_dtype
+from tilemoe.kernels.hopper import serves
 from tilemoe.kernels.select import KERNEL_SETS, kernel_set, select_for_widths, select_kernels
+from tilemoe.kernels.tiling import Device
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -53,6 +57,21 @@ def test_unknown_sets_are_named_in_one_line(name: Any) -> None:
     with pytest.raises(ValueError, match=r"kernels must be None or one of .*torch.*; got") as error:
         kernel_set(name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("version", "name"), [("3.6.0", "hopper"), ("9.0.0", "triton")])
+def test_a_triton_whose_gluon_has_moved_leaves_the_portable_kernels(
+    version: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(serves, "gpu", lambda index: Device(90, 227 * 1024, 132))
+    monkeypatch.setattr(triton, "__version__", version)
+    if name == "triton":
+        monkeypatch.setitem(sys.modules, "tilemoe.kernels.hopper.kernel_set", None)  # an ImportError for who imports it
+    chosen = select_kernels("cuda:0", torch.bfloat16)
+    assert chosen.name == name
+    assert ("not 9.0.0" in chosen.reason) == (name == "triton")
 
 
 def test_compute_dtype() -> None:

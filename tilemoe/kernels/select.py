@@ -122,6 +122,6 @@ def _problem_of_hopper(device: torch.device, dtype: torch.dtype) -> str | None:
         return "no GPU is here to ask"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return "the Hopper kernels need compute capability 9.0"
-    from tilemoe.kernels.hopper.kernel_set import unsupported  # Gluon is not in every Triton: imported only here
+    from tilemoe.kernels.hopper.serves import unsupported
 
     return unsupported(device)

@@ -27,11 +27,6 @@ from tilemoe.routing.plan import RoutingPlan
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def unsupported(device: torch.device) -> str | None:
-    """Why these kernels cannot run on a GPU, in a few words; None if they can."""
-    return problem_of_gpu(device_of(torch.empty(0, device=device)), triton.__version__)
-
-
 def up_proj_act(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
 ) -> tuple[Tensor, Tensor]:

@@ -86,14 +86,15 @@ def _specialisation(value: Any) -> Any:
 def device_of(t: Tensor) -> Device:
     """What the GPU that holds ``t`` offers. ValueError where Triton cannot run there."""
     if t.device.type == "cuda":
-        return _gpu(t.device.index)
+        return gpu(t.device.index)
     if t.device.type == "cpu" and triton.knobs.runtime.interpret:
         return _INTERPRETER
     raise ValueError(f"kernels 'triton' need a GPU but x is on {t.device}; move x to one or pass kernels='torch'")
 
 
 @cache
-def _gpu(index: int) -> Device:
+def gpu(index: int) -> Device:
+    """What the GPU of this index offers."""
     properties = torch.cuda.get_device_properties(index)
     capability = 10 * properties.major + properties.minor if torch.version.hip is None else 0
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
