@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TRITON := 3.6.0
+TITAN := torchtitan==0.3.0 spmd_types==0.3.1
 # In a folder of its own, to be put before the other.
 NEWEST_TRITON := 3.9.0
 NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
@@ -15,12 +16,13 @@ COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kern
 env: $(STAMP)
 
 # triton goes in without its dependencies and after torch: its interpreter and its cross-compiler serve the tests,
-# and the CPU build of torch asks for none.
+# and the CPU build of torch asks for none. So does torchtitan: its layers need none of its trainer's dependencies, some
+# of which are older than ours.
 $(STAMP): requirements-dev.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("the pinned environment needs Python >= 3.11, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --no-deps triton==$(TRITON)
+	$(BIN)/python -m pip install --quiet --no-deps triton==$(TRITON) $(TITAN)
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $(STAMP)
 

@@ -1,0 +1,113 @@
+"""The routed experts of torchtitan's mixture-of-experts layer, computed by tilemoe: an override for its configuration.
+
+    --override.imports tilemoe.integrations.torchtitan.tilemoe_experts
+
+E experts of this rank · F expert width · D model width · K experts per token · T tokens · R rows, sorted by expert
+
+Without expert parallelism the whole region is one call of `tilemoe.moe`: no row is gathered before it, and nothing of
+size (R, D) is kept for the backward. With it torchtitan's dispatcher brings the rows, and tilemoe computes the experts.
+Gate and up are one parameter (E, F, 2, D), torchtitan's own fused layout with its sharding and checkpoint hooks, so
+checkpoints stay those of the stock layer; tilemoe reads it where it lies, as interleaved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.config import derive, override
+from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
+
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_topk
+from tilemoe.routing.plan import RoutingPlan
+
+
+class TileMoEGroupedExperts(FusedGroupedExperts):
+    """Expert-major rows through their experts, in bf16 as torchtitan computes them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FusedGroupedExperts.Config):
+        pass
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """w1 (E, 2F, D), gate and up interleaved, and w2 (E, D, F): this rank's, in bf16, views if they are in it."""
+        local = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w13, self.w2_EDF)]
+        w13, w2 = (w.bfloat16() for w in local)
+        return w13.flatten(1, 2), w2
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """x_RD (R, D), num_tokens_per_expert_E (E); rows past their sum, which pad a dispatcher's buffer, give 0."""
+        _refuse_type_checking()
+        w1, w2 = self.weights()
+        plan = _plan_of_rows(num_tokens_per_expert_E, x_RD.shape[0])
+        ones = torch.ones(x_RD.shape[0], 1, dtype=torch.float32, device=x_RD.device)
+        return moe(x_RD.bfloat16(), w1, w2, plan, ones, gate_up="interleaved").type_as(x_RD)
+
+
+class TileMoERoutedExperts(RoutedExperts):
+    """Scores, expert ids and tokens to the experts' weighted sum, by one operator where nothing is dispatched."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """As torchtitan's: (B, L, D), (B, L, K), (B, L, K) and (E) -> (B, L, D)."""
+        if type(self.token_dispatcher) is not LocalTokenDispatcher:
+            return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+        _refuse_type_checking()
+        w1, w2 = self.inner_experts.weights()
+        x = x_BLD.flatten(0, 1).bfloat16()
+        plan = plan_topk(topk_expert_ids_BLK.flatten(0, 1), w2.shape[0])
+        o = moe(x, w1, w2, plan, topk_scores_BLK.flatten(0, 1), gate_up="interleaved")
+        return o.type_as(x_BLD).view(x_BLD.shape)
+
+
+@override(target=RoutedExperts.Config, exact=True, description="tilemoe's kernels for the routed experts.")
+def tilemoe_experts(cfg: Any) -> Any:
+    """The replacement for a `RoutedExperts.Config`.
+
+    Raises:
+        ValueError: experts that are not torchtitan's stock ones (gpt-oss's, or quantised ones).
+    """
+    if type(cfg.inner_experts) is not GroupedExperts.Config:
+        raise ValueError(
+            f"tilemoe_experts cannot replace {type(cfg.inner_experts).__qualname__}: only torchtitan's stock "
+            "GroupedExperts are computed; name the layers it is for in the override's fqns, or leave it out"
+        )
+    inner = derive(fused_grouped_experts(cfg.inner_experts), TileMoEGroupedExperts.Config)
+    return derive(cfg, TileMoERoutedExperts.Config, inner_experts=inner)
+
+
+def _plan_of_rows(num_tokens_per_expert: Tensor, num_rows: int) -> RoutingPlan:
+    """The plan in which each row is a token of its own with one expert; made without reading a count back."""
+    ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
+    return RoutingPlan(
+        token_of_row=rows,
+        pair_of_row=rows,
+        row_of_pair=torch.where(rows < ends[-1], rows, -1),
+        pair_start_of_token=None,
+        row_start_of_expert=torch.cat([ends.new_zeros(1), ends]),
+        num_experts=ends.shape[0],
+        num_tokens=num_rows,
+    )
+
+
+def _refuse_type_checking() -> None:
+    if get_spmd_backend() == "spmd_types" and spmd_types.is_type_checking():
+        raise ValueError("tilemoe's operators are not known to torchtitan's SPMD type checking; turn it off for them")
