@@ -37,6 +37,7 @@ from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.train.config import Recipe, differences, parse_recipe
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 from tilemoe.train.sharded_state import is_sharded, read_model, read_training
+from tilemoe.train.whole_state import is_shared, read_whole
 
 MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
@@ -229,11 +230,14 @@ class Checkpoint:
     def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Weights, optimiser state and torch's random-number generators, bit for bit.
 
-        A checkpoint of a job can be read by another number of processes; a rank that was not there when it was
-        written keeps its random numbers as they are.
+        Any number of processes can read what one process or a job has written; a rank that was not there then keeps
+        its random numbers as they are.
         """
         if is_sharded(self.path):
             read_training(self.path, model, optimizer)
+            return
+        if is_shared(model):
+            read_whole(self.path / MODEL_FILE, self.path / OPTIMIZER_FILE, model, optimizer)
             return
         self.load_model(model)
         load_optimizer_tensors(model, optimizer, load_file(str(self.path / OPTIMIZER_FILE)))

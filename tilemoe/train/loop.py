@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tilemoe.data import Prepared, Sampler
@@ -26,7 +28,7 @@ from tilemoe.perf.hardware import find_gpu
 from tilemoe.train.checkpoint import Checkpoint, TrainState, list_checkpoints, save_checkpoint
 from tilemoe.train.collective import any_process, sum_of_processes, values_of_processes
 from tilemoe.train.config import Recipe
-from tilemoe.train.distributed_checkpoint import save_distributed_checkpoint
+from tilemoe.train.distributed_checkpoint import PendingCheckpoint, begin_distributed_checkpoint
 from tilemoe.train.evaluate import Evaluation, evaluate
 from tilemoe.train.job import ALONE, Job
 from tilemoe.train.metrics import MetricsWriter
@@ -68,6 +70,11 @@ class Trainer:
         self.data_fingerprint = data_fingerprint(data)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._saved_step = -1
+        self._pending: PendingCheckpoint | None = None
+        # For the threads that write checkpoints: their collectives must not get between those of training.
+        self._group = (
+            None if job.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.train.timeout))
+        )
         self._peak = _peak_flops(device, recipe.train.precision)
 
     @property
@@ -84,20 +91,30 @@ class Trainer:
         self.step, self.tokens, self.seconds = state.step, state.tokens, state.seconds
         self._saved_step = state.step
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present step; all processes of a job call it together."""
+    def save(self) -> None:
+        """Write a checkpoint of the present step; a job, whose processes all call it, writes while it trains on."""
         state = TrainState(self.recipe, self.step, self.tokens, self.seconds, self.data_fingerprint)
-        save = save_checkpoint if self.job.is_alone else save_distributed_checkpoint
-        path = save(
-            self.run_dir,
-            state,
-            self.model,
-            self.optimizer,
-            tokenizer=self.data.tokenizer,
-            keep_last=self.recipe.train.keep_last,
-        )
+        tokenizer, keep_last = self.data.tokenizer, self.recipe.train.keep_last
+        arguments = (self.run_dir, state, self.model, self.optimizer)
+        if self._group is None:
+            save_checkpoint(*arguments, tokenizer=tokenizer, keep_last=keep_last)
+        else:
+            self.finish_save()
+            self._pending = begin_distributed_checkpoint(
+                *arguments, tokenizer=tokenizer, keep_last=keep_last, group=self._group
+            )
         self._saved_step = self.step
-        return path
+
+    def finish_save(self) -> None:
+        """Wait for a checkpoint that is being written, and publish it; all processes of a job call it together."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
+
+    def _publish_if_written(self) -> None:
+        """Between steps, when no process would have to wait for its part."""
+        if self._pending is not None and not any_process(not self._pending.is_written, self.job):
+            self.finish_save()
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -185,6 +202,7 @@ class Trainer:
                 speed = self._speed(step_seconds)
                 self._record(metrics, stats, speed)
                 reporter.update(stats, speed, (train.steps - self.step) * step_seconds)
+                self._publish_if_written()
                 if self._save_due():
                     if metrics is not None:
                         metrics.sync()
@@ -194,9 +212,10 @@ class Trainer:
             reporter.stop()
 
     def save_if_needed(self) -> None:
-        """Save the present step unless a checkpoint of it exists."""
+        """Save the present step unless a checkpoint of it exists; it does when this returns."""
         if self._saved_step != self.step:
             self.save()
+        self.finish_save()
 
     def _save_due(self) -> bool:
         every = self.recipe.train.save_every

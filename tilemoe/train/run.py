@@ -135,6 +135,7 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
                     f"go on with: tilemoe train --resume {run_dir}"
                 )
                 return None
+            trainer.finish_save()
             return _finish(trainer, evaluation, parameters, reporter)
     except BrokenPipeError:  # nobody reads the output any more; the steps done are kept, which one alone can see to
         if metrics is not None and job.is_alone:
