@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilemoe.config import MoEConfig
+from tilemoe.kernels.select import constant_when_traced
 
 
 class _UpcastLinear(torch.autograd.Function):
@@ -69,6 +70,19 @@ class _HalfLinear(torch.autograd.Function):
         return dx, d_weight, d_bias
 
 
+@constant_when_traced
+def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies matrices of ``dtype`` there with fp32 sums and results.
+
+    It does so by CUDA alone, and refuses to where it is told to add fp16 products in fp16.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return dtype == torch.bfloat16 or (
+        dtype == torch.float16 and not torch.backends.cuda.matmul.allow_fp16_accumulation
+    )
+
+
 class Router(nn.Module):
     """``logits = x weight^T + bias``, in fp32 (fp64 for fp64 x or weights), whatever autocast says.
 
@@ -100,7 +114,7 @@ class Router(nn.Module):
         """x (T, d) -> logits (T, E). ValueError: x is on another device than the weights."""
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
-        if x.device.type == "cuda" and x.dtype == self.weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
+        if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):
             return _HalfLinear.apply(x, self.weight, self.bias)
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         return _UpcastLinear.apply(x, self.weight, self.bias, dtype)
