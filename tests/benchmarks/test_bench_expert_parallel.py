@@ -1,0 +1,40 @@
+"""The expert-parallel benchmark on two processes of this machine: its gate, its bytes and the sums in its row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import expert_parallel
+import pytest
+
+from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.perf.shape import MoEShape
+from tilemoe.testing.ranks import run_on_ranks
+
+SHAPE = MoEShape(64, 32, 16, 8, 3)
+
+
+def check_row() -> None:
+    row = expert_parallel.measure(SHAPE, 2, 1, 0.001)
+    assert row["ranks"] == 2
+    # Nearly every token has an expert on the other process: twice T d elements out, twice back, of two bytes.
+    most = 4 * 64 * 32 * 2
+    assert 0.7 * most < row["bytes"] <= most
+    assert row["link_ms"] == pytest.approx(row["bytes"] / 1e3)
+    assert row["bound_ms"] == pytest.approx(row["compute_ms"]["median"] + row["link_ms"], rel=1e-3)
+    assert row["over_bound"] == pytest.approx(row["layer_ms"]["median"] / row["bound_ms"], rel=1e-2)
+
+
+def check_gate() -> None:
+    """A layer whose sums come back wrong is not timed."""
+    combine = AllToAllDispatcher.combine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllToAllDispatcher, "combine", lambda *args: 1.05 * combine(*args))
+        with pytest.raises(AssertionError, match=r"the layer is off by 0\.0.*: not timed"):
+            expert_parallel.measure(SHAPE, 2, 1, 0.001)
+
+
+@pytest.mark.dist
+def test_two_processes(tmp_path: Path) -> None:
+    results = run_on_ranks([check_row, check_gate], 2, tmp_path)
+    assert not any(results.values()), results
