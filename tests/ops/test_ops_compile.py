@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.select import kernel_set
 from tilemoe.ops import library
+from tilemoe.ops import lora as lora_ops
 from tilemoe.ops import plan as plan_ops
 from tilemoe.ops import rounding as rounding_ops
 from tilemoe.ops import router as router_ops
@@ -69,7 +70,7 @@ OPS = {
 
 def test_samples_cover_every_registered_operator() -> None:
     registered = {name for name in dir(torch.ops.tilemoe) if name in torch.ops.tilemoe}
-    modules = (plan_ops, router_ops, rounding_ops)  # which have tests of their own
+    modules = (plan_ops, router_ops, rounding_ops, lora_ops)  # which have tests of their own
     elsewhere = {op.name for module in modules for op in vars(module).values() if isinstance(op, Operator)}
     assert set(OPS) | elsewhere == registered
     assert set(OPS) == set(sample_arguments(PLANS["random"], 8, 8, torch.float32, True))

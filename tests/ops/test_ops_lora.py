@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tilemoe import reference
+from tilemoe.activations import activation_spec
+from tilemoe.ops import library, lora
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
@@ -157,6 +159,21 @@ def test_compiled_whole() -> None:
     assert torch.equal(o, expected)
     for ours, theirs in zip(gradients(o, arguments, adapters), gradients(expected, arguments, adapters), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case: str) -> None:
+    for plan in (plan_of(6, 3, 2), plan_of(0, 3, 2)):
+        arguments, adapters = given(plan, case, torch.float32)
+        spec = activation_spec(arguments["activation"], arguments["gate_up"], None, None)
+        tail = library.tail_args(plan, spec, "torch")
+        x, s = arguments["x"], arguments["scores"].detach().reshape(-1).requires_grad_()
+        matrices = (x, arguments["w1"], arguments["w2"], s, *adapters[:4])
+        b1, b2 = arguments["b1"], arguments["b2"]
+        torch.library.opcheck(lora._forward.registered, (*matrices, b1, b2, SCALE, *tail))
+        detached = tuple(t.detach() for t in matrices)
+        o, h, u = lora._forward.run(*detached, b1, b2, SCALE, *tail)
+        torch.library.opcheck(lora._backward_op.registered, (torch.ones_like(o), *detached, b2, h, u, SCALE, *tail))
 
 
 def test_differentiable_once() -> None:
