@@ -76,3 +76,14 @@ def test_lora_takes_a_model_from_a_folder(tmp_path: Path) -> None:
     losses = example("lora.py")["main"]([*arguments, "--steps", "30", "--seq-len", "16", "--lr", "0.02"])
     assert losses[-1] < 0.8 * losses[0]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.model_type == "olmoe"
+
+
+def test_custom_router_learns_with_every_expert_full() -> None:
+    module = example("custom_router.py")
+    losses = module["main"](["--steps", "120"])
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    layer = module["ExpertChoiceMoE"](16, 8, experts=4)
+    x = torch.randn(20, 16, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert layer.router.weight.grad.any()
+    assert all(layer.w1.grad[expert].any() for expert in range(4))
