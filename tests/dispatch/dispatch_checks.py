@@ -148,6 +148,24 @@ def check_sentinels() -> None:
         assert_as_one_process(ids_with_sentinels, dtype)
 
 
+def check_plan() -> None:
+    """The plan of what came is the one that `plan_pairs` would build."""
+    rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    plan = dispatcher.dispatch(
+        ones(tokens, D), tilemoe.plan_topk(ids_with_sentinels(rank, tokens), E), ones(tokens, K)
+    ).plan
+    assert plan.pair_start_of_token is not None
+    token = torch.repeat_interleave(torch.diff(plan.pair_start_of_token))
+    expert = torch.repeat_interleave(plan.rows_per_expert)[plan.row_of_pair]
+    expected = tilemoe.plan_pairs(token, expert, plan.num_tokens, plan.num_experts)
+    for name in ("token_of_row", "pair_of_row", "row_of_pair", "pair_start_of_token", "row_start_of_expert"):
+        got, want = getattr(plan, name), getattr(expected, name)
+        assert got.dtype == want.dtype, name
+        assert torch.equal(got, want), name
+    assert token.numel() >= plan.num_tokens > 0
+
+
 def check_nothing_anywhere() -> None:
     """No rank has a token, and then no token has an expert."""
     dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
@@ -199,8 +217,7 @@ def check_volume() -> None:
         o = dispatcher.combine(here.x * here.scores.sum().to(here.x.dtype), here)
     with counted() as backward:
         o.sum().backward()
-    sizes = 1 + experts // RANKS
-    assert [row for _, row in forward] == [sizes, 2, width, width]
+    assert [row for _, row in forward] == [2, 2, width, width]
     assert [row for _, row in backward] == [width, width, 1]  # the sizes are not exchanged again
     assert here.sent is not None
     returned = sum(size for source, size in enumerate(here.sent.tokens_in) if source != rank) * width * 2

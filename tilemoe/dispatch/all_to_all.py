@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from tilemoe.dispatch.base import Dispatched, Sent
 from tilemoe.dispatch.exchange import pairs_to_experts, sums_from_experts, tokens_to_experts
 from tilemoe.kernels.base import compute_dtype
-from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
+
+_INT32_MAX = 2**31 - 1
 
 
 class AllToAllDispatcher:
@@ -50,21 +52,23 @@ class AllToAllDispatcher:
     # Sizes that the host reads are no part of a graph, and an exchange would end one anyway.
     @torch.compiler.disable
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
+        self._check_size(plan)
         kind = x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # as the experts would: before it is sent
-        rank_of_row, send_plan = self._send_plan(plan)
-        sizes = self._exchange_sizes(plan, send_plan)
-        sent = Sent(_trimmed(send_plan, sum(sizes.tokens_out)), *sizes[:4], group=self.group)
+        row = plan.row_of_pair.clamp(min=0, max=max(0, plan.capacity - 1))
+        expert, rank = self._experts_and_ranks(plan, row)
+        copies, pairs = self._copies_plan(plan, row, rank), plan_topk(rank[:, None], self.ranks)
+        sizes = self._exchange_sizes(copies, pairs)
+        sent = Sent(_trimmed(copies, sum(sizes.tokens_out)), *sizes[:4], group=self.group)
 
-        rows = slice(sum(sizes.pairs_out))
-        rank, token = rank_of_row[rows], plan.token_of_row[rows].long()
-        slots = send_plan.row_of_pair[token * self.ranks + rank] - send_plan.row_start_of_expert[rank]
+        pair = pairs.token_of_row[: sum(sizes.pairs_out)]  # sorted by rank, then as the plan has them: by token
+        row, rank = row[pair], rank[pair]
+        slot = copies.row_of_pair[plan.token_of_row[row] * self.ranks + rank] - copies.row_start_of_expert[rank]
+        place = slot * self.experts_per_rank + expert[pair] % self.experts_per_rank
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
-        s = s.index_select(0, plan.pair_of_row[rows])
-        s, slots = pairs_to_experts(s, slots, sent)
-        local_plan = self._local_plan(slots, sizes)
-        return Dispatched(tokens_to_experts(x, sent), local_plan, s, sent)
+        s, place = pairs_to_experts(s.index_select(0, plan.pair_of_row[row]), place.int(), sent)
+        return Dispatched(tokens_to_experts(x, sent), self._local_plan(place, sizes), s, sent)
 
     @torch.compiler.disable
     def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
@@ -74,40 +78,60 @@ class AllToAllDispatcher:
     def local_weight(self, weight: Tensor) -> Tensor:
         return weight.to_local() if isinstance(weight, DTensor) else weight
 
-    def _send_plan(self, plan: RoutingPlan) -> tuple[Tensor, RoutingPlan]:
-        """(rank of row (R_max,), W past R; the plan of tokens to ranks)."""
+    def _check_size(self, plan: RoutingPlan) -> None:
+        if plan.num_tokens * self.experts_per_rank > _INT32_MAX:
+            raise ValueError(
+                f"{plan.num_tokens} tokens times {self.experts_per_rank} experts of a process exceed the int32 that "
+                "names a pair; split the batch"
+            )
+
+    def _experts_and_ranks(self, plan: RoutingPlan, row: Tensor) -> tuple[Tensor, Tensor]:
+        """(expert, rank) of each pair (P,), in the plan's order; E and W for one that has no row."""
         rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
         expert_of_row = torch.searchsorted(plan.row_start_of_expert[1:].contiguous(), rows, right=True)
-        rank_of_row = expert_of_row // self.experts_per_rank
-        # A column more for the rows past R, which all name token 0.
-        goes = torch.zeros(plan.num_tokens, self.ranks + 1, dtype=torch.bool, device=plan.device)
-        goes[plan.token_of_row.long(), rank_of_row] = True
-        ranks = torch.arange(self.ranks, device=plan.device)
-        return rank_of_row, plan_topk(torch.where(goes[:, : self.ranks], ranks, self.ranks), self.ranks)
+        has_none = plan.row_of_pair < 0
+        if plan.pair_start_of_token is not None:  # past its end nothing is said
+            has_none |= torch.arange(plan.num_pairs, device=plan.device) >= plan.pair_start_of_token[-1]
+        expert = expert_of_row[row].masked_fill(has_none, self.num_experts)
+        return expert, expert // self.experts_per_rank
 
-    def _exchange_sizes(self, plan: RoutingPlan, send_plan: RoutingPlan) -> _Sizes:
-        tokens = send_plan.rows_per_expert[:, None]
-        out = torch.cat((tokens, plan.rows_per_expert.view(self.ranks, self.experts_per_rank)), dim=1).contiguous()
+    def _copies_plan(self, plan: RoutingPlan, row: Tensor, rank: Tensor) -> RoutingPlan:
+        """Which ranks each token goes to: a plan whose experts are the ranks."""
+        # A column more for the pairs that have no row.
+        goes = torch.zeros(plan.num_tokens, self.ranks + 1, dtype=torch.bool, device=plan.device)
+        goes[plan.token_of_row[row], rank] = True
+        ranks = torch.arange(self.ranks, device=plan.device)
+        return plan_topk(torch.where(goes[:, : self.ranks], ranks, self.ranks), self.ranks)
+
+    def _exchange_sizes(self, copies: RoutingPlan, pairs: RoutingPlan) -> _Sizes:
+        out = torch.stack((copies.rows_per_expert, pairs.rows_per_expert), dim=1)
         into = torch.empty_like(out)
         dist.all_to_all_single(into, out, group=self.group)
-        both = torch.stack((out, into))
-        host = torch.stack((both[:, :, 0], both[:, :, 1:].sum(2)), dim=1).tolist()  # the one read from the device
-        (tokens_out, pairs_out), (tokens_in, pairs_in) = host
+        (tokens_out, pairs_out), (tokens_in, pairs_in) = (
+            torch.stack((out, into)).transpose(1, 2).tolist()  # the one read from the device
+        )
         return _Sizes(tokens_out, tokens_in, pairs_out, pairs_in, into)
 
-    def _local_plan(self, slots: Tensor, sizes: _Sizes) -> RoutingPlan:
-        """Of the pairs received, sorted by source, then by expert; slots (P,): a token's place among its source's."""
-        tokens, pairs = sizes.received[:, 0], sizes.received[:, 1:]
-        num_pairs = sum(sizes.pairs_in)
-        experts = torch.arange(self.experts_per_rank, device=slots.device).repeat(self.ranks)
-        expert = torch.repeat_interleave(experts, pairs.flatten(), output_size=num_pairs)
-        first_token = torch.cumsum(tokens, 0) - tokens
-        token = slots + torch.repeat_interleave(first_token, pairs.sum(1), output_size=num_pairs)
-        return plan_pairs(token, expert, sum(sizes.tokens_in), self.experts_per_rank)
+    def _local_plan(self, place: Tensor, sizes: _Sizes) -> RoutingPlan:
+        """Of the pairs received, which come sorted by source and there by token; place (P,): ``slot * e + expert``,
+        slot being a token's place among its source's. What `plan_pairs` would give, without its sort by token.
+        """
+        num_tokens, experts = sum(sizes.tokens_in), self.experts_per_rank
+        tokens_in, pairs_in = sizes.received.unbind(1)
+        first_token = tokens_in.cumsum(0) - tokens_in
+        token = torch.repeat_interleave(first_token, pairs_in, output_size=place.shape[0]) + place // experts
+        by_expert = plan_topk(place[:, None] % experts, experts)
+        tokens = torch.arange(num_tokens + 1, device=place.device)
+        return replace(
+            by_expert,
+            token_of_row=token[by_expert.token_of_row].int(),
+            pair_start_of_token=torch.searchsorted(token, tokens, out_int32=True),
+            num_tokens=num_tokens,
+        )
 
 
 class _Sizes(NamedTuple):
-    """As in `Sent`; received (W, 1 + e) on the device: tokens from each source, then pairs of each expert."""
+    """As in `Sent`; received (W, 2): tokens and pairs from each source, on the device."""
 
     tokens_out: list[int]
     tokens_in: list[int]

@@ -26,9 +26,9 @@ def sums_from_experts(o: Tensor, sent: Sent) -> Tensor:
     return _FromExperts.apply(o, sent)
 
 
-def pairs_to_experts(scores: Tensor, slots: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
-    """scores (P,) fp32 or fp64 and slots (P,) int32, sorted by rank, to their ranks in one message."""
-    received: tuple[Tensor, Tensor] = _PairsToExperts.apply(scores, slots, sent)
+def pairs_to_experts(scores: Tensor, places: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
+    """scores (P,) fp32 or fp64 and places (P,) int32, sorted by rank, to their ranks in one message."""
+    received: tuple[Tensor, Tensor] = _PairsToExperts.apply(scores, places, sent)
     return received
 
 
@@ -58,10 +58,10 @@ class _FromExperts(torch.autograd.Function):
 
 class _PairsToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, slots: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, scores: Tensor, places: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
         ctx.sent = sent
         words = scores.contiguous()[:, None].view(torch.int32)  # (P, 1), or (P, 2) of fp64
-        received = _exchange(torch.cat((words, slots[:, None]), dim=1), sent.pairs_out, sent.pairs_in, sent.group)
+        received = _exchange(torch.cat((words, places[:, None]), dim=1), sent.pairs_out, sent.pairs_in, sent.group)
         there = received[:, :-1].flatten().view(scores.dtype), received[:, -1].contiguous()
         ctx.mark_non_differentiable(there[1])
         return there
