@@ -9,6 +9,10 @@ TITAN := torchtitan==0.3.0 spmd_types==0.3.1
 # In a folder of its own, to be put before the other.
 NEWEST_TRITON := 3.9.0
 NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
+# The oldest transformers that tilemoe.integrations serves, with what it needs, in a folder of its own too.
+OLDEST_TRANSFORMERS := 5.7.0
+OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py)
 
 .PHONY: env demo test newest-triton oldest-transformers check lint types wheel clean
@@ -57,8 +61,12 @@ newest-triton: env $(NEWEST)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__file__'
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -k "not fp16 and not float16" $(COMPILED)
 
+oldest-transformers: env $(OLDEST)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(INTEGRATION)
+
 # The tests come last: their closing line ends the output.
-check: lint types newest-triton test
+check: lint types newest-triton oldest-transformers test
 
 wheel: env
 	$(BIN)/python -m build --wheel --outdir dist .

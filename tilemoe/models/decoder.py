@@ -1,4 +1,4 @@
-"""A decoder language model, the architecture of Hugging Face's Qwen3-MoE: pre-norm blocks of attention and an MLP.
+"""A decoder language model, the architecture of Qwen3-MoE, OLMoE or Mixtral: pre-norm blocks of attention and an MLP.
 
 B sequences · S tokens each · d model width · V vocabulary · E experts · L MoE layers
 """
