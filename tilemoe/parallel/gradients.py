@@ -7,7 +7,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+_Sharing = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
@@ -16,27 +19,35 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     PyTorch's own takes one mesh at a time; here each mesh's parameters give their norm, and all get the same scale.
     """
-    by_mesh: dict[object, list[Tensor]] = {}
+    groups: dict[_Sharing, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    norms = [_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
+            groups.setdefault(_sharing(parameter), []).append(parameter)
+    norms = [_norm([p.grad for p in group if p.grad is not None], sharing) for sharing, group in groups.items()]
     if not norms:
         return torch.zeros(())
     total = torch.linalg.vector_norm(torch.stack(norms))
     if max_norm > 0:
-        for group in by_mesh.values():
+        for group in groups.values():
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
 
-def _norm(gradients: list[Tensor]) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if not isinstance(norm, DTensor):
+def _sharing(parameter: Tensor) -> _Sharing:
+    """The mesh a tensor lives on, None for a plain one, and the dimensions of it over which it is divided."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    divided = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return parameter.device_mesh, tuple(divided)
+
+
+def _norm(gradients: list[Tensor], sharing: _Sharing) -> Tensor:
+    """Of the pieces here and of those of the other processes: one reduction for each dimension of the mesh."""
+    mesh, divided = sharing
+    norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+    if mesh is None:
         return norm
-    square = norm.to_local().square()
-    for dimension, placement in enumerate(norm.placements):
-        if placement.is_partial():
-            dist.all_reduce(square, group=norm.device_mesh.get_group(dimension))
+    square = norm.square()
+    for dim in divided:
+        dist.all_reduce(square, group=mesh.get_group(dim))
     return square.sqrt()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilemoe.train.job import Job
+from tilemoe.train.rendezvous import store_of_attempt
 
 # Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
 _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
@@ -38,9 +39,11 @@ def joined(job: Job, device: torch.device, timeout: int) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group(backend, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=timeout))
+        store = store_of_attempt(job, timeout)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         if not is_lost_process(error):
             raise
         raise LostProcessError(
@@ -52,7 +55,7 @@ def joined(job: Job, device: torch.device, timeout: int) -> Iterator[None]:
 
 def is_lost_process(error: BaseException) -> bool:
     """Whether it is that a collective operation has failed."""
-    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in _GLOO)
+    return isinstance(error, (dist.DistError, TimeoutError)) or any(mark in str(error) for mark in _GLOO)
 
 
 def _first_line(error: BaseException) -> str:

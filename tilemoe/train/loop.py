@@ -167,6 +167,7 @@ class Trainer:
         for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):
             for rank, row in enumerate(values):
                 if not abs(row[index]) < float("inf"):
+                    self.finish_save()
                     saved = list_checkpoints(self.run_dir)
                     last = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet"
                     whose = "" if self.job.is_alone else f" of rank {rank}"

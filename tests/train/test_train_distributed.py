@@ -1,0 +1,210 @@
+"""Jobs of several processes as users start them: the run of one process, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilemoe.cli.main import main
+from tilemoe.config import ParallelConfig, to_dict
+from tilemoe.train.checkpoint import find_latest, list_checkpoints
+from tilemoe.train.config import Recipe
+from tilemoe.train.job import ALONE, Job, JobError
+from tilemoe.train.metrics import read_metrics
+from tilemoe.train.run import train
+
+STEPS = 6
+
+# Started by torchrun in the place of ``-m tilemoe``: something happens to rank 1 in step 4, once.
+HURT = """
+import os, signal, sys, time
+from pathlib import Path
+from tilemoe.cli.main import main
+from tilemoe.train.loop import Trainer
+
+how, marker = sys.argv[1], Path(sys.argv[2])
+real = Trainer._accumulate
+
+def hurt(trainer):
+    loss, aux_loss, counts = real(trainer)
+    if os.environ["RANK"] == "1" and trainer.step == 3 and not marker.exists():
+        marker.touch()
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "raises":
+            raise ValueError("made up")
+        elif how == "hangs":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(600)
+        elif how == "has NaN":
+            loss = loss * float("nan")
+        elif how == "is asked to stop":
+            os.kill(os.getppid(), signal.SIGTERM)
+    return loss, aux_loss, counts
+
+Trainer._accumulate = hurt
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def torchrun(folder: Path, processes: int, *command: object, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    options = ["--nproc-per-node", processes, "--max-restarts", restarts]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *map(str, [*options, *command])],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What our processes say of their failure."""
+    return [line for line in done.stderr.splitlines() if line.startswith("tilemoe: error")]
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+
+
+@pytest.fixture
+def recipe(moe_recipe: Recipe) -> Recipe:
+    """For a job of two processes or more, which divide the experts by two."""
+    settings = replace(moe_recipe.train, steps=STEPS, accumulation=2, eval_every=0, save_every=2, timeout=15)
+    return replace(moe_recipe, train=settings, parallel=ParallelConfig(expert=2))
+
+
+def written(recipe: Recipe, folder: Path, **train_settings: Any) -> Path:
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(to_dict(replace(recipe, train=replace(recipe.train, **train_settings)))))
+    return path
+
+
+@pytest.fixture
+def uninterrupted(recipe: Recipe, tmp_path: Path) -> list[float]:
+    """The losses of one process that reads what two read together."""
+    data = replace(recipe.data, batch_size=2 * recipe.data.batch_size)
+    settings = replace(recipe.train, out_dir=str(tmp_path / "one"))
+    assert train(replace(recipe, data=data, train=settings, parallel=ParallelConfig())) is not None
+    return losses(tmp_path / "one")
+
+
+@pytest.mark.dist
+def test_four_processes_train_as_one_does_and_any_number_goes_on(
+    recipe: Recipe, uninterrupted: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts over two processes, FSDP over the others; then two processes, then one, then an export of that."""
+    run = tmp_path / "run"
+    four = replace(recipe, data=replace(recipe.data, batch_size=recipe.data.batch_size // 2))
+    done = torchrun(tmp_path, 4, "-m", "tilemoe", "train", "--recipe", written(four, tmp_path, out_dir=str(run)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, "only rank 0 speaks"
+    assert "each of 4" in done.stdout
+    assert losses(run) == pytest.approx(uninterrupted, rel=1e-5)
+    result, expected = (json.loads((tmp_path / name / "result.json").read_bytes()) for name in ("run", "one"))
+    assert result["processes"] == 4
+    for name in ("parameters", "training_tokens", "heldout_tokens"):
+        assert result[name] == expected[name], name
+    assert result["heldout_nats_per_byte"] == pytest.approx(expected["heldout_nats_per_byte"], rel=1e-5)
+
+    options = ["--recipe", written(four, tmp_path, out_dir=str(run)), "--resume", "auto"]
+    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", *options, "--train.steps", STEPS + 2)
+    assert done.returncode == 0, done.stderr
+    assert f"resuming from {run}/step_{STEPS:08d}" in done.stdout
+    assert main(["train", *map(str, options), "--train.steps", str(STEPS + 4), "--parallel.expert", "1"]) == 0
+    assert len(losses(run)) == STEPS + 4
+    capsys.readouterr()
+    sharded = str(run / f"step_{STEPS + 2:08d}")
+    assert (run / sharded / ".metadata").exists()
+    assert main(["eval", "--checkpoint", sharded]) == 0
+    assert main(["export", "--checkpoint", sharded, "--out", str(tmp_path / "out")]) == 2
+    assert "selection_bias=True has no place" in capsys.readouterr().err, "the model has one, and was read whole"
+
+
+@pytest.fixture
+def hurt(recipe: Recipe, tmp_path: Path) -> Any:
+    (tmp_path / "hurt.py").write_text(HURT)
+
+    def start(how: str, restarts: int = 0, **settings: Any) -> subprocess.CompletedProcess[str]:
+        path = written(recipe, tmp_path, out_dir=str(tmp_path / "run"), **settings)
+        script = (tmp_path / "hurt.py", how, tmp_path / "marker")
+        return torchrun(tmp_path, 2, *script, "train", "--recipe", path, "--resume", "auto", restarts=restarts)
+
+    return start
+
+
+@pytest.mark.dist
+def test_a_killed_process_is_restarted_and_nothing_shows(hurt: Any, uninterrupted: list[float], tmp_path: Path) -> None:
+    done = hurt("is killed", restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "marker").exists()
+    assert done.stdout.count("no checkpoint in") + done.stdout.count("resuming from") == 2
+    assert losses(tmp_path / "run") == pytest.approx(uninterrupted, rel=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("how", "settings", "line"),
+    [
+        ("raises", {}, "tilemoe: error: rank 1 of 2: made up"),
+        ("has NaN", {}, "tilemoe: error: rank 0 of 2: the loss of rank 1 became nan in step 4; the last checkpoint is"),
+        ("hangs", {"timeout": 4}, "rank 0 of 2: another process is gone or did not answer within train.timeout (4 s)"),
+    ],
+)
+def test_a_failure_ends_the_job_and_says_why(
+    hurt: Any, how: str, settings: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    done = hurt(how, **settings)
+    assert done.returncode != 0
+    assert any(line in found for found in said(done)), done.stderr
+    assert "Traceback" not in done.stderr.partition("tilemoe: error")[0]
+    for found in list_checkpoints(tmp_path / "run"):
+        assert found.name == "step_00000002"
+    find_latest(tmp_path / "run")  # verifies it
+
+
+@pytest.mark.dist
+def test_the_schedulers_signal_saves_in_all_processes_together(hurt: Any, tmp_path: Path) -> None:
+    done = hurt("is asked to stop")
+    checkpoint = find_latest(tmp_path / "run")
+    assert checkpoint is not None
+    assert 4 <= checkpoint.state.step < STEPS
+    assert f"stopped after step {checkpoint.state.step} of {STEPS} and saved" in done.stdout
+    assert not said(done)
+
+
+@pytest.mark.dist
+def test_a_job_that_does_not_fit_is_told_once(recipe: Recipe, tmp_path: Path) -> None:
+    path = written(recipe, tmp_path)
+    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path, "--parallel.expert", "4")
+    assert done.returncode != 0
+    assert len(said(done)) == 1
+    assert "rank 0 of 2: parallel: replicate 1 x shard any x expert 4 needs 4 processes" in said(done)[0]
+    assert not Path(recipe.train.out_dir).exists()
+
+
+def test_ranks_come_from_the_environment() -> None:
+    assert Job.from_environment({}) == ALONE
+    assert Job.from_environment({"WORLD_SIZE": "4"}) == ALONE
+    environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert Job.from_environment(environment) == Job(5, 8, 1)
+    for wrong in ({"RANK": "8"}, {"RANK": "one"}, {"RANK": "-1"}, {"LOCAL_RANK": "-1"}):
+        with pytest.raises(ValueError, match="start the job with torchrun"):
+            Job.from_environment(environment | wrong)
+
+
+def test_an_error_gets_its_rank_in_a_job_alone() -> None:
+    with pytest.raises(JobError, match=r"^rank 0 of 2: no room$"), Job(0, 2).errors_with_rank():
+        raise OSError("no room")
+    with pytest.raises(OSError, match=r"^no room$"), ALONE.errors_with_rank():
+        raise OSError("no room")
