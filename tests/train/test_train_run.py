@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +62,15 @@ def test_a_full_disk_names_the_metrics(dense_recipe: Recipe, monkeypatch: pytest
         train(dense_recipe)
 
 
+@pytest.fixture
+def interrupt_is_heard() -> Iterator[None]:
+    """Python's own handler of SIGINT, which a process that was started in the background is born without."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interrupt_is_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_data_is_prepared(
     dense_recipe: Recipe,
