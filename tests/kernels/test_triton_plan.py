@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import passed_in_the_interpreter
 from triton_compile import compile_launch, count_spill_loads
 
 from tilemoe.kernels.select_plan import select_plan_topk
@@ -20,24 +17,10 @@ from tilemoe.routing.build import plan_pairs
 from tilemoe.routing.build import plan_topk as make_plan
 
 CAPABILITIES = (80, 90, 100, 120)
-HERE = Path(__file__).parent
 
 
 def test_the_interpreter_agrees_with_torch() -> None:
-    # Triton reads the switch when it is imported: hence another process.
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "test_triton_plan_values.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= 24
+    assert passed_in_the_interpreter("test_triton_plan_values.py") >= 24
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import passed_in_the_interpreter
 from triton.backends.compiler import GPUTarget
 from triton_compile import compile_launch, stack_bytes
 
@@ -22,7 +19,6 @@ from tilemoe.kernels.triton.rounding import (
     score_grad_launch,
 )
 
-HERE = Path(__file__).parent
 CAPABILITIES = (80, 90, 100, 120)
 NO_SPILL = 16  # bytes of a thread's stack
 
@@ -39,20 +35,7 @@ def launches(num_experts: int, experts_per_token: int, mode: str, score: str, ma
 
 
 def test_the_interpreter_agrees_with_torch() -> None:
-    # Triton reads the switch when it is imported: hence another process.
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "test_triton_rounding_values.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= 30
+    assert passed_in_the_interpreter("test_triton_rounding_values.py", timeout=400) >= 30
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -19,7 +19,7 @@ from tilemoe.kernels.hopper.choose import SHAPES, TILE_M, Shape
 from tilemoe.kernels.hopper.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.hopper.gemm_weights import gemm_weights_kernel
 from tilemoe.kernels.tiling import Device, Kernel
-from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.triton.launch import Launch, ceil_div, persistent_grid
 from tilemoe.kernels.triton.tiles import TileList
 from tilemoe.routing.plan import RoutingPlan
 
@@ -42,11 +42,11 @@ def rows_launch(
         "rows": _described(rows, [TILE_M, _STEP]),
         "weight": descriptor,
         "out": _ragged(out, [_GROUP_ROWS, _SLICE]),
-        **_tile_args(tiles, plan),
+        **tiles.args(plan),
         "width_in": p,
         "width_out": q,
     }
-    grid = _persistent(device, tiles.expert_of_tile.shape[0] * _ceil(q, shape.columns))
+    grid = persistent_grid(device, tiles.capacity * ceil_div(q, shape.columns))
     return _launch(gemm_rows_kernel, grid, args, {"RIGHT_BY_N": by_n}, shape), out
 
 
@@ -64,7 +64,7 @@ def up_proj_act_launch(
         "a": _ragged(a, [_GROUP_ROWS, _SLICE]),
         "h": _ragged(h.unflatten(1, (2, n)), [_GROUP_ROWS, 1, _SLICE]) if keep_h else None,
         "token_of_row": plan.token_of_row,
-        **_tile_args(tiles, plan),
+        **tiles.args(plan),
         "d": d,
         "n": n,
         "stride_x": x.stride(0),
@@ -72,7 +72,7 @@ def up_proj_act_launch(
         "alpha": spec.alpha,
     }
     constants = {"ACTIVATION": spec.name, "KEEP_H": keep_h, "EVEN_K": d % _STEP == 0}
-    grid = _persistent(device, tiles.expert_of_tile.shape[0] * _ceil(n, columns))
+    grid = persistent_grid(device, tiles.capacity * ceil_div(n, columns))
     return _launch(up_proj_act_kernel, grid, args, constants, shape), a, h
 
 
@@ -89,7 +89,7 @@ def act_grad_launch(
     """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32 of the scores' gradient)."""
     d, n = w2.shape[1:]
     shape = SHAPES["down_proj_act_grad"]
-    column_tiles = _ceil(n, shape.columns)
+    column_tiles = ceil_div(n, shape.columns)
     dh, a_scaled = torch.empty_like(h), h.new_empty(plan.capacity, n)
     partial = s.new_empty(column_tiles, plan.capacity, dtype=torch.float32)
     descriptor, by_n = _weight(w2.unsqueeze(1), shape.columns)
@@ -103,7 +103,7 @@ def act_grad_launch(
         "partial": partial,
         "token_of_row": plan.token_of_row,
         "pair_of_row": plan.pair_of_row,
-        **_tile_args(tiles, plan),
+        **tiles.args(plan),
         "capacity": plan.capacity,
         "d": d,
         "n": n,
@@ -112,7 +112,7 @@ def act_grad_launch(
         "alpha": spec.alpha,
     }
     constants = {"ACTIVATION": spec.name, "RIGHT_BY_N": by_n, "EVEN_K": d % _STEP == 0}
-    grid = _persistent(device, tiles.expert_of_tile.shape[0] * column_tiles)
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
     return _launch(act_grad_kernel, grid, args, constants, shape), dh, a_scaled, partial
 
 
@@ -134,7 +134,7 @@ def weights_launch(
         "q": q,
         "stride_token": by_token.stride(0),
     }
-    grid = _persistent(device, plan.num_experts * _ceil(p, TILE_M) * _ceil(q, shape.columns))
+    grid = persistent_grid(device, plan.num_experts * ceil_div(p, TILE_M) * ceil_div(q, shape.columns))
     return _launch(gemm_weights_kernel, grid, args, {"TRANSPOSED": transposed}, shape), out
 
 
@@ -176,20 +176,3 @@ def _ragged(rows: Tensor, block: list[int]) -> TensorDescriptor:
 @cache
 def _swizzled(itemsize: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=rank)
-
-
-def _tile_args(tiles: TileList, plan: RoutingPlan) -> dict[str, Any]:
-    return {
-        "expert_of_tile": tiles.expert_of_tile,
-        "row_of_tile": tiles.row_of_tile,
-        "num_tiles": tiles.num_tiles,
-        "row_start_of_expert": plan.row_start_of_expert,
-    }
-
-
-def _persistent(device: Device, tiles: int) -> tuple[int]:
-    return (max(1, min(device.multiprocessors, tiles)),)
-
-
-def _ceil(width: int, block: int) -> int:
-    return -(-width // block)

@@ -113,6 +113,11 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
+def persistent_grid(device: Device, tiles: int) -> tuple[int]:
+    """One program for each multiprocessor, or for each tile where these are fewer."""
+    return (max(1, min(device.multiprocessors, tiles)),)
+
+
 # Triton has both, but as functions of kernels, which take the host ten times as long.
 def ceil_div(count: int, block: int) -> int:
     """Blocks that cover ``count``."""

@@ -22,7 +22,7 @@ from tilemoe.kernels.triton.descriptors import (
 )
 from tilemoe.kernels.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.triton.gemm_weights import bias_grad_kernel, gemm_weights_kernel
-from tilemoe.kernels.triton.launch import Launch, dot_precision
+from tilemoe.kernels.triton.launch import Launch, ceil_div, dot_precision, persistent_grid
 from tilemoe.kernels.triton.tiles import TileList
 from tilemoe.routing.plan import RoutingPlan
 
@@ -48,13 +48,13 @@ def rows_launch(
     operand, access, strides = weight_operand(weight.unsqueeze(1), device, tile.block_k, tile.block_n)
     launch = Launch(
         gemm_rows_kernel,
-        _persistent(device, tiles.expert_of_tile.shape[0] * _ceil(q, tile.block_n)),
+        persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n)),
         {
             "rows": rows_operand(rows, [tile.block_m, tile.block_k], use_tma),
             "weight": operand,
             "bias": bias,
             "out": ragged_operand(out, [tile.block_m, tile.block_n // tile.slices], use_tma),
-            **_tile_args(tiles, plan),
+            **tiles.args(plan),
             "width_in": p,
             "width_out": q,
             "stride_we": strides[0],
@@ -102,7 +102,7 @@ def up_proj_act_launch(
     bias_strides = (0, 0, 0) if b1 is None else _split_parts(b1, spec).stride()
     launch = Launch(
         up_proj_act_kernel,
-        _persistent(device, tiles.expert_of_tile.shape[0] * _ceil(n, tile.block_n)),
+        persistent_grid(device, tiles.capacity * ceil_div(n, tile.block_n)),
         {
             "x": x,
             "weight": operand,
@@ -110,7 +110,7 @@ def up_proj_act_launch(
             "a": ragged_operand(a, [tile.block_m, tile.block_n // tile.slices], use_tma),
             "h": _h_out(h, spec, tile, use_tma) if keep_h else None,
             "token_of_row": plan.token_of_row,
-            **_tile_args(tiles, plan),
+            **tiles.args(plan),
             "d": d,
             "n": n,
             "stride_x": x.stride(0),
@@ -156,14 +156,14 @@ def act_grad_launch(
     """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32 of the scores' gradient)."""
     d, n = w2.shape[1:]
     tile = choose_tile("down_proj_act_grad", d, n, do.element_size(), device, _layout(spec))
-    column_tiles = _ceil(n, tile.block_n)
+    column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled = h.new_empty(h.shape), h.new_empty(plan.capacity, n)
     partial = s.new_empty(column_tiles, plan.capacity, dtype=torch.float32)
     use_tma = can_describe_rows(device, h, dh, a_scaled)
     operand, access, strides = weight_operand(w2.unsqueeze(1), device, tile.block_k, tile.block_n)
     launch = Launch(
         act_grad_kernel,
-        _persistent(device, tiles.expert_of_tile.shape[0] * column_tiles),
+        persistent_grid(device, tiles.capacity * column_tiles),
         {
             "do": do,
             "weight": operand,
@@ -174,7 +174,7 @@ def act_grad_launch(
             "partial": partial,
             "token_of_row": plan.token_of_row,
             "pair_of_row": plan.pair_of_row,
-            **_tile_args(tiles, plan),
+            **tiles.args(plan),
             "capacity": plan.capacity,
             "d": d,
             "n": n,
@@ -210,7 +210,7 @@ def score_grad_launch(
     ds = s.new_zeros(s.shape)
     launch = Launch(
         score_grad_kernel,
-        (tiles.expert_of_tile.shape[0],),
+        (tiles.capacity,),
         {
             "partial": partial,
             "do": do,
@@ -218,7 +218,7 @@ def score_grad_launch(
             "ds": ds,
             "token_of_row": plan.token_of_row,
             "pair_of_row": plan.pair_of_row,
-            **_tile_args(tiles, plan),
+            **tiles.args(plan),
             "capacity": plan.capacity,
             "num_partial": partial.shape[0],
             "d": do.shape[1],
@@ -245,7 +245,7 @@ def weights_launch(
     out_block = [1, width, tile.block_m] if transposed else [1, tile.block_m, width]
     launch = Launch(
         gemm_weights_kernel,
-        _persistent(device, plan.num_experts * _ceil(p, tile.block_m) * _ceil(q, tile.block_n)),
+        persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n)),
         {
             "by_token": by_token,
             "by_row": ragged_operand(by_row, [tile.block_k, tile.block_n], use_tma),
@@ -277,12 +277,12 @@ def bias_grad_launch(values: Tensor, s: Tensor | None, plan: RoutingPlan, device
     else of s times values (T, width) by token.
     """
     width = values.shape[1]
-    programs = plan.num_experts * _ceil(width, _BIAS_COLUMNS)
+    programs = plan.num_experts * ceil_div(width, _BIAS_COLUMNS)
     splits = max(1, device.multiprocessors * _BIAS_PROGRAMS // programs)
     out = values.new_empty(splits, plan.num_experts, width, dtype=torch.float32)
     launch = Launch(
         bias_grad_kernel,
-        (_ceil(width, _BIAS_COLUMNS), plan.num_experts, splits),
+        (ceil_div(width, _BIAS_COLUMNS), plan.num_experts, splits),
         {
             "values": values,
             "s": s,
@@ -344,22 +344,5 @@ def _is_wide(rows: Tensor) -> bool:
     return rows.shape[0] * rows.stride(0) >= 1 << 31
 
 
-def _tile_args(tiles: TileList, plan: RoutingPlan) -> dict[str, Any]:
-    return {
-        "expert_of_tile": tiles.expert_of_tile,
-        "row_of_tile": tiles.row_of_tile,
-        "num_tiles": tiles.num_tiles,
-        "row_start_of_expert": plan.row_start_of_expert,
-    }
-
-
 def _blocks(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-
-
-def _persistent(device: Device, tiles: int) -> tuple[int]:
-    return (max(1, min(device.multiprocessors, tiles)),)
-
-
-def _ceil(width: int, block: int) -> int:
-    return -(-width // block)

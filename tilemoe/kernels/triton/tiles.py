@@ -28,6 +28,15 @@ class TileList(NamedTuple):
     row_of_tile: Tensor
     num_tiles: Tensor
 
+    @property
+    def capacity(self) -> int:
+        """C: the most tiles that there can be."""
+        return self.expert_of_tile.shape[0]
+
+    def args(self, plan: RoutingPlan) -> dict[str, Tensor]:
+        """The arguments by which a kernel walks the list: where each tile lies, and where its expert's rows end."""
+        return {**self._asdict(), "row_start_of_expert": plan.row_start_of_expert}
+
 
 def tile_list(plan: RoutingPlan, tile_m: int) -> TileList:
     """Cut each expert's rows into tiles of ``tile_m``, the last of them shorter."""
