@@ -16,7 +16,7 @@ from tilemoe.activations import activation_spec
 from tilemoe.kernels.hopper import launches
 from tilemoe.kernels.hopper.choose import (
     ACT_GRAD_ACTIVATIONS,
-    MAX_PLAIN_CONTRACTION,
+    MAX_CONTRACTION,
     SHAPES,
     is_faster,
     problem_of_gpu,
@@ -108,9 +108,9 @@ def test_here_they_run() -> None:
     assert problem_of_gpu(H200, "3.6.0") is None
 
 
-def test_plain_products_with_long_contractions_stay_portable() -> None:
-    for name in ("down_proj", "up_proj_act_grad"):
-        assert is_faster(name, MAX_PLAIN_CONTRACTION, 4096)
-        assert not is_faster(name, MAX_PLAIN_CONTRACTION + 8, 4096)
-    assert is_faster("up_proj_act", 7168, 2048)
-    assert not is_faster("up_proj_act", 4096, 32), "narrow"
+def test_long_contractions_stay_portable() -> None:
+    for name, longest in MAX_CONTRACTION.items():
+        assert is_faster(name, (4096, 4096), longest)
+        assert not is_faster(name, (4096, 4096), longest + 1)
+    assert is_faster("down_proj_act_grad", (7168, 2048), 7168), "its epilogue is never small"
+    assert not is_faster("down_proj", (512, 32), 512), "narrow"

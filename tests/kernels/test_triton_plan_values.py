@@ -144,7 +144,7 @@ def test_negative_ids_are_recorded() -> None:
         assert torch.equal(actual, expected), name
 
 
-NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "error_bits")
+NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "rows_per_expert", "error_bits")
 
 
 def assert_same_plan(ids: Tensor, experts: int) -> None:

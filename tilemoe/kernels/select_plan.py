@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilemoe.kernels.torch.plan import plan_topk as torch_plan_topk
 
-PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
 
 
 class PlanBuilder(NamedTuple):

@@ -8,20 +8,21 @@ from torch import Tensor
 from tilemoe.kernels.select_plan import select_plan_topk
 from tilemoe.kernels.torch import plan as torch_plan
 from tilemoe.ops.eager import Operator
+from tilemoe.ops.replayed import Replayed
 
 
-def _plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `tilemoe.kernels.torch.plan.plan_topk`; the builder is chosen by device and size."""
     builder = select_plan_topk(expert_ids.device.type, expert_ids.numel(), num_experts)
     return builder.build(expert_ids, num_experts)
 
 
-def _plan_topk_fake(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _plan_topk_fake(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     def index(*shape: int) -> Tensor:
         return expert_ids.new_empty(shape, dtype=torch.int32)
 
     pairs = expert_ids.shape[0] * expert_ids.shape[1]
-    return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index()
+    return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index(num_experts), index()
 
 
 def _plan_pairs_fake(
@@ -36,8 +37,8 @@ def _plan_pairs_fake(
 
 plan_topk = Operator(
     "plan_topk",
-    "(Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _plan_topk,
+    "(Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    Replayed(_plan_topk),
     _plan_topk_fake,
 )
 plan_pairs = Operator(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilemoe.config import MoEConfig
 from tilemoe.ops.eager import Operator
+from tilemoe.ops.replayed import Replayed
 
 _SPEC_SCHEMA = (
     "int experts_per_token, str mode, bool normalize, float scale, int num_groups, int top_groups, bool balance, bool z"
@@ -69,14 +70,14 @@ def _select_grad_fake(logits: Tensor, *rest: Any) -> Tensor:
 select = Operator(
     "select",
     f"(Tensor logits, Tensor? selection_bias, Tensor? token_mask, {_SPEC_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _select,
+    Replayed(_select),
     _select_fake,
 )
 select_grad = Operator(
     "select_grad",
     "(Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor? d_scores, Tensor? d_probability_sums, "
     f"Tensor? d_z_sum, {_SPEC_SCHEMA}) -> Tensor",
-    _select_grad,
+    Replayed(_select_grad),
     _select_grad_fake,
 )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.ops import plan as plan_ops
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.routing.plan import ROWS_PER_EXPERT, RoutingPlan
 
 _INT32_MAX = 2**31 - 1
 
@@ -24,8 +24,10 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
     _check_count("num_experts", num_experts, minimum=1)
     if expert_ids.shape[1] == 0:
         raise ValueError("expert_ids must be (T, K) with K >= 1, got K = 0")
-    token_of_row, pair_of_row, row_of_pair, row_start, error_bits = plan_ops.plan_topk(expert_ids, num_experts)
-    return RoutingPlan(
+    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = plan_ops.plan_topk(
+        expert_ids, num_experts
+    )
+    plan = RoutingPlan(
         token_of_row=token_of_row,
         pair_of_row=pair_of_row,
         row_of_pair=row_of_pair,
@@ -35,6 +37,8 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
         num_experts=num_experts,
         num_tokens=expert_ids.shape[0],
     )
+    plan.derived[ROWS_PER_EXPERT] = rows_per_expert
+    return plan
 
 
 def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> RoutingPlan:

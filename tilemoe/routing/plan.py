@@ -15,6 +15,9 @@ from torch import Tensor
 NEGATIVE_EXPERT = 1
 TOKEN_OUT_OF_RANGE = 2
 
+# Key of `RoutingPlan.derived`: the counts, where the plan's builder has made them anyway.
+ROWS_PER_EXPERT = "rows_per_expert"
+
 _MESSAGES = {
     NEGATIVE_EXPERT: "expert ids must be >= 0 (an id >= num_experts is skipped as a sentinel); found a negative id",
     TOKEN_OUT_OF_RANGE: "token ids must lie in [0, num_tokens); found one out of range",
@@ -58,7 +61,8 @@ class RoutingPlan:
     @property
     def rows_per_expert(self) -> Tensor:
         """(E) int32 rows really computed by each expert."""
-        return torch.diff(self.row_start_of_expert)
+        counts: Tensor | None = self.derived.get(ROWS_PER_EXPERT)
+        return torch.diff(self.row_start_of_expert) if counts is None else counts
 
     @property
     def device(self) -> torch.device:

@@ -11,8 +11,9 @@ from torch import Tensor
 from tilemoe.routing.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, raise_for_bits
 
 
-def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, error_bits (all int32).
+def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
+    error_bits (all int32).
 
     An id >= E is a sentinel and is skipped. A negative id: ValueError on CPU, recorded in error_bits elsewhere.
     """
@@ -20,7 +21,8 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     flat = expert_ids.reshape(-1)
     error_bits = _record(flat < 0, NEGATIVE_EXPERT)
     pair_of_row, row_of_pair, row_start = _rows_by_expert(flat, flat < 0, num_experts)
-    return pair_of_row // experts_per_token, pair_of_row, row_of_pair, row_start, error_bits
+    token_of_row = pair_of_row // experts_per_token
+    return token_of_row, pair_of_row, row_of_pair, row_start, torch.diff(row_start), error_bits
 
 
 def plan_pairs(

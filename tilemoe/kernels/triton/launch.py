@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from tilemoe.kernels.tiling import Device
+from tilemoe.kernels.triton.replay import recorder
 
 _ALIGNMENT = 16
 _MAX_INT32 = 2**31 - 1
@@ -48,11 +49,15 @@ class Launch:
         with torch.cuda.device_of(first):
             known = _compiled(self.kernel, first.device)
             key = (*map(_specialisation, self.args.values()), *self.constants.values(), *self.options.values())
+            given = {**self.args, **self.constants}
+            by_position = [given[name] for name in self.kernel.arg_names]
             if key in known:
-                given = {**self.args, **self.constants}
-                known[key][(*self.grid, 1, 1)[:3]](*[given[name] for name in self.kernel.arg_names])
+                known[key][(*self.grid, 1, 1)[:3]](*by_position)
             else:
                 known[key] = self.kernel[self.grid](**self.args, **self.constants, **self.options)
+            watching = recorder()
+            if watching is not None:
+                watching.launched(known[key], self.grid, by_position)
 
     @property
     def options(self) -> dict[str, Any]:

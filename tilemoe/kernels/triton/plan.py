@@ -34,8 +34,9 @@ def unsupported(num_pairs: int, num_experts: int) -> str | None:
     return None
 
 
-def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, error_bits (all int32).
+def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
+    error_bits (all int32).
 
     Equal to the last bit to `tilemoe.kernels.torch.plan.plan_topk`; nothing is raised here for a negative id.
     """
@@ -48,7 +49,7 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 def plan_topk_launches(
     expert_ids: Tensor, num_experts: int
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The four launches, in order, and the tensors that they fill."""
     ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
     num_pairs = ids.shape[0]
@@ -60,7 +61,7 @@ def plan_topk_launches(
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
     counts, block_start = index(num_blocks, num_experts), index(num_blocks, num_experts)
-    negative_in_block, rows_of_expert = index(num_blocks), index(num_experts)
+    negative_in_block, rows_per_expert = index(num_blocks), index(num_experts)
     token_of_row, pair_of_row, row_of_pair = index(num_pairs), index(num_pairs), index(num_pairs)
     row_start, error_bits = index(num_experts + 1), index()
     columns = 4 if num_experts <= 1024 else 8  # experts of a program that sums over blocks
@@ -81,7 +82,7 @@ def plan_topk_launches(
             {
                 "counts": counts,
                 "block_start": block_start,
-                "rows_of_expert": rows_of_expert,
+                "rows_per_expert": rows_per_expert,
                 "num_blocks": num_blocks,
                 "num_experts": num_experts,
             },
@@ -93,7 +94,7 @@ def plan_topk_launches(
             row_start_kernel,
             (1,),
             {
-                "rows_of_expert": rows_of_expert,
+                "rows_per_expert": rows_per_expert,
                 "negative_in_block": negative_in_block,
                 "row_start_of_expert": row_start,
                 "error_bits": error_bits,
@@ -121,7 +122,7 @@ def plan_topk_launches(
             num_stages=1,
         ),
     ]
-    return launches, (token_of_row, pair_of_row, row_of_pair, row_start, error_bits)
+    return launches, (token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits)
 
 
 def pairs_of_block(num_experts: int) -> int:
@@ -155,9 +156,9 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def block_start_kernel(
-    counts, block_start, rows_of_expert, num_blocks, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    counts, block_start, rows_per_expert, num_blocks, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """block_start (B, E): the pairs of an expert in the blocks before each; rows_of_expert (E): in all of them."""
+    """block_start (B, E): the pairs of an expert in the blocks before each; rows_per_expert (E): in all of them."""
     expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.int32)
     for first in range(0, num_blocks, ROWS):
@@ -168,12 +169,12 @@ def block_start_kernel(
         before = tl.cumsum(count, axis=0) - count
         tl.store(block_start + place, total[None, :] + before, mask=inside)
         total += tl.sum(count, axis=0)
-    tl.store(rows_of_expert + expert, total, mask=expert < num_experts)
+    tl.store(rows_per_expert + expert, total, mask=expert < num_experts)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def row_start_kernel(
-    rows_of_expert,
+    rows_per_expert,
     negative_in_block,
     row_start_of_expert,
     error_bits,
@@ -185,7 +186,7 @@ def row_start_kernel(
 ):
     """row_start_of_expert (E+1), error_bits ()."""
     expert = tl.arange(0, BLOCK_E)
-    ends = tl.cumsum(tl.load(rows_of_expert + expert, mask=expert < num_experts, other=0), axis=0)
+    ends = tl.cumsum(tl.load(rows_per_expert + expert, mask=expert < num_experts, other=0), axis=0)
     tl.store(row_start_of_expert, 0)
     tl.store(row_start_of_expert + 1 + expert, ends, mask=expert < num_experts)
     negative = tl.zeros((BLOCK,), dtype=tl.int32)
