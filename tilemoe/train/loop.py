@@ -33,6 +33,7 @@ from tilemoe.train.evaluate import Evaluation, evaluate
 from tilemoe.train.job import ALONE, Job
 from tilemoe.train.metrics import MetricsWriter
 from tilemoe.train.optim import make_optimizer, set_learning_rate
+from tilemoe.train.prefetch import Prefetcher
 from tilemoe.train.progress import Reporter, Speed, StepStats
 from tilemoe.train.schedule import learning_rate
 
@@ -67,6 +68,7 @@ class Trainer:
         self.sampler = Sampler(
             data.train, recipe.data.seq_len, recipe.data.batch_size, recipe.train.seed, job.rank, job.world_size
         )
+        self._prefetcher = Prefetcher(self.sampler.batch, device)
         self.data_fingerprint = data_fingerprint(data)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._saved_step = -1
@@ -129,8 +131,9 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         loss, aux_loss, counts = self._accumulate()
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
-        # The step's one read from the device.
-        values = values_of_processes(torch.stack([loss, aux_loss, norm.to(loss.dtype)]), self.job)
+        own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
+        # The step's one read from the device, which then works on the update while the next step is being launched.
+        values = values_of_processes(torch.cat([own, _expert_load(sum_of_processes(counts, self.job))]), self.job)
         self._require_finite(values)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -138,7 +141,7 @@ class Trainer:
             self.model.update_selection_bias(counts, train.selection_bias_rate)
         self.step += 1
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
-        load = _expert_load(sum_of_processes(counts, self.job))
+        load = [round(value, 4) for value in values[0][3:]]
         mean_loss, mean_aux_loss = (sum(row[i] for row in values) / len(values) for i in range(2))
         return StepStats(self.step, self.tokens, mean_loss, mean_aux_loss, lr, values[0][2], load)
 
@@ -150,18 +153,15 @@ class Trainer:
         parts = self.recipe.train.accumulation
         losses, aux_losses, counts = [], [], []
         for part in range(parts):
-            inputs, targets = self.sampler.batch(self.step * parts + part)
+            inputs, targets = self._prefetcher.batch(self.step * parts + part)
             with self.autocast():
-                out = self.model(self._to_device(inputs), self._to_device(targets))
+                out = self.model(inputs, targets)
             assert out.loss is not None
             ((out.loss + out.aux_loss) / (parts * self.job.world_size)).backward()
             losses.append(out.loss.detach())
             aux_losses.append(out.aux_loss.detach())
             counts.append(out.tokens_per_expert.to(torch.int64))
         return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), torch.stack(counts).sum(0)
-
-    def _to_device(self, array: object) -> Tensor:
-        return torch.as_tensor(array).to(self.device, non_blocking=True)
 
     def _require_finite(self, values: list[list[float]]) -> None:
         for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):
@@ -285,9 +285,8 @@ def _moving_average(average: float, value: float, count: int) -> float:
     return value if count <= 2 else _SPEED_MEMORY * average + (1.0 - _SPEED_MEMORY) * value
 
 
-def _expert_load(counts: Tensor) -> list[float]:
-    """Per MoE layer, the busiest expert's tokens over the mean of all; (layers, experts) -> layers numbers."""
+def _expert_load(counts: Tensor) -> Tensor:
+    """Per MoE layer, the busiest expert's tokens over the mean of all; (layers, experts) -> (layers,) fp64."""
     if not counts.numel():
-        return []
-    load = counts.amax(1).double() / counts.double().mean(1).clamp(min=1e-9)
-    return [round(value, 4) for value in load.tolist()]
+        return counts.new_empty(0, dtype=torch.float64)
+    return counts.amax(1).double() / counts.double().mean(1).clamp(min=1e-9)
