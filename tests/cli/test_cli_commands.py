@@ -162,7 +162,7 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         (["trian"], "unknown command 'trian'; give one of train"),
         (["train"], "--recipe NAME is missing; choose one of"),
         (["train", "--recipe"], "expected one argument"),
-        (["train", "--recipe", "huge"], "unknown recipe 'huge'; choose one of 1b, 7b, 7b-ep"),
+        (["train", "--recipe", "huge"], "unknown recipe 'huge'; choose one of 1b, 30b-layer, 7b, 7b-ep"),
         (["train", "--recipe", "nowhere/x.json"], "no file nowhere/x.json"),
         (["train", "--recipe", RECIPE, "--train.stpes", "5"], "perhaps you meant --train.steps"),
         (["train", "--recipe", RECIPE, "--train.steps", "many"], "--train.steps"),
