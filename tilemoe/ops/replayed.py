@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 MAX_LAYOUTS = 256  # of one operator; beyond, it forgets all of them
+_UNKNOWN = object()
 
 
 class Replayed:
@@ -31,14 +32,14 @@ class Replayed:
         key = [replay.layout(arg) if isinstance(arg, Tensor) else arg for arg in args]
         layouts = (args[0].device, *key, _precision(args[0].dtype))
         known = self._known
-        if layouts not in known:
+        recording = known.get(layouts, _UNKNOWN)  # asked once: another thread may forget it
+        if recording is _UNKNOWN:
             if len(known) >= MAX_LAYOUTS:
                 known.clear()
             known[layouts] = False
             return self.run(*args)
         if replay.is_hooked():
             return self.run(*args)
-        recording = known[layouts]
         if recording is False:
             results, known[layouts] = replay.record(self.run, args)
             return results
@@ -46,9 +47,13 @@ class Replayed:
 
 
 def is_replayable(first: Tensor) -> bool:
-    """Whether launches for this operand start on the current device, and nobody watches what is allocated for them."""
+    """Whether launches for this operand start on the current device, and nobody watches what is allocated for them.
+
+    Not on AMD's GPUs, whose kernels also depend on the size of the memory that a tensor is part of.
+    """
     return (
         first.is_cuda
+        and torch.version.hip is None
         and torch._C._len_torch_dispatch_stack() == 0
         and first.device.index == torch.cuda.current_device()
         and find_spec("triton") is not None

@@ -9,11 +9,13 @@ Unlike a CUDA graph, it keeps no memory and holds no address.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
@@ -22,7 +24,8 @@ _EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _
 _ZEROS = (_aten.zeros, _aten.zeros_like, _aten.new_zeros)
 
 
-class _Slot(NamedTuple):
+@dataclass(frozen=True)  # a tuple would be a branch of a pytree, not a leaf
+class _Slot:
     """Which of a recording's tensors: the operands' come first, then what is made, in order."""
 
     number: int
@@ -139,6 +142,10 @@ class Recorder(TorchDispatchMode):
         self._alive = set(range(len(tensors)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            # Without autograd's keys, as in inference mode, `contiguous` and its like come whole: a view or a copy.
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
         if packet in _EMPTY or packet in _ZEROS:
@@ -174,7 +181,9 @@ class Recorder(TorchDispatchMode):
     def finish(self, results: Any) -> Recording | None:
         """The recording of a call that returned ``results``; None if it was spoiled."""
         is_one = isinstance(results, Tensor)
-        slots = tuple([self._whole(result) for result in ((results,) if is_one else results)])
+        slots: tuple[int, ...] = ()
+        for result in (results,) if is_one else results:
+            slots += (self._whole(result, slots),)
         if self.problem is not None or min(slots) < len(self._operands):
             return None
         steps = _with_frees(self._steps, len(self._operands), slots)
@@ -198,15 +207,15 @@ class Recorder(TorchDispatchMode):
         """(slot, offset in bytes) of what ``tensor`` is a part of."""
         first, last = _range(tensor)
         slots = [slot for slot in self._alive if self._overlaps(slot, first, last)]
-        if len(slots) != 1:
+        if len(slots) != 1 or first < self._ranges[slots[0]][0] or last > self._ranges[slots[0]][1]:
             self.problem = "an argument is a part of no operand, or of several that overlap"
             return 0, 0
         return slots[0], first - self._ranges[slots[0]][0]
 
-    def _whole(self, tensor: Tensor) -> int:
-        """The slot whose tensor this is, to the last element; -1 if there is none."""
+    def _whole(self, tensor: Tensor, but: tuple[int, ...] = ()) -> int:
+        """The slot whose tensor this is, to the last element, none of ``but``; -1 if there is none."""
         first = tensor.data_ptr()
-        slots = [slot for slot in self._alive if self._ranges[slot][0] == first]
+        slots = [slot for slot in self._alive if self._ranges[slot][0] == first and slot not in but]
         slots = [slot for slot in slots if self._layouts[slot] == layout(tensor)]
         # Of several without elements, any is as good.
         return -1 if not slots or (len(slots) > 1 and tensor.numel()) else max(slots)
