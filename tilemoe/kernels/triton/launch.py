@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -109,6 +110,16 @@ def gpu(index: int) -> Device:
 def contiguous(t: Tensor | None) -> Tensor | None:
     """``t`` as kernels index it, by position alone; None stays None. A column or an expanded vector is copied."""
     return None if t is None else t.contiguous()
+
+
+def int32_vectors(like: Tensor, *lengths: int) -> list[Tensor]:
+    """Uninitialised, in one allocation, which takes the host as long as a small launch.
+
+    Each begins at a multiple of 16 bytes: an alignment that came and went with the lengths would be compiled anew.
+    """
+    ends = list(accumulate(ceil_div(4 * length, _ALIGNMENT) * (_ALIGNMENT // 4) for length in lengths))
+    memory = like.new_empty(ends[-1], dtype=torch.int32)
+    return [memory[start : start + length] for start, length in zip([0, *ends], lengths, strict=False)]
 
 
 def dot_precision(dtype: torch.dtype) -> str:

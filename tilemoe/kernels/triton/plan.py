@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, power_of_two
+from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, int32_vectors, power_of_two
 from tilemoe.routing.plan import NEGATIVE_EXPERT
 
 MAX_EXPERTS = 4096  # the counts of a block are kept in shared memory
@@ -60,8 +60,9 @@ def plan_topk_launches(
     def index(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
-    counts, block_start = index(num_blocks, num_experts), index(num_blocks, num_experts)
-    negative_in_block, rows_per_expert = index(num_blocks), index(num_experts)
+    all_counts = num_blocks * num_experts
+    counts, block_start, negative_in_block = int32_vectors(ids, all_counts, all_counts, num_blocks)
+    rows_per_expert = index(num_experts)
     token_of_row, pair_of_row, row_of_pair = index(num_pairs), index(num_pairs), index(num_pairs)
     row_start, error_bits = index(num_experts + 1), index()
     columns = 4 if num_experts <= 1024 else 8  # experts of a program that sums over blocks

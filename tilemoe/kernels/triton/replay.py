@@ -19,6 +19,8 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
+from tilemoe.kernels.triton.launcher import Direct, Encoded, direct
+
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 _ZEROS = (_aten.zeros, _aten.zeros_like, _aten.new_zeros)
@@ -38,6 +40,18 @@ class _Address(NamedTuple):
 
     def data_ptr(self) -> int:
         return self.address
+
+
+class _Descriptor(NamedTuple):
+    """A tensor descriptor of a base that is yet to come: its class, and its fields but for the base."""
+
+    kind: type
+    fields: dict[str, Any]
+
+    def __call__(self, address: int) -> Any:
+        descriptor: Any = object.__new__(self.kind)  # whose checks have been made
+        descriptor.__dict__ = {**self.fields, "base": _Address(address)}
+        return descriptor
 
 
 class _Made(NamedTuple):
@@ -62,19 +76,36 @@ class _Launched(NamedTuple):
     grid: tuple[int, int, int]
     args: list[Any]
     pointers: list[tuple[int, int, int]]
-    descriptors: list[tuple[int, int, int, type, dict[str, Any]]]  # then the class and the fields, but for the base
+    descriptors: list[tuple[int, int, int, _Descriptor]]
 
     def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
         args = self.args.copy()
         for position, slot, offset in self.pointers:
             args[position] = pointers[slot] + offset
-        for position, slot, offset, kind, fields in self.descriptors:
-            descriptor: Any = object.__new__(kind)  # its checks have been made
-            args[position] = descriptor
-            descriptor.__dict__ = {**fields, "base": _Address(pointers[slot] + offset)}
+        for position, slot, offset, descriptor in self.descriptors:
+            args[position] = descriptor(pointers[slot] + offset)
         kernel = self.kernel
         # The last three before the arguments are for hooks, and nobody has set one.
         kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *args)
+
+
+class _LaunchedDirectly(NamedTuple):
+    """As `_Launched`, where `tilemoe.kernels.triton.launcher` knows how."""
+
+    launch: Callable[..., None]
+    grid: tuple[int, int, int]
+    fixed: tuple[Any, ...]
+    args: list[Any]
+    pointers: list[tuple[int, int, int]]
+    descriptors: list[tuple[int, int, int, Encoded]]
+
+    def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
+        args = self.args.copy()
+        for position, slot, offset in self.pointers:
+            args[position] = pointers[slot] + offset
+        for position, slot, offset, encoded in self.descriptors:
+            args[position] = encoded.at(pointers[slot] + offset)
+        self.launch(*self.grid, stream, *self.fixed, *args)
 
 
 class _Called(NamedTuple):
@@ -170,9 +201,11 @@ class Recorder(TorchDispatchMode):
             elif hasattr(arg, "base"):
                 template[position] = None
                 fields = {name: value for name, value in vars(arg).items() if name != "base"}
-                descriptors.append((position, *self._find(arg.base), type(arg), fields))
+                descriptors.append((position, *self._find(arg.base), _Descriptor(type(arg), fields)))
         x, y, z = (*grid, 1, 1)[:3]
-        self._steps.append(_Launched(kernel, (x, y, z), template, pointers, descriptors))
+        step = _Launched(kernel, (x, y, z), template, pointers, descriptors)
+        how = direct(kernel)
+        self._steps.append(step if how is None else _directly(step, how))
 
     def spoil(self, problem: str) -> None:
         """The call does what cannot be repeated."""
@@ -236,6 +269,22 @@ class Recorder(TorchDispatchMode):
         self._steps.append(_Called(self._add(result), func, *given))
 
 
+def _directly(step: _Launched, how: Direct) -> _LaunchedDirectly:
+    """The same launch: each descriptor is followed by its shape and its strides."""
+    encoded = {
+        position: Encoded(descriptor, metadata)
+        for (position, _, _, descriptor), metadata in zip(step.descriptors, how.metadata, strict=True)
+    }
+    args: list[Any] = []
+    moved = []
+    for position, arg in enumerate(step.args):
+        moved.append(len(args))
+        args += [None, *encoded[position].sizes()] if position in encoded else [arg]
+    pointers = [(moved[position], slot, offset) for position, slot, offset in step.pointers]
+    descriptors = [(moved[position], slot, offset, encoded[position]) for position, slot, offset, _ in step.descriptors]
+    return _LaunchedDirectly(how.launch, step.grid, how.fixed, args, pointers, descriptors)
+
+
 def recorder() -> Recorder | None:
     """The one that watches at present."""
     mode = _get_current_dispatch_mode()
@@ -292,7 +341,7 @@ def _with_frees(steps: list[Any], num_operands: int, results: tuple[int, ...]) -
 
 
 def _slots_of(step: Any) -> list[int]:
-    if isinstance(step, _Launched):
+    if isinstance(step, (_Launched, _LaunchedDirectly)):
         return [entry[1] for entry in step.pointers] + [entry[1] for entry in step.descriptors]
     if isinstance(step, _Made):
         return [step.slot]

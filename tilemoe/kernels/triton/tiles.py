@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, power_of_two
+from tilemoe.kernels.triton.launch import Launch, int32_vectors, power_of_two
 from tilemoe.routing.plan import RoutingPlan
 
 _BLOCK = 128
@@ -49,8 +49,7 @@ def tile_list_launch(plan: RoutingPlan, tile_m: int) -> tuple[Launch, TileList]:
     """The launch that fills a TileList, and the list."""
     capacity = -(-plan.capacity // tile_m) + plan.num_experts
     start = plan.row_start_of_expert
-    # Two allocations: in a view of one, the second array's alignment, which kernels are compiled for, follows R_max.
-    tiles = TileList(start.new_empty(capacity), start.new_empty(capacity), start.new_empty(1))
+    tiles = TileList(*int32_vectors(start, capacity, capacity, 1))
     launch = Launch(
         tile_list_kernel,
         (plan.num_experts,),
