@@ -1,4 +1,4 @@
-"""Run a file of tests in Triton's interpreter, in a process of its own: Triton reads the switch when it is imported."""
+"""Run a file of tests in a process of its own: Triton reads its switches when it is imported, and keeps its driver."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ _HERE = Path(__file__).parent
 
 
 def passed_in_the_interpreter(file: str, timeout: float = 300) -> int:
+    """As `passed_in_a_process`, in Triton's interpreter."""
+    return passed_in_a_process(file, timeout, TRITON_INTERPRET="1")
+
+
+def passed_in_a_process(file: str, timeout: float = 300, **environment: str) -> int:
     """How many tests of ``file``, beside this one, passed; AssertionError with the output unless all did."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(_HERE / file)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         cwd=_HERE.parent.parent,
         capture_output=True,
         text=True,
