@@ -7,7 +7,7 @@ T tokens · d hidden_size
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,13 @@ def step(layer: Any, x: Tensor, do: Tensor) -> dict[str, Tensor]:
         "tokens_per_expert": out.tokens_per_expert,
         **dict(zip(["dx", *parameters], grads, strict=True)),
     }
+
+
+def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: object = "") -> None:
+    """To the last bit."""
+    assert actual.keys() == expected.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
+    assert not different, f"{where}: {different}"
 
 
 @contextmanager

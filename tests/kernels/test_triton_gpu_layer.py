@@ -10,14 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import gpu_layers
 import pytest
 import torch
-from gpu_layers import LAYERS, compilations, make_input, make_layer, step
-from torch import Tensor
+from gpu_layers import LAYERS, assert_equal, compilations, make_input, make_layer, step
 
 from tilemoe.testing import relative_error
 
@@ -25,12 +23,6 @@ pytestmark = pytest.mark.gpu
 
 # RMS-relative, of a value that is rounded once more or once less.
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6}
-
-
-def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: object = "") -> None:
-    assert actual.keys() == expected.keys()
-    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
-    assert not different, f"{where}: {different}"
 
 
 @pytest.mark.parametrize("name", LAYERS)
