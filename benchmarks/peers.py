@@ -118,15 +118,18 @@ def grouped_mm(shape: MoEShape, weights: Weights) -> Contestant:
 
 
 def grouped_mm_layer(x: Tensor, weights: Weights, k: int) -> Tensor:
-    """A sort, two calls of `F.grouped_mm`, and plain operations around them."""
-    experts = weights.w1.shape[0]
     scores, ids = plain_router(x, weights.router, k)
+    return grouped_mm_experts(x, scores, ids, weights.w1, weights.w2)
+
+
+def grouped_mm_experts(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """A sort, two calls of `F.grouped_mm`, and plain operations around them: scores, ids (T, K) -> (T, d)."""
     expert, order = ids.flatten().sort(stable=True)
-    offsets = torch.searchsorted(expert, torch.arange(experts, device=x.device), right=True, out_int32=True)
-    token = order // k
-    h = F.grouped_mm(x[token], weights.w1.transpose(1, 2), offs=offsets)
+    offsets = torch.searchsorted(expert, torch.arange(w1.shape[0], device=x.device), right=True, out_int32=True)
+    token = order // ids.shape[1]
+    h = F.grouped_mm(x[token], w1.transpose(1, 2), offs=offsets)
     gate, up = h.chunk(2, dim=-1)
-    y = F.grouped_mm(F.silu(gate) * up, weights.w2.transpose(1, 2), offs=offsets)
+    y = F.grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offsets)
     weighted = y * scores.flatten()[order].unsqueeze(1)
     return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add(0, token, weighted).to(x.dtype)
 

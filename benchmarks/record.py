@@ -2,7 +2,8 @@
 
     python benchmarks/record.py
 
-prints the commit of this checkout. A copy of it, on another machine say, is told it: ``TILEMOE_COMMIT=...``.
+prints the commit of this checkout. A copy of it, on another machine say, is told it: ``TILEMOE_COMMIT=...``. The files
+are in ``results``, or in the folder that ``TILEMOE_RESULTS`` names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results"
+RESULTS = Path(os.environ.get("TILEMOE_RESULTS", ROOT / "results"))
 COMMIT_VARIABLE = "TILEMOE_COMMIT"
 
 
@@ -41,7 +42,7 @@ def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, 
     """
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
-        raise SystemExit(f"results/{name}.jsonl is missing: run `python benchmarks/run.py {name}` first")
+        raise SystemExit(f"results/{name}.jsonl is missing: run that benchmark first")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     kept = [row for row in rows if row["mode"] == mode and gpu in (None, row["gpu"])]
     if not kept:

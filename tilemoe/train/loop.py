@@ -77,7 +77,7 @@ class Trainer:
         self._group = (
             None if job.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.train.timeout))
         )
-        self._peak = _peak_flops(device, recipe.train.precision)
+        self._peak = peak_flops(device, recipe.train.precision)
 
     @property
     def run_dir(self) -> Path:
@@ -269,7 +269,7 @@ def data_fingerprint(data: Prepared) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _peak_flops(device: torch.device, precision: str) -> float | None:
+def peak_flops(device: torch.device, precision: str) -> float | None:
     """FLOP/s that the device's maker states for dense products in ``precision``; None where nobody does."""
     if device.type != "cuda":
         return None

@@ -1,0 +1,340 @@
+"""The trainer's speed: one recipe, on one GPU and on several, with only the experts' implementation swapped.
+
+    torchrun --nproc-per-node 4 benchmarks/train_throughput.py run --recipe 7b --peers tilemoe,scattermoe
+    python benchmarks/train_throughput.py scale --recipe 1b --processes 1,2,4
+    python benchmarks/train_throughput.py table
+
+``run`` is one process of a job; ``scale`` starts one job after the other, as far as there are GPUs. Every contestant
+trains the recipe's model from the same weights on the same made-up tokens, whose frequencies fall as 1 / rank, one
+contestant after the other; whole optimiser steps are timed, the update included. Rows go to
+results/train_throughput.jsonl as soon as a contestant is done. ``tokens_per_second`` and ``mfu`` are those of one GPU,
+by the formulas of the trainer's own progress line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tilemoe.config import CHECKPOINTING_MODES
+from tilemoe.data import Prepared, TokenShards, load_tokenizer
+from tilemoe.data.shards import ShardWriter, token_dtype, write_index
+from tilemoe.data.split import SPLITS
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.flops import flops_per_token
+from tilemoe.parallel.mesh import build_meshes
+from tilemoe.parallel.model import parallelize
+from tilemoe.perf.shape import MoEShape
+from tilemoe.train.collective import any_process, joined, objects_of_processes
+from tilemoe.train.config import Recipe, load_recipe
+from tilemoe.train.job import Job
+from tilemoe.train.loop import Trainer, peak_flops
+from tilemoe.train.progress import StepStats
+from tilemoe.train.restore import select_device
+
+sys.path.insert(0, str(Path(__file__).parent))
+import gate
+import peers
+import record
+import swapped_experts
+import timing
+
+NAME, MODE = "train_throughput", "sustained"
+TOKENS = 1 << 22  # of the made-up text
+SETTINGS = ("batch_size", "accumulation", "checkpointing", "compile")
+GIB = 2**30
+
+
+# ------------------------------------------------------------------------------------------------------ one job
+
+
+def run(args: argparse.Namespace) -> None:
+    """All contestants in this process of a job; its first process prints and records."""
+    job = Job.from_environment()
+    recipe = recipe_of(args)
+    device = select_device(args.device, job)
+    if recipe.train.threads:
+        torch.set_num_threads(recipe.train.threads)
+    with tempfile.TemporaryDirectory() as folder, meeting(job, device, recipe, args.shard_alone):
+        data = made_up_text(Path(folder), recipe.model.vocab_size)
+        for name in args.peers.split(","):
+            problem = reason_to_leave_out(name, recipe, device, job)
+            free_memory()
+            if problem is not None:
+                say(job, f"{name} is left out: {problem}")
+                continue
+            row = measure(args, name, recipe, data, device, job)
+            if job.is_first:
+                print(describe(row), flush=True)
+                record.append(NAME, [row])
+            free_memory()
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """The recipe with what the command line changes of it, long enough for the steps that are asked for."""
+    recipe = load_recipe(args.recipe)
+    train, data, parallel = recipe.train, recipe.data, recipe.parallel
+    train = replace(train, steps=max(train.steps, args.warmup + args.steps), device=args.device)
+    if args.accumulation:
+        train = replace(train, accumulation=args.accumulation)
+    if args.batch_size:
+        data = replace(data, batch_size=args.batch_size)
+    if args.checkpointing:
+        parallel = replace(parallel, checkpointing=args.checkpointing)
+    return replace(recipe, train=train, data=data, parallel=replace(parallel, compile=parallel.compile or args.compile))
+
+
+@contextmanager
+def meeting(job: Job, device: torch.device, recipe: Recipe, shard_alone: bool) -> Iterator[None]:
+    """torch.distributed, also for one process where that is to shard its model over itself."""
+    with joined(job, device, recipe.train.timeout):
+        if job.is_alone and shard_alone:
+            backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        if job.is_alone and shard_alone:
+            dist.destroy_process_group()
+
+
+def made_up_text(folder: Path, vocab_size: int) -> Prepared:
+    """`TOKENS` tokens in ``folder``, the same in every process: the k-th most frequent one's share falls as 1 / k."""
+    uniform = np.random.default_rng(0).random(TOKENS)
+    ids = np.minimum(np.expm1(uniform * np.log(vocab_size + 1)).astype(np.int64), vocab_size - 1)
+    entries = {}
+    for split, part in zip(SPLITS, (ids, ids[: TOKENS // 16]), strict=True):
+        with ShardWriter(folder, split, vocab_size) as writer:
+            writer.append(part, part.size)
+            entries[split] = writer.entry()
+    dtype = token_dtype(vocab_size).str
+    write_index(folder, {"vocab_size": vocab_size, "separator_id": 0, "dtype": dtype, "splits": entries})
+    return Prepared(*(TokenShards.open(folder, split) for split in SPLITS), load_tokenizer("bytes"))
+
+
+def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Job) -> str | None:
+    """What any process finds: the package is missing, or its layer, of the recipe's size, computes something else."""
+    problem = swapped_experts.obstacle(name, recipe.model, recipe.parallel.expert)
+    if problem is None and recipe.model.moe is not None:
+        moe = recipe.model.moe
+        tokens = recipe.data.batch_size * recipe.data.seq_len
+        sizes = (moe.hidden_size, moe.intermediate_size, moe.num_experts, moe.num_experts_per_tok)
+        shape = MoEShape(tokens, *sizes)
+        torch.manual_seed(job.rank)
+        dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
+        weights = peers.make_weights(shape, device, dtype)
+        try:
+            problem = gate.problem(swapped_experts.contestant(name, shape, weights), shape, weights)
+        except ImportError as error:
+            problem = f"not importable here: {error}"
+    return next((found for found in objects_of_processes(problem, job) if found is not None), None)
+
+
+def build(name: str, recipe: Recipe, device: torch.device, job: Job) -> tuple[DecoderLM, str]:
+    """(the model, its weights drawn on ``device`` and the same whoever computes it; the contestant's version)."""
+    model = DecoderLM(recipe.model, device="meta", recompute=recipe.train.recompute)
+    version = swapped_experts.swap(model, name)
+    generator = torch.Generator(device).manual_seed(recipe.train.seed)
+    parallel = recipe.parallel_for(job.world_size)
+    if dist.is_initialized():
+        meshes = build_meshes(parallel, recipe.model, device.type)
+        parallelize(model, meshes, device=device, generator=generator)
+        return model, version
+    model.to_empty(device=device)
+    model.reset_parameters(generator)
+    model.set_checkpointing(parallel.checkpointing)
+    if parallel.compile:
+        for block in model.blocks:
+            block.compile()
+    return model, version
+
+
+def measure(
+    args: argparse.Namespace, name: str, recipe: Recipe, data: Prepared, device: torch.device, job: Job
+) -> dict[str, Any]:
+    """One row of the results; all processes call it."""
+    begun = time.perf_counter()
+    model, version = build(name, recipe, device, job)
+    trainer = Trainer(recipe, model, data, device, job)
+    wait(device)
+    say(job, f"{name}: ready after {time.perf_counter() - begun:.1f} s")
+    stats = [step(trainer, name) for _ in range(args.warmup)]
+    wait(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    if dist.is_initialized():
+        dist.barrier()
+    marks = [time.perf_counter()]
+    for _ in range(args.steps):
+        stats.append(step(trainer, name))
+        marks.append(time.perf_counter())
+        if any_process(marks[-1] - marks[0] > args.seconds, job):
+            break
+    wait(device)
+    steps = len(marks) - 1
+    seconds = max(objects_of_processes((time.perf_counter() - marks[0]) / steps, job))
+    speed = recipe.tokens_per_step / seconds
+    peak = peak_flops(device, recipe.train.precision)
+    return {
+        "recipe": recipe.name,
+        "contestant": name,
+        "version": version,
+        "mode": MODE,
+        "processes": job.world_size,
+        "sharded": dist.is_initialized(),
+        "batch_size": recipe.data.batch_size,
+        "accumulation": recipe.train.accumulation,
+        "checkpointing": recipe.parallel.checkpointing,
+        "compile": recipe.parallel.compile,
+        "steps": steps,
+        "step_seconds": timing.summary([later - earlier for earlier, later in pairwise(marks)]),
+        "tokens_per_second": round(speed, 1),
+        "mfu": round(speed * flops_per_token(recipe.model, recipe.data.seq_len) / peak, 4) if peak else None,
+        **memory(device, job),
+        "losses": [round(found.loss, 5) for found in stats],
+        "grad_norms": [round(found.grad_norm, 5) for found in stats],
+        "expert_load": max(stats[-1].expert_load, default=None),
+    }
+
+
+def step(trainer: Trainer, name: str) -> StepStats:
+    stats = trainer.train_step()
+    say(trainer.job, f"{name}: step {stats.step}, loss {stats.loss:.4f}, gradient norm {stats.grad_norm:.4f}")
+    return stats
+
+
+def memory(device: torch.device, job: Job) -> dict[str, list[int] | None]:
+    """Of each process, by rank: the most bytes its tensors took since the warm-up, and what PyTorch holds for them."""
+    if device.type != "cuda":
+        return {"peak_bytes": None, "reserved_bytes": None}
+    found = objects_of_processes((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()), job)
+    return {"peak_bytes": [peak for peak, _ in found], "reserved_bytes": [reserved for _, reserved in found]}
+
+
+def free_memory() -> None:
+    """Of a model that nobody needs any more: FSDP's hooks refer to each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def say(job: Job, line: str) -> None:
+    if job.is_first:
+        print(line, flush=True)
+
+
+def describe(row: dict[str, Any]) -> str:
+    mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
+    peak = "" if row["peak_bytes"] is None else f", peak {max(row['peak_bytes']) / GIB:.1f} GiB"
+    where = f"{row['processes']} processes" + ("" if row["sharded"] else ", not sharded")
+    return f"{row['recipe']} {row['contestant']} on {where}: {row['tokens_per_second']:.0f} tokens/s each{mfu}{peak}"
+
+
+# --------------------------------------------------------------------------------------------- several jobs, tables
+
+
+def scale(counts: list[int], passed_on: list[str]) -> None:
+    """A job for each number of processes; ``passed_on``: arguments of ``run``. SystemExit: one failed, at the end."""
+    device = parse(["run", *passed_on])[0].device
+    available = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else max(counts)
+    failed = []
+    for count in counts:
+        if count > available:
+            print(f"{count} processes are left out: there are {available} GPUs", flush=True)
+            continue
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command = [sys.executable, *launcher, str(Path(__file__).resolve()), "run", *passed_on]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(count)
+    if failed:
+        raise SystemExit(f"jobs of {', '.join(map(str, failed))} processes failed, see above")
+
+
+def table(gpu: str | None) -> str:
+    """The last row of each recipe, contestant, number of processes and setting, in Markdown.
+
+    Against one GPU: the speed of each over that of the same contestant alone, sharded or not, whichever was faster.
+    Against tilemoe: tilemoe's speed over the row's.
+    """
+    rows = record.latest(NAME, MODE, gpu, "recipe", "contestant", "processes", "sharded", *SETTINGS)
+    lines = [
+        "| recipe | experts | GPUs | tokens/s of each | against one GPU | MFU | peak GiB | tilemoe's speed |",
+        "| :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in sorted(rows.values(), key=lambda row: (row["recipe"], row["contestant"], row["processes"])):
+        same = [other for other in rows.values() if all(other[key] == row[key] for key in ("recipe", *SETTINGS))]
+        alone = [one["tokens_per_second"] for one in _of(same, contestant=row["contestant"], processes=1)]
+        ours = _of(same, contestant="tilemoe", processes=row["processes"], sharded=row["sharded"])
+        speed = row["tokens_per_second"]
+        cells = [
+            row["recipe"],
+            row["contestant"],
+            str(row["processes"]) + (" (FSDP)" if row["sharded"] and row["processes"] == 1 else ""),
+            f"{speed:.0f}",
+            f"{speed / max(alone):.1%}" if alone else "",
+            "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            "" if row["peak_bytes"] is None else f"{max(row['peak_bytes']) / GIB:.1f}",
+            f"{ours[0]['tokens_per_second'] / speed:.2f}x" if ours and row["contestant"] != "tilemoe" else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _of(rows: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(what to do, for ``scale`` the arguments of ``run``)"""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_subparsers(dest="what", required=True)
+    job = what.add_parser("run", help="one process of a job")
+    job.add_argument("--recipe", default="7b", help="name, or path of a .json")
+    job.add_argument("--peers", default="tilemoe", help=f"of {', '.join(swapped_experts.CONTESTANTS)}; commas between")
+    job.add_argument("--steps", type=int, default=20, help="timed optimiser steps, at least one")
+    job.add_argument("--warmup", type=int, default=3, help="steps before them")
+    job.add_argument("--seconds", type=float, default=float("inf"), help="begin no timed step after this many")
+    job.add_argument("--accumulation", type=int, default=0, help="micro-batches of a step; 0: as the recipe says")
+    job.add_argument("--batch-size", type=int, default=0, help="sequences of a micro-batch; 0: as the recipe says")
+    job.add_argument("--checkpointing", choices=CHECKPOINTING_MODES, help="default: as the recipe says")
+    job.add_argument("--compile", action="store_true", help="torch.compile each block")
+    job.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    job.add_argument("--shard-alone", action="store_true", help="a process alone uses FSDP too, over itself")
+    scaling = what.add_parser("scale", help="a job for each number of processes; further arguments are those of run")
+    scaling.add_argument("--processes", default="1,2,4")
+    tables = what.add_parser("table", help="what is recorded")
+    tables.add_argument("--gpu", help="rows of this GPU alone, by its full name")
+    args, more = parser.parse_known_args(arguments)
+    if more and args.what != "scale":
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    return args, more
+
+
+def main(arguments: list[str]) -> None:
+    args, more = parse(arguments)
+    if args.what == "run":
+        run(args)
+    elif args.what == "scale":
+        scale([int(count) for count in args.processes.split(",")], more)
+    else:
+        print(table(args.gpu))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

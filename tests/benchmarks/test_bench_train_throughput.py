@@ -1,0 +1,202 @@
+"""The trainer's benchmark: a job of two processes as users start it, one process, and the sums in its table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import gate
+import numpy as np
+import peers
+import pytest
+import record
+import swapped_experts
+import torch
+import train_throughput
+from torch import Tensor
+
+from tilemoe.config import TokenRounding, to_dict
+from tilemoe.perf.shape import MoEShape
+from tilemoe.train.config import Recipe, load_recipe
+
+SHAPE = MoEShape(50, 24, 16, 6, 3)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    """cpu-4 without expert parallelism."""
+    found = load_recipe("cpu-4")
+    train = replace(found.train, threads=0)
+    return replace(found, name="small", train=train, parallel=replace(found.parallel, expert=1))
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setenv("TILEMOE_RESULTS", str(tmp_path))
+    monkeypatch.setenv(record.COMMIT_VARIABLE, "0123456789ab")
+    return tmp_path
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "train_throughput.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.dist
+def test_jobs_are_started_measured_recorded_and_tabled(
+    results: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes through torchrun, then one in this process: the same steps by ours and by PyTorch alone."""
+    path = results / "small.json"
+    path.write_text(json.dumps(to_dict(recipe)))
+    options = ["--recipe", path, "--peers", "tilemoe,scattermoe,grouped_mm", "--steps", 2, "--warmup", 1]
+    arguments = [str(option) for option in [*options, "--device", "cpu"]]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    train_throughput.main(["scale", "--processes", "2", *arguments, "--accumulation", "2"])
+    said = capfd.readouterr().out
+    assert "scattermoe is left out: not importable here" in said
+    assert said.count("tilemoe: step 3, loss") == 1, "only rank 0 speaks"
+    train_throughput.main(["run", *arguments])
+    rows = rows_of(results)
+    assert [(row["contestant"], row["processes"], row["sharded"]) for row in rows] == [
+        ("tilemoe", 2, True), ("grouped_mm", 2, True), ("tilemoe", 1, False), ("grouped_mm", 1, False),
+    ]  # fmt: skip
+    for ours, theirs in (rows[:2], rows[2:]):
+        for what in ("losses", "grad_norms"):
+            assert len(ours[what]) == 3
+            assert theirs[what] == pytest.approx(ours[what], rel=1e-3)
+    for row in rows:
+        assert row["steps"] == 2
+        assert row["tokens_per_second"] > 0
+        assert row["mfu"] is row["peak_bytes"] is None, "nobody states a CPU's rate"
+        assert row["commit"] == "0123456789ab"
+    assert [row["accumulation"] for row in rows] == [2, 2, 1, 1]
+    capfd.readouterr()
+    train_throughput.main(["table"])
+    assert len(capfd.readouterr().out.splitlines()) == 2 + 4
+
+
+def test_a_job_alone_can_shard_over_itself_and_gives_the_same(results: Path, recipe: Recipe) -> None:
+    path = results / "small.json"
+    path.write_text(json.dumps(to_dict(recipe)))
+    options = ["--recipe", str(path), "--steps", "1", "--warmup", "2", "--device", "cpu"]
+    train_throughput.main(["run", *options])
+    train_throughput.main(["run", *options, "--shard-alone"])
+    plain, sharded = rows_of(results)
+    assert (plain["sharded"], sharded["sharded"]) == (False, True)
+    assert sharded["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert not torch.distributed.is_initialized()
+
+
+def test_no_timed_step_is_begun_too_late(results: Path, recipe: Recipe) -> None:
+    path = results / "small.json"
+    path.write_text(json.dumps(to_dict(recipe)))
+    options = ["--recipe", str(path), "--steps", "9", "--warmup", "1", "--seconds", "0", "--device", "cpu"]
+    train_throughput.main(["run", *options])
+    assert rows_of(results)[0]["steps"] == 1
+
+
+def test_the_text_is_made_up_alike_and_falls_as_one_over_rank(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    one, other = (train_throughput.made_up_text(folder, 1000).train for folder in folders)
+    ids = one.read(0, one.num_tokens)
+    assert (ids == other.read(0, other.num_tokens)).all()
+    counts = np.bincount(ids, minlength=1000)
+    assert counts.size == 1000
+    assert counts[0] / counts[9] == pytest.approx(np.log(2) / np.log(11 / 10), rel=0.02)
+    assert counts.min() > 0
+
+
+@pytest.fixture
+def weights() -> peers.Weights:
+    torch.manual_seed(0)
+    return peers.make_weights(SHAPE, torch.device("cpu"), torch.float32)
+
+
+def stand_in() -> ModuleType:
+    """What the adapter calls of scattermoe, in plain loops: its kernels need a GPU."""
+    module = ModuleType("scattermoe")
+
+    def flatten_sort_count(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        experts, order = ids.flatten().sort()
+        return experts, order, ids.flatten().bincount(minlength=num_experts).cumsum(0)
+
+    def parallel_linear(
+        x: Tensor, weight: Tensor, k: int, experts: Tensor, order: Tensor, ends: Tensor,
+        gates: Tensor | None = None, grouped_in: bool = False, grouped_out: bool = False,
+    ) -> Tensor:  # fmt: skip
+        rows = x if grouped_in else x[order // k]
+        out = torch.stack([row @ weight[expert] for row, expert in zip(rows, experts, strict=True)])
+        out = out if grouped_out else torch.zeros_like(out).index_copy(0, order, out)
+        return out if gates is None else (gates.unsqueeze(1) @ out.view(*gates.shape, -1)).squeeze(1)
+
+    module.flatten_sort_count, module.parallel_linear = flatten_sort_count, parallel_linear  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize("name", ["tilemoe", "scattermoe", "grouped_mm"])
+def test_swapped_layers_compute_the_same(name: str, weights: peers.Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "scattermoe":
+        monkeypatch.setitem(sys.modules, "scattermoe", stand_in())
+    contestant = swapped_experts.contestant(name, SHAPE, weights)
+    assert contestant.name == name
+    assert gate.problem(contestant, SHAPE, weights) is None
+
+
+def test_a_layer_that_computes_something_else_is_not_timed(
+    results: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return 1.05 * peers.grouped_mm_experts(x, scores, ids, w1, w2)
+
+    monkeypatch.setattr(swapped_experts, "CONTESTANTS", {"wrong": lambda: ("1", wrong)})
+    path = results / "small.json"
+    path.write_text(json.dumps(to_dict(recipe)))
+    train_throughput.main(["run", "--recipe", str(path), "--peers", "wrong", "--device", "cpu"])
+    assert "wrong is left out: output is off by" in capsys.readouterr().out
+    assert not (results / "train_throughput.jsonl").exists()
+
+
+def test_what_an_adapter_cannot_do_is_said(recipe: Recipe) -> None:
+    model = recipe.model
+    assert model.moe is not None
+    assert swapped_experts.obstacle("tilemoe", model, 4) is None
+    assert swapped_experts.obstacle("scattermoe", model, 1) is None
+    assert "divide experts" in str(swapped_experts.obstacle("scattermoe", model, 2))
+    rounded = replace(model, moe=replace(model.moe, rounding=TokenRounding("nearest", 16)))
+    assert "no rounding" in str(swapped_experts.obstacle("scattermoe", rounded, 1))
+    with pytest.raises(ValueError, match="known are tilemoe, scattermoe, grouped_mm"):
+        swapped_experts.obstacle("scatter", model, 1)
+
+
+def test_scaling_is_against_the_faster_way_to_use_one_gpu(results: Path) -> None:
+    def row(contestant: str, processes: int, speed: float, sharded: bool = True, **others: Any) -> dict[str, Any]:
+        settings = {"batch_size": 6, "accumulation": 4, "checkpointing": "none", "compile": False, **others}
+        fixed = {"recipe": "1b", "mode": "sustained", "mfu": 0.25, "peak_bytes": [2**30, 3 * 2**30]}
+        return {
+            **fixed, **settings, "contestant": contestant, "processes": processes, "sharded": sharded,
+            "tokens_per_second": speed,
+        }  # fmt: skip
+
+    rows = [row("tilemoe", 1, 100.0, sharded=False), row("tilemoe", 1, 110.0), row("tilemoe", 4, 99.0)]
+    rows += [row("scattermoe", 4, 66.0), row("tilemoe", 1, 500.0, batch_size=1)]
+    record.append("train_throughput", rows)
+    lines = train_throughput.table(None).splitlines()
+    assert "| 1b | tilemoe | 4 | 99 | 90.0% | 25.0% | 3.0 |  |" in lines
+    assert "| 1b | scattermoe | 4 | 66 |  | 25.0% | 3.0 | 1.50x |" in lines
+    assert "| 1b | tilemoe | 1 (FSDP) | 110 | 100.0% | 25.0% | 3.0 |  |" in lines
+    assert len(lines) == 2 + 5
+
+
+def test_arguments_that_nobody_knows_are_refused() -> None:
+    for arguments in (["run", "--pears", "tilemoe"], ["table", "--recipe", "7b"]):
+        with pytest.raises(SystemExit):
+            train_throughput.parse(arguments)
+    with pytest.raises(SystemExit):
+        train_throughput.main(["scale", "--processes", "1", "--pears", "tilemoe"])
