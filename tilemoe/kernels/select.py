@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import ParamSpec, TypeVar
@@ -62,7 +63,18 @@ def select_for_widths(device: torch.device | str, dtype: torch.dtype, *widths: i
 
 def name_for(device: torch.device, dtype: torch.dtype, *widths: int) -> str:
     """The name of the KernelSet that `select_for_widths` gives. Traceable, widths may be symbolic."""
-    if problem_of_triton(device, dtype, *widths) is not None:
+    name = _name_on(device, dtype)
+    return TORCH_KERNELS.name if any(width % WIDTH_MULTIPLE for width in widths) else name
+
+
+@constant_when_traced
+def _name_on(device: torch.device, dtype: torch.dtype) -> str:
+    return _known_name_on(device, dtype)
+
+
+@cache  # asked for by every forward, and the answer takes a look at the GPU
+def _known_name_on(device: torch.device, dtype: torch.dtype) -> str:
+    if _problem_of_triton_anywhere(device, dtype) is not None:
         return TORCH_KERNELS.name
     return HOPPER if _problem_of_hopper(device, dtype) is None else TRITON
 
