@@ -168,10 +168,11 @@ def each_kernel(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterato
     square = torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16)
     source = torch.randn(COPY_BYTES // 4, device=DEVICE)
     target = torch.empty_like(source)
-    yardsticks = {
-        "matmul": kernel_chain.one_part(lambda: square @ square),
-        "copy": kernel_chain.one_part(lambda: target.copy_(source)),
-    }
+
+    def copy() -> None:
+        target.copy_(source)
+
+    yardsticks = {"matmul": kernel_chain.one_part(lambda: square @ square), "copy": kernel_chain.one_part(copy)}
     weights = peers.make_weights(shape, torch.device(DEVICE), torch.bfloat16)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     kernels = args.kernels or tilemoe.select_kernels(DEVICE, torch.bfloat16, peers.layer_config(shape)).name
@@ -180,7 +181,7 @@ def each_kernel(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterato
         **yardsticks,
         "layer": whole,
         **kernel_chain.router_steps(shape, weights, x, ahead=lambda: square @ square),
-        **kernel_chain.steps(shape, weights, x.detach(), kernels),
+        **kernel_chain.steps(shape, weights, x.detach(), kernels, ahead=copy),
     }
     for mode in args.modes.split(","):
         found = timing.rounds(steps, mode, args.rounds)
