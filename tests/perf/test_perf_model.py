@@ -107,7 +107,7 @@ class Ledger:
 
             return run
 
-        names = (*FORWARD, "up_proj_act_inference", *BACKWARD)
+        names = (*FORWARD, "up_proj_act_inference", "down_proj_inference", *BACKWARD)
         return replace(kernels, **{name: watched(name) for name in names})
 
     def enter(self, tensor: Tensor, size: int) -> None:

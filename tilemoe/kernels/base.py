@@ -106,7 +106,9 @@ class UpProjBiasGrad(Protocol):
 
 @dataclass(frozen=True)
 class KernelSet:
-    """One implementation of the eight kernels (F1 in two forms) and of the bias gradients.
+    """One implementation of the eight kernels (F1 and F2 in two forms) and of the bias gradients.
+
+    ``down_proj_inference`` is F2 for what `UpProjActInference` gave: the two may share what suits few rows.
 
     ``reason`` says in one line why it was chosen.
     """
@@ -115,6 +117,7 @@ class KernelSet:
     up_proj_act: UpProjAct
     up_proj_act_inference: UpProjActInference
     down_proj: DownProj
+    down_proj_inference: DownProj
     combine: Combine
     down_proj_act_grad: DownProjActGrad
     down_proj_weight_grad: DownProjWeightGrad

@@ -103,6 +103,10 @@ _INTERPRETED = Tile(16, 32, 16, 4, 1, slices=2)
 
 _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
 
+# Rows of a mean expert up to which a GEMM over the rows is bound by reading the weights, and up to which most experts'
+# rows fit the least that a matrix unit takes.
+_FEW_ROWS, _VERY_FEW_ROWS = 32, 8
+
 
 def choose_tile(
     kernel: Kernel, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None = None
@@ -114,7 +118,33 @@ def choose_tile(
     ``gate_up``: the layout of h, None where the kernel has none or the activation is not gated. A tile never exceeds
     the widths by more than a power of two needs.
     """
-    tile = _base_tile(kernel, itemsize, device)
+    return _fit(kernel, _base_tile(kernel, itemsize, device), rows_width, out_width, itemsize, device, gate_up)
+
+
+def few_rows(num_rows: int, num_experts: int) -> int | None:
+    """M of the tiles where experts have so few rows that their weights' bytes bound the GEMMs; None where they do not.
+
+    There are two such tiles, which the number of tokens chooses between: it takes no other part.
+    """
+    if num_rows > _FEW_ROWS * num_experts:
+        return None
+    return 16 if num_rows <= _VERY_FEW_ROWS * num_experts else 64
+
+
+def choose_few_rows_tile(
+    kernel: Kernel, block_m: int, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None
+) -> Tile:
+    """As `choose_tile`, of ``block_m`` rows, which `few_rows` gives, and such that two programs share a multiprocessor:
+    while one begins or ends, the other's loads are in flight.
+    """
+    half = replace(device, shared_bytes=device.shared_bytes // 2)
+    return _fit(kernel, _base_few_rows_tile(block_m, itemsize, device), rows_width, out_width, itemsize, half, gate_up)
+
+
+def _fit(
+    kernel: Kernel, tile: Tile, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None
+) -> Tile:
+    """``tile`` cut down to the widths, and to as many stages as the shared memory holds."""
     parts = _parts(kernel, gate_up)
     across = _cover(out_width, tile.block_n // parts)
     if kernel in WEIGHT_GRADS:
@@ -168,6 +198,18 @@ def _base_tile(kernel: Kernel, itemsize: int, device: Device) -> Tile:
     if device.shared_bytes < _SMALL_BYTES:
         return _TINY
     return _SMALL
+
+
+def _base_few_rows_tile(block_m: int, itemsize: int, device: Device) -> Tile:
+    if device.interpreted:
+        return replace(_INTERPRETED, block_m=min(block_m, 32), slices=1)
+    if itemsize == 4:
+        return Tile(block_m, 32, 32, 4, 4)
+    if device.shared_bytes >= _LARGE_BYTES:
+        return Tile(16, 64, 128, 4, 5) if block_m == 16 else Tile(64, 128, 64, 4, 4)
+    if block_m == 16:
+        return Tile(16, 64, 64, 4, 5)
+    return Tile(64, 64, 64 if device.shared_bytes >= _MEDIUM_BYTES else 32, 4, 4)
 
 
 def _cover(width: int, limit: int) -> int:

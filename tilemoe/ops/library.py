@@ -134,13 +134,13 @@ def _moe(
     shape = _shape(x, w2.shape[1], w2.shape[2], plan, spec)
     if keep_h:
         a, h = ks.up_proj_act(x, w1, b1, plan, spec)
-        slices = forward_slices(shape)
+        down_proj, slices = ks.down_proj, forward_slices(shape)
     else:
         a, h = ks.up_proj_act_inference(x, w1, b1, plan, spec), x.new_empty(0, w1.shape[1])
-        slices = inference_slices(shape)
+        down_proj, slices = ks.down_proj_inference, inference_slices(shape)
     o: Tensor | None = None
     for index, columns in enumerate(slices):
-        y = ks.down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)
+        y = down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)
         if index == len(slices) - 1:
             del a  # before o is made, where there is one slice
         o = x.new_empty(x.shape[0], w2.shape[1]) if o is None else o

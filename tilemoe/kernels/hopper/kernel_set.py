@@ -17,7 +17,7 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.hopper import launches
 from tilemoe.kernels.hopper.choose import ACT_GRAD_ACTIVATIONS, TILE_M, is_faster, problem_of_gpu
-from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, Kernel
+from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, Kernel, few_rows
 from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.descriptors import can_describe, can_describe_rows
 from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS, tiles_of
@@ -38,7 +38,7 @@ def up_proj_act(
 
 def up_proj_act_inference(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
     """F1 without h: a (R_max, n)."""
-    if not _serves_up_proj(x, w1, b1, plan, spec):
+    if not _serves_up_proj(x, w1, b1, plan, spec) or _has_few_rows(plan):
         return TRITON_KERNELS.up_proj_act_inference(x, w1, b1, plan, spec)
     return _up_proj_act(x, w1, plan, spec, keep_h=False)[0]
 
@@ -49,6 +49,11 @@ def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Te
     if b2 is not None or not _serves_rows("down_proj", a, weight, plan):
         return TRITON_KERNELS.down_proj(a, w2, b2, plan)
     return _rows("down_proj", a, weight, plan)
+
+
+def down_proj_inference(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    """F2, where nothing will be differentiated: y (R_max, d), or the columns of d that w2 and b2 have."""
+    return (TRITON_KERNELS.down_proj_inference if _has_few_rows(plan) else down_proj)(a, w2, b2, plan)
 
 
 def down_proj_act_grad(
@@ -171,6 +176,11 @@ def _device(rows: Tensor, plan: RoutingPlan, *widths: int) -> Device | None:
     return device
 
 
+def _has_few_rows(plan: RoutingPlan) -> bool:
+    """Whether reading the weights bounds the forward: the portable kernels have tiles for it."""
+    return few_rows(plan.capacity, plan.num_experts) is not None
+
+
 def _has_halves(spec: ActivationSpec) -> bool:
     return spec.is_gated and spec.gate_up == "concatenated"
 
@@ -191,6 +201,7 @@ HOPPER_KERNELS = replace(
     up_proj_act=up_proj_act,
     up_proj_act_inference=up_proj_act_inference,
     down_proj=down_proj,
+    down_proj_inference=down_proj_inference,
     down_proj_act_grad=down_proj_act_grad,
     down_proj_weight_grad=down_proj_weight_grad,
     up_proj_act_grad=up_proj_act_grad,

@@ -151,6 +151,7 @@ TORCH_KERNELS = KernelSet(
     up_proj_act=up_proj_act,
     up_proj_act_inference=up_proj_act_inference,
     down_proj=down_proj,
+    down_proj_inference=down_proj,
     combine=combine,
     down_proj_act_grad=down_proj_act_grad,
     down_proj_weight_grad=down_proj_weight_grad,

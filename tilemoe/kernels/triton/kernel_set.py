@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, tile_rows
+from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, few_rows, tile_rows
+from tilemoe.kernels.triton import few_rows as few_rows_kernels
 from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.combine import combine, combine_grad
 from tilemoe.kernels.triton.launch import device_of
@@ -38,6 +39,12 @@ def up_proj_act(
 
 def up_proj_act_inference(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
     """F1 without h: a (R_max, n)."""
+    block_m = few_rows(plan.capacity, plan.num_experts)
+    if block_m is not None and plan.capacity > 0:
+        device = _check(x, x.shape[1], w1.shape[1] // spec.width_factor)
+        launch, a = few_rows_kernels.up_proj_act_launch(_by_token(x), w1, b1, plan, spec, block_m, device)
+        launch.run()
+        return a
     return _up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
 
 
@@ -51,6 +58,17 @@ def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Te
     )
     launch.run()
     return y
+
+
+def down_proj_inference(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    """F2, where nothing will be differentiated: y (R_max, d), or the columns of d that w2 and b2 have."""
+    block_m = few_rows(plan.capacity, plan.num_experts)
+    if block_m is not None and plan.capacity > 0:
+        device = _check(a, *w2.shape[1:])
+        launch, y = few_rows_kernels.down_proj_launch(a.contiguous(), w2, b2, plan, block_m, device)
+        launch.run()
+        return y
+    return down_proj(a, w2, b2, plan)
 
 
 def down_proj_act_grad(
@@ -169,6 +187,7 @@ TRITON_KERNELS = KernelSet(
     up_proj_act=up_proj_act,
     up_proj_act_inference=up_proj_act_inference,
     down_proj=down_proj,
+    down_proj_inference=down_proj_inference,
     combine=combine,
     down_proj_act_grad=down_proj_act_grad,
     down_proj_weight_grad=down_proj_weight_grad,

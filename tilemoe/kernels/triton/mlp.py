@@ -68,10 +68,10 @@ def rows_launch(
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": p % tile.block_k == 0,
-            **_arithmetic(rows.dtype),
+            **arithmetic_constants(rows.dtype),
             "FLATTEN": tile.flatten,
             "SLICES": tile.slices,
-            **_blocks(tile),
+            **blocks(tile),
         },
         tile.num_warps,
         tile.num_stages,
@@ -93,7 +93,7 @@ def up_proj_act_launch(
     parts = spec.width_factor
     d, n = x.shape[1], w1.shape[1] // parts
     a, h = x.new_empty(plan.capacity, n), x.new_empty(plan.capacity if keep_h else 0, parts * n)
-    tile = choose_tile("up_proj_act", d, n, x.element_size(), device, _layout(spec))
+    tile = choose_tile("up_proj_act", d, n, x.element_size(), device, gate_up_layout(spec))
     weight = _split_parts(w1, spec).transpose(2, 3)
     operand, access, strides = weight_operand(weight, device, tile.block_k, tile.block_n)
     # Stores by pointer are faster beside a weight that comes by TMA; no other was measured.
@@ -125,17 +125,17 @@ def up_proj_act_launch(
             "alpha": spec.alpha,
         },
         {
-            **_activation(spec, x.dtype),
+            **activation_constants(spec, x.dtype),
             "HAS_BIAS": b1 is not None,
             "KEEP_H": keep_h,
             "WIDE": _is_wide(x),
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": d % tile.block_k == 0,
-            **_arithmetic(x.dtype),
+            **arithmetic_constants(x.dtype),
             "FLATTEN": tile.flatten,
             "SLICES": tile.slices,
-            **_blocks(tile),
+            **blocks(tile),
         },
         tile.num_warps,
         tile.num_stages,
@@ -155,7 +155,7 @@ def act_grad_launch(
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
     """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32 of the scores' gradient)."""
     d, n = w2.shape[1:]
-    tile = choose_tile("down_proj_act_grad", d, n, do.element_size(), device, _layout(spec))
+    tile = choose_tile("down_proj_act_grad", d, n, do.element_size(), device, gate_up_layout(spec))
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled = h.new_empty(h.shape), h.new_empty(plan.capacity, n)
     partial = s.new_empty(column_tiles, plan.capacity, dtype=torch.float32)
@@ -186,16 +186,16 @@ def act_grad_launch(
             "alpha": spec.alpha,
         },
         {
-            **_activation(spec, do.dtype),
+            **activation_constants(spec, do.dtype),
             "WIDE": _is_wide(do),
             "USE_TMA": use_tma,
             "WEIGHT_ACCESS": access,
             "EVEN_K": d % tile.block_k == 0,
-            **_arithmetic(do.dtype),
+            **arithmetic_constants(do.dtype),
             "FLATTEN": tile.flatten,
             "SLICES": tile.slices,
             "LOAD_AHEAD": tile.load_ahead,
-            **_blocks(tile),
+            **blocks(tile),
         },
         tile.num_warps,
         tile.num_stages,
@@ -262,9 +262,9 @@ def weights_launch(
             "WIDE": _is_wide(by_token),
             "USE_TMA": use_tma,
             "EVEN_M": p % tile.block_m == 0,
-            **_arithmetic(by_row.dtype),
+            **arithmetic_constants(by_row.dtype),
             "SLICES": tile.slices,
-            **_blocks(tile),
+            **blocks(tile),
         },
         tile.num_warps,
         tile.num_stages,
@@ -309,7 +309,7 @@ def _split_parts(t: Tensor, spec: ActivationSpec) -> Tensor:
     return t.unflatten(1, (n, 2)).transpose(1, 2) if spec.gate_up == "interleaved" else t.unflatten(1, (2, n))
 
 
-def _layout(spec: ActivationSpec) -> str | None:
+def gate_up_layout(spec: ActivationSpec) -> str | None:
     return spec.gate_up if spec.is_gated else None
 
 
@@ -321,16 +321,16 @@ def _h_out(h: Tensor, spec: ActivationSpec, tile: Tile, use_tma: bool) -> Any:
     return ragged_operand(h, [tile.block_m, spec.width_factor * width], use_tma)
 
 
-def _activation(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, Any]:
+def activation_constants(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "ACTIVATION": spec.name,
         "PRECISE": dtype == torch.float32,
         "GATED": spec.is_gated,
-        "INTERLEAVED": _layout(spec) == "interleaved",
+        "INTERLEAVED": gate_up_layout(spec) == "interleaved",
     }
 
 
-def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
+def arithmetic_constants(dtype: torch.dtype) -> dict[str, Any]:
     """How products are multiplied and added up: as matrix units do, and in fp32 by IEEE step by step.
 
     One chain of fp32 sums over the contraction would err by its length's square root.
@@ -344,5 +344,5 @@ def _is_wide(rows: Tensor) -> bool:
     return rows.shape[0] * rows.stride(0) >= 1 << 31
 
 
-def _blocks(tile: Tile) -> dict[str, int]:
+def blocks(tile: Tile) -> dict[str, int]:
     return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}

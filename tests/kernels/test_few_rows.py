@@ -1,0 +1,136 @@
+"""F1 and F2 for few rows without a GPU: in Triton's interpreter, and compiled for five GPUs.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import passed_in_the_interpreter
+from triton.backends.compiler import GPUTarget
+from triton_checks import turn
+from triton_compile import compile_launch, stack_bytes
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.tiling import Device, choose_few_rows_tile, few_rows, shared_bytes
+from tilemoe.kernels.triton import few_rows as kernels
+from tilemoe.kernels.triton.launch import Launch
+from tilemoe.routing.build import plan_topk
+
+KB = 1024
+NVIDIA = {
+    80: Device(80, 163 * KB, 108),
+    90: Device(90, 227 * KB, 132),
+    100: Device(100, 227 * KB, 148),
+    120: Device(120, 99 * KB, 170),
+}
+MI300 = Device(0, 64 * KB, 304)
+# 16 rows are fewer than the newer instructions take.
+MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+BF16 = torch.bfloat16
+LAYOUTS = [
+    ("swiglu", "concatenated", False),
+    ("swiglu", "concatenated", True),
+    ("geglu", "interleaved", False),
+    ("swiglu_oai", "interleaved", True),
+    ("gelu_tanh", "concatenated", False),
+]
+
+
+def launches(
+    tokens: int,
+    device: Device,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    turned: bool = False,
+    dtype: torch.dtype = BF16,
+    widths: tuple[int, int] = (2048, 768),
+) -> tuple[Launch, Launch]:
+    """F1 and F2, with biases, for 4 experts and 2 per token. ``turned``: weights of the other stride order."""
+    (d, n), experts = widths, 4
+    spec = activation_spec(activation, gate_up, None, None)
+    plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)
+    w1, w2 = torch.zeros(experts, spec.width_factor * n, d, dtype=dtype), torch.zeros(experts, d, n, dtype=dtype)
+    if turned:
+        w1, w2 = turn(w1), turn(w2)
+    b1, b2 = w1.new_zeros(w1.shape[:2]), w2.new_zeros(w2.shape[:2])
+    block_m = few_rows(plan.capacity, experts)
+    assert block_m is not None
+    up, a = kernels.up_proj_act_launch(w1.new_zeros(tokens, d), w1, b1, plan, spec, block_m, device)
+    down, _ = kernels.down_proj_launch(a, w2, b2, plan, block_m, device)
+    return up, down
+
+
+def test_in_the_interpreter() -> None:
+    assert passed_in_the_interpreter("interpreted_few_rows.py") > 50
+
+
+@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("tokens", [1, 60])
+@pytest.mark.parametrize(("activation", "gate_up", "turned"), LAYOUTS)
+def test_weights_of_every_layout_are_loaded_ahead_and_wide(
+    activation: str, gate_up: str, turned: bool, tokens: int, capability: int, tmp_path: Path
+) -> None:
+    device = NVIDIA[capability]
+    for launch in launches(tokens, device, activation, gate_up, turned):
+        compiled = compile_launch(launch, capability)
+        ptx, tile = compiled.asm["ptx"], launch.constants
+        copies = re.findall(r"cp\.async\.\w+\.shared\.global [^;]*, 0x([0-9a-f]+)", ptx)
+        assert len(copies) >= 3 * tile["BLOCK_K"] * tile["BLOCK_N"] // (8 * 32 * launch.num_warps), "stages in flight"
+        assert set(copies) == {"10"}, "16 bytes each"
+        assert (MATRIX_UNIT[capability] if tile["BLOCK_M"] == 64 else "mma.sync") in ptx
+        assert stack_bytes(compiled, tmp_path) == 0
+        assert compiled.metadata.shared <= device.shared_bytes // 2, "two programs share a multiprocessor"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_and_uneven_widths(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    for tokens in (1, 60):
+        for launch in launches(tokens, NVIDIA[capability], dtype=dtype, widths=(200, 72)):
+            assert not launch.constants["EVEN"]
+            assert stack_bytes(compile_launch(launch, capability), tmp_path) == 0
+
+
+def test_amd() -> None:
+    for tokens in (1, 60):
+        for launch in launches(tokens, MI300):
+            compiled = compile_launch(launch, GPUTarget("hip", "gfx942", 64))
+            assert re.search(r"v_mfma_f32_\w+bf16", compiled.asm["amdgcn"])
+            assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
+            assert compiled.metadata.shared <= MI300.shared_bytes
+
+
+def test_the_number_of_tokens_chooses_between_two_tiles_and_is_in_no_other_key() -> None:
+    keys: dict[int, set[object]] = {16: set(), 64: set()}
+    for tokens in (1, 2, 7, 16, 17, 32, 33, 64):
+        for launch in launches(tokens, NVIDIA[90], widths=(64, 32)):
+            specialised = tuple((name, value) for name, value in launch.args.items() if isinstance(value, int))
+            constants = tuple(launch.constants.items())
+            key = (launch.kernel.fn.__name__, specialised, constants, launch.num_warps, launch.num_stages)
+            keys[launch.constants["BLOCK_M"]].add(key)
+    assert {block_m: len(found) for block_m, found in keys.items()} == {16: 2, 64: 2}
+
+
+def test_where_rows_are_few() -> None:
+    assert [few_rows(tokens * 8, 128) for tokens in (0, 1, 128, 129, 512, 513)] == [16, 16, 16, 64, 64, None]
+    assert [few_rows(tokens * 8, 64) for tokens in (64, 65, 256, 257)] == [16, 64, 64, None]
+
+
+def test_every_tile_fits_twice() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        device = rng.choice([*NVIDIA.values(), MI300])
+        kernel = rng.choice(["up_proj_act", "down_proj"])
+        widths = [8 * rng.randint(1, 2 ** rng.randint(0, 11)) for _ in range(2)]
+        itemsize, block_m = rng.choice([2, 4]), rng.choice([16, 64])
+        gate_up = rng.choice([None, "concatenated", "interleaved"]) if kernel == "up_proj_act" else None
+        tile = choose_few_rows_tile(kernel, block_m, *widths, itemsize, device, gate_up)  # type: ignore[arg-type]
+        assert tile.block_m == block_m
+        assert min(tile.block_n, tile.block_k) >= 16
+        assert shared_bytes(kernel, tile, itemsize, gate_up) <= device.shared_bytes // 2  # type: ignore[arg-type]
