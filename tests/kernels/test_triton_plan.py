@@ -11,6 +11,7 @@ from triton_compile import compile_launch, count_spill_loads
 
 from tilemoe.kernels.select_plan import select_plan_topk
 from tilemoe.kernels.torch.plan import plan_topk as torch_plan_topk
+from tilemoe.kernels.triton import plan_few
 from tilemoe.kernels.triton.combine import combine_launch
 from tilemoe.kernels.triton.plan import MAX_EXPERTS, MAX_PAIRS, plan_topk, plan_topk_launches, unsupported
 from tilemoe.routing.build import plan_pairs
@@ -54,6 +55,16 @@ def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> 
         assert compiled.metadata.shared <= 48 * 1024
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("experts", [8, 128, plan_few.MAX_EXPERTS])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_plan_of_few_pairs_compiles(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
+    launch, _ = plan_few.plan_topk_launch(torch.zeros(64, 8, dtype=dtype), experts)
+    compiled = compile_launch(launch, capability)
+    assert count_spill_loads(compiled, tmp_path) == 0
+    assert compiled.metadata.shared <= 48 * 1024
+
+
 def test_what_the_plan_kernels_do_not_take() -> None:
     assert unsupported(1, MAX_EXPERTS) is None
     assert unsupported(0, 4) is not None
@@ -71,4 +82,6 @@ def test_other_devices_and_sizes_go_to_torch_and_say_why() -> None:
         assert builder.name == "torch"
         assert builder.build is torch_plan_topk
         assert builder.reason
-    assert select_plan_topk("cuda", 8, 4).build is plan_topk
+    assert select_plan_topk("cuda", plan_few.MAX_PAIRS + 1, 4).build is plan_topk
+    assert select_plan_topk("cuda", 8, plan_few.MAX_EXPERTS + 1).build is plan_topk
+    assert select_plan_topk("cuda", 8, 4).build is plan_few.plan_topk

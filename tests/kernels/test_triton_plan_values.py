@@ -10,14 +10,18 @@ import torch
 import triton
 from torch import Tensor
 
+from tilemoe.kernels.select_plan import PlanTopK
 from tilemoe.kernels.torch import mlp as torch_mlp
 from tilemoe.kernels.torch import plan as torch_plan
 from tilemoe.kernels.triton import plan as triton_plan
+from tilemoe.kernels.triton import plan_few
 from tilemoe.kernels.triton.combine import combine, combine_grad
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import hostile_routings
 
+BUILDERS: tuple[PlanTopK, ...] = (triton_plan.plan_topk, plan_few.plan_topk)
+NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "rows_per_expert", "error_bits")
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -131,24 +135,26 @@ def test_plan_of_hostile_ids() -> None:
     assert_same_plan(random_ids(8, 60, 5).t(), 5)
     assert_same_plan(random_ids(300, 3, 5)[:, 1:2], 5)
     assert_same_plan(random_ids(1, 1, 5).expand(300, 1), 5)
+    assert_same_plan(random_ids(512, 8, 64), 64)
 
 
-def test_negative_ids_are_recorded() -> None:
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_negative_ids_are_recorded(builder: PlanTopK) -> None:
     ids = random_ids(700, 2, 5)
     ids[650, 1] = -1
     ids[3, 0] = -(2**32)
-    *arrays, error_bits = triton_plan.plan_topk(ids, 5)
+    *arrays, error_bits = builder(ids, 5)
     assert int(error_bits) == 1
     skipped = torch.where(ids < 0, 5, ids)
     for name, actual, expected in zip(NAMES, arrays, torch_plan.plan_topk(skipped, 5), strict=False):
         assert torch.equal(actual, expected), name
 
 
-NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "rows_per_expert", "error_bits")
-
-
 def assert_same_plan(ids: Tensor, experts: int) -> None:
-    found, expected = triton_plan.plan_topk(ids, experts), torch_plan.plan_topk(ids, experts)
-    for name, actual, wanted in zip(NAMES, found, expected, strict=True):
-        assert actual.dtype == wanted.dtype, name
-        assert torch.equal(actual, wanted), f"{name} for {tuple(ids.shape)} ids of {experts} experts"
+    expected = torch_plan.plan_topk(ids, experts)
+    builders = BUILDERS[: 1 if plan_few.unsupported(ids.numel(), experts) else 2]
+    for builder in builders:
+        for name, actual, wanted in zip(NAMES, builder(ids, experts), expected, strict=True):
+            where = f"{name} for {tuple(ids.shape)} ids of {experts} experts by {builder.__module__}"
+            assert actual.dtype == wanted.dtype, where
+            assert torch.equal(actual, wanted), where

@@ -31,7 +31,10 @@ def select_plan_topk(device_type: str, num_pairs: int, num_experts: int) -> Plan
     if find_spec("triton") is None:
         return PlanBuilder("torch", torch_plan_topk, "Triton is not installed")
     from tilemoe.kernels.triton import plan as triton_plan  # imported only where there is a GPU for it
+    from tilemoe.kernels.triton import plan_few
 
+    if plan_few.unsupported(num_pairs, num_experts) is None:
+        return PlanBuilder("triton", plan_few.plan_topk, "few pairs: a counting sort in one kernel")
     problem = triton_plan.unsupported(num_pairs, num_experts)
     if problem is not None:
         return PlanBuilder("torch", torch_plan_topk, problem)

@@ -134,7 +134,7 @@ def pairs_of_block(num_experts: int) -> int:
 
 
 @triton.jit
-def _expert_of_pair(ids, pair, num_pairs, num_experts):
+def expert_of_pair(ids, pair, num_pairs, num_experts):
     """int32 expert of each pair; num_experts for one that is skipped. Compared as given: an id may be beyond int32."""
     expert = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)
     return tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
@@ -147,7 +147,7 @@ def count_kernel(
     """counts (B, E), negative_in_block (B): 1 where an id is negative."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
-    expert = _expert_of_pair(ids, pair, num_pairs, num_experts)
+    expert = expert_of_pair(ids, pair, num_pairs, num_experts)
     count = tl.histogram(expert, BLOCK_E, mask=expert < num_experts)
     bins = tl.arange(0, BLOCK_E)
     tl.store(counts + block.to(tl.int64) * num_experts + bins, count, mask=bins < num_experts)
@@ -213,7 +213,7 @@ def place_kernel(
     """token_of_row, pair_of_row, row_of_pair (P)."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
-    expert = _expert_of_pair(ids, pair, num_pairs, num_experts)
+    expert = expert_of_pair(ids, pair, num_pairs, num_experts)
     # Every pair of the block against every other: quicker than a loop, whose loads cost more than the comparisons.
     # Summed along the first dimension: along the second, a thread would hold a register for every comparison.
     earlier = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
