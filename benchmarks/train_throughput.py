@@ -258,7 +258,7 @@ def scale(counts: list[int], passed_on: list[str]) -> None:
         if count > available:
             print(f"{count} processes are left out: there are {available} GPUs", flush=True)
             continue
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count)]
         command = [sys.executable, *launcher, str(Path(__file__).resolve()), "run", *passed_on]
         if subprocess.run(command, check=False).returncode:
             failed.append(count)

@@ -36,6 +36,7 @@ from tilemoe.train.optim import make_optimizer, set_learning_rate
 from tilemoe.train.prefetch import Prefetcher
 from tilemoe.train.progress import Reporter, Speed, StepStats
 from tilemoe.train.schedule import learning_rate
+from tilemoe.train.whole_state import is_shared
 
 if TYPE_CHECKING:
     from tilemoe.models.decoder import DecoderLM
@@ -78,13 +79,18 @@ class Trainer:
             None if job.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.train.timeout))
         )
         self._peak = peak_flops(device, recipe.train.precision)
+        self._gathered_in_bf16 = is_shared(model) and recipe.parallel.param_dtype == "bfloat16"
 
     @property
     def run_dir(self) -> Path:
         return Path(self.recipe.train.out_dir).expanduser()
 
     def autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.train.precision == "bf16")
+        """bf16 over fp32 weights. Weights that FSDP gathers in bf16 need none, and from PyTorch 2.12 on their norms
+        would compute, and keep for backward, fp32 copies of all that they normalise.
+        """
+        wanted = self.recipe.train.precision == "bf16" and not self._gathered_in_bf16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``: weights, optimiser, random numbers, step and tokens."""
