@@ -116,7 +116,11 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
     def a_view(x: Tensor) -> Tensor:
         return x.new_empty(4, 4)[1:]
 
-    for run in (in_place, of_a_part, read_back, several, as_given, of_another, a_view):
+    def of_a_shape_that_values_decide(x: Tensor) -> tuple[Tensor, Tensor]:
+        found = x.nonzero()
+        return found, x.new_zeros(found.shape[0])
+
+    for run in (in_place, of_a_part, read_back, several, as_given, of_another, a_view, of_a_shape_that_values_decide):
         operator = Replayed(run)
         for index in range(4):
             x = torch.full((4, 4), float(index))
@@ -125,6 +129,21 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
                 assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), run
             assert [t.shape for t in tensors_of(expected)] == [t.shape for t in tensors_of(found)]
         assert recordings(operator) == [None], run
+
+
+def test_strides_of_what_is_made_are_kept() -> None:
+    operator = Replayed(lambda x: torch.empty_like(x))
+    for _ in range(3):
+        assert operator(torch.zeros(3, 5).t()).stride() == (1, 5)
+    (recording,) = recordings(operator)
+    assert recording
+
+
+def test_operators_of_one_tensor_twice() -> None:
+    add = Replayed(lambda x, y: x + 2 * y)
+    x, y = torch.randn(3), torch.randn(3)
+    for first, second in ((x, x), (x, x), (x, y), (y, x), (y, y)):
+        assert torch.equal(add(first, second), first + 2 * second)
 
 
 def test_whole_tensors_operators_are_repeated() -> None:

@@ -263,8 +263,9 @@ class Recorder(TorchDispatchMode):
             return _Slot(slot)
 
         given = tree_map_only(Tensor, slot_of, (args, kwargs))
-        if unknown or not isinstance(result, Tensor) or func._schema.is_mutable:
-            self.problem = f"{func} of a part of a tensor"
+        is_fixed = isinstance(result, Tensor) and torch.Tag.dynamic_output_shape not in func.tags
+        if unknown or not is_fixed or func._schema.is_mutable:
+            self.problem = f"{func} of a part of a tensor, in place, or of a shape that values decide"
             return
         self._steps.append(_Called(self._add(result), func, *given))
 
