@@ -131,6 +131,23 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
         assert recordings(operator) == [None], run
 
 
+def test_what_the_interpreter_runs_is_never_recorded() -> None:
+    class Interpreted:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda out, x, **options: out.numpy().__setitem__(slice(None), x.numpy())
+
+    def run(x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        launch.Launch(Interpreted(), (1,), {"out": out, "x": x}, {}, num_warps=1, num_stages=1).run()
+        return out
+
+    operator = Replayed(run)
+    for value in range(4):
+        x = torch.full((5,), float(value))
+        assert torch.equal(operator(x), x)
+    assert recordings(operator) == [None]
+
+
 def test_strides_of_what_is_made_are_kept() -> None:
     operator = Replayed(lambda x: torch.empty_like(x))
     for _ in range(3):

@@ -44,8 +44,11 @@ class Launch:
         than the rest of the launch together. Here it is taken once for each way in which the arguments can be compiled.
         """
         first = next(value for value in self.args.values() if isinstance(value, Tensor))
+        watching = recorder()
         if not isinstance(self.kernel, JITFunction):  # the interpreter's
             self.kernel[self.grid](**self.args, **self.constants, **self.options)
+            if watching is not None:
+                watching.spoil("the interpreter launches nothing")
             return
         with torch.cuda.device_of(first):
             known = _compiled(self.kernel, first.device)
@@ -56,7 +59,6 @@ class Launch:
                 known[key][(*self.grid, 1, 1)[:3]](*by_position)
             else:
                 known[key] = self.kernel[self.grid](**self.args, **self.constants, **self.options)
-            watching = recorder()
             if watching is not None:
                 watching.launched(known[key], self.grid, by_position)
 
