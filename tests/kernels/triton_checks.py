@@ -94,5 +94,29 @@ def assert_kernels_agree(kernels: KernelSet, plan: RoutingPlan, case: Case, tole
             assert bool(actual.any()), f"{where}: all zero"
 
 
+def assert_inference_agrees(kernels: KernelSet, plan: RoutingPlan, case: Case, tolerance: float) -> None:
+    """F1 and F2 as inference runs them against the torch set in fp64, RMS-relative, each given what the other wrote."""
+    spec = activation_spec(case.activation, case.gate_up, None, None)
+    given = make_inputs(
+        plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias
+    )
+    x, w1, w2, b1, b2 = given["x"], given["w1"], given["w2"], given.get("b1"), given.get("b2")
+    if case.turned:
+        w1, w2 = turn(w1), turn(w2)
+    a = kernels.up_proj_act_inference(x, w1, b1, plan, spec)
+    y = kernels.down_proj_inference(a, w2, b2, plan)
+    exact_a = TORCH_KERNELS.up_proj_act_inference(x.double(), w1.double(), _double(b1), plan, spec)
+    exact_y = TORCH_KERNELS.down_proj(a.double(), w2.double(), _double(b2), plan)
+    num_rows = int(plan.row_start_of_expert[-1])
+    for name, actual, exact in (("a", a, exact_a), ("y", y, exact_y)):
+        where = f"{name} of {case}"
+        assert actual.shape == exact.shape, where
+        assert actual.dtype == case.dtype, where
+        actual, exact = actual[:num_rows], exact[:num_rows]
+        assert bool(actual.isfinite().all()), f"{where}: not finite"
+        assert float((actual.double() - exact).norm()) <= tolerance * float(exact.norm()), where
+        assert bool(actual.any()) == bool(exact.any()), f"{where}: all zero"
+
+
 def _double(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.double()
