@@ -258,7 +258,8 @@ def scale(counts: list[int], passed_on: list[str]) -> None:
         if count > available:
             print(f"{count} processes are left out: there are {available} GPUs", flush=True)
             continue
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launcher += ["--nproc-per-node", str(count)]
         command = [sys.executable, *launcher, str(Path(__file__).resolve()), "run", *passed_on]
         if subprocess.run(command, check=False).returncode:
             failed.append(count)
@@ -269,13 +270,13 @@ def scale(counts: list[int], passed_on: list[str]) -> None:
 def table(gpu: str | None) -> str:
     """The last row of each recipe, contestant, number of processes and setting, in Markdown.
 
-    Against one GPU: the speed of each over that of the same contestant alone, sharded or not, whichever was faster.
-    Against tilemoe: tilemoe's speed over the row's.
+    Of one GPU: the speed of each over that of the same contestant alone, sharded or not, whichever was faster.
+    tilemoe's speed: over the row's.
     """
     rows = record.latest(NAME, MODE, gpu, "recipe", "contestant", "processes", "sharded", *SETTINGS)
     lines = [
-        "| recipe | experts | GPUs | tokens/s of each | against one GPU | MFU | peak GiB | tilemoe's speed |",
-        "| :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| recipe | experts | settings | GPUs | tokens/s of each | of one GPU | MFU | peak GiB | tilemoe's speed |",
+        "| :--- | :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in sorted(rows.values(), key=lambda row: (row["recipe"], row["contestant"], row["processes"])):
         same = [other for other in rows.values() if all(other[key] == row[key] for key in ("recipe", *SETTINGS))]
@@ -285,6 +286,7 @@ def table(gpu: str | None) -> str:
         cells = [
             row["recipe"],
             row["contestant"],
+            settings(row),
             str(row["processes"]) + (" (FSDP)" if row["sharded"] and row["processes"] == 1 else ""),
             f"{speed:.0f}",
             f"{speed / max(alone):.1%}" if alone else "",
@@ -294,6 +296,14 @@ def table(gpu: str | None) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def settings(row: dict[str, Any]) -> str:
+    """Micro-batches of a step x sequences of each, and what is not the default."""
+    text = f"{row['accumulation']} x {row['batch_size']}"
+    if row["checkpointing"] != "none":
+        text += f", {row['checkpointing']} repeated"
+    return text + (", compiled" if row["compile"] else "")
 
 
 def _of(rows: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:

@@ -185,12 +185,13 @@ def test_scaling_is_against_the_faster_way_to_use_one_gpu(results: Path) -> None
         }  # fmt: skip
 
     rows = [row("tilemoe", 1, 100.0, sharded=False), row("tilemoe", 1, 110.0), row("tilemoe", 4, 99.0)]
-    rows += [row("scattermoe", 4, 66.0), row("tilemoe", 1, 500.0, batch_size=1)]
+    rows += [row("scattermoe", 4, 66.0), row("tilemoe", 1, 500.0, compile=True, checkpointing="block")]
     record.append("train_throughput", rows)
     lines = train_throughput.table(None).splitlines()
-    assert "| 1b | tilemoe | 4 | 99 | 90.0% | 25.0% | 3.0 |  |" in lines
-    assert "| 1b | scattermoe | 4 | 66 |  | 25.0% | 3.0 | 1.50x |" in lines
-    assert "| 1b | tilemoe | 1 (FSDP) | 110 | 100.0% | 25.0% | 3.0 |  |" in lines
+    assert "| 1b | tilemoe | 4 x 6 | 4 | 99 | 90.0% | 25.0% | 3.0 |  |" in lines
+    assert "| 1b | scattermoe | 4 x 6 | 4 | 66 |  | 25.0% | 3.0 | 1.50x |" in lines
+    assert "| 1b | tilemoe | 4 x 6 | 1 (FSDP) | 110 | 100.0% | 25.0% | 3.0 |  |" in lines
+    assert "| 1b | tilemoe | 4 x 6, block repeated, compiled | 1 (FSDP) | 500 | 100.0% | 25.0% | 3.0 |  |" in lines
     assert len(lines) == 2 + 5
 
 
