@@ -9,6 +9,7 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import fake_driver
@@ -120,7 +121,12 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
         found = x.nonzero()
         return found, x.new_zeros(found.shape[0])
 
-    for run in (in_place, of_a_part, read_back, several, as_given, of_another, a_view, of_a_shape_that_values_decide):
+    def elsewhere(x: Tensor) -> Tensor:
+        torch.empty(3, device="meta")
+        return x.new_zeros(x.shape)
+
+    runs = (in_place, of_a_part, read_back, several, as_given, of_another, a_view, elsewhere)
+    for run in (*runs, of_a_shape_that_values_decide):
         operator = Replayed(run)
         for index in range(4):
             x = torch.full((4, 4), float(index))
@@ -129,6 +135,18 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
                 assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), run
             assert [t.shape for t in tensors_of(expected)] == [t.shape for t in tensors_of(found)]
         assert recordings(operator) == [None], run
+
+
+@pytest.mark.parametrize(("first", "length", "is_inside"), [(4, 4, True), (2, 4, False), (4, 8, False), (0, 4, False)])
+def test_a_pointer_must_point_into_an_operand(first: int, length: int, is_inside: bool) -> None:
+    """Into the operand itself: what lies beside it in its memory may be elsewhere at another call."""
+    operand = torch.zeros(12)[4:8]
+    watching = replay.Recorder((operand,))
+    metadata = SimpleNamespace(name="kernel", global_scratch_size=0, profile_scratch_size=0)
+    watching.launched(
+        SimpleNamespace(metadata=metadata, run=None), (1,), [operand.as_strided((length,), (1,), storage_offset=first)]
+    )
+    assert (watching.problem is None) == is_inside
 
 
 def test_what_the_interpreter_runs_is_never_recorded() -> None:

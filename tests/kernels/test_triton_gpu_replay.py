@@ -131,6 +131,23 @@ def test_in_a_captured_graph(name: str, repeated: list[Recording]) -> None:
         assert_equal(captured, expected[index], f"input {index}")
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_nothing_waits_for_the_gpu(name: str, repeated: list[Recording]) -> None:
+    layer = make_layer(name)
+    x, do = make_input(layer, 719)
+    for _ in range(3):
+        expected = step(layer, x, do)
+    repeated.clear()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step(layer, x, do)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(repeated) >= _OPERATORS
+    assert_equal(found, expected)
+
+
 def test_on_a_side_stream(repeated: list[Recording]) -> None:
     """The stream waits before it makes the inputs: launched on another, kernels would read what was there before."""
     layer, side = make_layer("softmax"), torch.cuda.Stream()
