@@ -95,10 +95,11 @@ def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chun
             chunk_loss, d_logits = _chunk_loss(logits, labels[chunk], accumulate)
             loss += chunk_loss
             del logits
+            d_logits = d_logits.to(dtype)
             if d_hidden is not None:
-                d_hidden[chunk] = d_logits.to(dtype) @ matrix
+                d_hidden[chunk] = d_logits @ matrix
             if want_weight:
-                term = (d_logits.to(dtype).t() @ part).to(accumulate)
+                term = (d_logits.t() @ part).to(accumulate)
                 d_weight = term if d_weight is None else d_weight.add_(term)
         if want_weight:
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
