@@ -96,8 +96,9 @@ def row_blocks(h: Tensor) -> list[slice]:
 
     docs/notes/cpu.md has what that gains.
     """
-    blocked = h.device.type == "cpu" and not torch.compiler.is_compiling()
-    step = max(1, _BLOCK_BYTES // (4 * h.shape[1]) if blocked else h.shape[0])
+    if h.device.type != "cpu" or torch.compiler.is_compiling():
+        return [slice(0, h.shape[0])]  # a range would tie what is traced to this number of rows
+    step = max(1, _BLOCK_BYTES // (4 * h.shape[1]))
     return [slice(start, min(start + step, h.shape[0])) for start in range(0, h.shape[0], step)]
 
 

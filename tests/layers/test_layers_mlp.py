@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tilemoe import reference
 from tilemoe.activations import ActivationSpec
@@ -77,6 +78,18 @@ def test_second_derivative_is_refused() -> None:
     (dx,) = torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+def test_compiled_once_for_any_number_of_rows() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    mlp = make("swiglu", "concatenated", torch.float32)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    for rows in (5, 17, 3, 100):
+        x = torch.randn(rows, 16)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), mlp(x))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_compiles_without_a_break() -> None:

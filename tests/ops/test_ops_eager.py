@@ -118,6 +118,26 @@ def test_forward_mode_is_refused_not_dropped(name: str) -> None:
         assert forward_ad.unpack_dual(reference.moe(plan=plan, **dual)).tangent is not None
 
 
+def test_vmap_and_function_transforms_are_refused() -> None:
+    x, ids, scores = torch.randn(3, 6, 16), torch.arange(12).view(6, 2) % 3, torch.rand(3, 6, 2)
+    plan = plan_topk(ids, 3)
+    weights = {name: tensor for name, tensor in make_inputs(plan, 16, 8).items() if name in ("w1", "w2")}
+
+    def layer(x: Tensor, scores: Tensor) -> Tensor:
+        return moe(x, plan=plan, scores=scores, **weights)
+
+    refused = r"tilemoe::moe does not go through torch\.vmap or torch\.func\. Pass a batch as further tokens"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.vmap(layer)(x, scores)
+    with pytest.raises(RuntimeError, match=r"tilemoe::plan_topk does not go through torch\.vmap"):
+        torch.vmap(lambda ids: plan_topk(ids, 3).row_of_pair)(ids.expand(3, 6, 2))
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.grad(lambda x: layer(x, scores[0]).sum())(x[0])
+    # What a transform does not touch is computed as ever.
+    out = torch.vmap(lambda row: row + layer(x[0], scores[0]).sum())(torch.zeros(3))
+    assert torch.equal(out, layer(x[0], scores[0]).sum().expand(3))
+
+
 def test_fake_tensors_meet_the_operators_shapes() -> None:
     with FakeTensorMode() as mode:
         ids = torch.zeros(5, 2, dtype=torch.int64)

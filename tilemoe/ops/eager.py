@@ -53,8 +53,11 @@ class Operator:
         self.registered.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
 
     def __call__(self, *args: Any) -> Any:
-        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-            self._refuse_tangents(args)
+        if not torch.compiler.is_compiling():
+            if forward_ad._current_level >= 0:
+                self._refuse_tangents(args)
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                self._refuse_transforms(args)
         if not _is_unwatched(args):
             return self.registered(*args)
         return self._recorded(*args) if is_differentiable(*args) else self.run(*args)
@@ -65,6 +68,15 @@ class Operator:
             raise RuntimeError(
                 f"tilemoe::{self.name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, "
                 "which has one."
+            )
+
+    def _refuse_transforms(self, args: tuple[Any, ...]) -> None:
+        """RuntimeError where torch.vmap or torch.func gave a tensor that stands for another: kernels cannot read it."""
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        if any(wrapped(arg) for arg in args if isinstance(arg, Tensor)):
+            raise RuntimeError(
+                f"tilemoe::{self.name} does not go through torch.vmap or torch.func. Pass a batch as further tokens, "
+                "(B*T, d), and differentiate with torch.autograd; or use tilemoe.reference."
             )
 
 
