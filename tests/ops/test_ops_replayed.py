@@ -19,7 +19,7 @@ def on_gpu_1(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What stands in for a tensor on the second GPU, which is the current one."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(replayed, "find_spec", lambda name: object())
+    monkeypatch.setattr(replayed, "_has_triton", lambda: True)
     return SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
 
 
@@ -34,7 +34,7 @@ def test_not_where_launches_go_to_another_gpu(on_gpu_1: Any) -> None:
 
 def test_not_without_triton_nor_on_amd(on_gpu_1: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(replayed, "find_spec", lambda name: None)
+        patch.setattr(replayed, "_has_triton", lambda: False)
         assert not is_replayable(on_gpu_1)
     monkeypatch.setattr(torch.version, "hip", "7.1")
     assert not is_replayable(on_gpu_1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MAX_LAYOUTS = 256  # of one operator; beyond, it forgets all of them
+MAX_LAYOUTS = 256  # of one operator; beyond, it forgets the oldest, which are recorded again if they are still in use
 _UNKNOWN = object()
 
 
@@ -27,15 +28,15 @@ class Replayed:
     def __call__(self, *args: Any) -> Any:
         if not is_replayable(args[0]):
             return self.run(*args)
-        from tilemoe.kernels.triton import replay  # not on every machine
-
+        replay = _replay()
         key = [replay.layout(arg) if isinstance(arg, Tensor) else arg for arg in args]
         layouts = (args[0].device, *key, _precision(args[0].dtype))
         known = self._known
         recording = known.get(layouts, _UNKNOWN)  # asked once: another thread may forget it
         if recording is _UNKNOWN:
             if len(known) >= MAX_LAYOUTS:
-                known.clear()
+                for oldest in tuple(known)[:1]:  # none, where other threads have forgotten all
+                    known.pop(oldest, None)
             known[layouts] = False
             return self.run(*args)
         if replay.is_hooked():
@@ -56,8 +57,20 @@ def is_replayable(first: Tensor) -> bool:
         and torch.version.hip is None
         and torch._C._len_torch_dispatch_stack() == 0
         and first.device.index == torch.cuda.current_device()
-        and find_spec("triton") is not None
+        and _has_triton()
     )
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def _replay() -> Any:
+    from tilemoe.kernels.triton import replay  # not on every machine
+
+    return replay
 
 
 def _precision(dtype: torch.dtype) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 
 _RELEASE = "3.6."
-_MAX_ENCODED = 1024  # addresses of one operand of one launch: layers times the places where their activations come
+_MAX_ENCODED = 256  # addresses of one operand of one launch: layers times the places where their activations come
 
 
 class Direct(NamedTuple):

@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
         x, y, z = (*grid, 1, 1)[:3]
         step = _Launched(kernel, (x, y, z), template, pointers, descriptors)
         how = direct(kernel)
-        self._steps.append(step if how is None else _directly(step, how))
+        self._steps.append(step if how is None or len(how.metadata) != len(descriptors) else _directly(step, how))
 
     def spoil(self, problem: str) -> None:
         """The call does what cannot be repeated."""
