@@ -16,7 +16,9 @@ import gpu_layers
 import pytest
 import torch
 from gpu_layers import LAYERS, assert_equal, compilations, make_input, make_layer, step
+from torch import Tensor
 
+from tilemoe.layers.moe import MoE
 from tilemoe.testing import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +73,45 @@ def test_a_captured_layer_routes_what_it_is_given(name: str) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert_equal(captured, expected[index], f"input {index}")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_captured_training_step_trains_as_it_does_without_capture(name: str) -> None:
+    """Forward, losses, backward and the optimiser in one graph; the weights that it leaves are the same to the bit."""
+    layers = [make_layer(name) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-3, eps=1e-3, capturable=True) for layer in layers]
+    batches = [tuple(tensor.detach() for tensor in make_input(layers[0], 500, seed)) for seed in range(4)]
+    x, target = (tensor.clone() for tensor in batches[0])
+    for _ in range(2):
+        training_step(layers[1], optimizers[1], x, target)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            training_step(layers[0], optimizers[0], x, target)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        loss = training_step(layers[0], optimizers[0], x, target)
+    losses = []
+    for given in batches[1:] + batches[:1]:
+        x.copy_(given[0])
+        target.copy_(given[1])
+        graph.replay()
+        losses.append(float(loss))
+        assert losses[-1] == float(training_step(layers[1], optimizers[1], x, target))
+    assert len(set(losses)) == len(losses)
+    captured, expected = (layer.state_dict() for layer in layers)
+    assert_equal(captured, expected)
+    assert not torch.equal(captured["experts.w1"], make_layer(name).state_dict()["experts.w1"])
+
+
+def training_step(layer: MoE, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    out = layer(x)
+    loss = (out.hidden.float() - target.float()).square().mean() + out.aux_loss
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 def test_streams_at_once() -> None:
