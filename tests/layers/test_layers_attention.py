@@ -113,6 +113,38 @@ def test_scores_depend_on_distance_alone() -> None:
     assert not torch.isclose(products[0], (q * k).sum())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rotation_and_its_gradient(dtype: torch.dtype) -> None:
+    """Each pair (i, i + D/2) as one complex number, times e^(i angle)."""
+    torch.manual_seed(0)
+    x, d_out = torch.randn(2, 2, 7, 3, 8, dtype=dtype)
+    x.requires_grad_()
+    cos, sin = angles(7, 5, torch.float64 if dtype == torch.float64 else torch.float32)
+    out = rotate(x, cos, sin, dtype)
+    (dx,) = torch.autograd.grad(out, x, d_out)
+    assert out.dtype == dx.dtype == dtype
+    turn = torch.complex(cos.double(), sin.double())
+    for got, start, by in ((out, x, turn), (dx, d_out, turn.conj())):
+        first, second = start.detach().double().chunk(2, dim=-1)
+        want = torch.complex(first, second) * by
+        tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+        assert relative_error(got.detach().double(), torch.cat((want.real, want.imag), dim=-1)) < tolerance
+
+
+def test_rotation_in_the_wider_dtype_where_none_is_asked_for() -> None:
+    cos, sin = angles(4)
+    assert rotate(torch.randn(1, 4, 2, 8).bfloat16(), cos, sin).dtype == torch.float32
+    assert rotate(torch.randn(1, 4, 2, 8).double(), cos, sin).dtype == torch.float64
+
+
+def test_rotation_keeps_nothing_but_angles() -> None:
+    x = torch.randn(2, 64, 3, 8).bfloat16().requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        rotate(x, *angles(64), torch.bfloat16)
+    assert [tuple(t.shape) for t in kept] == [(64, 1, 4)] * 2
+
+
 @pytest.mark.parametrize("steps", [[10], [1] * 10, [4, 6], [3, 1, 1, 5], [9, 1]])
 def test_cache_gives_what_one_pass_gives(steps: list[int]) -> None:
     attention = make(torch.float32)

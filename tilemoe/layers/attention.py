@@ -7,10 +7,12 @@ H query heads · H_kv key and value heads
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tilemoe.config import ModelConfig
 from tilemoe.layers.norm import RMSNorm
@@ -67,10 +69,40 @@ def rotary_angles(
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn (..., S, H, D) queries or keys by the angles (S, 1, D/2), in the angles' dtype or a wider one."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Turn (..., S, H, D) queries or keys by the angles (S, 1, D/2), in the angles' dtype or a wider one.
+
+    dtype: of the result, which is rounded once; None: that of the turning. Differentiable once, in x.
+    """
+    turned: Tensor = _Rotation.apply(x, cos, sin, dtype or torch.promote_types(x.dtype, cos.dtype))
+    return turned
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back. Autograd's own would pass over memory seven times as often as
+    x is long, in fp32 where the angles are, since each product and each sum has a gradient of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _turned(x, cos, sin).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(d_out, cos, -sin).to(ctx.dtype), None, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = x * torch.cat((cos, cos), dim=-1)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    out_first.addcmul_(second, sin, value=-1)
+    out_second.addcmul_(first, sin)
+    return out
 
 
 class Attention(nn.Module):
@@ -110,8 +142,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
         """x (B, S, d) -> (B, S, d), attending to the cache's tokens too; ``angles`` are those of the S positions."""
         values = self._heads(self.v_proj(x))
-        queries = rotate(self._normed(self.q_proj(x), self.q_norm), *angles).to(values.dtype).transpose(1, 2)
-        keys = rotate(self._normed(self.k_proj(x), self.k_norm), *angles).to(values.dtype).transpose(1, 2)
+        queries = rotate(self._normed(self.q_proj(x), self.q_norm), *angles, values.dtype).transpose(1, 2)
+        keys = rotate(self._normed(self.k_proj(x), self.k_norm), *angles, values.dtype).transpose(1, 2)
         values = values.transpose(1, 2)
         mask, causal = None, True
         if cache is not None:
