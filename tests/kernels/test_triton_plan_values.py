@@ -107,6 +107,19 @@ def test_fp64_scores_are_not_rounded() -> None:
     assert float(combined(rows, s, plan)) == 2.0**-28
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_coarse_scores_are_read_as_they_are(dtype: torch.dtype) -> None:
+    """To the bit what they give as fp32, by either set of kernels: sums are never taken in less."""
+    plan = plan_topk(random_ids(13, 8, 40), 40)
+    for score_dtype in (FP16,) if INTERPRETED else (FP16, BF16):
+        rows, s = rows_of(plan, 24, dtype), scores_of(plan).to(score_dtype)
+        assert torch.equal(combined(rows, s, plan), combined(rows, s.float(), plan))
+        out, expected = rows.new_empty(13, 24), rows.new_empty(13, 24)
+        torch_mlp.combine(rows.nan_to_num(), s.nan_to_num(), plan, out)
+        torch_mlp.combine(rows.nan_to_num(), s.float().nan_to_num(), plan, expected)
+        assert torch.equal(out, expected)
+
+
 def test_slices_of_the_width_make_the_whole() -> None:
     plan = plan_topk(random_ids(11, 4, 6), 6)
     rows, s = rows_of(plan, 80, FP16), scores_of(plan)

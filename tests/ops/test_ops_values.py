@@ -174,6 +174,17 @@ def test_scores_finer_than_bf16_are_felt() -> None:
     assert not torch.equal(o[0], o[1])
 
 
+@pytest.mark.parametrize("score_dtype", DTYPES, ids=str)
+def test_inference_takes_scores_as_they_are_and_gives_the_same(score_dtype: torch.dtype) -> None:
+    plan = PLANS["random"]
+    for dtype in DTYPES:
+        inputs = make_inputs(plan, 16, 8, dtype=dtype)
+        inputs["scores"] = inputs["scores"].to(score_dtype)
+        with torch.no_grad():
+            o = moe(plan=plan, **inputs)
+        assert torch.equal(o, forward_and_grads(moe, inputs, plan)["o"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fp64_scores_of_coarser_inputs_are_summed_in_fp64(dtype: torch.dtype) -> None:
     plan = plan_pairs(torch.tensor([0, 0]), torch.tensor([1, 1]), 1, 2)

@@ -45,8 +45,8 @@ class DownProj(Protocol):
 
 class Combine(Protocol):
     def __call__(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
-        """F3: ``o_t`` = sum over the token's rows of score times y, accumulated in s's dtype. y (R_max, c) contiguous;
-        o (T, c) of y's dtype, rows of any stride, is written.
+        """F3: ``o_t`` = sum over the token's rows of score times y, in fp32, or fp64 where s or y is. s of any float
+        dtype; y (R_max, c) contiguous; o (T, c) of y's dtype, rows of any stride, is written.
         """
         ...
 

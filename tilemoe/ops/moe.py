@@ -61,7 +61,9 @@ def moe(
     _check_tensors(x, w1, w2, b1, b2, spec.width_factor)
     _check_plan(x, w1, plan, scores)
     name = _kernels_name(kernels, w2)
-    s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
+    s = scores.reshape(-1)
+    if is_differentiable(x, w1, w2, s, b1, b2):  # otherwise only `combine` reads them, and upcasts as it does
+        s = s.to(torch.promote_types(s.dtype, compute_dtype(x.dtype)))
     s = s.contiguous()  # kernels index it by position; of one column, or of an expanded tensor, reshape is a view
     inputs = (x, w1, w2, s, b1, b2)
     keep_h = recompute is None and is_differentiable(*inputs)

@@ -37,11 +37,12 @@ def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Te
 
 
 def combine(y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
-    """F3: to o (T, c), each token's rows of y (R_max, c) times their scores, summed in s's dtype."""
+    """F3: to o (T, c), each token's rows of y (R_max, c) times their scores; sums in fp32, or fp64 where s or y is."""
     if plan.capacity == 0:
         o.zero_()
     else:
-        _sum_rows_of_token(y, s.index_select(0, plan.pair_of_row), plan, o)
+        work = torch.promote_types(s.dtype, compute_dtype(y.dtype))
+        _sum_rows_of_token(y, s.index_select(0, plan.pair_of_row).to(work), plan, o)
 
 
 def down_proj_act_grad(

@@ -6,6 +6,7 @@ T tokens · d hidden_size · K experts per token · P pairs · R_max row capacit
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +23,8 @@ _BYTES_OF_THREAD = 32  # two wide loads of each row: faster than one, by 5 to 8%
 def combine(y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
     """F3: to o (T, c), the sum over t's rows of score times y (R_max, c), 0 for a token without rows.
 
-    s (P) fp32 or fp64, in the caller's order; sums are taken in its dtype and in the order of the token's pairs.
+    s (P) of any float dtype, in the caller's order; sums are taken in fp32, or fp64 where s is, in the order of the
+    token's pairs.
     """
     _combine(y, s, plan, o)
 
@@ -69,6 +71,7 @@ def combine_launch(out: Tensor, rows: Tensor, s: Tensor | None, plan: RoutingPla
         },
         {
             "HAS_SCORES": s is not None,
+            "ACCUMULATED_IN": tl.float64 if s is not None and s.dtype == torch.float64 else tl.float32,
             "PAIRS_PER_TOKEN": pairs_per_token,
             "UNROLL": _unroll(pairs_per_token),
             "BLOCK_D": block,
@@ -97,6 +100,7 @@ def combine_kernel(
     stride_out,
     stride_row,
     HAS_SCORES: tl.constexpr,
+    ACCUMULATED_IN: tl.constexpr,
     PAIRS_PER_TOKEN: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -113,7 +117,7 @@ def combine_kernel(
     else:
         first = tl.load(pair_start_of_token + token)
         count = tl.load(pair_start_of_token + token + 1) - first
-    acc = tl.zeros((BLOCK_D,), dtype=s.dtype.element_ty if HAS_SCORES else tl.float32)
+    acc = tl.zeros((BLOCK_D,), dtype=ACCUMULATED_IN)
     for start in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):
             pair = first + start + i
@@ -124,7 +128,8 @@ def combine_kernel(
                 position = pair
                 if PAIRS_PER_TOKEN == 0:
                     position = tl.load(pair_of_row + row, mask=row >= 0, other=0)
-                acc += value.to(acc.dtype) * tl.load(s + position, mask=row >= 0, other=0.0)
+                score = tl.load(s + position, mask=row >= 0, other=0.0)
+                acc += value.to(acc.dtype) * score.to(acc.dtype)
             else:
                 acc += value.to(acc.dtype)
     tl.store(out + token.to(tl.int64) * stride_out + col, acc.to(out.dtype.element_ty), mask=inside)
