@@ -16,6 +16,7 @@ from torch import Tensor
 import tilemoe.kernels.hopper.kernel_set  # noqa: F401  # before the fake is installed, as all that launches
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.triton import plan as triton_plan  # noqa: F401
+from tilemoe.kernels.triton import plan_few  # noqa: F401
 from tilemoe.ops import library
 from tilemoe.ops.replayed import Replayed
 from tilemoe.routing.build import plan_pairs, plan_topk
@@ -105,7 +106,9 @@ CASES = {
     "hopper, bias": Case(bias=True),
     "hopper, ungated": Case(activation="relu2"),
     "hopper, pairs": Case(pairs=True),
+    "hopper, many rows": Case(tokens=100),  # the others have few, which inference has kernels of its own for
     "triton": Case("triton"),
+    "triton, many rows": Case("triton", bias=True, tokens=100),
     "triton, bias, interleaved": Case("triton", "swiglu_oai", "interleaved", bias=True),
     "triton, ungated, turned": Case("triton", "gelu", turned=True, bias=True),
     "triton, fp32": Case("triton", dtype=FP32, extra=8, pairs=True),

@@ -25,7 +25,7 @@ from replayed_cases import (
 )
 from torch import Tensor
 
-from tilemoe.kernels.triton import launcher, replay
+from tilemoe.kernels.triton import launcher, plan_few, replay
 from tilemoe.kernels.triton.plan import plan_topk as triton_plan_topk
 from tilemoe.ops import library, lora, router
 from tilemoe.ops.replayed import Replayed
@@ -85,7 +85,8 @@ def test_select_grad(balance: bool, z: bool, spread: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("extra", [0, 1])
 def test_plan_topk(dtype: torch.dtype, extra: int) -> None:
-    assert_repeated(triton_plan_topk, lambda: (torch.zeros(300, 2 + extra, dtype=dtype)[:, :2], 8))
+    for build in (triton_plan_topk, plan_few.plan_topk):
+        assert_repeated(build, lambda: (torch.zeros(300, 2 + extra, dtype=dtype)[:, :2], 8))
 
 
 @pytest.mark.parametrize("name", RUNS)
