@@ -13,7 +13,7 @@ NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
 OLDEST_TRANSFORMERS := 5.7.0
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
-COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py)
+COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py few_rows.py)
 
 .PHONY: env demo test newest-triton oldest-transformers check lint types wheel clean
 
