@@ -206,6 +206,7 @@ def measure(
         "losses": [round(found.loss, 5) for found in stats],
         "grad_norms": [round(found.grad_norm, 5) for found in stats],
         "expert_load": max(stats[-1].expert_load, default=None),
+        "tile_waste": max(stats[-1].tile_waste, default=None),
     }
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
+from tilemoe.parallel.expert import rows_of_experts
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.parallel.mesh import Meshes, build_meshes
 from tilemoe.parallel.model import parallelize
@@ -232,6 +233,18 @@ def check_training() -> None:
         assert error(whole(got), want) < 1e-9, name
     for want, got in zip(one.buffers(), many.buffers(), strict=True):
         assert torch.equal(got, want)
+
+
+def check_rows_of_experts() -> None:
+    """Counts of the processes that share a layer's experts add up; without expert parallelism each has its own."""
+    mine = torch.arange(2 * E, device=device_of_rank()).view(2, E) + dist.get_rank()
+    pairs = {"expert": 2 * mine + (1 if dist.get_rank() % 2 == 0 else -1), "none": mine}
+    for name, config in (("expert", EP_FSDP), ("none", FSDP)):
+        model = make_model(torch.float32)
+        parallelize(model, meshes_of(config))
+        kept = mine.clone()
+        assert torch.equal(rows_of_experts(model, mine), pairs[name])
+        assert torch.equal(mine, kept)
 
 
 def check_from_meta() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tilemoe.config import TokenRounding
 from tilemoe.data import Prepared, prepare, sequential_windows
 from tilemoe.train.checkpoint import CheckpointError, list_checkpoints, open_checkpoint
 from tilemoe.train.config import Recipe
@@ -82,6 +83,28 @@ def test_the_selection_bias_moves_once_per_step_from_all_micro_batches(
     assert counts.shape == (2, 4)
     assert counts.sum(1).tolist() == [recipe.tokens_per_step * 2] * 2
     assert rate == 0.01
+
+
+@pytest.mark.parametrize("tile", [None, 16])
+def test_load_and_waste_are_of_all_micro_batches(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tile: int | None
+) -> None:
+    """The load over the whole step; the waste of each micro-batch by itself, as its products are, in the tile of a GPU
+    or the one that rows are rounded to."""
+    moe = moe_recipe.model.moe
+    assert moe is not None
+    rounding = None if tile is None else TokenRounding("nearest", tile)
+    model = replace(moe_recipe.model, moe=replace(moe, rounding=rounding))
+    trainer = trainer_of(replace(moe_recipe, model=model, train=replace(moe_recipe.train, accumulation=2)))
+    seen: list[torch.Tensor] = []
+    trainer.model.register_forward_hook(lambda module, args, out: seen.append(out.tokens_per_expert.clone()))
+    stats = trainer.train_step()
+    rows = torch.stack(seen).double()
+    assert rows.shape == (2, 2, 4)
+    assert stats.expert_load == pytest.approx((rows.sum(0).amax(1) / rows.sum(0).mean(1)).tolist(), abs=1e-4)
+    padded = 128 * torch.ceil(rows / 128)
+    expected = [0.0, 0.0] if tile else (padded.sum((0, 2)) / rows.sum((0, 2)) - 1).tolist()
+    assert stats.tile_waste == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("poison", ["weights", "gradient"])

@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 
 def stats(step: int, load: list[float]) -> StepStats:
-    return StepStats(step, 1000 * step, 1.23456, 0.0, 1e-3, 0.5, load)
+    return StepStats(step, 1000 * step, 1.23456, 0.0, 1e-3, 0.5, load, [0.041] * len(load))
 
 
 def drive(reporter: Reporter) -> None:
@@ -41,7 +41,7 @@ def test_plain_lines_come_every_log_every_steps_and_at_the_end() -> None:
     drive(PlainReporter(stream, 2))
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["2/5", "4/5", "5/5"]
-    assert lines[0] == "step 2/5  loss 1.2346  34.1k tokens/s  expert load 1.50x mean  eta 1:01"
+    assert lines[0] == "step 2/5  loss 1.2346  34.1k tokens/s  load 1.50x  pad 4.1%  eta 1:01"
     assert lines[-1] == "held-out [bold]1.20[/bold]"
 
 

@@ -5,7 +5,8 @@ E experts · e experts of a process
 
 from __future__ import annotations
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -31,3 +32,16 @@ def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
             divided = DTensor.from_local(share, mesh, [Shard(0)], run_check=False)
             layer.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
         layer.dispatcher = dispatcher
+
+
+def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
+    """(..., E) rows that each expert computes, of ``module``'s counts (..., E) of this process' tokens: under expert
+    parallelism those of all processes that share its layers' experts, which all call it.
+    """
+    dispatchers = (layer.dispatcher for layer in module.modules() if isinstance(layer, Experts))
+    groups = [dispatcher.group for dispatcher in dispatchers if isinstance(dispatcher, AllToAllDispatcher)]
+    if not groups:
+        return tokens_per_expert
+    rows = tokens_per_expert.clone()
+    dist.all_reduce(rows, group=groups[0])
+    return rows

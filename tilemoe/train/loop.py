@@ -23,6 +23,7 @@ from torch import Tensor
 from tilemoe.data import Prepared, Sampler
 from tilemoe.data.shards import read_index
 from tilemoe.models.flops import flops_per_token
+from tilemoe.parallel.expert import rows_of_experts
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.train.checkpoint import Checkpoint, TrainState, list_checkpoints, save_checkpoint
@@ -41,6 +42,7 @@ from tilemoe.train.whole_state import is_shared
 if TYPE_CHECKING:
     from tilemoe.models.decoder import DecoderLM
 
+GPU_TILE = 128  # rows of a tile of the GPU kernels' products
 _SPEED_MEMORY = 0.9  # of the moving average of a step's seconds
 
 
@@ -78,6 +80,8 @@ class Trainer:
         self._group = (
             None if job.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.train.timeout))
         )
+        moe = recipe.model.moe
+        self._tile = GPU_TILE if moe is None or moe.rounding is None else moe.rounding.tile
         self._peak = peak_flops(device, recipe.train.precision)
         self._gathered_in_bf16 = is_shared(model) and recipe.parallel.param_dtype == "bfloat16"
 
@@ -135,11 +139,14 @@ class Trainer:
         optim, train = self.recipe.optim, self.recipe.train
         lr = learning_rate(self.step, train.steps, optim)
         set_learning_rate(self.optimizer, lr)
-        loss, aux_loss, counts = self._accumulate()
+        loss, aux_loss, parts = self._accumulate()
+        counts = parts.sum(0)
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
         own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
+        load = _expert_load(sum_of_processes(counts, self.job))
+        waste = _tile_waste(rows_of_experts(self.model, parts), self._tile)
         # The step's one read from the device, which then works on the update while the next step is being launched.
-        values = values_of_processes(torch.cat([own, _expert_load(sum_of_processes(counts, self.job))]), self.job)
+        values = values_of_processes(torch.cat([own, load, waste]), self.job)
         self._require_finite(values)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -147,12 +154,14 @@ class Trainer:
             self.model.update_selection_bias(counts, train.selection_bias_rate)
         self.step += 1
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
-        load = [round(value, 4) for value in values[0][3:]]
-        mean_loss, mean_aux_loss = (sum(row[i] for row in values) / len(values) for i in range(2))
-        return StepStats(self.step, self.tokens, mean_loss, mean_aux_loss, lr, values[0][2], load)
+        means = [sum(column) / len(values) for column in zip(*values, strict=True)]
+        layers = [round(value, 4) for value in means[3:]]
+        per_layer = layers[: len(load)], layers[len(load) :]
+        return StepStats(self.step, self.tokens, means[0], means[1], lr, values[0][2], *per_layer)
 
     def _accumulate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss, tokens per expert.
+        """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss and, of each
+        micro-batch, (layers, experts) tokens.
 
         Over processes gradients are summed, and all have as many labels: each takes its part of the mean.
         """
@@ -167,7 +176,7 @@ class Trainer:
             losses.append(out.loss.detach())
             aux_losses.append(out.aux_loss.detach())
             counts.append(out.tokens_per_expert.to(torch.int64))
-        return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), torch.stack(counts).sum(0)
+        return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), torch.stack(counts)
 
     def _require_finite(self, values: list[list[float]]) -> None:
         for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):
@@ -296,3 +305,13 @@ def _expert_load(counts: Tensor) -> Tensor:
     if not counts.numel():
         return counts.new_empty(0, dtype=torch.float64)
     return counts.amax(1).double() / counts.double().mean(1).clamp(min=1e-9)
+
+
+def _tile_waste(rows: Tensor, tile: int) -> Tensor:
+    """Per MoE layer, the rows by which experts' rows padded to ``tile`` exceed them, over these; (micro-batches,
+    layers, experts) -> (layers,) fp64.
+    """
+    if not rows.numel():
+        return rows.new_empty(0, dtype=torch.float64)
+    padding = -rows % tile
+    return padding.sum((0, 2)).double() / rows.sum((0, 2)).clamp(min=1)

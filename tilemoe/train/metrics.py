@@ -3,7 +3,8 @@
 Two kinds of record, told apart by ``kind``; everything except the ``TIMING_FIELDS`` is a function of the recipe:
 
 * ``train``: step, tokens, loss (cross-entropy, nats/token), aux_loss, lr, grad_norm, expert_load (per MoE layer, the
-  busiest expert's share over the mean), seconds, tokens_per_second (of all processes), mfu (see
+  busiest expert's share over the mean), tile_waste (per MoE layer, by how much rows padded to the GPU's tiles exceed
+  the rows: what token rounding saves), seconds, tokens_per_second (of all processes), mfu (see
   `tilemoe.train.progress.Speed`; null where the device's rate is unknown);
 * ``eval``: step, nats_per_token, nats_per_byte (null where unknown), tokens, whole_split, tokens_per_expert (MoE layers
   x experts), seconds.

@@ -23,6 +23,7 @@ class StepStats:
     lr: float
     grad_norm: float
     expert_load: list[float]  # per MoE layer: busiest expert / mean; empty for a dense model
+    tile_waste: list[float]  # per MoE layer: padding to whole tiles / rows
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ class Speed:
 
 
 def summary(stats: StepStats, speed: Speed) -> str:
-    """The numbers worth watching, in one short line."""
+    """The numbers worth watching in one short line: of the experts the worst layer's load and the mean padding."""
     text = f"loss {stats.loss:.4f}  {speed}"
-    return text + (f"  expert load {max(stats.expert_load):.2f}x mean" if stats.expert_load else "")
+    if stats.expert_load:
+        waste = sum(stats.tile_waste) / len(stats.tile_waste)
+        text += f"  load {max(stats.expert_load):.2f}x  pad {waste:.1%}"
+    return text
 
 
 def duration(seconds: float) -> str:
