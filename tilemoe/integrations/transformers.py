@@ -211,7 +211,9 @@ def _as_arguments(spec: ActivationSpec) -> _Activation:
 def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
     """The first of these attributes that is a positive number, which is what a limit or an alpha is."""
     for name in names:
-        value = getattr(module, name, None)
+        value = vars(module).get(name)
+        if value is None and hasattr(type(module), name):  # of a module itself, a miss takes a microsecond
+            value = getattr(module, name)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
             return float(value)
     return None
