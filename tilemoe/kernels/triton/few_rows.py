@@ -163,10 +163,10 @@ def up_proj_act_few_rows_kernel(
         column += PARTS * col
     else:
         column = col + column % BLOCK_N + column // BLOCK_N * n  # gate's, then up's
-    # Rows past the expert's end compute its last row again, and are not stored.
-    token = tl.load(token_of_row + tl.minimum(row + tl.arange(0, BLOCK_M), end - 1))
+    used = row + tl.arange(0, BLOCK_M) < end
+    token = tl.load(token_of_row + row + tl.arange(0, BLOCK_M), mask=used, other=0)
     h = _multiply(
-        line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), True), weight, expert, column, d, PARTS * n,
+        line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), True), used, weight, expert, column, d, PARTS * n,
         stride_we, stride_win, stride_wout, WIDE_LOADS, EVEN, PRECISION, APART, BLOCK_M, PARTS * BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
@@ -214,9 +214,9 @@ def down_proj_few_rows_kernel(
         return
     col = tl.program_id(1) * BLOCK_N
     column = col + tl.arange(0, BLOCK_N)
-    line = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1)
+    line = row + tl.arange(0, BLOCK_M)
     value = _multiply(
-        line_pointers(a, line, n, tl.arange(0, BLOCK_K), True), weight, expert, column, n, d,
+        line_pointers(a, line, n, tl.arange(0, BLOCK_K), True), line < end, weight, expert, column, n, d,
         stride_we, stride_win, stride_wout, WIDE_LOADS, EVEN, PRECISION, APART, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
@@ -242,11 +242,14 @@ def _tile(row_start_of_expert, index, num_experts, BLOCK_M: tl.constexpr, BLOCK_
 
 @triton.jit
 def _multiply(
-    left, weight, expert, column, width_in, width_out, stride_we, stride_win, stride_wout,
+    left, used, weight, expert, column, width_in, width_out, stride_we, stride_win, stride_wout,
     WIDE_LOADS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(BM, BN) fp32: the rows at ``left`` (BM, BK) times the columns ``column`` (BN) of one expert's (in, out)."""
+    """(BM, BN) fp32: the rows at ``left`` (BM, BK) times the columns ``column`` (BN) of one expert's (in, out).
+
+    Only the rows ``used`` are read: most of a tile may be none, and reading them would add a quarter to the bytes.
+    """
     if WIDE_LOADS == "in":
         stride_we, stride_wout = stride_we // 8 * 8, stride_wout // 8 * 8
     elif WIDE_LOADS == "out":
@@ -259,12 +262,12 @@ def _multiply(
         # The weight first: its address is known before that of the rows.
         if EVEN:
             columns = tl.load(right + tl.cast(k, tl.int64) * stride_win)
-            rows = tl.load(left + k)
+            rows = tl.load(left + k, mask=used[:, None], other=0.0)
         else:
             inside = k + step < width_in
             mask = inside[:, None] & (column < width_out)[None, :]
             columns = tl.load(right + tl.cast(k, tl.int64) * stride_win, mask=mask, other=0.0)
-            rows = tl.load(left + k, mask=inside[None, :], other=0.0)
+            rows = tl.load(left + k, mask=used[:, None] & inside[None, :], other=0.0)
         acc = multiply_add(rows, columns, acc, PRECISION, APART)
     return acc
 
