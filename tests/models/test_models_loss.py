@@ -100,6 +100,19 @@ def test_no_labels_at_all_is_zero(tokens: int) -> None:
     assert not weight.grad.any()
 
 
+def test_a_token_without_a_label_counts_for_nothing_whatever_it_holds() -> None:
+    hidden, weight, labels = make()
+    labels[2] = -100
+    wanted = torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels), (hidden, weight))
+    with torch.no_grad():
+        hidden[2] = float("nan")
+    loss = chunked_cross_entropy(hidden, weight, labels)
+    assert loss.isfinite()
+    for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        assert torch.equal(got, want)
+    assert not wanted[0][2].any()
+
+
 def test_graph_can_be_used_twice() -> None:
     hidden, weight, labels = make()
     loss = chunked_cross_entropy(hidden, weight, labels)

@@ -90,14 +90,16 @@ def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chun
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight: Tensor | None = None
         for chunk in _chunks(hidden.shape[0], max(1, max_chunk_logits // weight.shape[0])):
-            part = hidden.detach()[chunk].to(dtype)
+            ignored = (labels[chunk] == IGNORED)[:, None]
+            # Tokens without a label are left out of what is small, (C, d): as zeros they add nothing to d_weight.
+            part = hidden.detach()[chunk].to(dtype).masked_fill(ignored, 0.0)
             logits = part @ matrix.t()
             chunk_loss, d_logits = _chunk_loss(logits, labels[chunk], accumulate)
             loss += chunk_loss
             del logits
             d_logits = d_logits.to(dtype)
             if d_hidden is not None:
-                d_hidden[chunk] = d_logits @ matrix
+                d_hidden[chunk] = (d_logits @ matrix).masked_fill_(ignored, 0.0)
             if want_weight:
                 term = (d_logits.t() @ part).to(accumulate)
                 d_weight = term if d_weight is None else d_weight.add_(term)
@@ -107,14 +109,17 @@ def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chun
 
 
 def _chunk_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(summed loss, its gradient (C, V) in the logits) in ``dtype``; one (C, V) buffer in all."""
+    """(summed loss, its gradient (C, V) in the logits) in ``dtype``; one (C, V) buffer in all.
+
+    The gradient of a token without a label is not its own, 0, but as if it had label 0.
+    """
     real = labels != IGNORED
     target = labels.clamp(min=0)[:, None]
     log_probs = torch.log_softmax(logits, dim=-1, dtype=dtype)
     loss = -torch.where(real, log_probs.gather(1, target)[:, 0], 0.0).sum()
     d_logits = log_probs.exp_()
     d_logits.scatter_add_(1, target, torch.full_like(target, -1, dtype=dtype))
-    return loss, d_logits.masked_fill_(~real[:, None], 0.0)
+    return loss, d_logits
 
 
 def _chunks(count: int, largest: int) -> list[slice]:
