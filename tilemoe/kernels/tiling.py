@@ -1,6 +1,7 @@
 """Which tile each GEMM computes per step: a pure function of the kernel, its widths, the dtype and the GPU.
 
-Nothing is tuned at run time, and the number of tokens takes no part, so that a new batch size compiles nothing.
+Nothing is tuned at run time, and the number of tokens takes no part, so that a new batch size compiles nothing. Only
+inference with few rows per expert has tiles of its own, two of them (`few_rows`).
 
 M rows of a tile · N its columns · K the step of the contraction · T tokens (varlen) · E experts
 """
