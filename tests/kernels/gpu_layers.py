@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -92,6 +93,20 @@ def step(layer: Any, x: Tensor, do: Tensor) -> dict[str, Tensor]:
         "tokens_per_expert": out.tokens_per_expert,
         **dict(zip(["dx", *parameters], grads, strict=True)),
     }
+
+
+@contextmanager
+def never_repeated() -> Iterator[None]:
+    """No operator is repeated from a recording inside.
+
+    Not by a Mock's return value: it would keep the tensors that it is asked about, so their graphs, so their streams.
+    """
+
+    def is_replayable(first: Tensor) -> bool:
+        return False
+
+    with mock.patch("tilemoe.ops.replayed.is_replayable", is_replayable):
+        yield
 
 
 def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: object = "") -> None:

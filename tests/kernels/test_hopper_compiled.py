@@ -17,6 +17,7 @@ from tilemoe.kernels.hopper import launches
 from tilemoe.kernels.hopper.choose import (
     ACT_GRAD_ACTIVATIONS,
     MAX_CONTRACTION,
+    MAX_WIDTH_OF_DH,
     SHAPES,
     is_faster,
     problem_of_gpu,
@@ -110,7 +111,9 @@ def test_here_they_run() -> None:
 
 def test_long_contractions_stay_portable() -> None:
     for name, longest in MAX_CONTRACTION.items():
-        assert is_faster(name, (4096, 4096), longest)
-        assert not is_faster(name, (4096, 4096), longest + 1)
-    assert is_faster("down_proj_act_grad", (7168, 2048), 7168), "its epilogue is never small"
-    assert not is_faster("down_proj", (512, 32), 512), "narrow"
+        assert is_faster(name, longest, 4096)
+        assert not is_faster(name, longest + 1, 4096)
+    assert is_faster("up_proj_weight_grad", 4096, MAX_WIDTH_OF_DH)
+    assert not is_faster("up_proj_weight_grad", 4096, MAX_WIDTH_OF_DH + 1)
+    assert is_faster("down_proj_act_grad", 7168, 2048), "its epilogue is never small"
+    assert not is_faster("down_proj", 512, 32), "narrow"

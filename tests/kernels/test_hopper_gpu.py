@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gpu_layers import never_repeated
 from triton_checks import Case, assert_kernels_agree, run_kernels
 
 from tilemoe.config import MoEConfig
@@ -55,8 +56,7 @@ def launched() -> Iterator[set[str]]:
         run(launch)
 
     # What is repeated of an operator launches by itself.
-    never = mock.patch("tilemoe.ops.replayed.is_replayable", return_value=False)
-    with never, mock.patch.object(Launch, "run", note):
+    with never_repeated(), mock.patch.object(Launch, "run", note):
         yield names
 
 

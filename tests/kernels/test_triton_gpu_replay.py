@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from gpu_layers import LAYERS, assert_equal, make_input, make_layer, step
+from gpu_layers import LAYERS, assert_equal, make_input, make_layer, never_repeated, step
 from torch import Tensor
 
 from tilemoe.kernels.triton.replay import Recording
@@ -40,7 +40,7 @@ def repeated() -> Iterator[list[Recording]]:
 
 def alone(layer: Any, x: Tensor, do: Tensor) -> dict[str, Tensor]:
     """A step without recordings of a MoE, or of its compiled form."""
-    with mock.patch("tilemoe.ops.replayed.is_replayable", return_value=False):
+    with never_repeated():
         return step(layer, x, do)
 
 
@@ -63,7 +63,7 @@ def test_inference(name: str, repeated: list[Recording]) -> None:
         x, _ = make_input(layer, 711, seed)
         with torch.inference_mode():
             found = layer(x).hidden
-        with mock.patch("tilemoe.ops.replayed.is_replayable", return_value=False), torch.no_grad():
+        with never_repeated(), torch.no_grad():
             assert torch.equal(found, layer(x).hidden)
     assert repeated
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilemoe.kernels.triton import launch
+from tilemoe.kernels.triton.kernel_set import _by_token as by_token
 
 
 def arguments() -> list[Any]:
@@ -47,3 +48,15 @@ def test_what_triton_compiles_apart_has_another_key(
 
 def test_a_size_that_varies_has_few_keys() -> None:
     assert len({launch._specialisation(size) for size in range(2, 1000)}) == 2
+
+
+def test_a_gathered_operand_at_an_odd_address_is_copied() -> None:
+    wide = torch.randn(40, 80).to(torch.bfloat16)
+    as_they_are = [wide, wide[:, 8:72], wide[3:], wide[:, :8]]
+    assert all(by_token(rows) is rows for rows in as_they_are)
+    shifted = torch.empty(40 * 64 + 3, dtype=torch.bfloat16)[3:].view(40, 64)
+    for rows in (wide[:, 3:67], shifted.copy_(wide[:, :64]), wide.t(), torch.randn(40, 84).bfloat16()[:, :64]):
+        copy = by_token(rows)
+        assert torch.equal(copy, rows)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0

@@ -71,7 +71,7 @@ def down_proj_act_grad(
         device is not None
         and _has_halves(spec)
         and spec.name in ACT_GRAD_ACTIVATIONS
-        and is_faster("down_proj_act_grad", w2.shape[1:], contraction=w2.shape[1])
+        and is_faster("down_proj_act_grad", *w2.shape[1:])
         and _is_copyable(do)
         and _describable_weight(w2, device)
         and can_describe_rows(device, h)
@@ -134,7 +134,7 @@ def _serves_up_proj(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan,
     device = _device(x, plan, d, n)
     return (
         device is not None
-        and is_faster("up_proj_act", (d, n), contraction=d)
+        and is_faster("up_proj_act", d, n)
         and _is_copyable(x)
         and can_describe(w1.unflatten(1, (2, n)), device)
     )
@@ -145,7 +145,7 @@ def _serves_rows(kernel: Kernel, rows: Tensor, weight: Tensor, plan: RoutingPlan
     device = _device(rows, plan, *weight.shape[1:])
     return (
         device is not None
-        and is_faster(kernel, weight.shape[1:], contraction=weight.shape[1])
+        and is_faster(kernel, *weight.shape[1:])
         and can_describe_rows(device, rows)
         and _describable_weight(weight, device)
     )
@@ -156,7 +156,7 @@ def _serves_weights(kernel: Kernel, by_token: Tensor, by_row: Tensor, plan: Rout
     device = _device(by_row, plan, *widths)
     return (
         device is not None
-        and is_faster(kernel, widths, contraction=plan.capacity // plan.num_experts)
+        and is_faster(kernel, *widths)
         and _is_copyable(by_token)
         and can_describe_rows(device, by_row)
     )

@@ -178,8 +178,12 @@ def tiles_of(rows: Tensor, plan: RoutingPlan, device: Device) -> TileList:
 
 
 def _by_token(t: Tensor) -> Tensor:
-    """A gathered operand may have any row stride that keeps its rows aligned, and no other."""
-    return t if t.stride(1) == 1 and t.stride(0) % WIDTH_MULTIPLE == 0 else t.contiguous()
+    """A gathered operand may have any row stride that keeps its rows aligned, and no other address or stride.
+
+    Loads of less than 4 bytes cannot be asynchronous: what Triton does instead takes more shared memory than there is.
+    """
+    is_aligned = t.stride(1) == 1 and t.stride(0) % WIDTH_MULTIPLE == 0 and t.data_ptr() % 16 == 0
+    return t if is_aligned else t.clone(memory_format=torch.contiguous_format)
 
 
 TRITON_KERNELS = KernelSet(
