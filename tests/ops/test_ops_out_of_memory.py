@@ -113,7 +113,7 @@ def test_other_errors_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": replace(TORCH_KERNELS, down_proj=broken)})
+    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": replace(TORCH_KERNELS, down_proj_inference=broken)})
     with pytest.raises(RuntimeError, match=r"^something else$"):
         moe(plan=PLAN, **INPUTS)
 

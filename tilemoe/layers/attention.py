@@ -87,7 +87,9 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
-        return _turned(x, cos, sin).to(dtype)
+        out = _turned(x, cos, sin)
+        # Never a `to` that changes nothing: compiled by PyTorch 2.11, the gradient of what it returns is zero.
+        return out if out.dtype == dtype else out.to(dtype)
 
     @staticmethod
     @once_differentiable
