@@ -17,6 +17,7 @@ tilemoe does not compute exactly is refused.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
 from types import ModuleType
@@ -96,7 +97,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         ValueError: tilemoe does not compute these experts.
     """
     weights = _check(self)
-    activation = _activation_of(self)
+    activation = _activation_at(id(self))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     plan = plan_topk(top_k_index, weights.w2.shape[0])
     out = moe(
@@ -176,6 +177,14 @@ _TRIED: WeakKeyDictionary[nn.Module, _Tried] = WeakKeyDictionary()
 
 
 @constant_when_traced
+def _activation_at(address: int) -> _Activation:
+    """Of the module that lies there, which is alive: PyTorch 2.11 gives no modules to what it runs while it traces.
+
+    What is traced holds for this module alone: PyTorch guards its address.
+    """
+    return _activation_of(ctypes.cast(address, ctypes.py_object).value)
+
+
 def _activation_of(module: nn.Module) -> _Activation:
     function = getattr(module, "act_fn", None)
     limit, alpha = _number(module, _LIMITS), _number(module, _ALPHAS)
