@@ -1,5 +1,6 @@
 # env: the pinned development environment in .venv · demo: train the tiny recipe · test · newest-triton: what can be
 # tested of the kernels on the newest Triton · oldest-transformers: the integration on it · check: all of these, ruff, mypy
+# oldest-torch: what traces, compiles and differentiates on the oldest PyTorch; apart from check, because it downloads 3 GB
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,10 +13,14 @@ NEWEST := $(VENV)/triton-$(NEWEST_TRITON)
 # The oldest transformers that tilemoe.integrations serves, with what it needs, in a folder of its own too.
 OLDEST_TRANSFORMERS := 5.7.0
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+# The oldest PyTorch that pyproject.toml asks for. torchtitan's test is left out: that package needs a newer one.
+OLDEST_TORCH := 2.11.0
+OLD_TORCH := $(VENV)/torch-$(OLDEST_TORCH)
+TRACED := --ignore tests/integrations/test_titan_moe.py $(addprefix tests/,ops layers models routing integrations parallel dispatch)
 INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py few_rows.py)
 
-.PHONY: env demo test newest-triton oldest-transformers check lint types wheel clean
+.PHONY: env demo test newest-triton oldest-transformers oldest-torch check lint types wheel clean
 
 env: $(STAMP)
 
@@ -42,6 +47,12 @@ $(OLDEST): $(STAMP)
 	mv $@.part $@
 	touch $@
 
+$(OLD_TORCH): $(STAMP)
+	rm -rf $@ $@.part
+	$(BIN)/python -m pip install --quiet --target $@.part torch==$(OLDEST_TORCH)
+	mv $@.part $@
+	touch $@
+
 # A new folder each time: a run is never overwritten.
 demo: env
 	$(BIN)/tilemoe train --recipe tiny --train.out-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -64,6 +75,10 @@ newest-triton: env $(NEWEST)
 oldest-transformers: env $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(INTEGRATION)
+
+oldest-torch: env $(OLD_TORCH)
+	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)")'
+	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -m pytest -m "not gpu" $(TRACED)
 
 # The tests come last: their closing line ends the output.
 check: lint types newest-triton oldest-transformers test
