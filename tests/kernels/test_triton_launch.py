@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from interpreter import passed_in_a_process
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.amd.compiler import HIPBackend
 from triton.backends.nvidia.compiler import CUDABackend
@@ -60,3 +62,8 @@ def test_a_gathered_operand_at_an_odd_address_is_copied() -> None:
         assert torch.equal(copy, rows)
         assert copy.is_contiguous()
         assert copy.data_ptr() % 16 == 0
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="later releases of Triton build no C functions")
+def test_c_functions_are_built_beside_the_kernels() -> None:
+    assert passed_in_a_process("built_beside.py") == 3

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from tilemoe.kernels.tiling import Device
+from tilemoe.kernels.triton.launcher import build_beside
 from tilemoe.kernels.triton.replay import recorder
 
 _ALIGNMENT = 16
@@ -72,6 +73,7 @@ class Launch:
 @cache
 def _compiled(kernel: JITFunction[Any], device: torch.device) -> dict[tuple[Any, ...], Any]:
     """What has been compiled of ``kernel`` on a device, by all that its compilation depends on; filled by `Launch`."""
+    build_beside(kernel)
     return {}
 
 

@@ -1,4 +1,4 @@
-"""The C function by which Triton 3.6 starts a compiled kernel, without the Python around it.
+"""The C function by which Triton 3.6 starts a kernel: built beside the kernel, called without the Python around it.
 
 That Python encodes every tensor descriptor for the GPU anew, 8 to 10 microseconds each on the host of an H200, though
 the encoding is a function of the address for a kernel that is launched again. Other releases of Triton launch their
@@ -8,7 +8,9 @@ own way: `direct` is None there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import getclosurevars, isfunction
+from threading import Thread
 from typing import Any, NamedTuple
 
 import triton
@@ -41,6 +43,49 @@ def direct(kernel: Any) -> Direct | None:
     # No memory for the kernel or a profiler, and no hooks.
     fixed = (kernel.function, *switches, None, None, kernel.packed_metadata, None, None, None)
     return Direct(launch, fixed, list(getattr(kernel.metadata, "tensordesc_meta", None) or ()))
+
+
+def build_beside(kernel: Any) -> None:
+    """On the current GPU, have Triton 3.6 build the C function of what it compiles of ``kernel`` at the same time.
+
+    That is half a second of gcc for each kernel, about as much as the kernel. Triton finds it in its cache of files.
+    """
+    driver = triton.runtime.driver.active
+    if not triton.__version__.startswith(_RELEASE) or driver.get_current_target().backend != "cuda":
+        return
+    kernel.device_caches[driver.get_current_device()]  # made at the first look, which also sets what compiles
+    if not isinstance(kernel.compile, _Compiler):
+        kernel.compile = _Compiler(kernel.compile)
+
+
+class _Compiler:
+    """Triton's, with a thread beside it."""
+
+    def __init__(self, alone: Callable[..., Any]) -> None:
+        self._alone = alone
+
+    def __call__(self, source: Any, *args: Any, **options: Any) -> Any:
+        builder = Thread(target=_build, args=(source.signature,))
+        builder.start()
+        try:
+            return self._alone(source, *args, **options)
+        finally:
+            builder.join()
+
+
+def _build(signature: dict[Any, Any]) -> None:
+    """Triton says what went wrong when it builds the function itself."""
+    from triton.backends.nvidia import driver
+
+    descriptors = [kind for kind in signature.values() if isinstance(kind, str) and kind.startswith("tensordesc")]
+    with suppress(Exception):
+        driver.compile_module_from_src(
+            src=driver.make_launcher({}, signature, [{} for _ in descriptors]),
+            name="__triton_launcher",
+            library_dirs=driver.library_dirs(),
+            include_dirs=driver.include_dirs,
+            libraries=driver.libraries,
+        )
 
 
 class Encoded:
