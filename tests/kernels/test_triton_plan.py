@@ -9,7 +9,7 @@ import torch
 from interpreter import passed_in_the_interpreter
 from triton_compile import compile_launch, count_spill_loads
 
-from tilemoe.kernels.select_plan import select_plan_topk
+from tilemoe.kernels.select_plan import select_inference_plan_topk, select_plan_topk
 from tilemoe.kernels.torch.plan import plan_topk as torch_plan_topk
 from tilemoe.kernels.triton import plan_few
 from tilemoe.kernels.triton.combine import combine_launch
@@ -82,6 +82,11 @@ def test_other_devices_and_sizes_go_to_torch_and_say_why() -> None:
         assert builder.name == "torch"
         assert builder.build is torch_plan_topk
         assert builder.reason
-    assert select_plan_topk("cuda", plan_few.MAX_PAIRS + 1, 4).build is plan_topk
-    assert select_plan_topk("cuda", 8, plan_few.MAX_EXPERTS + 1).build is plan_topk
-    assert select_plan_topk("cuda", 8, 4).build is plan_few.plan_topk
+    assert select_plan_topk("cuda", 8, 4).build is plan_topk
+
+
+def test_few_pairs_of_inference_have_a_builder_of_their_own() -> None:
+    assert select_inference_plan_topk("cuda", plan_few.MAX_PAIRS + 1, 4).build is plan_topk
+    assert select_inference_plan_topk("cuda", 8, plan_few.MAX_EXPERTS + 1).build is plan_topk
+    assert select_inference_plan_topk("cuda", 8, 4).build is plan_few.plan_topk
+    assert select_inference_plan_topk("cpu", 8, 4).build is torch_plan_topk

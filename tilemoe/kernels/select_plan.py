@@ -24,6 +24,19 @@ class PlanBuilder(NamedTuple):
     reason: str
 
 
+def select_inference_plan_topk(device_type: str, num_pairs: int, num_experts: int) -> PlanBuilder:
+    """As `select_plan_topk`; few pairs, as of tokens that are generated, have a builder of their own.
+
+    Not so in training, where no number of tokens compiles anything that another has not.
+    """
+    if device_type == "cuda" and find_spec("triton") is not None:
+        from tilemoe.kernels.triton import plan_few
+
+        if plan_few.unsupported(num_pairs, num_experts) is None:
+            return PlanBuilder("triton", plan_few.plan_topk, "few pairs: a counting sort in one kernel")
+    return select_plan_topk(device_type, num_pairs, num_experts)
+
+
 def select_plan_topk(device_type: str, num_pairs: int, num_experts: int) -> PlanBuilder:
     """The builder for ``num_pairs`` = T*K pairs on a device of this type ("cpu", "cuda", ...)."""
     if device_type != "cuda":
@@ -31,10 +44,7 @@ def select_plan_topk(device_type: str, num_pairs: int, num_experts: int) -> Plan
     if find_spec("triton") is None:
         return PlanBuilder("torch", torch_plan_topk, "Triton is not installed")
     from tilemoe.kernels.triton import plan as triton_plan  # imported only where there is a GPU for it
-    from tilemoe.kernels.triton import plan_few
 
-    if plan_few.unsupported(num_pairs, num_experts) is None:
-        return PlanBuilder("triton", plan_few.plan_topk, "few pairs: a counting sort in one kernel")
     problem = triton_plan.unsupported(num_pairs, num_experts)
     if problem is not None:
         return PlanBuilder("torch", torch_plan_topk, problem)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.select_plan import select_plan_topk
+from tilemoe.kernels.select_plan import select_inference_plan_topk, select_plan_topk
 from tilemoe.kernels.torch import plan as torch_plan
 from tilemoe.ops.eager import Operator
 from tilemoe.ops.replayed import Replayed
 
 
 def _plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilemoe.kernels.torch.plan.plan_topk`; the builder is chosen by device and size."""
-    builder = select_plan_topk(expert_ids.device.type, expert_ids.numel(), num_experts)
+    """See `tilemoe.kernels.torch.plan.plan_topk`; device, size and autograd choose the builder."""
+    select = select_plan_topk if torch.is_grad_enabled() else select_inference_plan_topk
+    builder = select(expert_ids.device.type, expert_ids.numel(), num_experts)
     return builder.build(expert_ids, num_experts)
 
 
