@@ -14,6 +14,7 @@ import transformers
 from hf_experts import SETTINGS, D, E, T, experts, routing, run
 from hf_models import COMMON, FAMILIES, tokens
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.models.aria.modeling_aria import AriaExperts
@@ -110,6 +111,49 @@ def test_compiled_whole() -> None:
     x, ids, scores = routing()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, ids, scores), module(x, ids, scores))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("kind", [MixtralExperts, MiniMaxM3VLExperts])
+def test_layers_that_were_tried_share_what_is_compiled(kind: type[nn.Module]) -> None:
+    """PyTorch compiles a code eight times, so that the ninth layer with a graph of its own would run uncompiled."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    modules = [experts(kind) for _ in range(10)]
+    expected = [module(*routing()) for module in modules]
+    for module, wanted in zip(modules, expected, strict=True):
+        module.compile(backend=counter, fullgraph=True)
+        assert torch.equal(module(*routing()), wanted)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_is_compiled_sees_a_changed_gate() -> None:
+    torch._dynamo.reset()
+    modules = [experts(MixtralExperts) for _ in range(3)]
+    for module in modules:
+        module(*routing())
+        module.compile(backend="aot_eager", fullgraph=True)
+        module(*routing())
+    modules[1].act_fn = nn.GELU()
+    for module, name in zip(modules, ("silu", "gelu", "silu"), strict=True):
+        expected = experts(MixtralExperts, hidden_act=name)(*routing())
+        assert torch.equal(module(*routing()), expected)
+        assert torch.equal(module(*routing()), expected)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("tried", [False, True])
+def test_exported(strict: bool, tried: bool) -> None:
+    """The gate is tried with real values, outside the graph."""
+    module = experts(MixtralExperts).requires_grad_(False)
+    if tried:
+        module(*routing())
+    with torch.no_grad():
+        program = torch.export.export(module, routing(), strict=strict)
+    assert not any("allclose" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(*routing()), module(*routing()))
 
 
 class _Learned(nn.Module):

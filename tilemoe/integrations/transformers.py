@@ -10,9 +10,9 @@ or ``tilemoe_transformers.use(model)`` for a model that is there already.
 T tokens · d hidden_size · n intermediate_size · E experts of this rank · K experts per token · w = 2n gated, n ungated
 
 transformers keeps a table of functions that compute a model's experts; `register` adds one entry to it, `unregister`
-takes it out. Nothing else of transformers is touched. The router stays the model's own. Weights are read where they
-lie, (E, w, d) or transposed: no copy is made. What a model's gate computes is tried out, not assumed, and a model that
-tilemoe does not compute exactly is refused.
+takes it out. Nothing else of transformers is touched, but that an experts module keeps as an attribute what was found
+of it. The router stays the model's own. Weights are read where they lie, (E, w, d) or transposed: no copy is made. What
+a model's gate computes is tried out, not assumed, and a model that tilemoe does not compute exactly is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.integrations.gates import recognised_activation
@@ -97,7 +97,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         ValueError: tilemoe does not compute these experts.
     """
     weights = _check(self)
-    activation = _activation_at(id(self))
+    activation = _activation_of(self)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     plan = plan_topk(top_k_index, weights.w2.shape[0])
     out = moe(
@@ -163,17 +163,26 @@ def _is_wrapper(tensor: Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-class _Tried(NamedTuple):
-    """An activation and what it was found from: it is tried again when one of these is another."""
-
-    function: Any
-    limit: float | None
-    alpha: float | None
-    activation: _Activation
+# Attribute of a module whose activation is known: (act_fn, limit, alpha, *activation), what it was found from first.
+_TRIED = "_tilemoe_activation"
 
 
-# A memo, which does not keep the modules.
-_TRIED: WeakKeyDictionary[nn.Module, _Tried] = WeakKeyDictionary()
+def _activation_of(module: nn.Module) -> _Activation:
+    """Tried out once, and again when what it was found from is another.
+
+    Traced, a module that was tried before is read, not named: PyTorch guards the values, so that one graph serves all
+    layers. What is traced of any other holds for it alone, and a code has few such graphs (8, unless that is changed).
+    """
+    function = getattr(module, "act_fn", None)
+    limit, alpha = _number(module, _LIMITS), _number(module, _ALPHAS)
+    tried: tuple[Any, ...] | None = vars(module).get(_TRIED)
+    if tried is not None and tried[0] is function and tried[1:3] == (limit, alpha):
+        return _Activation(*tried[3:])
+    if torch.compiler.is_compiling():
+        return _activation_at(id(module))
+    activation = _try(module, limit, alpha)
+    vars(module)[_TRIED] = (function, limit, alpha, *activation)  # plain values: whoever unpickles it needs no tilemoe
+    return activation
 
 
 @constant_when_traced
@@ -182,17 +191,9 @@ def _activation_at(address: int) -> _Activation:
 
     What is traced holds for this module alone: PyTorch guards its address.
     """
-    return _activation_of(ctypes.cast(address, ctypes.py_object).value)
-
-
-def _activation_of(module: nn.Module) -> _Activation:
-    function = getattr(module, "act_fn", None)
-    limit, alpha = _number(module, _LIMITS), _number(module, _ALPHAS)
-    tried = _TRIED.get(module)
-    if tried is None or tried[:3] != (function, limit, alpha):
-        tried = _Tried(function, limit, alpha, _try(module, limit, alpha))
-        _TRIED[module] = tried
-    return tried.activation
+    module = ctypes.cast(address, ctypes.py_object).value
+    with _disable_current_modes():  # torch.export's, which would have fake values tried and put them into its graph
+        return _try(module, _number(module, _LIMITS), _number(module, _ALPHAS))
 
 
 def _try(module: nn.Module, limit: float | None, alpha: float | None) -> _Activation:
