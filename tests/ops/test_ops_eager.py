@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe import reference
 from tilemoe.ops import library
+from tilemoe.ops import plan as plan_ops
 from tilemoe.ops.moe import moe
 from tilemoe.ops.plan import plan_topk as plan_operator
 from tilemoe.routing.build import plan_topk
@@ -79,12 +80,41 @@ def test_a_trace_names_the_operator() -> None:
 
 def test_building_a_plan_is_seen_too() -> None:
     ids = torch.tensor([[0, 2], [1, 2]])
-    plain = plan_operator(ids, 3)
+    plain = plan_operator(ids, 3, False)
     with Seen() as seen:
-        watched = plan_operator(ids, 3)
+        watched = plan_operator(ids, 3, False)
     assert seen.names == {"tilemoe::plan_topk"}
     for one, other in zip(plain, watched, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_plan_is_told_whether_it_is_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an argument: what is repeated follows arguments, and compiled training runs its forward without autograd."""
+    chosen: list[str] = []
+
+    def watch(name: str) -> None:
+        real = getattr(plan_ops, name)
+
+        def select(*args: Any) -> Any:
+            chosen.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(plan_ops, name, select)
+
+    for name in ("select_plan_topk", "select_inference_plan_topk"):
+        watch(name)
+    ids = torch.tensor([[0, 2], [1, 2]])
+    leaves = leaves_of(plan_topk(ids, 3))
+
+    def layer(x: Tensor) -> Tensor:
+        return moe(plan=plan_topk(ids, 3), **{**leaves, "x": x})
+
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        chosen.clear()
+        function(leaves["x"]).sum().backward()
+        with torch.no_grad():
+            function(leaves["x"])
+        assert chosen == ["select_plan_topk", "select_inference_plan_topk"]
 
 
 def test_plain_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,22 @@ from tilemoe.ops.eager import Operator
 from tilemoe.ops.replayed import Replayed
 
 
-def _plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilemoe.kernels.torch.plan.plan_topk`; device, size and autograd choose the builder."""
-    select = select_plan_topk if torch.is_grad_enabled() else select_inference_plan_topk
+def _plan_topk(
+    expert_ids: Tensor, num_experts: int, is_inference: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `tilemoe.kernels.torch.plan.plan_topk`; device, size and ``is_inference`` choose the builder.
+
+    An argument, and not autograd's state: what is repeated follows the arguments, and compiled training runs its
+    forward without autograd.
+    """
+    select = select_inference_plan_topk if is_inference else select_plan_topk
     builder = select(expert_ids.device.type, expert_ids.numel(), num_experts)
     return builder.build(expert_ids, num_experts)
 
 
-def _plan_topk_fake(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _plan_topk_fake(
+    expert_ids: Tensor, num_experts: int, is_inference: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     def index(*shape: int) -> Tensor:
         return expert_ids.new_empty(shape, dtype=torch.int32)
 
@@ -38,7 +46,7 @@ def _plan_pairs_fake(
 
 plan_topk = Operator(
     "plan_topk",
-    "(Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor expert_ids, SymInt num_experts, bool is_inference) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     Replayed(_plan_topk),
     _plan_topk_fake,
 )

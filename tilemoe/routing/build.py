@@ -25,7 +25,7 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
     if expert_ids.shape[1] == 0:
         raise ValueError("expert_ids must be (T, K) with K >= 1, got K = 0")
     token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = plan_ops.plan_topk(
-        expert_ids, num_experts
+        expert_ids, num_experts, not torch.is_grad_enabled()
     )
     plan = RoutingPlan(
         token_of_row=token_of_row,
