@@ -101,7 +101,7 @@ class TrainConfig:
     out_dir: str  # the run's folder: checkpoints, metrics.jsonl, plot.png, result.json
     accumulation: int = 1  # micro-batches per optimiser step
     seed: int = 0  # of the initial weights and of the order of the data
-    precision: Literal["fp32", "bf16"] = "bf16"  # bf16: autocast over fp32 weights
+    precision: Literal["fp32", "bf16"] = "bf16"  # bf16: autocast over fp32 weights, or FSDP gathers them in bf16
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
     recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no activations, backward redoes one GEMM
