@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
 
@@ -14,10 +15,16 @@ from tilemoe.data.sampler import Batch
 from tilemoe.train.config import Recipe
 from tilemoe.train.loop import Trainer
 from tilemoe.train.prefetch import AHEAD, Prefetcher
+from tilemoe.train.progress import PlainReporter
 from tilemoe.train.restore import build_model
 
 CPU = torch.device("cpu")
 PATIENCE = 20.0  # seconds, of a test that would otherwise hang
+
+
+def trainer_of(recipe: Recipe) -> Trainer:
+    data = prepare(recipe.data.corpus, "bytes", recipe.data.cache_path, recipe.data.heldout_every)
+    return Trainer(recipe, build_model(recipe, CPU), data, CPU)
 
 
 class Reader:
@@ -73,6 +80,34 @@ def test_an_error_comes_with_its_own_batch_and_again() -> None:
     assert int(prefetcher.batch(3)[0]) == 3
 
 
+def test_what_is_forgotten_is_not_read_and_comes_when_it_is_asked_for() -> None:
+    read: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(index: int) -> Batch:
+        read.append(index)
+        if index == 1:
+            begun.set()
+            assert go_on.wait(PATIENCE)
+        return np.full((1, 1), index), np.full((1, 1), index)
+
+    prefetcher = Prefetcher(slow, CPU)
+    prefetcher.batch(0)
+    assert begun.wait(PATIENCE)
+    prefetcher.forget()
+    go_on.set()
+    assert int(prefetcher.batch(9)[0]) == 9
+    assert read[:3] == [0, 1, 9]
+    prefetcher.forget()
+    assert int(prefetcher.batch(10)[0]) == 10
+
+
+def test_nothing_is_left_to_be_read_after_a_run(moe_recipe: Recipe) -> None:
+    trainer = trainer_of(moe_recipe)
+    assert trainer.fit(None, PlainReporter(io.StringIO(), 1), lambda: trainer.step == 2) is None
+    assert not trainer._prefetcher._ahead
+
+
 def test_its_thread_ends_with_it() -> None:
     reader = Reader()
     prefetcher = Prefetcher(reader, CPU)
@@ -84,13 +119,11 @@ def test_its_thread_ends_with_it() -> None:
     assert not thread.is_alive()
 
 
-def test_a_trainer_trains_on_what_the_sampler_gives(moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_trains_on_what_the_sampler_gives(moe_recipe: Recipe) -> None:
     """Also after its step was set back, as loading a checkpoint does."""
-    data = prepare(moe_recipe.data.corpus, "bytes", moe_recipe.data.cache_path, moe_recipe.data.heldout_every)
-    model = build_model(moe_recipe, CPU)
-    trainer = Trainer(moe_recipe, model, data, CPU)
+    trainer = trainer_of(moe_recipe)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    model.register_forward_pre_hook(lambda module, args: seen.append(args))
+    trainer.model.register_forward_pre_hook(lambda module, args: seen.append(args))
     for step in (0, 1, 2, 1, 2, 3):
         trainer.step = step
         trainer.train_step()

@@ -225,6 +225,7 @@ class Trainer:
                     self.save()
             return None
         finally:
+            self._prefetcher.forget()
             reporter.stop()
 
     def save_if_needed(self) -> None:

@@ -34,9 +34,7 @@ class Prefetcher:
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of ``index``, (B, S) int64 each, on their way to the device. Raises what ``read`` does."""
         if index != self._first:
-            for future in self._ahead:
-                future.cancel()
-            self._ahead.clear()
+            self.forget()
             self._first = index
         for following in range(index + len(self._ahead), index + AHEAD + 1):
             self._ahead.append(self._thread.submit(self._prepare, following))
@@ -44,6 +42,12 @@ class Prefetcher:
         self._ahead.popleft()
         self._first += 1
         return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+
+    def forget(self) -> None:
+        """Throw away what was read ahead, and read no further: a process that ends would wait for all of it."""
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
 
     def _prepare(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, targets = (torch.from_numpy(array) for array in self._read(index))
