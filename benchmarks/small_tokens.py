@@ -153,10 +153,16 @@ def measure(layers: list[nn.Module], tokens: int, rounds: int) -> list[dict[str,
 
         eager()
         eager()  # what is recorded is recorded now
-        graph, captured = capture(eager)
-        poison(captured)
-        graph.replay()
-        for mode, outputs, call in (("eager", eager(), eager), ("graph", captured, graph.replay)):
+        outcomes: list[tuple[str, list[Tensor], Callable[[], Any]]] = [("eager", eager(), eager)]
+        try:
+            graph, captured = capture(eager)
+        except RuntimeError as error:  # it waits for the GPU, for one
+            wrong["graph"][name] = str(error).splitlines()[0]
+        else:
+            poison(captured)
+            graph.replay()
+            outcomes.append(("graph", captured, graph.replay))
+        for mode, outputs, call in outcomes:
             found = problem(outputs, layers, calls)
             if found is None:
                 steps[mode][name] = between_events(call)

@@ -334,6 +334,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, more = parser.parse_known_args(arguments)
     if more and args.what != "scale":
         parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if args.what == "run" and args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
     return args, more
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from inspect import getclosurevars, isfunction
+from subprocess import CalledProcessError
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def _build(signature: dict[Any, Any]) -> None:
     from triton.backends.nvidia import driver
 
     descriptors = [kind for kind in signature.values() if isinstance(kind, str) and kind.startswith("tensordesc")]
-    with suppress(Exception):
+    with suppress(RuntimeError, ImportError, OSError, CalledProcessError):
         driver.compile_module_from_src(
             src=driver.make_launcher({}, signature, [{} for _ in descriptors]),
             name="__triton_launcher",
