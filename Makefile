@@ -68,7 +68,7 @@ test: env
 	$(BIN)/python -m pytest -m "not gpu"
 
 # fp16 is left to the other release: it differs from bf16 in little, and this is to take two minutes. So is the
-# interpreter, which in this one takes no mask that is a plain bool.
+# interpreter, which in this one refuses a mask made of a vector and a scalar.
 newest-triton: env $(NEWEST)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__file__'
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -k "not fp16 and not float16 and not interpreter" $(COMPILED)
