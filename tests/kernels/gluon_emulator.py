@@ -1,0 +1,393 @@
+"""Runs warp-specialised Gluon kernels for Hopper on a CPU, from the very sources that the GPU compiles.
+
+Each partition of warps is a thread, of which one runs at a time; which one is drawn from a seed, so that a failure
+comes back. What hardware does by itself (TMA, cp.async, products in flight) is done as late as the kernel's waits
+allow, or, drawn as well, early: a wait that is missing or too short reads memory that holds NaN, an earlier tile, or a
+later one. Besides wrong numbers these are errors:
+
+- a deadlock: every partition waits, and no load is on its way
+- an access outside a tensor, a buffer or a ring
+- matrix units or TMA stores that read shared memory written since the last fence of the writer
+- more arrivals at a barrier than it counts, or more bytes than it was told to expect
+- an element of global memory stored by TMA twice in a launch
+- loads, stores, copies or products that nobody has waited for at the end
+
+Not modelled: layouts, swizzles and what they cost; the 32 bits of integers; threads within a partition and the
+barriers that the compiler puts between them; registers; alignment; programs at the same time (they run one by one);
+fences before TMA overwrites what a thread has read. A partition's rounding is PyTorch's: products are summed in fp32.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gluon_values import Buffer, Descriptor, Int, Pointer, Product, Registers, flat_storage, require
+from torch import Tensor
+from triton.experimental.gluon import language as gluon_language
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilemoe.kernels.triton.launch import Launch
+
+Edits = Mapping[str, tuple[str, str]]  # name of a function: (text of its source, what to put in its place)
+
+
+class _Stopped(Exception):
+    """Ends the other partitions once one has failed."""
+
+
+class Emulator:
+    """Runs a `Launch` of a Gluon kernel. ``late``: the probability that a load waits as long as somebody else can run.
+
+    ``edits`` plants faults in the kernels' sources.
+    """
+
+    def __init__(self, seed: int = 0, late: float = 0.9, edits: Edits | None = None) -> None:
+        self.random = random.Random(seed)
+        self.late = late
+        self.edits = dict(edits or {})
+        self.modules: dict[str, dict[str, Any]] = {}
+        self.stored: dict[int, Tensor] = {}
+        self.program, self.programs = 0, 0
+        self.partitions: list[_Partition] = []
+        self.loads: list[Callable[[], None]] = []
+        self.stopped = False
+        self.finished = threading.Event()
+        self.here = threading.local()
+        self.language = _language(self)
+
+    def run(self, launch: Launch) -> None:
+        """Run every program of the grid, one after the other."""
+        kernel = self.function(launch.kernel)
+        self.stored.clear()
+        args = {name: self._argument(value) for name, value in {**launch.args, **launch.constants}.items()}
+        self.programs = launch.grid[0]
+        for program in range(self.programs):
+            self.program = program
+            kernel(**args)
+
+    def function(self, jitted: Any) -> Any:
+        """The Python function behind a Gluon or Triton function, its globals replaced by what runs here."""
+        return self._module(jitted.fn)[jitted.fn.__name__]
+
+    def _module(self, function: Any) -> dict[str, Any]:
+        """The emulated globals of ``function``."""
+        name = function.__module__
+        if name not in self.modules:
+            members = self.modules[name] = dict(self.language)
+            for key, value in function.__globals__.items():
+                if isinstance(value, gluon_language.constexpr):
+                    members[key] = value.value
+                elif key not in self.language and inspect.isfunction(getattr(value, "fn", None)):
+                    if value.fn.__module__ == name:
+                        exec(self._compiled(value.fn), members)
+                    else:
+                        members[key] = self.function(value)
+        return self.modules[name]
+
+    def _compiled(self, function: Any) -> Any:
+        """Its source, edited; compiled with this file's future import, so that nobody evaluates its annotations."""
+        lines, first = inspect.getsourcelines(function)
+        source = "".join(lines)
+        if function.__name__ in self.edits:
+            old, new = self.edits[function.__name__]
+            if source.count(old) != 1:
+                raise ValueError(f"{old!r} is not once in {function.__name__}, which has changed: edit otherwise")
+            source = source.replace(old, new)
+        return compile("\n" * (first - 1) + source, inspect.getfile(function), "exec")
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Pointer(flat_storage(value))
+        if isinstance(value, TensorDescriptor):
+            return Descriptor(value)
+        return Int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    # Partitions
+
+    def specialise(self, parts: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any) -> None:
+        """gl.warp_specialize: run the partitions until all have ended."""
+        self.loads.clear()
+        self.stopped = False
+        self.finished.clear()
+        self.partitions = [_Partition(self, function, args) for function, args in parts]
+        with ThreadPoolExecutor(len(parts)) as threads:
+            runs = [threads.submit(partition.run) for partition in self.partitions]
+            self.next()
+            self.finished.wait()
+            for partition in self.partitions:
+                partition.turn.release()  # for those that a failure left waiting
+        for run in runs:
+            error = run.exception()
+            if error is not None and not isinstance(error, _Stopped):
+                raise error
+
+    def pause(self, until: Callable[[], bool] | None = None) -> None:
+        """Let others run; come back once ``until`` holds."""
+        mine = self.partition
+        mine.until = until
+        if self.next() is not mine:
+            mine.turn.acquire()
+        if self.stopped:
+            raise _Stopped
+
+    def next(self) -> _Partition | None:
+        """Give the turn to a partition that can run, after loads that arrive by then; None when all have ended."""
+        while not self.stopped:
+            alive = [p for p in self.partitions if not p.ended]
+            ready = [p for p in alive if p.until is None or p.until()]
+            if not alive:
+                require(not self.loads, "a load that nobody waited for")
+                self.finished.set()
+                return None
+            if self.loads and (not ready or self.random.random() >= self.late):
+                self.loads.pop(self.random.randrange(len(self.loads)))()
+            else:
+                require(bool(ready), "deadlock: every partition waits, and no load is on its way")
+                chosen = self.random.choice(ready)
+                if chosen is not getattr(self.here, "partition", None):
+                    chosen.turn.release()
+                return chosen
+        return None
+
+    def stop(self) -> None:
+        """Let nobody go on."""
+        self.stopped = True
+        self.finished.set()
+
+    @property
+    def partition(self) -> _Partition:
+        return self.here.partition
+
+    # What is done later
+
+    def load_tile(self, descriptor: Descriptor, place: list[Any], barrier: Barrier, target: Buffer) -> None:
+        """TMA, from global to shared memory."""
+
+        def arrive() -> None:
+            descriptor.load(place, target)
+            barrier.count(loaded=descriptor.block_type.nbytes)
+
+        self.loads.append(arrive)
+        self.pause()
+
+    def store_tile(self, descriptor: Descriptor, place: list[Any], source: Buffer) -> None:
+        """TMA, from shared to global memory: a group of its own."""
+        self.require_fenced(source)
+        self.partition.stores.append(lambda: descriptor.store(place, source, self.stored))
+        self.pause()
+
+    def store_wait(self, pending: int) -> None:
+        _run_down_to(pending, self.partition.stores)
+        self.pause()
+
+    def copy_rows(self, target: Buffer, source: Pointer, mask: Tensor | None = None) -> None:
+        """cp.async: 0 where ``mask`` is False."""
+
+        def arrive() -> None:
+            target.data.copy_(source.load(mask, 0))
+            self.partition.unfenced.append(target.extent)
+
+        self.partition.open_group.append(arrive)
+
+    def commit_group(self) -> None:
+        copies, self.partition.open_group = self.partition.open_group, []
+        self.partition.groups.append(lambda: [copy() for copy in copies])
+
+    def wait_group(self, pending: int) -> None:
+        _run_down_to(pending, self.partition.groups)
+        self.pause()
+
+    def multiply(self, left: Buffer, right: Buffer, acc: Any, is_async: bool) -> Product:
+        """wgmma: reads its operands by the time that `multiply_wait` says, or before."""
+        require(is_async, "only asynchronous products are emulated")
+        self.require_fenced(left)
+        self.require_fenced(right)
+        product = acc if isinstance(acc, Product) else Product(acc)
+        self.partition.products.append(lambda: product.add(left, right))
+        self.pause()
+        return product
+
+    def multiply_wait(self, pending: int, deps: tuple[Any, ...]) -> Any:
+        _run_down_to(pending, self.partition.products)
+        self.pause()
+        (acc,) = deps
+        return acc.value if pending == 0 and isinstance(acc, Product) else acc
+
+    def fence(self) -> None:
+        """What this partition has written becomes visible to matrix units and TMA."""
+        self.partition.unfenced.clear()
+
+    def wrote(self, buffer: Buffer) -> None:
+        """The partition has stored to ``buffer``."""
+        self.partition.unfenced.append(buffer.extent)
+        self.pause()
+
+    def require_fenced(self, buffer: Buffer) -> None:
+        low, high = buffer.extent
+        for partition in self.partitions:
+            for start, end in partition.unfenced:
+                require(high <= start or end <= low, "shared memory is read by the async proxy before a fence")
+
+
+class _Partition:
+    """One partition of warps: its thread, and what it has started and not waited for."""
+
+    def __init__(self, emulator: Emulator, function: Any, args: tuple[Any, ...]) -> None:
+        self.turn = threading.Semaphore(0)
+        self.until: Callable[[], bool] | None = None
+        self.ended = False
+        self.stores: list[Callable[[], Any]] = []
+        self.open_group: list[Callable[[], Any]] = []
+        self.groups: list[Callable[[], Any]] = []
+        self.products: list[Callable[[], Any]] = []
+        self.unfenced: list[tuple[int, int]] = []
+        self.emulator, self.function, self.args = emulator, function, args
+
+    def run(self) -> None:
+        """What the partition's thread does."""
+        self.emulator.here.partition = self
+        self.turn.acquire()
+        finished = False
+        try:
+            if not self.emulator.stopped:
+                self.function(*self.args)
+                left = self.stores or self.open_group or self.groups or self.products
+                require(not left, f"{self.function.__name__} ends with work that it has not waited for")
+                self.ended = True
+                self.emulator.next()
+                finished = True
+        finally:
+            if not finished:
+                self.emulator.stop()
+
+
+def _run_down_to(pending: int, work: list[Callable[[], Any]]) -> None:
+    while len(work) > pending:
+        work.pop(0)()
+
+
+class Barrier:
+    """An mbarrier: a phase ends when ``arrivals`` have come and as many bytes as were expected."""
+
+    def __init__(self, emulator: Emulator) -> None:
+        self.emulator = emulator
+        self.arrivals = self.missing = self.bytes = self.phases = 0
+
+    def init(self, count: int) -> None:
+        self.arrivals = self.missing = count
+
+    def count(self, arrived: int = 0, expected: int = 0, loaded: int = 0) -> None:
+        require(self.arrivals > 0, "a barrier is used before it is initialised")
+        self.missing -= arrived
+        self.bytes += expected - loaded
+        require(self.missing >= 0, "more arrivals than the barrier counts")
+        if self.missing == 0:
+            require(self.bytes >= 0, "more bytes than the barrier was told to expect")
+            if self.bytes == 0:
+                self.missing = self.arrivals
+                self.phases += 1
+
+    def expect(self, size: int) -> None:
+        self.count(arrived=1, expected=size)
+        self.emulator.pause()
+
+    def arrive(self, count: int = 1, pred: bool = True) -> None:
+        if pred:
+            self.count(arrived=count)
+        self.emulator.pause()
+
+    def wait(self, phase: int) -> None:
+        """Until the phase of this parity has ended; before the first one, the phase of parity 1 has."""
+        self.emulator.pause(lambda: self.phases % 2 != phase % 2)
+
+
+class Barriers:
+    """(count, 1) barriers in shared memory."""
+
+    def __init__(self, emulator: Emulator, count: int) -> None:
+        self.barriers = [Barrier(emulator) for _ in range(count)]
+        self.shape = (count, 1)
+
+    def index(self, i: int) -> Barrier:
+        require(0 <= i < len(self.barriers), "index outside the barriers")
+        return self.barriers[i]
+
+
+def _either(of_tensors: Callable[..., Any], of_scalars: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(a: Any, b: Any) -> Any:
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            return of_tensors(torch.as_tensor(a), torch.as_tensor(b))
+        return Int(of_scalars(a, b))
+
+    return apply
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+
+
+def _language(emulator: Emulator) -> dict[str, Any]:
+    """What kernels' modules import, by the names that they import it by."""
+
+    def allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Barriers | Buffer:
+        if dtype == torch.int64:
+            return Barriers(emulator, shape[0])
+        return Buffer(torch.full([int(size) for size in shape], math.nan, dtype=dtype), emulator.wrote)
+
+    layouts = ["BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout"]
+    gl = SimpleNamespace(
+        **dict.fromkeys(layouts, lambda *args: None),
+        int64=torch.int64,
+        float32=torch.float32,
+        program_id=lambda axis: Int(emulator.program),
+        num_programs=lambda axis: Int(emulator.programs),
+        static_range=range,
+        cdiv=lambda a, b: Int(-(-int(a) // int(b))),
+        minimum=_either(torch.minimum, min),
+        maximum=_either(torch.maximum, max),
+        where=_where,
+        arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Registers),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype).as_subclass(Registers),
+        sum=lambda value, axis: value.sum(axis),
+        load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+        store=lambda pointer, value, mask: pointer.store(value, mask),
+        allocate_shared_memory=allocate,
+        warp_specialize=emulator.specialise,
+    )
+    tl = SimpleNamespace(
+        where=_where,
+        abs=torch.abs,
+        erf=torch.erf,
+        exp=torch.exp,
+        math=SimpleNamespace(rsqrt=torch.rsqrt, exp2=torch.exp2),
+    )
+    jit = SimpleNamespace(jit=lambda function=None, **options: (lambda f: f) if function is None else function)
+    return {
+        "gluon": jit,
+        "triton": jit,
+        "gl": gl,
+        "tl": tl,
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=lambda: None,
+            init=lambda barrier, count: barrier.init(count),
+            expect=lambda barrier, size: barrier.expect(size),
+            arrive=lambda barrier, count=1, pred=True: barrier.arrive(count, pred),
+            wait=lambda barrier, phase: barrier.wait(phase),
+        ),
+        "tma": SimpleNamespace(store_wait=emulator.store_wait),
+        "async_copy": SimpleNamespace(commit_group=emulator.commit_group, wait_group=emulator.wait_group),
+        "fence_async_shared": emulator.fence,
+        "warpgroup_mma": emulator.multiply,
+        "warpgroup_mma_wait": emulator.multiply_wait,
+        "copy_rows": emulator.copy_rows,
+        "load_tile": emulator.load_tile,
+        "store_tile": emulator.store_tile,
+    }
