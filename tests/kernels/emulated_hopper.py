@@ -47,8 +47,8 @@ WITHOUT_F1 = replace(
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=128)}
 CASES = (
     Case(FP16, "swiglu", hidden_size=136, intermediate_size=200),  # ragged in both
-    Case(FP16, "geglu", hidden_size=328, intermediate_size=136),  # more steps than the ring has stages
-    Case(FP16, "reglu", turned=True, hidden_size=64, intermediate_size=64),  # one step, and half a slice of columns
+    Case(FP16, "geglu", hidden_size=320, intermediate_size=136),  # more steps than the ring has stages, all full
+    Case(FP16, "reglu", turned=True, hidden_size=64, intermediate_size=64),  # one step, one slice
     Case(FP16, "swiglu", turned=True, hidden_size=192, intermediate_size=264),  # two tiles of columns
 )
 
