@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import passed_in_the_interpreter
-from triton.backends.compiler import GPUTarget
 from triton_checks import turn
-from triton_compile import compile_launch, stack_bytes
+from triton_compile import GFX942, MI300, NVIDIA, compile_launch, stack_bytes
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.tiling import Device, choose_few_rows_tile, few_rows, shared_bytes
@@ -22,14 +21,6 @@ from tilemoe.kernels.triton import few_rows as kernels
 from tilemoe.kernels.triton.launch import Launch
 from tilemoe.routing.build import plan_topk
 
-KB = 1024
-NVIDIA = {
-    80: Device(80, 163 * KB, 108),
-    90: Device(90, 227 * KB, 132),
-    100: Device(100, 227 * KB, 148),
-    120: Device(120, 99 * KB, 170),
-}
-MI300 = Device(0, 64 * KB, 304)
 # 16 rows are fewer than the newer instructions take.
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 NO_SPILL = 16  # bytes of a thread's stack that erf takes; nothing is moved there in a loop
@@ -101,7 +92,7 @@ def test_other_dtypes_and_uneven_widths(dtype: torch.dtype, capability: int, tmp
 def test_amd() -> None:
     for tokens in (1, 60):
         for launch in launches(tokens, MI300):
-            compiled = compile_launch(launch, GPUTarget("hip", "gfx942", 64))
+            compiled = compile_launch(launch, GFX942)
             assert re.search(r"v_mfma_f32_\w+bf16", compiled.asm["amdgcn"])
             assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
             assert compiled.metadata.shared <= MI300.shared_bytes

@@ -11,22 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from triton_compile import compile_launch, count_spill_loads
+from triton_compile import NVIDIA, compile_launch, count_spill_loads
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.launch import Launch
 from tilemoe.kernels.triton.tiles import tile_list_launch
 from tilemoe.routing.build import plan_topk
 
-KB = 1024
-DEVICES = {
-    80: Device(80, 163 * KB, 108),
-    90: Device(90, 227 * KB, 132),
-    100: Device(100, 227 * KB, 148),
-    120: Device(120, 99 * KB, 170),
-}
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 GATHERED = {"up_proj_act", "down_proj_act_grad", "up_proj_weight_grad"}
 # Beside a TMA load, Triton 3.6 takes this gather through registers where the matrix units are those of 2020.
@@ -40,7 +32,7 @@ D, N, E, T, K = 1536, 256, 2, 64, 2
 
 def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
     """One launch of each kind of kernel for swiglu, its operands on the CPU."""
-    device, spec = DEVICES[capability], activation_spec("swiglu", "concatenated", None, None)
+    device, spec = NVIDIA[capability], activation_spec("swiglu", "concatenated", None, None)
     plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
     tile_launch, tiles = tile_list_launch(plan, 128)
     x, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in [(T, D), (E, 2 * N, D), (E, D, N)])
@@ -62,17 +54,17 @@ def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
     }
 
 
-@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("capability", NVIDIA)
 @pytest.mark.parametrize("name", ["up_proj_act", "down_proj", "down_proj_act_grad", "up_proj_weight_grad"])
 def test_gemm(name: str, capability: int, tmp_path: Path) -> None:
     compiled = compile_launch(launches(capability, torch.bfloat16)[name], capability)
     ptx = compiled.asm["ptx"]
     assert MATRIX_UNIT[capability] in ptx
-    assert ("cp.async.bulk.tensor" in ptx) == DEVICES[capability].has_tma
-    by_pointer = name in GATHERED or not DEVICES[capability].has_tma
+    assert ("cp.async.bulk.tensor" in ptx) == NVIDIA[capability].has_tma
+    by_pointer = name in GATHERED or not NVIDIA[capability].has_tma
     if by_pointer and (name, capability) not in GATHERED_BY_REGISTER:
         assert "cp.async.cg.shared.global" in ptx, "the gather is not loaded asynchronously by 16 bytes"
-    assert compiled.metadata.shared <= DEVICES[capability].shared_bytes
+    assert compiled.metadata.shared <= NVIDIA[capability].shared_bytes
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get((name, capability), 0)
 
 
@@ -86,7 +78,7 @@ def test_small_kernel(name: str, tmp_path: Path) -> None:
 def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     compiled = compile_launch(launches(90, dtype)["up_proj_act"], 90)
     assert ("wgmma" in compiled.asm["ptx"]) == (dtype != torch.float32), "fp32 is IEEE unless tf32 is allowed"
-    assert compiled.metadata.shared <= DEVICES[90].shared_bytes
+    assert compiled.metadata.shared <= NVIDIA[90].shared_bytes
     assert count_spill_loads(compiled, tmp_path) <= 16
 
 
@@ -109,7 +101,7 @@ def test_the_number_of_tokens_is_in_no_key() -> None:
         _, tiles = tile_list_launch(plan, 128)
         x, w2, s = torch.zeros(tokens, 64), torch.zeros(E, 64, 32), torch.zeros(tokens * K)
         h = torch.zeros(tokens * K, 64)
-        launch, *_ = mlp.act_grad_launch(x, w2, h, s, plan, tiles, spec, DEVICES[80])
+        launch, *_ = mlp.act_grad_launch(x, w2, h, s, plan, tiles, spec, NVIDIA[80])
         specialised = {
             name: value
             for name, value in launch.args.items()

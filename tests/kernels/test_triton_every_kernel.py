@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 from triton_checks import turn
-from triton_compile import compile_launch, recorded_launches, stack_bytes
+from triton_compile import GFX942, MI300, NVIDIA, compile_launch, recorded_launches, stack_bytes
 
 from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.triton import combine, mlp, rounding, router, tiles
@@ -27,15 +26,6 @@ from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import forward_and_grads, make_inputs
 
-KB = 1024
-NVIDIA = {
-    80: Device(80, 163 * KB, 108),
-    90: Device(90, 227 * KB, 132),
-    100: Device(100, 227 * KB, 148),
-    120: Device(120, 99 * KB, 170),
-}
-GFX942 = GPUTarget("hip", "gfx942", 64)  # MI300
-MI300 = Device(0, 64 * KB, 304)
 D, N, E, T, K = 1536, 256, 2, 64, 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 # By capability: the matrix unit's instruction, and its operands' type in it; fp32 by IEEE uses none.

@@ -22,6 +22,16 @@ from triton.runtime.jit import mangle_type
 from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.triton.launch import Launch
 
+KB = 1024
+# By compute capability.
+NVIDIA = {
+    80: Device(80, 163 * KB, 108),
+    90: Device(90, 227 * KB, 132),
+    100: Device(100, 227 * KB, 148),
+    120: Device(120, 99 * KB, 170),
+}
+MI300, GFX942 = Device(0, 64 * KB, 304), GPUTarget("hip", "gfx942", 64)
+
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
