@@ -12,7 +12,7 @@ import torch
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.tiling import WIDTH_MULTIPLE
+from tilemoe.kernels.tiling import problem_of_widths
 from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 
 KERNEL_SETS = MappingProxyType({TORCH_KERNELS.name: TORCH_KERNELS})
@@ -64,7 +64,7 @@ def select_for_widths(device: torch.device | str, dtype: torch.dtype, *widths: i
 def name_for(device: torch.device, dtype: torch.dtype, *widths: int) -> str:
     """The name of the KernelSet that `select_for_widths` gives. Traceable, widths may be symbolic."""
     name = _name_on(device, dtype)
-    return TORCH_KERNELS.name if any(width % WIDTH_MULTIPLE for width in widths) else name
+    return name if problem_of_widths(*widths) is None else TORCH_KERNELS.name
 
 
 @constant_when_traced
@@ -82,9 +82,7 @@ def _known_name_on(device: torch.device, dtype: torch.dtype) -> str:
 def problem_of_triton(device: torch.device, dtype: torch.dtype, *widths: int) -> str | None:
     """Why the Triton kernels do not serve this, in a few words; None if they do. Traceable, widths may be symbolic."""
     problem = _problem_of_triton_anywhere(device, dtype)
-    if problem is None and any(width % WIDTH_MULTIPLE for width in widths):
-        return f"hidden_size and intermediate_size must be multiples of {WIDTH_MULTIPLE} for the Triton kernels"
-    return problem
+    return problem_of_widths(*widths) if problem is None else problem
 
 
 def check_name(name: str) -> None:

@@ -109,6 +109,13 @@ _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
 _FEW_ROWS, _VERY_FEW_ROWS = 32, 8
 
 
+def problem_of_widths(*widths: int) -> str | None:
+    """Why the Triton kernels cannot compute with these d and n, in a few words; None if they can. Traceable."""
+    if any(width % WIDTH_MULTIPLE for width in widths):
+        return f"hidden_size and intermediate_size must be multiples of {WIDTH_MULTIPLE} for the Triton kernels"
+    return None
+
+
 def choose_tile(
     kernel: Kernel, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None = None
 ) -> Tile:

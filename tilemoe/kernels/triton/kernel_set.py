@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, few_rows, tile_rows
+from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, few_rows, problem_of_widths, tile_rows
 from tilemoe.kernels.triton import few_rows as few_rows_kernels
 from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.combine import combine, combine_grad
@@ -25,9 +25,7 @@ def unsupported(dtype: torch.dtype, *widths: int) -> str | None:
     """Why these kernels cannot compute in ``dtype`` with these values of d and n, in a few words; None if they can."""
     if dtype not in DTYPES:
         return f"no Triton kernel computes in {dtype}"
-    if any(width % WIDTH_MULTIPLE for width in widths):
-        return f"hidden_size and intermediate_size must be multiples of {WIDTH_MULTIPLE} for the Triton kernels"
-    return None
+    return problem_of_widths(*widths)
 
 
 def up_proj_act(
