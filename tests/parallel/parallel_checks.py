@@ -1,4 +1,4 @@
-"""What four processes check of a decoder that they share; `test_parallel_model` runs it.
+"""What the processes of a job, two or four of them, check of a decoder that they share.
 
 B sequences of a rank · S tokens each · E experts · K experts per token
 """
@@ -24,7 +24,7 @@ from tilemoe.parallel.mesh import Meshes, build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.testing.ranks import device_of_rank
 
-RANKS, E, K = 4, 8, 2
+E, K = 8, 2
 ROUTER = RouterConfig(selection_bias=True, aux_loss_coef=0.1, z_loss_coef=0.01)
 MOE = MoEConfig(16, 8, E, K, router=ROUTER, initializer_range=0.3, expert_bias=True, shared_intermediate_size=8)
 MODEL = ModelConfig(
@@ -42,12 +42,14 @@ MODEL = ModelConfig(
 )
 EXACT = ParallelConfig(param_dtype=None, reduce_dtype=None)
 FSDP = EXACT
-HSDP = replace(EXACT, replicate=2, shard=2)
-EP = replace(EXACT, expert=4)
-EP_FSDP = replace(EXACT, expert=2, shard=2)
-EP_REPLICATED = replace(EXACT, expert=2, replicate=2)
+HSDP = replace(EXACT, replicate=2)  # 2 x 2, of four
+EP_FSDP = replace(EXACT, expert=2)  # 2 x 2, of four
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 SEQUENCES = (2, 1, 0, 3)  # of each rank, of 7 tokens each: odd numbers, and a rank without any
+
+
+def world() -> int:
+    return dist.get_world_size()
 
 
 def make_model(dtype: torch.dtype, config: ModelConfig = MODEL, **options: Any) -> DecoderLM:
@@ -91,7 +93,7 @@ class Result(NamedTuple):
 
 def whole_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
     """By one process."""
-    ids, labels = (torch.cat(parts) for parts in batch(sequences))
+    ids, labels = (torch.cat(parts) for parts in batch(sequences[: world()]))
     out = model(ids, labels)
     assert out.loss is not None
     (out.loss + out.aux_loss).backward()
@@ -101,13 +103,13 @@ def whole_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
 
 def shared_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
     """By all processes, each with its own sequences."""
-    ids, labels = batch(sequences)
+    ids, labels = batch(sequences[: world()])
     rank = dist.get_rank()
     out = model(ids[rank], labels[rank])
     assert out.loss is not None
     counts = [(part != -100).sum().double() for part in labels]
     loss = out.loss * (counts[rank] / sum(counts)).to(out.loss.dtype)
-    aux_loss = out.aux_loss / RANKS
+    aux_loss = out.aux_loss / world()
     (loss + aux_loss).backward()
     totals = [part.detach().clone() for part in (loss, aux_loss)]
     for total in totals:
@@ -156,7 +158,7 @@ def check_hsdp() -> None:
 
 
 def check_expert_parallel() -> None:
-    assert_as_one_process(EP)
+    assert_as_one_process(replace(EXACT, expert=world()))
 
 
 def check_expert_parallel_and_fsdp() -> None:
@@ -164,16 +166,16 @@ def check_expert_parallel_and_fsdp() -> None:
 
 
 def check_expert_parallel_and_replicas() -> None:
-    assert_as_one_process(EP_REPLICATED)
+    assert_as_one_process(replace(EXACT, expert=2, replicate=world() // 2))
 
 
 def check_what_is_sharded_how() -> None:
     """Whole experts where FSDP's ranks divide them, else their rows."""
     for config, experts, placements in (
         (FSDP, 8, [Shard(0)]),
-        (FSDP, 6, [Shard(1)]),
+        (FSDP, 7, [Shard(1)]),
         (EP_FSDP, 8, None),
-        (EP_FSDP, 6, [Shard(1), Shard(0)]),
+        (EP_FSDP, 6, [Shard(1), Shard(0)] if world() == 4 else None),
     ):
         model = replace(MODEL, moe=replace(MOE, num_experts=experts))
         many = make_model(torch.float32, model)
@@ -183,9 +185,9 @@ def check_what_is_sharded_how() -> None:
             w1 = many.get_parameter(name)
             assert isinstance(w1, DTensor)
             assert placements is None or list(w1.placements) == placements
-            assert w1.to_local().numel() * RANKS == want.numel()
+            assert w1.to_local().numel() * world() == want.numel()
             assert torch.equal(w1.full_tensor(), want)
-    assert_as_one_process(FSDP, replace(MODEL, moe=replace(MOE, num_experts=6)))
+    assert_as_one_process(FSDP, replace(MODEL, moe=replace(MOE, num_experts=7)))
 
 
 def check_checkpointing() -> None:
@@ -272,16 +274,16 @@ def check_compiled() -> None:
 
 
 def check_errors() -> None:
+    ranks = world()
     for config, message in (
-        (replace(EXACT, replicate=8), r"replicate 8 x shard any x expert 1 needs 8 processes and the job has 4"),
-        (replace(EXACT, replicate=3), r"job's 4 processes are not divided evenly by replicate 3"),
-        (replace(EXACT, shard=2), r"job's 4 processes are not divided evenly by replicate 1 x shard 2"),
+        (replace(EXACT, replicate=8), rf"replicate 8 x shard any x expert 1 needs 8 processes and the job has {ranks}"),
+        (replace(EXACT, shard=ranks - 1), rf"job's {ranks} processes are not divided evenly by replicate 1 x shard"),
     ):
         with pytest.raises(ValueError, match=message):
             build_meshes(config, MODEL, "cpu")
-    six = replace(MODEL, moe=replace(MOE, num_experts=6))
-    with pytest.raises(ValueError, match=r"parallel.expert \(4\) must divide model.moe.num_experts \(6\)"):
-        build_meshes(EP, six, "cpu")
+    seven = replace(MODEL, moe=replace(MOE, num_experts=7))
+    with pytest.raises(ValueError, match=rf"parallel.expert \({ranks}\) must divide model.moe.num_experts \(7\)"):
+        build_meshes(replace(EXACT, expert=ranks), seven, "cpu")
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

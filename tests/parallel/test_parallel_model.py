@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from parallel_checks import CHECKS, RANKS
+from parallel_checks import CHECKS
 
 from tilemoe.testing.ranks import run_on_ranks
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return run_on_ranks(CHECKS, RANKS, folder)
+    return run_on_ranks(CHECKS, 4, folder)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])

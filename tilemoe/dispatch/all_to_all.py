@@ -97,11 +97,12 @@ class AllToAllDispatcher:
 
     def _copies_plan(self, plan: RoutingPlan, row: Tensor, rank: Tensor) -> RoutingPlan:
         """Which ranks each token goes to: a plan whose experts are the ranks."""
-        # A column more for the pairs that have no row.
-        goes = torch.zeros(plan.num_tokens, self.ranks + 1, dtype=torch.bool, device=plan.device)
-        goes[plan.token_of_row[row], rank] = True
-        ranks = torch.arange(self.ranks, device=plan.device)
-        return plan_topk(torch.where(goes[:, : self.ranks], ranks, self.ranks), self.ranks)
+        # A column more for the pairs that have no row. Values that are numbers of the host, as `x[index] = True` and
+        # `torch.where` take them, would be copied to the device while the host waits; these fills are told them.
+        stays = torch.ones(plan.num_tokens, self.ranks + 1, dtype=torch.bool, device=plan.device)
+        stays.view(-1).index_fill_(0, plan.token_of_row[row].long() * (self.ranks + 1) + rank, False)
+        ranks = torch.arange(self.ranks, device=plan.device).expand(plan.num_tokens, -1)
+        return plan_topk(ranks.masked_fill(stays[:, : self.ranks], self.ranks), self.ranks)
 
     def _exchange_sizes(self, copies: RoutingPlan, pairs: RoutingPlan) -> _Sizes:
         out = torch.stack((copies.rows_per_expert, pairs.rows_per_expert), dim=1)
