@@ -30,7 +30,7 @@ def problem(contestant: Contestant, shape: MoEShape, weights: Weights) -> str | 
     with torch.no_grad():
         weights.router.copy_(router)
     try:
-        _poison(x.device)
+        poison(x.device)
         out = contestant.run(x)
         found = (out.detach(), *torch.autograd.grad(out, [x, *contestant.leaves], do))
         errors = _errors(contestant, found, shape, weights, x.detach(), do)
@@ -54,7 +54,7 @@ def _inputs(shape: MoEShape, weights: Weights) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), torch.eye(experts, d, device=like.device, dtype=like.dtype)
 
 
-def _poison(device: torch.device) -> None:
+def poison(device: torch.device) -> None:
     """Leave NaN in the memory that PyTorch hands out next, so that what is never written shows."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

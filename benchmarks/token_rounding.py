@@ -1,35 +1,43 @@
-"""Token rounding against plain top-K: the whole layer with its router, in parts.
+"""Token rounding against plain top-K: the whole layer with its router, and its parts.
 
-    python benchmarks/token_rounding.py run --cases all --modes nearest
-    python benchmarks/token_rounding.py run --cases E256-d4096,Qwen3-Next-16k --modes all
+    python benchmarks/token_rounding.py run --cases all --modes nearest --seconds 200
+    python benchmarks/token_rounding.py run --cases E256-d4096-n1024,Qwen3-Next-16k --kernels triton
     python benchmarks/token_rounding.py kernels --cases all --modes nearest
     python benchmarks/token_rounding.py table
     python benchmarks/token_rounding.py plot --out results/figures
 
-run appends to results/token_rounding.jsonl, a case as soon as it is measured; with ``--device cpu`` it runs toy cases,
-to see that everything works. All contestants share the weights, the input and the kernels. A step is timed behind
-other work, so that the host is ahead and what is measured is the GPU's. "full tiles" runs the experts alone on rows as
-many as top-K's that fill whole tiles: top-K's experts minus that is what padding costs it, and a mode recovers the
-part of it by which the whole layer, routing included, becomes faster. kernels prints the microseconds of each kernel
-of the rounding.
+run appends to results/token_rounding.jsonl, a case as soon as it is measured, and leaves out what that file has of this
+commit, GPU and KernelSet: the same command goes on. With ``--device cpu`` it runs toy cases, to see that everything
+works. All contestants share the weights, the input and the kernels, and are checked first (`rounding_gate`).
+
+"forward" and "backward" are the layer as a model calls it. The six parts are timed apart, in the same rounds. All of
+it runs behind other work, so that the host is ahead and the GPU's time is measured; ``host_ms`` is what launching took.
+"full tiles" runs the experts alone on rows as many as top-K's that fill whole tiles: top-K's experts minus that is
+what padding costs it, and a mode recovers the part of it by which the whole layer, routing included, becomes faster.
+The Hopper kernels pass by the lower half of a last tile that has no rows there, so top-K pads less with them than the
+tile says; ``--kernels triton`` computes whole tiles. kernels prints and records each kernel of the rounding.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import peers
 import record
+import rounding_gate
+import rounding_report
 import timing
 import torch
+from rounding_report import CHOSEN, FULL, NAME, PARTS, TOPK, WHOLE
 from torch import Tensor
 
 import tilemoe
@@ -37,18 +45,16 @@ from tilemoe.config import ROUNDING_MODES, RouterConfig, TokenRounding
 from tilemoe.perf.shape import MoEShape
 from tilemoe.routing.plan import RoutingPlan
 
-TOPK, FULL = "top-K", "full tiles"
-FORWARD, BACKWARD = ("logits", "routing", "experts"), ("experts_grad", "routing_grad", "logits_grad")
-PARTS = (*FORWARD, *BACKWARD)
-GATE_TOLERANCE = 2e-2  # RMS error over RMS value, both in bf16
+MATMUL_MS = 1.4  # of 8192^3 in bf16 on an H200
 T = 16384
-CASES = MappingProxyType(
+CASES = MappingProxyType(  # those with a promise of their own first
     {
-        **{f"E{e}-d1536-n256": MoEShape(T, 1536, 256, e, 8) for e in (64, 128, 256, 512)},
-        **{f"E{e}-d4096-n1024": MoEShape(T, 4096, 1024, e, 4) for e in (32, 64, 128, 256)},
-        **{f"E{e}-d1536-n1024": MoEShape(T, 1536, 1024, e, 2) for e in (16, 32, 64, 128)},
+        "E256-d4096-n1024": MoEShape(T, 4096, 1024, 256, 4),
         "Qwen3-Next-16k": MoEShape(T, 2048, 512, 512, 10),
         "Qwen3-Next-32k": MoEShape(2 * T, 2048, 512, 512, 10),
+        **{f"E{e}-d1536-n256": MoEShape(T, 1536, 256, e, 8) for e in (512, 256, 128, 64)},
+        **{f"E{e}-d4096-n1024": MoEShape(T, 4096, 1024, e, 4) for e in (128, 64, 32)},
+        **{f"E{e}-d1536-n1024": MoEShape(T, 1536, 1024, e, 2) for e in (128, 64, 32, 16)},
     }
 )
 TOYS = MappingProxyType({"toy-E8": MoEShape(256, 32, 16, 8, 2), "toy-E16": MoEShape(256, 32, 16, 16, 2)})
@@ -66,7 +72,9 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a step runs: how a moment is marked, what lies between two marks in milliseconds, and what runs before."""
+    """Where a step runs: how a moment is marked, what lies between two marks in milliseconds, and ``run_ahead``, which
+    keeps the device busy for about as many milliseconds as it is told.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -74,15 +82,15 @@ class Machine:
     mark: Callable[[], Any]
     milliseconds: Callable[[Any, Any], float]
     synchronize: Callable[[], None]
-    run_ahead: Callable[[], object]
+    run_ahead: Callable[[float], None]
 
 
 def gpu() -> Machine:
     square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(square)
 
-    def run_ahead() -> None:
-        for _ in range(3):  # some 5 ms: more than the host needs for a step
+    def run_ahead(milliseconds: float) -> None:
+        for _ in range(math.ceil(milliseconds / MATMUL_MS)):
             torch.mm(square, square, out=out)
 
     return Machine(
@@ -97,66 +105,82 @@ def gpu() -> Machine:
 
 
 def cpu() -> Machine:
-    def nothing() -> None:
-        """Nothing runs ahead on a CPU."""
-
     def between(start: float, end: float) -> float:
         return 1e3 * (end - start)
 
-    return Machine(torch.device("cpu"), torch.float32, 16, time.perf_counter, between, nothing, nothing)
+    return Machine(
+        torch.device("cpu"), torch.float32, 16, time.perf_counter, between, lambda: None, lambda milliseconds: None
+    )
 
 
-def build(shape: MoEShape, weights: peers.Weights, rounding: TokenRounding | None) -> tilemoe.MoE:
+def build(shape: MoEShape, weights: peers.Weights, rounding: TokenRounding | None, kernels: str | None) -> tilemoe.MoE:
     cfg = replace(peers.layer_config(shape), router=RouterConfig(), rounding=rounding)
-    layer = tilemoe.MoE(cfg, device="meta")
+    layer = tilemoe.MoE(cfg, device="meta", kernels=kernels)
     layer.router.weight, layer.experts.w1, layer.experts.w2 = weights.router, weights.w1, weights.w2
     return layer
 
 
-def contestants(shape: MoEShape, modes: list[str], machine: Machine, x: Tensor) -> dict[str, Contestant]:
-    """Top-K, full tiles, and the modes, all on one set of weights. A mode that is wrong is reported and left out."""
+def contestants(
+    shape: MoEShape, modes: list[str], kernels: str, machine: Machine, x: Tensor, do: Tensor
+) -> dict[str, Contestant]:
+    """Top-K, full tiles, and the modes, all on one set of weights. What is wrong is reported and left out."""
     weights = peers.make_weights(shape, machine.device, machine.dtype)
-    found = {TOPK: Contestant(build(shape, weights, None))}
-    for mode in modes:
-        layer = build(shape, weights, TokenRounding(mode, machine.tile))  # type: ignore[arg-type]
-        problem = gate(layer, x, machine.tile)
-        if problem is None:
-            found[mode] = Contestant(layer)
-        else:
-            print(f"{mode} is left out: {problem}", flush=True)
-    even = build(shape, weights, TokenRounding("balance", machine.tile))
+    of_set = None if kernels == CHOSEN else kernels
+
+    def layer(rounding: TokenRounding | None) -> tilemoe.MoE:
+        return build(shape, weights, rounding, of_set)
+
+    even = layer(TokenRounding("balance", machine.tile))
     with torch.no_grad():
-        found[FULL] = Contestant(even, tilemoe.route(even.router(x), even.cfg).plan)
+        plan = tilemoe.route(even.router(x), even.cfg).plan
+    wanted = {TOPK: Contestant(layer(None)), FULL: Contestant(even, plan)}
+    for mode in modes:
+        wanted[mode] = Contestant(layer(TokenRounding(mode, machine.tile)))  # type: ignore[arg-type]
+    found = {}
+    for name, contestant in wanted.items():
+        problem = problem_of(contestant, x, do)
+        if problem is None:
+            found[name] = contestant
+        else:
+            print(f"{name} is left out: {problem}", flush=True)
     return found
 
 
-def gate(layer: tilemoe.MoE, x: Tensor, tile: int) -> str | None:
-    """None if every expert has full tiles and the experts agree with plain PyTorch on those rows, else what is off."""
+def problem_of(contestant: Contestant, x: Tensor, do: Tensor) -> str | None:
+    """None if its routing and its experts are right, else what is not."""
+    layer = contestant.layer
     with torch.no_grad():
-        routing = tilemoe.route(layer.router(x), layer.cfg)
-        if bool((routing.tokens_per_expert % tile).any()):
-            return "an expert's rows are no multiple of the tile"
-        actual = layer.experts(x, routing.plan, routing.scores).float()
-        experts = layer.experts
-        exact = tilemoe.moe(x, experts.w1, experts.w2, routing.plan, routing.scores, kernels="torch").float()
-    error = float((actual - exact).norm() / exact.norm())
-    return None if error <= GATE_TOLERANCE else f"the output is off by {error:.2e} RMS-relative"
+        logits = layer.router(x)
+        plan, scores = routed(contestant, logits)
+    problem = rounding_gate.problem_of_routing(logits, layer.cfg)
+    return problem or rounding_gate.problem_of_experts(layer, x, do, plan, scores)
 
 
-def step(contestant: Contestant, x: Tensor, do: Tensor, machine: Machine) -> list[Any]:
-    """Forward and backward once; the marks around the six parts. Every gradient is made anew."""
+def routed(contestant: Contestant, logits: Tensor) -> tuple[RoutingPlan, Tensor]:
+    """The plan and the scores: the layer's own, or the plan that replaces it, and ones."""
+    if contestant.plan is not None:
+        return contestant.plan, logits.new_ones(contestant.plan.num_pairs).requires_grad_()
+    routing = tilemoe.route(logits, contestant.layer.cfg)
+    return routing.plan, routing.scores
+
+
+def whole_step(layer: tilemoe.MoE, x: Tensor, do: Tensor, machine: Machine) -> list[Any]:
+    """The layer as a model calls it, forward and backward; the marks around both. Every gradient is made anew."""
+    marks = [machine.mark()]
+    hidden = layer(x).hidden
+    marks.append(machine.mark())
+    torch.autograd.grad(hidden, [x, layer.router.weight, layer.experts.w1, layer.experts.w2], do)
+    return [*marks, machine.mark()]
+
+
+def parts_step(contestant: Contestant, x: Tensor, do: Tensor, machine: Machine) -> list[Any]:
+    """The same in six parts; the marks around them."""
     layer, mark = contestant.layer, machine.mark
-    machine.run_ahead()
     marks = [mark()]
     logits = layer.router(x)
     marks.append(mark())
     leaf = logits.detach().requires_grad_()
-    if contestant.plan is None:
-        routing = tilemoe.route(leaf, layer.cfg)
-        plan, scores = routing.plan, routing.scores
-    else:
-        plan = contestant.plan
-        scores = leaf.new_ones(plan.num_pairs).requires_grad_()
+    plan, scores = routed(contestant, leaf)
     marks.append(mark())
     inner, score_leaf = x.detach().requires_grad_(), scores.detach().requires_grad_()
     out = layer.experts(inner, plan, score_leaf)
@@ -166,23 +190,55 @@ def step(contestant: Contestant, x: Tensor, do: Tensor, machine: Machine) -> lis
     d_logits = torch.zeros_like(leaf) if contestant.plan is not None else torch.autograd.grad(scores, leaf, d_scores)[0]
     marks.append(mark())
     torch.autograd.grad(logits, [x, layer.router.weight], d_logits)
-    marks.append(mark())
-    return marks
+    return [*marks, mark()]
 
 
-def measure(found: dict[str, Contestant], x: Tensor, do: Tensor, machine: Machine, args: Any) -> dict[str, list[Row]]:
-    """Contestant to, for each round, the median milliseconds of each part. Each round starts with another one."""
+def measure(
+    found: dict[str, Contestant], x: Tensor, do: Tensor, machine: Machine, args: Any
+) -> tuple[dict[str, list[Row]], dict[str, Row]]:
+    """Contestant to, for each round, the median milliseconds of the whole and of each part; and to what was measured
+    once. Each round starts with another contestant; within a round the layer settles, then come whole steps and parts.
+    """
     samples: dict[str, list[Row]] = {name: [] for name in found}
-    for name in found:
-        step(found[name], x, do, machine)
+    host = {name: host_ms(entry, x, do, machine) for name, entry in found.items()}
+    ahead = 1.5 * max(host.values())
+
+    def timed(step: Callable[[], list[Any]], names: tuple[str, ...], count: int) -> Row:
+        marks = []
+        for _ in range(count):
+            machine.run_ahead(ahead)
+            marks.append(step())
+        machine.synchronize()
+        times = [[machine.milliseconds(a, b) for a, b in itertools.pairwise(m)] for m in marks[args.settle :]]
+        return dict(zip(names, map(statistics.median, zip(*times, strict=True)), strict=True))
+
     for index in range(args.rounds):
         for name in timing.turn(list(found), index):
-            marks = [step(found[name], x, do, machine) for _ in range(args.settle + args.calls)][args.settle :]
-            machine.synchronize()
-            times = [[machine.milliseconds(a, b) for a, b in itertools.pairwise(m)] for m in marks]
-            parts = zip(*times, strict=True)
-            samples[name].append(dict(zip(PARTS, map(statistics.median, parts), strict=True)))
-    return samples
+            entry = found[name]
+            count = args.settle + args.calls
+            row = timed(lambda entry=entry: parts_step(entry, x, do, machine), PARTS, count)
+            if entry.plan is None:
+                row |= timed(lambda entry=entry: whole_step(entry.layer, x, do, machine), WHOLE, count)
+            samples[name].append(row)
+    return samples, {name: {"host_ms": round(host[name], 3), "ahead_ms": round(ahead, 3)} for name in found}
+
+
+def host_ms(contestant: Contestant, x: Tensor, do: Tensor, machine: Machine) -> float:
+    """The median milliseconds until the host has launched a step; the first four also compile and record."""
+    times = []
+    for _ in range(9):
+        machine.synchronize()
+        start = time.perf_counter()
+        if contestant.plan is None:
+            whole_step(contestant.layer, x, do, machine)
+            times.append(1e3 * (time.perf_counter() - start))
+        else:
+            parts_step(contestant, x, do, machine)
+            times.append(1e3 * (time.perf_counter() - start))
+    for _ in range(4):  # whose operands are laid out otherwise, perhaps
+        parts_step(contestant, x, do, machine)
+    machine.synchronize()
+    return statistics.median(times[4:])
 
 
 def waste(tokens_per_expert: Tensor, tile: int) -> float:
@@ -192,7 +248,7 @@ def waste(tokens_per_expert: Tensor, tile: int) -> float:
     return round(100 * float(padded.sum() / rows.sum() - 1), 3)
 
 
-def summarise(samples: dict[str, list[Row]], counts: dict[str, Tensor], tile: int) -> list[Row]:
+def summarise(samples: dict[str, list[Row]], once: dict[str, Row], counts: dict[str, Tensor], tile: int) -> list[Row]:
     """A row for each contestant: medians, and ratios round by round against top-K."""
 
     def totals(name: str, parts: tuple[str, ...]) -> list[float]:
@@ -200,23 +256,26 @@ def summarise(samples: dict[str, list[Row]], counts: dict[str, Tensor], tile: in
 
     experts = ("experts", "experts_grad")
     padding = [a - b for a, b in zip(totals(TOPK, experts), totals(FULL, experts), strict=True)]
+    cost = statistics.median(padding)
     rows = []
     for name in samples:
-        row: Row = {"contestant": name, "rows": int(counts[name].sum())}
-        row |= {f"{part}_ms": timing.summary([sample[part] for sample in samples[name]]) for part in PARTS}
-        for label, parts in (("forward", FORWARD), ("backward", BACKWARD), ("total", PARTS)):
-            row[f"{label}_ms"] = timing.summary(totals(name, parts))
-            row[f"{label}_speedup"] = timing.ratio(totals(name, parts), totals(TOPK, parts))
-        routing, total = totals(name, ("routing", "routing_grad")), totals(name, PARTS)
-        row["routing_percent"] = round(statistics.median(100 * a / b for a, b in zip(routing, total, strict=True)), 3)
-        gained = [a - b for a, b in zip(totals(TOPK, PARTS), total, strict=True)]
-        cost = statistics.median(padding)
-        row["recovered"] = round(statistics.median(gained) / cost, 4) if cost > 0 else None
+        row: Row = {"contestant": name, "rows": int(counts[name].sum()), **once[name]}
+        row |= {f"{part}_ms": timing.summary(totals(name, (part,))) for part in PARTS}
         row["padding_ms"] = timing.summary(padding)
         change = counts[name] - counts[TOPK]
         row |= {"added": int(change.clamp(min=0).sum()), "dropped": int((-change).clamp(min=0).sum())}
-        # The kernels' own tile may be half of it where it pays.
+        # Some kernels pad to half the tile.
         row |= {"waste_percent": waste(counts[name], tile), "waste_half_tile_percent": waste(counts[name], tile // 2)}
+        if name != FULL:
+            for label, parts in (("forward", WHOLE[:1]), ("backward", WHOLE[1:]), ("total", WHOLE)):
+                row[f"{label}_ms"] = timing.summary(totals(name, parts))
+                row[f"{label}_speedup"] = timing.ratio(totals(name, parts), totals(TOPK, parts))
+            routing, total = totals(name, ("routing", "routing_grad")), totals(name, WHOLE)
+            shares = [100 * a / b for a, b in zip(routing, total, strict=True)]
+            row["routing_percent"] = round(statistics.median(shares), 3)
+            gained = [a - b for a, b in zip(totals(TOPK, WHOLE), total, strict=True)]
+            row["gained_ms"] = timing.summary(gained)
+            row["recovered"] = round(statistics.median(gained) / cost, 4) if cost > 0 else None
         rows.append(row)
     return rows
 
@@ -226,37 +285,73 @@ def run(args: argparse.Namespace) -> None:
     known = CASES if args.device == "cuda" else TOYS
     names = list(known) if args.cases == "all" else args.cases.split(",")
     modes = list(ROUNDING_MODES) if args.modes == "all" else args.modes.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SystemExit(f"no case called {unknown[0]!r}; known are {', '.join(known)}")
-    start = time.perf_counter()
-    for name in names:
-        if args.seconds and time.perf_counter() - start > args.seconds:
-            print(f"out of time before {name}")
-            return
-        shape = known[name]
-        torch.manual_seed(0)
-        x = torch.randn(shape.num_tokens, shape.hidden_size, device=machine.device, dtype=machine.dtype)
-        x, do = x.requires_grad_(), torch.randn_like(x)
-        found = contestants(shape, modes, machine, x)
-        counts = {}
-        for contestant, entry in found.items():
-            with torch.no_grad():
-                plan = entry.plan or tilemoe.route(entry.layer.router(x), entry.layer.cfg).plan
-            counts[contestant] = plan.rows_per_expert.cpu()
-        rows = summarise(measure(found, x, do, machine, args), counts, machine.tile)
-        where = {"case": name, **asdict(shape), "mode": "sustained", "tile": machine.tile, "rounds": args.rounds}
-        rows = [{**where, **row} for row in rows]
-        for row in rows:
-            print(describe(row), flush=True)
-        record.append("token_rounding", rows)
-        del found, x, do
-        if machine.device.type == "cuda":
-            torch.cuda.empty_cache()
+    for what, asked, of in (("case", names, known), ("mode", modes, ROUNDING_MODES)):
+        unknown = [name for name in asked if name not in of]
+        if unknown:
+            raise SystemExit(f"no {what} called {unknown[0]!r}; known are {', '.join(of)}")
+    start, longest = time.perf_counter(), 0.0
+    done = recorded()
+    for kernels in args.kernels.split(","):
+        for name in names:
+            left = [mode for mode in modes if (name, kernels, mode) not in done]
+            if not left:
+                continue
+            if args.seconds and time.perf_counter() - start + longest > args.seconds:
+                print(f"out of time before {name}: the same command goes on from here")
+                return
+            began = time.perf_counter()
+            one_case(name, known[name], left, kernels, machine, args)
+            longest = max(longest, time.perf_counter() - began)
+
+
+def recorded() -> set[tuple[str, str, str]]:
+    """(case, kernels, contestant) that the results file has of this commit and this GPU."""
+    here = record.provenance()
+    path = record.RESULTS / f"{NAME}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [row for row in map(json.loads, lines) if row["mode"] == "sustained"]
+    return {
+        (row["case"], row["kernels"], row["contestant"])
+        for row in rows
+        if (row["commit"], row["gpu"]) == (here["commit"], here["gpu"])
+    }
+
+
+def one_case(
+    name: str, shape: MoEShape, modes: list[str], kernels: str, machine: Machine, args: argparse.Namespace
+) -> None:
+    """Measure and append the rows of a case; nothing where top-K or full tiles are wrong."""
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    x = torch.randn(shape.num_tokens, shape.hidden_size, device=machine.device, dtype=machine.dtype)
+    x, do = x.requires_grad_(), torch.randn_like(x)
+    found = contestants(shape, modes, kernels, machine, x, do)
+    if TOPK not in found or FULL not in found:
+        return
+    counts = {}
+    for contestant, entry in found.items():
+        with torch.no_grad():
+            counts[contestant] = routed(entry, entry.layer.router(x))[0].rows_per_expert.cpu()
+    ready = time.perf_counter()
+    samples, once = measure(found, x, do, machine, args)
+    rows = summarise(samples, once, counts, machine.tile)
+    chosen = tilemoe.select_kernels(machine.device, machine.dtype, found[TOPK].layer.cfg).name
+    where = {
+        "case": name, **asdict(shape), "mode": "sustained", "kernels": kernels,
+        "kernel_set": chosen if kernels == CHOSEN else kernels, "tile": machine.tile, "rounds": args.rounds,
+    }  # fmt: skip
+    rows = [{**where, **row} for row in rows]
+    record.append(NAME, rows)
+    for row in rows:
+        print(rounding_report.describe(row), flush=True)
+    print(f"{name}: checked in {ready - began:.1f} s, timed in {time.perf_counter() - ready:.1f} s", flush=True)
+    del found, x, do
+    if machine.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def kernels(args: argparse.Namespace) -> None:
-    """Print the median time of each launch of a rounding and of its gradient, run in order."""
+    """Print and record the median time of each launch of a rounding and of its gradient, run in order."""
     from tilemoe.kernels.triton import rounding
     from tilemoe.routing.rounding import draw_uniform, row_capacity
 
@@ -266,6 +361,7 @@ def kernels(args: argparse.Namespace) -> None:
         experts, k = shape.num_experts, shape.num_experts_per_tok
         logits = torch.randn(shape.num_tokens, experts, device="cuda")
         kept, ids = logits.softmax(dim=-1).topk(k, dim=-1)
+        kept = kept / kept.sum(dim=-1, keepdim=True)
         for mode in ROUNDING_MODES if args.modes == "all" else args.modes.split(","):
             how = TokenRounding(mode, machine.tile)  # type: ignore[arg-type]
             capacity = row_capacity(how, shape.num_tokens, k, experts)
@@ -276,7 +372,7 @@ def kernels(args: argparse.Namespace) -> None:
             launches.append(rounding.score_grad_launch(rows.scores, logits, ids.int(), None, *saved, spec))
             times = []
             for _ in range(args.settle + args.calls):
-                machine.run_ahead()
+                machine.run_ahead(2.0)
                 marks = [machine.mark()]
                 for launch in launches:
                     launch.run()
@@ -285,74 +381,10 @@ def kernels(args: argparse.Namespace) -> None:
                 times.append([1e3 * machine.milliseconds(a, b) for a, b in itertools.pairwise(marks)])
             medians = [statistics.median(found) for found in zip(*times[args.settle :], strict=True)]
             names = [launch.kernel.fn.__name__.removesuffix("_kernel") for launch in launches]
-            parts = " ".join(f"{what} {us:.1f}" for what, us in zip(names, medians, strict=True))
+            us = {what: round(median, 2) for what, median in zip(names, medians, strict=True)}
+            record.append(NAME, [{"case": name, **asdict(shape), "mode": "kernels", "contestant": mode, "us": us}])
+            parts = " ".join(f"{what} {median:.1f}" for what, median in us.items())
             print(f"{name:16} {mode:13} {sum(medians):6.1f} us: {parts}", flush=True)
-
-
-def describe(row: Row) -> str:
-    times = " ".join(f"{row[f'{part}_ms']['median']:8.3f}" for part in ("forward", "backward"))
-    routing = " + ".join(f"{row[f'{part}_ms']['median']:.3f}" for part in ("routing", "routing_grad"))
-    return (
-        f"{row['case']:16} {row['contestant']:13} {times} ms, routing {routing} ms = {row['routing_percent']:.1f}%, "
-        f"waste {row['waste_percent']:.1f}%, {row['forward_speedup']:.3f}x {row['backward_speedup']:.3f}x "
-        f"{row['total_speedup']:.3f}x{recovers(row)}"
-    )
-
-
-def recovers(row: Row) -> str:
-    """Nothing where padding costs nothing that could be measured."""
-    return "" if row["recovered"] is None else f", recovers {100 * row['recovered']:.0f}%"
-
-
-def table(args: argparse.Namespace) -> None:
-    """The last recorded row of each case and contestant, as Markdown."""
-    rows = record.latest("token_rounding", "sustained", args.gpu, "case", "contestant")
-    header = ["case", "routing", "padded rows", "forward", "backward", "routing", "of the layer"]
-    header += ["forward / both against top-K", "recovers"]
-    print("| " + " | ".join(header) + " |")
-    print("| :--- | :--- |" + " ---: |" * (len(header) - 2))
-    for (case, contestant), row in rows.items():
-        if contestant == FULL:
-            continue
-        routing = row["routing_ms"]["median"] + row["routing_grad_ms"]["median"]
-        speed = " / ".join(f"{row[f'{part}_speedup']:.2f}" for part in ("forward", "total"))
-        cells = [
-            case, contestant, f"{row['waste_percent']:.1f}%",
-            *(f"{row[f'{part}_ms']['median']:.3f} ms" for part in ("forward", "backward")),
-            f"{routing:.3f} ms", f"{row['routing_percent']:.1f}%", speed,
-            "" if contestant == TOPK else recovers(row).removeprefix(", recovers "),
-        ]  # fmt: skip
-        print("| " + " | ".join(cells) + " |")
-
-
-def plot(args: argparse.Namespace) -> None:
-    """Speed-up of forward + backward over top-K, and the rows that top-K pads, over the cases."""
-    import matplotlib.pyplot as plt
-
-    rows = record.latest("token_rounding", "sustained", args.gpu, "case", "contestant")
-    cases = list(dict.fromkeys(case for case, _ in rows))
-    names = [name for name in (*ROUNDING_MODES,) if any(found == name for _, found in rows)]
-    figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
-    width = 0.8 / max(1, len(names))
-    for index, name in enumerate(names):
-        here = [(place, rows[case, name]) for place, case in enumerate(cases) if (case, name) in rows]
-        places = [place + index * width for place, _ in here]
-        axes[0].bar(places, [row["total_speedup"] for _, row in here], width, label=name)
-    axes[0].axhline(1.0, color="black", linewidth=0.8)
-    axes[0].set_ylabel("forward + backward: top-K over this")
-    axes[0].legend(ncols=len(names))
-    centres = [place + 0.4 - width / 2 for place in range(len(cases))]
-    padded = [rows[case, TOPK]["waste_percent"] if (case, TOPK) in rows else 0.0 for case in cases]
-    axes[1].bar(centres, padded, 0.8)
-    axes[1].set_ylabel("rows that top-K pads, %")
-    axes[1].set_xticks(centres, cases, rotation=30, ha="right")
-    some = next(iter(rows.values()))
-    figure.suptitle(f"Token rounding · {some['gpu'] or some['machine']} · {some['commit']}")
-    path = Path(args.out) / "token-rounding.svg"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
-    print(path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -361,14 +393,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", default="all", help='"all" or names, separated by commas')
     parser.add_argument("--modes", default="nearest", help='"all" or modes, separated by commas')
+    parser.add_argument("--kernels", default=CHOSEN, help='"chosen", or names of KernelSets, separated by commas')
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--settle", type=int, default=8, help="steps before those that are timed, in each round")
-    parser.add_argument("--calls", type=int, default=8, help="timed steps of a round")
-    parser.add_argument("--seconds", type=float, default=0.0, help="begin no case later than that; 0: run all")
+    parser.add_argument("--settle", type=int, default=3, help="steps before those that are timed, in each round")
+    parser.add_argument("--calls", type=int, default=6, help="timed steps of a round")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="begin no case that would end later than that; 0: run all"
+    )
     parser.add_argument("--gpu", help="table and plot: only rows of this GPU, by its full name")
     parser.add_argument("--out", default=str(record.RESULTS / "figures"))
     args = parser.parse_args(argv)
-    {"run": run, "kernels": kernels, "table": table, "plot": plot}[args.what](args)
+    {"run": run, "kernels": kernels, "table": rounding_report.table, "plot": rounding_report.plot}[args.what](args)
 
 
 if __name__ == "__main__":

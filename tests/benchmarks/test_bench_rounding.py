@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import peers
 import pytest
 import record
+import rounding_gate
 import rounding_quality
+import rounding_report
 import token_rounding
 import torch
 
-from tilemoe.config import ROUNDING_MODES
+import tilemoe
+from tilemoe.config import ROUNDING_MODES, TokenRounding
+from tilemoe.routing.topk import Routing, route
 from tilemoe.train.config import load_recipe
 
 
@@ -25,16 +33,21 @@ def rows_of(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+TOY = ["run", "--device", "cpu", "--rounds", "1", "--settle", "0", "--calls", "1", "--cases", "toy-E8"]
+
+
 def test_a_toy_is_measured_recorded_tabled_and_drawn(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--device", "cpu", "--rounds", "2", "--settle", "1", "--calls", "2"]
-    token_rounding.main(["run", *common, "--cases", "toy-E8", "--modes", "nearest,down"])
+    token_rounding.main([*TOY, "--modes", "nearest,down"])
     rows = {row["contestant"]: row for row in rows_of(results / "token_rounding.jsonl")}
-    assert list(rows) == ["top-K", "nearest", "down", "full tiles"]
-    for row in rows.values():
+    assert list(rows) == ["top-K", "full tiles", "nearest", "down"]
+    for name, row in rows.items():
         assert row["case"] == "toy-E8"
-        parts = [row[f"{part}_ms"]["median"] for part in token_rounding.PARTS]  # type: ignore[index]
+        assert (row["kernels"], row["kernel_set"]) == ("chosen", "torch")
+        parts = [row[f"{part}_ms"]["median"] for part in rounding_report.PARTS]  # type: ignore[index]
         assert all(part >= 0 for part in parts)
         assert row["rows"] == rows["top-K"]["rows"] + row["added"] - row["dropped"]  # type: ignore[operator]
+        assert row["host_ms"] > 0  # type: ignore[operator]
+        assert ("total_ms" in row) == (name != "full tiles"), "the whole layer chooses its own rows"
     assert rows["top-K"]["waste_percent"] > 0  # type: ignore[operator]
     assert rows["nearest"]["waste_percent"] == rows["full tiles"]["waste_percent"] == 0.0
     assert rows["down"]["added"] == 0
@@ -46,6 +59,135 @@ def test_a_toy_is_measured_recorded_tabled_and_drawn(results: Path, capsys: pyte
     assert all(line.count("|") == table[0].count("|") for line in table)
     token_rounding.main(["plot", "--out", str(results)])
     assert (results / "token-rounding.svg").exists()
+    with pytest.raises(SystemExit, match="no row of kernels 'triton'"):
+        token_rounding.main(["plot", "--kernels", "triton", "--out", str(results)])
+
+
+def test_what_is_recorded_of_a_commit_is_not_measured_again(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = results / "token_rounding.jsonl"
+    token_rounding.main(TOY)
+    before = rows_of(path)
+    token_rounding.main(TOY)
+    assert rows_of(path) == before
+    token_rounding.main([*TOY, "--modes", "nearest,up"])
+    assert [row["contestant"] for row in rows_of(path)[len(before) :]] == ["top-K", "full tiles", "up"]
+    token_rounding.main([*TOY, "--kernels", "torch"])
+    assert [row["kernels"] for row in rows_of(path)[-3:]] == ["torch"] * 3
+    monkeypatch.setenv(record.COMMIT_VARIABLE, "another")
+    token_rounding.main(TOY)
+    assert [row["commit"] for row in rows_of(path)[-3:]] == ["another"] * 3
+
+
+def test_no_case_is_begun_that_would_end_too_late(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [*TOY[:-1], "toy-E8,toy-E16"]
+    token_rounding.main([*cases, "--seconds", "1e-3"])
+    assert "out of time before toy-E8" in capsys.readouterr().out
+    assert not (results / "token_rounding.jsonl").exists()
+    token_rounding.main([*cases, "--seconds", "100"])
+    assert {row["case"] for row in rows_of(results / "token_rounding.jsonl")} == {"toy-E8", "toy-E16"}
+
+
+def layer_of(mode: str) -> tuple[tilemoe.MoE, torch.Tensor, torch.Tensor]:
+    shape = token_rounding.TOYS["toy-E8"]
+    weights = peers.make_weights(shape, torch.device("cpu"), torch.float32)
+    layer = token_rounding.build(shape, weights, TokenRounding(mode, 16), None)  # type: ignore[arg-type]
+    x = torch.randn(shape.num_tokens, shape.hidden_size)
+    return layer, x, torch.randn_like(x)
+
+
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
+def test_a_right_contestant_passes_the_gate(mode: str) -> None:
+    layer, x, do = layer_of(mode)
+    assert token_rounding.problem_of(token_rounding.Contestant(layer), x, do) is None
+
+
+def _spoilt(change: Callable[[Routing], Routing]) -> Callable[..., Routing]:
+    """`route`, whose second result in a check, that of the reference, is right."""
+    calls: list[int] = []
+
+    def found(logits: torch.Tensor, cfg: tilemoe.MoEConfig, **more: object) -> Routing:
+        calls.append(1)
+        routing = route(logits, cfg, **more)  # type: ignore[arg-type]
+        return change(routing) if len(calls) == 1 else routing
+
+    return found
+
+
+def _swapped(routing: Routing) -> Routing:
+    """The first row is another token's."""
+    token_of_row = routing.plan.token_of_row.clone()
+    token_of_row[0] = (token_of_row[:16].max() + 1) % 256
+    return replace(routing, plan=replace(routing.plan, token_of_row=token_of_row))
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is 1% too large."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, dx: torch.Tensor) -> torch.Tensor:
+        return 1.01 * dx
+
+
+WRONG_ROUTING = {
+    "a tile or more": lambda r: replace(r, tokens_per_expert=r.tokens_per_expert + 16),
+    "no multiple of the tile": lambda r: replace(r, tokens_per_expert=r.tokens_per_expert + 1),
+    "the scores are not": lambda r: replace(r, scores=1.01 * r.scores),
+    "gradient of the logits is off": lambda r: replace(r, scores=_Scaled.apply(r.scores)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ROUTING)
+def test_wrong_routing_is_not_timed(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, _ = layer_of("nearest")
+    logits = layer.router(x).detach()
+    monkeypatch.setattr(tilemoe, "route", _spoilt(WRONG_ROUTING[message]))
+    assert message in str(rounding_gate.problem_of_routing(logits, layer.cfg))
+
+
+def test_rows_of_other_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, _ = layer_of("nearest")
+    logits = layer.router(x).detach()
+    spoilt = _spoilt(_swapped)
+    monkeypatch.setattr(tilemoe, "route", spoilt)
+    monkeypatch.setattr(rounding_gate, "MAX_OTHER_PAIRS", 0)
+    assert "pairs are not those of plain PyTorch" in str(rounding_gate.problem_of_routing(logits, layer.cfg))
+
+
+def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, do = layer_of("nearest")
+    routing = route(layer.router(x).detach(), layer.cfg)
+    arguments = (layer, x, do, routing.plan, routing.scores)
+    assert rounding_gate.problem_of_experts(*arguments) is None
+    right, calls = tilemoe.moe, []
+
+    def wrong(*args: object, **more: object) -> torch.Tensor:
+        calls.append(1)
+        out: torch.Tensor = right(*args, **more)  # type: ignore[arg-type]
+        return torch.cat([out[:-1], 0.5 * out[-1:]]) if len(calls) == 1 else out
+
+    monkeypatch.setattr(tilemoe, "moe", wrong)
+    assert "output is off by" in str(rounding_gate.problem_of_experts(*arguments))
+
+
+def test_a_wrong_mode_is_left_out_and_the_others_timed(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = token_rounding.problem_of
+
+    def only_down(contestant: token_rounding.Contestant, *args: object) -> str | None:
+        rounding = contestant.layer.cfg.rounding
+        wrong = rounding is not None and rounding.mode == "nearest"
+        return "made up" if wrong else right(contestant, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(token_rounding, "problem_of", only_down)
+    token_rounding.main([*TOY, "--modes", "nearest,down"])
+    assert "nearest is left out: made up" in capsys.readouterr().out
+    found = [row["contestant"] for row in rows_of(results / "token_rounding.jsonl")]
+    assert found == ["top-K", "full tiles", "down"]
 
 
 def test_waste_is_what_padding_adds() -> None:
@@ -55,19 +197,34 @@ def test_waste_is_what_padding_adds() -> None:
 
 def test_ratios_and_recovered_padding() -> None:
     def sample(routing: float, experts: float) -> dict[str, float]:
-        return {**dict.fromkeys(token_rounding.PARTS, 1e-9), "routing": routing, "experts": experts}
+        parts = {**dict.fromkeys(rounding_report.PARTS, 1e-9), "routing": routing, "experts": experts}
+        return {**parts, "forward": routing + experts, "backward": 1e-9}
 
     samples = {"top-K": [sample(1.0, 10.0)], "nearest": [sample(1.5, 8.0)], "full tiles": [sample(0.0, 8.0)]}
     counts = dict.fromkeys(samples, torch.tensor([16, 16]))
-    rows = {row["contestant"]: row for row in token_rounding.summarise(samples, counts, 16)}
+    once = {name: {"host_ms": 1.0} for name in samples}
+    rows = {row["contestant"]: row for row in token_rounding.summarise(samples, once, counts, 16)}
     assert rows["nearest"]["recovered"] == pytest.approx(0.75)
     assert rows["nearest"]["total_speedup"] == pytest.approx(11 / 9.5, abs=1e-4)
     assert rows["nearest"]["routing_percent"] == pytest.approx(100 * 1.5 / 9.5, abs=1e-3)
 
 
-def test_an_unknown_case_is_one_line(results: Path) -> None:
-    with pytest.raises(SystemExit, match="no case called 'x'; known are toy-E8"):
-        token_rounding.main(["run", "--device", "cpu", "--cases", "x"])
+@pytest.mark.parametrize(("option", "message"), [("--cases", "no case called 'x'"), ("--modes", "no mode called 'x'")])
+def test_an_unknown_name_is_one_line(option: str, message: str, results: Path) -> None:
+    with pytest.raises(SystemExit, match=message):
+        token_rounding.main(["run", "--device", "cpu", option, "x"])
+
+
+def test_the_work_ahead_covers_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is timed is the host's time, not the device's."""
+    layer, x, do = layer_of("nearest")
+    told: list[float] = []
+    machine = replace(token_rounding.cpu(), run_ahead=told.append)
+    args = argparse.Namespace(rounds=1, settle=1, calls=1)
+    x = x.requires_grad_()
+    _, once = token_rounding.measure({"top-K": token_rounding.Contestant(layer)}, x, do, machine, args)
+    assert len(told) == 2 * 2
+    assert min(told) >= once["top-K"]["host_ms"]
 
 
 def small_recipe(folder: Path) -> None:
