@@ -44,7 +44,7 @@ from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.job import Job
 from tilemoe.train.loop import Trainer, peak_flops
 from tilemoe.train.progress import StepStats
-from tilemoe.train.restore import select_device
+from tilemoe.train.restore import compile_backend, select_device
 
 sys.path.insert(0, str(Path(__file__).parent))
 import gate
@@ -95,7 +95,9 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         data = replace(data, batch_size=args.batch_size)
     if args.checkpointing:
         parallel = replace(parallel, checkpointing=args.checkpointing)
-    return replace(recipe, train=train, data=data, parallel=replace(parallel, compile=parallel.compile or args.compile))
+    if args.compile:
+        train = replace(train, compile="blocks")
+    return replace(recipe, train=train, data=data, parallel=parallel)
 
 
 @contextmanager
@@ -150,14 +152,14 @@ def build(name: str, recipe: Recipe, device: torch.device, job: Job) -> tuple[De
     parallel = recipe.parallel_for(job.world_size)
     if dist.is_initialized():
         meshes = build_meshes(parallel, recipe.model, device.type)
-        parallelize(model, meshes, device=device, generator=generator)
+        parallelize(model, meshes, device=device, generator=generator, compile_backend=compile_backend(recipe))
         return model, version
     model.to_empty(device=device)
     model.reset_parameters(generator)
     model.set_checkpointing(parallel.checkpointing)
-    if parallel.compile:
-        for block in model.blocks:
-            block.compile()
+    backend = compile_backend(recipe)
+    if backend is not None:
+        model.compile_blocks(backend)
     return model, version
 
 
@@ -197,7 +199,7 @@ def measure(
         "batch_size": recipe.data.batch_size,
         "accumulation": recipe.train.accumulation,
         "checkpointing": recipe.parallel.checkpointing,
-        "compile": recipe.parallel.compile,
+        "compile": recipe.train.compile != "none",
         "steps": steps,
         "step_seconds": timing.summary([later - earlier for earlier, later in pairwise(marks)]),
         "tokens_per_second": round(speed, 1),

@@ -299,7 +299,6 @@ class ParallelConfig:
     ``checkpointing``          what is computed again in backward: "none", each block's "attention", or each whole
                                "block". With the first two, ``recompute="up_proj"`` saves the experts' part; in a
                                repeated block it would repeat a GEMM once more, and is left out.
-    ``compile``                torch.compile each block.
     """
 
     replicate: int = 1
@@ -309,7 +308,6 @@ class ParallelConfig:
     reduce_dtype: Literal["bfloat16", "float32"] | None = "float32"
     reshard_after_forward: bool = True
     checkpointing: Literal["none", "attention", "block"] = "none"
-    compile: bool = False
 
     def __post_init__(self) -> None:
         require_int("parallel.replicate", self.replicate, 1)
@@ -320,7 +318,6 @@ class ParallelConfig:
                 require_choice(f"parallel.{name}", getattr(self, name), PARALLEL_DTYPES)
         require_bool("parallel.reshard_after_forward", self.reshard_after_forward)
         require_choice("parallel.checkpointing", self.checkpointing, CHECKPOINTING_MODES)
-        require_bool("parallel.compile", self.compile)
 
     def for_job(self, world_size: int, model: ModelConfig) -> ParallelConfig:
         """This with ``shard`` filled in for a job of ``world_size`` processes.

@@ -22,6 +22,7 @@ from torch import Tensor
 from tilemoe.config import TokenRounding, to_dict
 from tilemoe.perf.shape import MoEShape
 from tilemoe.train.config import Recipe, load_recipe
+from tilemoe.train.job import Job
 
 SHAPE = MoEShape(50, 24, 16, 6, 3)
 
@@ -201,3 +202,15 @@ def test_arguments_that_nobody_knows_are_refused() -> None:
             train_throughput.parse(arguments)
     with pytest.raises(SystemExit):
         train_throughput.main(["scale", "--processes", "1", "--pears", "tilemoe"])
+
+
+def test_the_recipes_own_compilation_holds(recipe: Recipe, tmp_path: Path) -> None:
+    """Of ``--compile`` and train.compile, which are one switch."""
+    for setting, option in (("blocks", []), ("none", ["--compile"])):
+        path = tmp_path / "small.json"
+        path.write_text(json.dumps(to_dict(replace(recipe, train=replace(recipe.train, compile=setting)))))
+        args, _ = train_throughput.parse(["run", "--recipe", str(path), *option])
+        found = train_throughput.recipe_of(args)
+        assert found.train.compile == "blocks"
+        model, _ = train_throughput.build("tilemoe", found, torch.device("cpu"), Job())
+        assert all("body" in vars(block) for block in model.blocks)

@@ -66,7 +66,7 @@ def test_twenty_runs_are_bit_equal() -> None:
             assert torch.equal(pair[0], first[name]), name
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 def test_whole_layer_against_the_reference(dtype: torch.dtype, gate_up: str) -> None:
     for routing in hostile_routings(tile=128, device="cuda"):

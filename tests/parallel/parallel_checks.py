@@ -268,7 +268,7 @@ def check_compiled() -> None:
     """A compiled block, with the exchanges between its graphs."""
     model = replace(MODEL, num_layers=1, dense_layers=())
     one, many = (make_model(torch.float32, model) for _ in range(2))
-    parallelize(many, meshes_of(replace(EP_FSDP, compile=True, checkpointing="block")), compile_backend="eager")
+    parallelize(many, meshes_of(replace(EP_FSDP, checkpointing="block")), compile_backend="eager")
     assert isinstance(many.blocks[0], FSDPModule)
     assert_same(shared_batch(many, SEQUENCES), whole_batch(one, SEQUENCES), 1e-6)
 

@@ -18,8 +18,8 @@ MODEL = ModelConfig(32, 8, 2, 2, 2, 4, 8, moe=MoEConfig(8, 8, 12, 2))
     [({}, 1, 1), ({}, 4, 4), ({"expert": 4}, 8, 2), ({"replicate": 2, "expert": 2, "shard": 3}, 12, 3)],
 )
 def test_shard_takes_what_is_left(sizes: dict[str, Any], world_size: int, shard: int) -> None:
-    found = ParallelConfig(**sizes, compile=True).for_job(world_size, MODEL)
-    assert found == ParallelConfig(**{**sizes, "shard": shard}, compile=True)
+    found = ParallelConfig(**sizes).for_job(world_size, MODEL)
+    assert found == ParallelConfig(**{**sizes, "shard": shard})
     assert found.for_job(world_size, MODEL) == found
 
 
@@ -53,7 +53,6 @@ def test_a_dense_model_has_no_experts_to_divide() -> None:
         ({"reduce_dtype": "int8"}, "parallel.reduce_dtype must be one of"),
         ({"checkpointing": "all"}, "parallel.checkpointing must be one of attention, block, none; got 'all'"),
         ({"reshard_after_forward": 1}, "parallel.reshard_after_forward must be True or False"),
-        ({"compile": "yes"}, "parallel.compile must be True or False"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.train.checkpoint import find_latest, list_checkpoints
 from tilemoe.train.config import Recipe
 from tilemoe.train.job import ALONE, Job, JobError
+from tilemoe.train.loop import seed_process
 from tilemoe.train.metrics import read_metrics
 from tilemoe.train.run import train
 
@@ -208,3 +210,16 @@ def test_an_error_gets_its_rank_in_a_job_alone() -> None:
         raise OSError("no room")
     with pytest.raises(OSError, match=r"^no room$"), ALONE.errors_with_rank():
         raise OSError("no room")
+
+
+def test_random_numbers_differ_by_rank_and_by_the_step_a_job_goes_on_from() -> None:
+    drawn = set()
+    for job, step in ((Job(0, 2), 0), (Job(1, 2), 0), (Job(0, 4), 0), (Job(0, 2), 7)):
+        seed_process(3, job, step)
+        drawn.add(torch.rand(()).item())
+    assert len(drawn) == 4
+    torch.manual_seed(5)
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    seed_process(3, ALONE, 0)
+    assert torch.rand(()) == expected, "a process alone leaves them to the user"

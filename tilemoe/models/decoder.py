@@ -199,6 +199,11 @@ class DecoderLM(nn.Module):
             if mode == "block" and isinstance(block.mlp, MoE):
                 block.mlp.experts.recompute = None
 
+    def compile_blocks(self, backend: str) -> None:
+        """torch.compile every block, by its `Block.compile_body`."""
+        for block in self._blocks():
+            block.compile_body(backend)
+
     def _hidden(self, input_ids: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """(normalised hidden (B, S, d), auxiliary loss (), tokens per expert (L, E))."""
         config = self.config

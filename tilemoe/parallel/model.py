@@ -17,13 +17,13 @@ def parallelize(
     *,
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
-    compile_backend: str = "inductor",
+    compile_backend: str | None = None,
 ) -> None:
     """Share ``model`` among the processes of ``meshes``, in place, as ``meshes.config`` says.
 
     A model on the meta device is brought to ``device`` one block at a time, each sharded before the next one exists,
     with the weights that ``model.reset_parameters(generator)`` would give it: the same whatever the meshes. Any other
-    model must hold the same weights in every process.
+    model must hold the same weights in every process. With a ``compile_backend`` torch.compile makes each block.
 
     Gradients are summed over the processes, not averaged: scale each process' loss to its share of the whole batch's,
     ``(out.loss + out.aux_loss) / meshes.world_size`` where all have as many labels. All processes must call forward
@@ -44,7 +44,7 @@ def parallelize(
             block.reset_parameters(generator)
         if meshes.expert is not None:
             apply_expert_parallel(block, meshes.expert)
-        if config.compile:
+        if compile_backend is not None:
             block.compile_body(compile_backend)
         shard_block(block, meshes, is_last=block is blocks[-1])
     if is_meta:

@@ -230,8 +230,8 @@ class Checkpoint:
     def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Weights, optimiser state and torch's random-number generators, bit for bit.
 
-        Any number of processes can read what one process or a job has written; a rank that was not there then keeps
-        its random numbers as they are.
+        Any number of processes can read what one process or a job has written. Random numbers are those of the same
+        rank; one that was not there then, and all processes of a job that goes on from one, keep theirs as they are.
         """
         if is_sharded(self.path):
             read_training(self.path, model, optimizer)

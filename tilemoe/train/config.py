@@ -143,7 +143,7 @@ class Recipe:
     """A complete, reproducible description of a training run.
 
     ``parallel`` says how the processes of a job share the model; what it says of dtypes holds under train.precision
-    bf16; under fp32 everything is fp32. A process alone shares nothing, but recomputes and compiles as told.
+    bf16; under fp32 everything is fp32. A process alone shares nothing, but recomputes as told.
     """
 
     name: str
@@ -163,14 +163,14 @@ class Recipe:
             )
 
     def parallel_for(self, world_size: int) -> ParallelConfig:
-        """``parallel`` for a job of ``world_size`` processes, with its sizes and what ``train`` says filled in.
+        """``parallel`` for a job of ``world_size`` processes, with its sizes and what train.precision says filled in.
 
         ValueError: the sizes do not make up the job, or the experts cannot be divided.
         """
         config = self.parallel.for_job(world_size, self.model)
         if self.train.precision == "fp32":
-            config = replace(config, param_dtype=None, reduce_dtype=None)
-        return replace(config, compile=config.compile or self.train.compile == "blocks")
+            return replace(config, param_dtype=None, reduce_dtype=None)
+        return config
 
     @property
     def tokens_per_step(self) -> int:

@@ -76,10 +76,7 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._saved_step = -1
         self._pending: PendingCheckpoint | None = None
-        # For the threads that write checkpoints: their collectives must not get between those of training.
-        self._group = (
-            None if job.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.train.timeout))
-        )
+        self._group: dist.ProcessGroup | None = None
         moe = recipe.model.moe
         self._tile = GPU_TILE if moe is None or moe.rounding is None else moe.rounding.tile
         self._peak = peak_flops(device, recipe.train.precision)
@@ -98,8 +95,11 @@ class Trainer:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``: weights, optimiser, random numbers, step and tokens."""
-        checkpoint.load_training(self.model, self.optimizer)
         state = checkpoint.state
+        seed_process(
+            self.recipe.train.seed, self.job, state.step
+        )  # stays, of a rank that was not there when it was saved
+        checkpoint.load_training(self.model, self.optimizer)
         self.step, self.tokens, self.seconds = state.step, state.tokens, state.seconds
         self._saved_step = state.step
 
@@ -108,10 +108,13 @@ class Trainer:
         state = TrainState(self.recipe, self.step, self.tokens, self.seconds, self.data_fingerprint)
         tokenizer, keep_last = self.data.tokenizer, self.recipe.train.keep_last
         arguments = (self.run_dir, state, self.model, self.optimizer)
-        if self._group is None:
+        if self.job.is_alone:
             save_checkpoint(*arguments, tokenizer=tokenizer, keep_last=keep_last)
         else:
             self.finish_save()
+            if self._group is None:  # of the threads that write: their collectives must not mix with training's
+                limit = timedelta(seconds=self.recipe.train.timeout)
+                self._group = dist.new_group(backend="gloo", timeout=limit)
             self._pending = begin_distributed_checkpoint(
                 *arguments, tokenizer=tokenizer, keep_last=keep_last, group=self._group
             )
@@ -277,6 +280,13 @@ class Trainer:
         if due and metrics is not None:
             measured = {"seconds": self.seconds, "tokens_per_second": speed.tokens_per_second, "mfu": speed.mfu}
             metrics.write("train", {**asdict(stats), **measured})
+
+
+def seed_process(seed: int, job: Job, step: int) -> None:
+    """Random numbers of torch, for random rounding say: others in every process of a job, and from every step on."""
+    if not job.is_alone:
+        text = f"{seed} {job.world_size} {job.rank} {step}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
 
 def data_fingerprint(data: Prepared) -> str:

@@ -43,10 +43,15 @@ def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
     model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
     model.to(device)
     model.set_checkpointing(recipe.parallel.checkpointing)
-    if recipe.parallel_for(1).compile:
-        for block in model.blocks:
-            block.compile()
+    backend = compile_backend(recipe)
+    if backend is not None:
+        model.compile_blocks(backend)
     return model
+
+
+def compile_backend(recipe: Recipe) -> str | None:
+    """What torch.compile is to make the blocks with, if it is to."""
+    return "inductor" if recipe.train.compile == "blocks" else None
 
 
 def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> DecoderLM:
@@ -56,7 +61,8 @@ def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> Decode
     """
     model = DecoderLM(recipe.model, device="meta", recompute=recipe.train.recompute)
     meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
-    parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(recipe.train.seed))
+    generator = torch.Generator().manual_seed(recipe.train.seed)
+    parallelize(model, meshes, device="cpu", generator=generator, compile_backend=compile_backend(recipe))
     return model
 
 

@@ -23,7 +23,7 @@ from tilemoe.train.collective import joined
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.evaluate import Evaluation
 from tilemoe.train.job import ALONE, Job
-from tilemoe.train.loop import Trainer, data_fingerprint
+from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, open_tensorboard, truncate_metrics
 from tilemoe.train.plots import draw
 from tilemoe.train.progress import Reporter, make_reporter
@@ -97,8 +97,7 @@ def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE
     device = select_device(recipe.train.device, job)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    if not job.is_alone:  # random rounding must not be the same in all processes
-        torch.manual_seed(recipe.train.seed * job.world_size + job.rank)
+    seed_process(recipe.train.seed, job, 0)
     with contextlib.ExitStack() as stack:
         try:
             with sigterm_interrupts():
