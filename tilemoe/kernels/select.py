@@ -116,8 +116,6 @@ def _problem_of_triton_anywhere(device: torch.device, dtype: torch.dtype) -> str
         return "Triton is not installed"
     if dtype == torch.float64:
         return f"no Triton kernel computes in {dtype}"
-    if dtype == torch.float32:
-        return "in fp32 the Triton kernels add in one chain, which is less exact; pass kernels='triton' to use them"
     if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernels need compute capability 8.0"
     return None
