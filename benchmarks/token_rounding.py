@@ -15,7 +15,8 @@ it runs behind other work, so that the host is ahead and the GPU's time is measu
 "full tiles" runs the experts alone on rows as many as top-K's that fill whole tiles: top-K's experts minus that is
 what padding costs it, and a mode recovers the part of it by which the whole layer, routing included, becomes faster.
 The Hopper kernels pass by the lower half of a last tile that has no rows there, so top-K pads less with them than the
-tile says; ``--kernels triton`` computes whole tiles. kernels prints and records each kernel of the rounding.
+tile says; ``--kernels triton`` computes whole tiles. warm compiles what the cases need, and measures nothing. kernels
+prints and records each kernel of the rounding.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from tilemoe.routing.plan import RoutingPlan
 
 MATMUL_MS = 1.4  # of 8192^3 in bf16 on an H200
 T = 16384
+WARM_TOKENS = 8192
 CASES = MappingProxyType(  # those with a promise of their own first
     {
         "E256-d4096-n1024": MoEShape(T, 4096, 1024, 256, 4),
@@ -304,6 +306,25 @@ def run(args: argparse.Namespace) -> None:
             longest = max(longest, time.perf_counter() - began)
 
 
+def warm(args: argparse.Namespace) -> None:
+    """Compile what the cases need, into Triton's cache, with fewer tokens: several processes at once use more cores."""
+    machine = gpu() if args.device == "cuda" else cpu()
+    known = CASES if args.device == "cuda" else TOYS
+    for name in list(known) if args.cases == "all" else args.cases.split(","):
+        start = time.perf_counter()
+        shape = replace(known[name], num_tokens=min(known[name].num_tokens, WARM_TOKENS))
+        weights = peers.make_weights(shape, machine.device, machine.dtype)
+        x = torch.randn(shape.num_tokens, shape.hidden_size, device=machine.device, dtype=machine.dtype)
+        x, do = x.requires_grad_(), torch.randn_like(x)
+        for kernels in args.kernels.split(","):
+            for mode in (None, "balance", *(ROUNDING_MODES if args.modes == "all" else args.modes.split(","))):
+                rounding = None if mode is None else TokenRounding(mode, machine.tile)  # type: ignore[arg-type]
+                layer = build(shape, weights, rounding, None if kernels == CHOSEN else kernels)
+                whole_step(layer, x, do, machine)
+        machine.synchronize()
+        print(f"{name}: ready after {time.perf_counter() - start:.1f} s", flush=True)
+
+
 def recorded() -> set[tuple[str, str, str]]:
     """(case, kernels, contestant) that the results file has of this commit and this GPU."""
     here = record.provenance()
@@ -389,7 +410,7 @@ def kernels(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["run", "kernels", "table", "plot"])
+    parser.add_argument("what", choices=["run", "warm", "kernels", "table", "plot"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", default="all", help='"all" or names, separated by commas')
     parser.add_argument("--modes", default="nearest", help='"all" or modes, separated by commas')
@@ -403,7 +424,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gpu", help="table and plot: only rows of this GPU, by its full name")
     parser.add_argument("--out", default=str(record.RESULTS / "figures"))
     args = parser.parse_args(argv)
-    {"run": run, "kernels": kernels, "table": rounding_report.table, "plot": rounding_report.plot}[args.what](args)
+    actions = {"run": run, "warm": warm, "kernels": kernels, "table": rounding_report.table}
+    {**actions, "plot": rounding_report.plot}[args.what](args)
 
 
 if __name__ == "__main__":

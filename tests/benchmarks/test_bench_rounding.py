@@ -63,6 +63,12 @@ def test_a_toy_is_measured_recorded_tabled_and_drawn(results: Path, capsys: pyte
         token_rounding.main(["plot", "--kernels", "triton", "--out", str(results)])
 
 
+def test_warming_up_records_nothing(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token_rounding.main(["warm", "--device", "cpu"])
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["toy-E8", "toy-E16"]
+    assert not list(results.iterdir())
+
+
 def test_what_is_recorded_of_a_commit_is_not_measured_again(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = results / "token_rounding.jsonl"
     token_rounding.main(TOY)
