@@ -1,13 +1,13 @@
 """Held-out loss of small language models trained under top-K and under each mode of token rounding.
 
-    python benchmarks/rounding_quality.py run --recipes rounding-e32k4,rounding-e64k2 --seconds 450
+    python benchmarks/rounding_quality.py run --recipes rounding-e32k4,rounding-e64k2 --processes 6 --seconds 450
     python benchmarks/rounding_quality.py run --recipes rounding-smoke --modes nearest --seeds 2     (minutes on a CPU)
     python benchmarks/rounding_quality.py table
 
 The recipes are in benchmarks/recipes. Every run of a seed starts from the same weights and sees the same batches; all
 are evaluated by plain top-K, as any layer in evaluation is. Each finished run is appended to
 results/rounding_quality.jsonl, and those that are there are not repeated: with ``--seconds`` one call does as much as
-fits, and the next goes on.
+fits, and the next goes on. ``--processes`` trains several models side by side on one GPU, which one leaves mostly idle.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import argparse
 import json
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -129,35 +131,62 @@ def recorded() -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def missing(args: argparse.Namespace, gpu: str | None) -> Iterator[tuple[Recipe, Row]]:
-    """The runs asked for that are not recorded: seed by seed, so that what is there can always be compared."""
+def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
+    """Every run: top-K and the first mode, seed by seed, then the other modes; what is there can be compared."""
     modes = ROUNDING_MODES if args.modes == "all" else tuple(args.modes.split(","))
-    done = {tuple(row[field] for field in KEY) for row in recorded() if row["gpu"] == gpu}
-    for seed in range(args.seeds):
-        for name in args.recipes.split(","):
-            base = load_recipe(str(RECIPES / f"{name}.json"))
-            if args.steps:
-                base = replace(base, train=replace(base.train, steps=args.steps))
-            assert base.model.moe is not None
-            assert base.model.moe.rounding is not None
-            for routing in (TOPK, *modes):
-                what = (name, routing, seed, base.train.steps, base.model.moe.rounding.tile)
-                if what not in done:
+    unknown = [mode for mode in modes if mode not in ROUNDING_MODES]
+    if unknown:
+        raise SystemExit(f"no mode called {unknown[0]!r}; known are {', '.join(ROUNDING_MODES)}")
+    for routings in ((TOPK, modes[0]), modes[1:]):
+        for seed in range(args.seeds):
+            for name in args.recipes.split(","):
+                base = load_recipe(str(RECIPES / f"{name}.json"))
+                if args.steps:
+                    base = replace(base, train=replace(base.train, steps=args.steps))
+                assert base.model.moe is not None
+                assert base.model.moe.rounding is not None
+                for routing in routings:
+                    what = (name, routing, seed, base.train.steps, base.model.moe.rounding.tile)
                     yield variant(base, routing, seed), dict(zip(KEY, what, strict=True))
 
 
 def run(args: argparse.Namespace) -> None:
-    device, start, longest = select_device(args.device), time.perf_counter(), 0.0
+    start, longest = time.perf_counter(), 0.0
+    device = select_device(args.device)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    for recipe, row in missing(args, gpu):
+    done = {tuple(row[field] for field in KEY) for row in recorded() if row["gpu"] == gpu}
+    share, shares = map(int, args.share.split("/"))
+    for index, (recipe, row) in enumerate(asked_for(args)):
+        if index % shares != share or tuple(row.values()) in done:
+            continue
         if args.seconds and time.perf_counter() - start + 1.1 * longest > args.seconds:
             print("out of time: the same command goes on from here")
             return
         began = time.perf_counter()
         row |= measure(recipe, prepared(recipe.data), device)
         longest = max(longest, time.perf_counter() - began)
-        record.append(NAME, [row])
+        record.append(NAME, [{**row, "processes": shares}])
         print(json.dumps(row), flush=True)
+
+
+def run_side_by_side(args: argparse.Namespace) -> None:
+    """`run`, its runs dealt out to processes: models this small leave most of a GPU idle, while Python launches."""
+    start = time.perf_counter()
+    for recipe, _ in asked_for(args):
+        prepared(recipe.data)  # once, and not by each
+    command = [sys.executable, __file__, "run", "--recipes", args.recipes, "--modes", args.modes]
+    command += ["--seeds", str(args.seeds), "--steps", str(args.steps), "--device", args.device]
+    if args.seconds:
+        command += ["--seconds", str(max(1e-9, args.seconds - (time.perf_counter() - start)))]
+    running = [subprocess.Popen([*command, "--share", f"{share}/{args.processes}"]) for share in range(args.processes)]
+    try:
+        failed = [process.wait() for process in running].count(0) < len(running)
+    except BaseException:
+        for process in running:
+            process.terminate()
+        raise
+    if failed:
+        raise SystemExit("a process failed: its message is above; what the others have finished is recorded")
 
 
 def table(args: argparse.Namespace) -> None:
@@ -199,10 +228,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--seconds", type=float, default=0.0, help="begin no run that would end later than that; 0: all"
     )
+    parser.add_argument("--processes", type=int, default=1, help="side by side on one GPU")
+    parser.add_argument("--share", default="0/1", help="of the runs, that of one process: 2/6 is the third of six")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--gpu", help="table: only rows of this GPU, by its full name")
     args = parser.parse_args(argv)
-    {"run": run, "table": table}[args.what](args)
+    actions = {"run": run if args.processes <= 1 else run_side_by_side, "table": table}
+    actions[args.what](args)
 
 
 if __name__ == "__main__":

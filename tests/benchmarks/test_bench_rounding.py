@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import peers
 import pytest
@@ -255,7 +256,8 @@ def test_missing_runs_are_trained_recorded_and_not_repeated(
     rounding_quality.main([*arguments, "2"])
     rows = rows_of(results / "rounding_quality.jsonl")
     assert [(row["routing"], row["seed"]) for row in rows] == [
-        (routing, seed) for seed in (0, 1) for routing in ("top-K", "nearest", "down")
+        *((routing, 0) for routing in ("top-K", "nearest", "down")),
+        *((routing, 1) for routing in ("top-K", "nearest", "down")),
     ]
     top_k, nearest, down = rows[:3]
     assert top_k["dropped_percent"] == top_k["added_percent"] == down["added_percent"] == 0
@@ -267,6 +269,46 @@ def test_missing_runs_are_trained_recorded_and_not_repeated(
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 3
     assert "±" in table[2]
+
+
+def test_the_first_mode_comes_first_with_every_seed() -> None:
+    args = argparse.Namespace(modes="nearest,up", seeds=3, recipes="rounding-e32k4,rounding-e64k2", steps=0)
+    keys = [tuple(row.values())[:3] for _, row in rounding_quality.asked_for(args)]
+    assert len(set(keys)) == len(keys) == 2 * 3 * 3
+    assert {(routing, seed) for _, routing, seed in keys[:12]} == {
+        (routing, seed) for routing in ("top-K", "nearest") for seed in range(3)
+    }
+    assert {routing for _, routing, _ in keys[12:]} == {"up"}
+    with pytest.raises(SystemExit, match="no mode called 'sideways'"):
+        list(rounding_quality.asked_for(argparse.Namespace(**{**vars(args), "modes": "sideways"})))
+
+
+def test_processes_side_by_side_do_each_run_once(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_recipe(results)
+    commands: list[list[str]] = []
+
+    class Process:
+        def __init__(self, command: list[str]) -> None:
+            commands.append(command)
+
+        def wait(self) -> int:
+            rounding_quality.main(commands.pop(0)[2:])
+            return 0
+
+    monkeypatch.setattr(rounding_quality, "RECIPES", results)
+    monkeypatch.setattr(rounding_quality, "subprocess", SimpleNamespace(Popen=Process))
+    asked = ["run", "--device", "cpu", "--recipes", "small", "--modes", "nearest", "--seeds", "2"]
+    rounding_quality.main([*asked, "--processes", "1", "--share", "1/3"])
+    assert [(row["routing"], row["seed"]) for row in rows_of(results / "rounding_quality.jsonl")] == [("nearest", 0)]
+    rounding_quality.main([*asked, "--processes", "3", "--seconds", "100"])
+    rows = rows_of(results / "rounding_quality.jsonl")
+    assert sorted((row["routing"], row["seed"]) for row in rows) == [
+        ("nearest", 0), ("nearest", 1), ("top-K", 0), ("top-K", 1),
+    ]  # fmt: skip
+    assert {row["processes"] for row in rows} == {3}
+    monkeypatch.setattr(Process, "wait", lambda self: 1)
+    with pytest.raises(SystemExit, match="a process failed"):
+        rounding_quality.main([*asked, "--processes", "2"])
 
 
 def test_no_run_is_begun_that_would_end_too_late(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
