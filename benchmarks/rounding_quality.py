@@ -40,6 +40,7 @@ from tilemoe.train.restore import build_model, select_device
 NAME = "rounding_quality"
 RECIPES = Path(__file__).resolve().parent / "recipes"
 TOPK = "top-K"
+WARM_STEPS = 4  # until nothing is compiled or recorded any more
 COUNTED_BATCHES = 8  # training batches over which dropped and added pairs are counted
 # What a run is: a row that agrees in these, and was measured on such a GPU, is a repetition.
 KEY = ("recipe", "routing", "seed", "steps", "tile")
@@ -57,13 +58,13 @@ def variant(recipe: Recipe, routing: str, seed: int) -> Recipe:
     return replace(recipe, model=model, train=replace(recipe.train, seed=seed))
 
 
-def train(recipe: Recipe, data: Prepared, device: torch.device) -> tuple[Trainer, float]:
-    """A trained model and the seconds that its steps took. The draws of a random rounding follow the seed."""
+def train(recipe: Recipe, data: Prepared, device: torch.device, steps: int) -> tuple[Trainer, float]:
+    """A model after so many steps and the seconds they took. The draws of a random rounding follow the seed."""
     torch.manual_seed(recipe.train.seed)
     trainer = Trainer(recipe, build_model(recipe, device), data, device)
     trainer.model.train()
     start = time.perf_counter()
-    for _ in range(recipe.train.steps):
+    for _ in range(steps):
         trainer.train_step()
     return trainer, time.perf_counter() - start
 
@@ -75,7 +76,7 @@ def prepared(data: DataConfig) -> Prepared:
 
 def measure(recipe: Recipe, data: Prepared, device: torch.device) -> Row:
     """One run: held-out loss under top-K, how even the load is, and what the rounding changes at the end."""
-    trainer, seconds = train(recipe, data, device)
+    trainer, seconds = train(recipe, data, device, recipe.train.steps)
     heldout = evaluate(
         trainer.model,
         data.heldout,
@@ -151,7 +152,7 @@ def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
 
 
 def run(args: argparse.Namespace) -> None:
-    start, longest = time.perf_counter(), 0.0
+    start, longest, warm = time.perf_counter(), 0.0, set()
     device = select_device(args.device)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     done = {tuple(row[field] for field in KEY) for row in recorded() if row["gpu"] == gpu}
@@ -162,6 +163,9 @@ def run(args: argparse.Namespace) -> None:
         if args.seconds and time.perf_counter() - start + 1.1 * longest > args.seconds:
             print("out of time: the same command goes on from here")
             return
+        if (row["recipe"], row["routing"]) not in warm:  # what compiles belongs to no run, and says nothing of the next
+            train(recipe, prepared(recipe.data), device, WARM_STEPS)
+            warm.add((row["recipe"], row["routing"]))
         began = time.perf_counter()
         row |= measure(recipe, prepared(recipe.data), device)
         longest = max(longest, time.perf_counter() - began)
