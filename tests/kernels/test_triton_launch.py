@@ -67,3 +67,8 @@ def test_a_gathered_operand_at_an_odd_address_is_copied() -> None:
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="later releases of Triton build no C functions")
 def test_c_functions_are_built_beside_the_kernels() -> None:
     assert passed_in_a_process("built_beside.py") == 3
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the fake driver is that of Triton 3.6")
+def test_a_layer_is_compiled_ahead() -> None:
+    assert passed_in_a_process("compiled_ahead.py") >= 16

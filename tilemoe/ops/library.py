@@ -18,7 +18,9 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import KernelSet, compute_dtype
-from tilemoe.kernels.select import kernel_set
+from tilemoe.kernels.select import HOPPER, TRITON, kernel_set
+from tilemoe.kernels.tiling import few_rows
+from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.eager import Operator
 from tilemoe.ops.errors import out_of_memory_message
 from tilemoe.ops.replayed import Replayed
@@ -97,13 +99,15 @@ def define(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     widths: Callable[[Sequence[Tensor], int], tuple[int, int]] | None,
+    ahead: Ahead | None = None,
 ) -> Operator:
     """Register ``tilemoe::name(args, plan, options) -> returns`` with its implementation and its shape function.
 
     ``widths`` gives (d, n) from the arguments and the columns of h per column of a; None where they do not tell.
+    ``ahead`` begins to compile for what comes.
     """
 
-    replayed = Replayed(run)
+    replayed = Replayed(run, ahead)
 
     def run_as_given(*given: Any) -> Any:
         try:
@@ -230,6 +234,47 @@ def _up_proj_bias_grad_fake(dh: Tensor, *tail: Any) -> Tensor:
     return dh.new_empty(_num_experts(tail), dh.shape[1], dtype=compute_dtype(dh.dtype))
 
 
+def _kind_of_layer(
+    x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, b1: Tensor | None, b2: Tensor | None, keep_h: bool, *tail: Any
+) -> Any:
+    """What decides the kernels that a layer launches; None where they are not Triton's, or there are no rows."""
+    capacity, num_tokens = tail[0].shape[0], _num_tokens(tail)
+    if capacity == 0 or _parse(tail[-1])[1] not in (TRITON, HOPPER):
+        return None
+    biases = [None if b is None else (b.dtype, b.stride()) for b in (b1, b2)]
+    weights = [(w.shape, w.stride(), w.data_ptr() % 16 == 0) for w in (w1, w2)]
+    pairs_per_token = tail[2].shape[0] // num_tokens if tail[3] is None else 0
+    rows = None if keep_h else few_rows(capacity, _num_experts(tail))
+    precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
+    return (x.dtype, x.stride(), *weights, s.dtype, *biases, pairs_per_token, rows, keep_h, precision, tail[-1])
+
+
+def _layers_launches(*args: Any) -> Callable[..., None]:
+    """For arguments of `moe`, a function that launches its forward and, where h is kept for it, the backward."""
+    wanted = [arg is not None and arg.requires_grad for arg in args[:6]]
+    if not any(wanted):  # a compiled graph's, whose backward is a graph of its own
+        wanted = [arg is not None for arg in args[:6]]
+
+    def launch(x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, b1: Any, b2: Any, keep_h: bool, *tail: Any) -> None:
+        do, h = _moe(x, w1, w2, s, b1, b2, keep_h, *tail)
+        if not keep_h:
+            return
+        need_x, need_w1, need_w2, _, need_b1, need_b2 = wanted
+        if need_b2:
+            _down_proj_bias_grad(do, s, *tail)
+        dh, _, a_scaled = _down_proj_act_grad(do, w2, b2, h, s, *tail)
+        if need_w2:
+            _down_proj_weight_grad(do, a_scaled, *tail)
+        if need_b1:
+            _up_proj_bias_grad(dh, *tail)
+        if need_x:
+            _up_proj_input_grad(dh, w1, *tail)
+        if need_w1:
+            _up_proj_weight_grad(x, dh, *tail)
+
+    return launch
+
+
 moe = define(
     "moe",
     "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, bool keep_h",
@@ -237,6 +282,7 @@ moe = define(
     _moe,
     _moe_fake,
     lambda given, parts: (given[2].shape[1], given[2].shape[2]),
+    Ahead(_kind_of_layer, _layers_launches),
 )
 up_proj = define(
     "up_proj",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.select_plan import select_inference_plan_topk, select_plan_topk
+from tilemoe.kernels.select_plan import PlanBuilder, select_inference_plan_topk, select_plan_topk
 from tilemoe.kernels.torch import plan as torch_plan
+from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.eager import Operator
 from tilemoe.ops.replayed import Replayed
 
@@ -19,9 +23,24 @@ def _plan_topk(
     An argument, and not autograd's state: what is repeated follows the arguments, and compiled training runs its
     forward without autograd.
     """
+    return _builder(expert_ids, num_experts, is_inference).build(expert_ids, num_experts)
+
+
+def _builder(expert_ids: Tensor, num_experts: int, is_inference: bool) -> PlanBuilder:
     select = select_inference_plan_topk if is_inference else select_plan_topk
-    builder = select(expert_ids.device.type, expert_ids.numel(), num_experts)
-    return builder.build(expert_ids, num_experts)
+    return select(expert_ids.device.type, expert_ids.numel(), num_experts)
+
+
+def _kind_of_plan(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Any:
+    builder = _builder(expert_ids, num_experts, is_inference)
+    if builder.name != "triton":
+        return None
+    return expert_ids.dtype, expert_ids.shape[1], num_experts, builder.build
+
+
+def _plans_launches(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Callable[..., Any]:
+    builder = _builder(expert_ids, num_experts, is_inference)
+    return lambda ids, count, _: builder.build(ids, count)
 
 
 def _plan_topk_fake(
@@ -47,7 +66,7 @@ def _plan_pairs_fake(
 plan_topk = Operator(
     "plan_topk",
     "(Tensor expert_ids, SymInt num_experts, bool is_inference) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    Replayed(_plan_topk),
+    Replayed(_plan_topk, Ahead(_kind_of_plan, _plans_launches)),
     _plan_topk_fake,
 )
 plan_pairs = Operator(

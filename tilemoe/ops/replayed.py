@@ -18,11 +18,12 @@ class Replayed:
     """``run``, an operator's implementation; its first argument is a tensor, and all tensors are on one device.
 
     A layout that is seen for the second time is recorded, and repeated from then on: lengths that vary from call to
-    call are not worth the recording.
+    call are not worth the recording. ``ahead`` is called before a layout is run for the first time.
     """
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], ahead: Callable[..., None] | None = None) -> None:
         self.run = run
+        self._ahead = ahead
         self._known: dict[Any, Any] = {}  # layouts of the operands to a recording, or None where there is none
 
     def __call__(self, *args: Any) -> Any:
@@ -38,6 +39,8 @@ class Replayed:
                 for oldest in tuple(known)[:1]:  # none, where other threads have forgotten all
                     known.pop(oldest, None)
             known[layouts] = False
+            if self._ahead is not None:
+                self._ahead(*args)
             return self.run(*args)
         if replay.is_hooked():
             return self.run(*args)

@@ -5,12 +5,14 @@ T tokens · E experts · K experts per token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilemoe.config import MoEConfig
+from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.eager import Operator
 from tilemoe.ops.replayed import Replayed
 
@@ -67,10 +69,28 @@ def _select_grad_fake(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
+def _kind_of_selection(logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, *spec: Any) -> Any:
+    """None where the forward alone is to come, which is one kernel."""
+    if logits.shape[0] == 0 or not logits.requires_grad:
+        return None
+    return logits.shape[1], selection_bias is None, token_mask is None, spec
+
+
+def _selections_launches(*_: Any) -> Callable[..., None]:
+    def launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, *spec: Any) -> None:
+        scores, ids, probability_sums, z_sum = _select(logits, selection_bias, token_mask, *spec)
+        *_, balance, z = spec
+        _select_grad(
+            logits, ids, token_mask, scores, probability_sums if balance else None, z_sum if z else None, *spec
+        )
+
+    return launch
+
+
 select = Operator(
     "select",
     f"(Tensor logits, Tensor? selection_bias, Tensor? token_mask, {_SPEC_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    Replayed(_select),
+    Replayed(_select, Ahead(_kind_of_selection, _selections_launches)),
     _select_fake,
 )
 select_grad = Operator(

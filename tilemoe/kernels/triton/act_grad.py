@@ -147,7 +147,7 @@ def _slice(
     return tl.sum(da * a, axis=1)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["capacity", "num_partial"])
 def score_grad_kernel(
     partial,
     do,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.triton.launcher import build_beside
+from tilemoe.kernels.triton.ahead import Rehearsal, begin, rehearsal, without_data
+from tilemoe.kernels.triton.launcher import watch_compiler
 from tilemoe.kernels.triton.replay import recorder
 
 _ALIGNMENT = 16
@@ -39,11 +42,15 @@ class Launch:
     max_registers: int | None = None
 
     def run(self) -> None:
-        """Launch on the device of the first tensor, on PyTorch's current stream of it.
+        """Launch on the device of the first tensor, on PyTorch's current stream of it; in a rehearsal, only compile.
 
         Triton's own way binds the arguments by name and spells out their types each time, which takes the host longer
         than the rest of the launch together. Here it is taken once for each way in which the arguments can be compiled.
         """
+        rehearsed = rehearsal()
+        if rehearsed is not None:
+            self._compile_ahead(rehearsed.device)
+            return
         first = next(value for value in self.args.values() if isinstance(value, Tensor))
         watching = recorder()
         if not isinstance(self.kernel, JITFunction):  # the interpreter's
@@ -53,15 +60,30 @@ class Launch:
             return
         with torch.cuda.device_of(first):
             known = _compiled(self.kernel, first.device)
-            key = (*map(_specialisation, self.args.values()), *self.constants.values(), *self.options.values())
+            key = self._key()
             given = {**self.args, **self.constants}
             by_position = [given[name] for name in self.kernel.arg_names]
             if key in known:
                 known[key][(*self.grid, 1, 1)[:3]](*by_position)
             else:
+                wait(_begun(self.kernel, first.device).get(key, ()))
                 known[key] = self.kernel[self.grid](**self.args, **self.constants, **self.options)
             if watching is not None:
                 watching.launched(known[key], self.grid, by_position)
+
+    def _compile_ahead(self, device: torch.device) -> None:
+        """For ``device``, the current one."""
+        key, begun = self._key(), _begun(self.kernel, device)
+        if key not in _compiled(self.kernel, device) and key not in begun:
+            begun[key] = (begin(partial(self._compile, device)),)
+
+    def _compile(self, device: torch.device) -> None:
+        with torch.cuda.device(-1 if device.index is None else device.index):  # each thread has a current one
+            self.kernel.warmup(grid=self.grid, **self.args, **self.constants, **self.options)
+
+    def _key(self) -> tuple[Any, ...]:
+        """All that the compilation depends on."""
+        return (*map(_specialisation, self.args.values()), *self.constants.values(), *self.options.values())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -72,8 +94,14 @@ class Launch:
 
 @cache
 def _compiled(kernel: JITFunction[Any], device: torch.device) -> dict[tuple[Any, ...], Any]:
-    """What has been compiled of ``kernel`` on a device, by all that its compilation depends on; filled by `Launch`."""
-    build_beside(kernel)
+    """What has been launched of ``kernel`` on a device, by all that its compilation depends on; filled by `Launch`."""
+    watch_compiler(kernel)
+    return {}
+
+
+@cache
+def _begun(kernel: JITFunction[Any], device: torch.device) -> dict[tuple[Any, ...], tuple[Future[None]]]:
+    """What of ``kernel`` is compiled ahead of its first launch, or was; filled by `Launch`."""
     return {}
 
 
@@ -93,12 +121,23 @@ def _specialisation(value: Any) -> Any:
     return value.base.dtype, tuple(value.block_shape)
 
 
+def rehearse(steps: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Begin to compile what ``steps(*args)`` would launch. The first of ``args`` is a tensor on the current GPU.
+
+    They are not read, and nothing is allocated on the GPU.
+    """
+    with Rehearsal(args[0].device, device_of(args[0])):
+        steps(*map(without_data, args))
+
+
 def device_of(t: Tensor) -> Device:
     """What the GPU that holds ``t`` offers. ValueError where Triton cannot run there."""
     if t.device.type == "cuda":
         return gpu(t.device.index)
     if t.device.type == "cpu" and triton.knobs.runtime.interpret:
         return _INTERPRETER
+    if t.is_meta and (rehearsed := rehearsal()) is not None:
+        return rehearsed.gpu
     raise ValueError(f"kernels 'triton' need a GPU but x is on {t.device}; move x to one or pass kernels='torch'")
 
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import triton
 
+from tilemoe.kernels.triton.ahead import announce_ir
+
 _RELEASE = "3.6."
 _MAX_ENCODED = 256  # addresses of one operand of one launch: layers times the places where their activations come
 
@@ -46,26 +48,29 @@ def direct(kernel: Any) -> Direct | None:
     return Direct(launch, fixed, list(getattr(kernel.metadata, "tensordesc_meta", None) or ()))
 
 
-def build_beside(kernel: Any) -> None:
-    """On the current GPU, have Triton 3.6 build the C function of what it compiles of ``kernel`` at the same time.
+def watch_compiler(kernel: Any) -> None:
+    """On the current GPU, have what compiles ``kernel`` say when its IR is made; on Triton 3.6, also build C functions.
 
-    That is half a second of gcc for each kernel, about as much as the kernel. Triton finds it in its cache of files.
+    That is half a second of gcc for each kernel, about as much as the kernel, at the same time. Triton finds the
+    function in its cache of files.
     """
     driver = triton.runtime.driver.active
-    if not triton.__version__.startswith(_RELEASE) or driver.get_current_target().backend != "cuda":
-        return
     kernel.device_caches[driver.get_current_device()]  # made at the first look, which also sets what compiles
     if not isinstance(kernel.compile, _Compiler):
-        kernel.compile = _Compiler(kernel.compile)
+        has_function = triton.__version__.startswith(_RELEASE) and driver.get_current_target().backend == "cuda"
+        kernel.compile = _Compiler(kernel.compile, has_function)
 
 
 class _Compiler:
-    """Triton's, with a thread beside it."""
+    """Triton's. ``has_function``: with a thread beside it that builds a C function."""
 
-    def __init__(self, alone: Callable[..., Any]) -> None:
-        self._alone = alone
+    def __init__(self, alone: Callable[..., Any], has_function: bool) -> None:
+        self._alone, self._has_function = alone, has_function
 
     def __call__(self, source: Any, *args: Any, **options: Any) -> Any:
+        announce_ir(source)
+        if not self._has_function:
+            return self._alone(source, *args, **options)
         builder = Thread(target=_build, args=(source.signature,))
         builder.start()
         try:

@@ -22,6 +22,7 @@ from tilemoe.routing.plan import NEGATIVE_EXPERT
 
 MAX_EXPERTS = 4096  # the counts of a block are kept in shared memory
 MAX_PAIRS = 2**30  # pair numbers, rounded up to a block, are int32
+_FEWEST_EXPERTS = 128  # that kernels are compiled for: layers with fewer share it
 _COUNTS = 4096  # that a program of `block_start_kernel` takes at a time
 
 
@@ -67,7 +68,7 @@ def plan_topk_launches(
     row_start, error_bits = index(num_experts + 1), index()
     columns = 4 if num_experts <= 1024 else 8  # experts of a program that sums over blocks
     ids_and_sizes = {"ids": ids, "num_pairs": num_pairs, "num_experts": num_experts}
-    all_experts = max(16, power_of_two(num_experts))
+    all_experts = max(_FEWEST_EXPERTS, power_of_two(num_experts))
     launches = [
         Launch(
             count_kernel,
@@ -197,7 +198,7 @@ def row_start_kernel(
     tl.store(error_bits, tl.max(negative, axis=0) * NEGATIVE)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "experts_per_token"])
 def place_kernel(
     ids,
     num_pairs,
