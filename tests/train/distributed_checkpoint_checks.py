@@ -174,6 +174,24 @@ def _full_disk(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def check_save_what_can_be_exported() -> None:
+    """A model without a selection bias, which other packages' formats have no place for."""
+    recipe = load_recipe("smoke")
+    model_config = replace(MODEL, vocab_size=256, moe=MoEConfig(8, 8, 4, 2))
+    recipe = replace(recipe, model=model_config, data=replace(recipe.data, seq_len=8))
+    model = DecoderLM(model_config, device="meta")
+    meshes = build_meshes(MESHES["EP 2 x FSDP 2"], model_config, "cpu")
+    parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(3))
+    training = (model, make_optimizer(model, OptimConfig(lr=0.1)))
+    state = TrainState(recipe, 1, 10, 1.5, "abc")
+    save_distributed_checkpoint(run_dir() / "export", state, *training, tokenizer=load_tokenizer("bytes"), keep_last=1)
+    ids = torch.arange(8)[None]
+    logits = model.eval()(ids).logits
+    if dist.get_rank() == 0:
+        torch.save(logits, run_dir() / "logits.pt")
+    dist.barrier()
+
+
 def check_resume_on_two() -> None:
     for config in (EXACT, replace(EXACT, expert=2)):
         training = make(config, 5)
@@ -188,5 +206,6 @@ ON_FOUR = (
     check_resume_on_other_meshes,
     check_a_checkpoint_written_meanwhile,
     check_a_failing_write,
+    check_save_what_can_be_exported,
 )
 ON_TWO = (check_resume_on_two,)

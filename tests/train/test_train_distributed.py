@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import torch
 
 from tilemoe.cli.main import main
+from tilemoe.cli.train import run as run_command
 from tilemoe.config import ParallelConfig, to_dict
+from tilemoe.train import checkpoint as checkpoints
+from tilemoe.train import run as runs
 from tilemoe.train.checkpoint import find_latest, list_checkpoints
 from tilemoe.train.config import Recipe
 from tilemoe.train.job import ALONE, Job, JobError
@@ -156,19 +160,26 @@ def test_a_killed_process_is_restarted_and_nothing_shows(hurt: Any, uninterrupte
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("how", "settings", "line"),
+    ("how", "settings", "lines"),
     [
-        ("raises", {}, "tilemoe: error: rank 1 of 2: made up"),
-        ("has NaN", {}, "tilemoe: error: rank 0 of 2: the loss of rank 1 became nan in step 4; the last checkpoint is"),
-        ("hangs", {"timeout": 4}, "rank 0 of 2: another process is gone or did not answer within train.timeout (4 s)"),
+        ("is killed", {}, ["rank 0 of 2: rank 1 is gone: it was killed or it crashed"]),
+        ("raises", {}, ["rank 0 of 2: rank 1 failed: made up", "rank 1 of 2: made up"]),
+        ("has NaN", {}, [f"rank {rank} of 2: the loss of rank 1 became nan in step 4; the last" for rank in (0, 1)]),
+        ("hangs", {"timeout": 4}, [f"rank {rank} of 2: rank 1 hangs in step 4: no process has" for rank in (0, 1)]),
     ],
 )
-def test_a_failure_ends_the_job_and_says_why(
-    hurt: Any, how: str, settings: dict[str, Any], line: str, tmp_path: Path
+def test_a_failure_ends_the_job_and_every_process_says_which_and_why(
+    hurt: Any, how: str, settings: dict[str, Any], lines: list[str], tmp_path: Path
 ) -> None:
+    """Every one that is left, in one line."""
+    begun = time.monotonic()
     done = hurt(how, **settings)
+    assert time.monotonic() - begun < 60, "torchrun would need half a minute more to end one that hangs"
     assert done.returncode != 0
-    assert any(line in found for found in said(done)), done.stderr
+    found = sorted(said(done))
+    assert len(found) == len(lines), done.stderr
+    for line, beginning in zip(found, lines, strict=True):
+        assert line.startswith(f"tilemoe: error: {beginning}"), done.stderr
     assert "Traceback" not in done.stderr.partition("tilemoe: error")[0]
     for found in list_checkpoints(tmp_path / "run"):
         assert found.name == "step_00000002"
@@ -193,6 +204,55 @@ def test_a_job_that_does_not_fit_is_told_once(recipe: Recipe, tmp_path: Path) ->
     assert len(said(done)) == 1
     assert "rank 0 of 2: parallel: replicate 1 x shard any x expert 4 needs 4 processes" in said(done)[0]
     assert not Path(recipe.train.out_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"parallel": ParallelConfig(expert=4)},
+            r"expert 4 needs 4 processes and the job has 2; start it with",
+        ),
+        ({"parallel": ParallelConfig(shard=1)}, r"job's 2 processes are not divided evenly by replicate 1 x shard 1"),
+        ({"experts": 5}, r"parallel.expert \(2\) must divide model.moe.num_experts \(5\)"),
+        ({"experts": 8}, r"is of another model: model.moe.num_experts is 8 here and 4 in the checkpoint; use"),
+    ],
+)
+def test_what_does_not_fit_is_found_before_a_device_is_touched(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    """By every process for itself, without a word to the others."""
+    alone = replace(recipe, train=replace(recipe.train, steps=1, save_every=1), parallel=ParallelConfig())
+    assert train(alone) is not None
+    checkpoint = find_latest(Path(recipe.train.out_dir))
+    experts = changes.pop("experts", 4)
+    assert recipe.model.moe is not None
+    model = replace(recipe.model, moe=replace(recipe.model.moe, num_experts=experts))
+    monkeypatch.setattr(runs, "select_device", lambda *_: pytest.fail("a device was chosen"))
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match=message) as caught:
+            train(replace(recipe, model=model, **changes), checkpoint, Job(rank, 2))
+        assert "\n" not in str(caught.value)
+
+
+def test_the_first_process_verifies_after_all_have_looked_whether_it_fits(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verifying takes long; another rank would speak first of what all find."""
+    alone = replace(recipe, train=replace(recipe.train, steps=1, save_every=1), parallel=ParallelConfig())
+    assert train(alone) is not None
+    run, path = recipe.train.out_dir, str(written(recipe, tmp_path))
+    monkeypatch.setattr(checkpoints, "open_checkpoint", lambda *_: pytest.fail("verified before"))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    for rank in ("0", "1"):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, value)
+        for resume in ("auto", run):
+            with pytest.raises(JobError, match=f"^rank {rank} of 2: .* model.num_layers is 3 here and 2 in the"):
+                run_command(["--recipe", path, "--resume", resume, "--model.num-layers", "3"])
+    (Path(run) / "step_00000001" / "state.json").write_text("{")
+    with pytest.raises(JobError, match=r"state\.json is not JSON"):
+        run_command(["--recipe", path, "--resume", run])
 
 
 def test_ranks_come_from_the_environment() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import distributed_checkpoint_checks as checks
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tilemoe.cli.main import main
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing.ranks import run_on_ranks
 from tilemoe.train.checkpoint import CheckpointError, open_checkpoint
@@ -52,6 +54,18 @@ def test_one_process_resumes_and_reads_the_weights_alone(run_dir: Path) -> None:
     alone = DecoderLM(checks.MODEL)
     checkpoint.load_model(alone)
     assert all(torch.equal(a, b) for a, b in zip(alone.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+@pytest.mark.usefixtures("on_four")
+def test_one_machine_exports_what_four_processes_wrote(run_dir: Path, tmp_path: Path) -> None:
+    """transformers computes from it what the four computed."""
+    out = tmp_path / "out"
+    assert main(["export", "--checkpoint", str(run_dir / "export"), "--out", str(out)]) == 0
+    assert list(out.glob("*.safetensors"))
+    theirs = AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = theirs(torch.arange(8)[None]).logits
+    torch.testing.assert_close(logits, torch.load(run_dir / "logits.pt"), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("on_four")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tilemoe.train.checkpoint import Checkpoint
 
 _LATEST, _AUTO = "", "auto"  # --resume without a path, in words
+_Found = TypeVar("_Found", bound="Checkpoint | None")
 
 
 @dataclass(frozen=True)
@@ -82,29 +83,40 @@ def _choose(
     if resume is None:
         require_fresh(run_dir)
         return recipe, None
-    checkpoint = find_latest(run_dir, _opener(job))
+    checkpoint = _opened(lambda read: find_latest(run_dir, read), recipe, job)
     if job.is_first:
         none_yet = f"no checkpoint in {run_dir} yet: starting at step 0"
         print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
     return recipe, checkpoint
 
 
-def _opener(job: Job) -> Callable[[Path], Checkpoint]:
+def _opened(find: Callable[[Callable[[Path], Checkpoint]], _Found], recipe: Recipe, job: Job) -> _Found:
+    """What ``find`` finds, verified. In a job the first process does that, which may take minutes, after all have
+    looked whether it fits: what they find alike, they are to find at the same time.
+    """
     from tilemoe.train.checkpoint import open_checkpoint, read_checkpoint
+    from tilemoe.train.run import require_resumable
 
-    return open_checkpoint if job.is_first else read_checkpoint
+    if job.is_alone:
+        return find(open_checkpoint)
+    found = find(read_checkpoint)
+    if found is not None:
+        require_resumable(recipe, found)
+    return find(open_checkpoint) if job.is_first else found
 
 
 def _resume_from(path: Path, base: Recipe | None, overrides: Sequence[str], job: Job) -> tuple[Recipe, Checkpoint]:
     """``--resume PATH``: the run stays in PATH's folder, with the checkpoint's own recipe unless one is named."""
-    from tilemoe.train.checkpoint import resolve_checkpoint
+    from tilemoe.train.checkpoint import open_checkpoint, read_checkpoint, resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(path, _opener(job))
+    checkpoint = resolve_checkpoint(path, open_checkpoint if job.is_alone else read_checkpoint)
     run_dir = str(checkpoint.path.parent)
     base = base or checkpoint.state.recipe
     recipe = _override(replace(base, train=replace(base.train, out_dir=run_dir)), overrides)
     if recipe.train.out_dir != run_dir:
         raise ValueError(f"train.out_dir: a run resumed from {path} stays in {run_dir}; leave --train.out-dir out")
+    if not job.is_alone:
+        checkpoint = _opened(lambda read: resolve_checkpoint(path, read), recipe, job)
     if job.is_first:
         print(f"resuming from {checkpoint.path}")
     return recipe, checkpoint

@@ -272,7 +272,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint's state, unverified: for the processes of a job whose first one verifies it."""
     if not (path / STATE_FILE).is_file():
         raise _damaged(path, f"{STATE_FILE} is missing")
-    data = json.loads((path / STATE_FILE).read_bytes())
+    try:
+        data = json.loads((path / STATE_FILE).read_bytes())
+    except ValueError:
+        raise _damaged(path, f"{STATE_FILE} is not JSON") from None
     if data["format"] != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
     recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")

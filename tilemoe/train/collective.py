@@ -5,52 +5,69 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilemoe.train.job import Job
+from tilemoe.train.job import Job, JobError
 from tilemoe.train.rendezvous import store_of_attempt
+from tilemoe.train.watch import GO_ON, Progress, watched
 
 # Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
 _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 
 
-class LostProcessError(ValueError):
-    """Another process of the job is gone, or did not answer in time."""
+# The groups' own limit is later than that of `Watch`, which says more and can say it where NCCL waits.
+_LATER_SECONDS = 15
 
 
 @contextlib.contextmanager
-def joined(job: Job, device: torch.device, timeout: int) -> Iterator[None]:
-    """Within the block ``torch.distributed`` is initialised if the job has several processes.
+def joined(job: Job, device: torch.device, timeout: int) -> Iterator[Progress]:
+    """Within the block ``torch.distributed`` is initialised if the job has several processes, which watch each other.
 
     Tensors of a GPU go through NCCL, those of the host through gloo. Left through an error, the groups are not torn
     down: that would wait for processes which may wait for us; the end of this process tells them.
 
     Raises:
-        LostProcessError: not all processes came within ``timeout`` seconds, or one is lost within the block.
+        JobError: with this process' rank. Not all processes came within ``timeout`` seconds, one is lost within the
+            block (all say which), or this one fails.
     """
     if job.is_alone:
-        yield
+        yield Progress()
         return
+    watch = None
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         store = store_of_attempt(job, timeout)
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=timeout + _LATER_SECONDS)
         dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
-        yield
-    except (RuntimeError, TimeoutError) as error:
-        if not is_lost_process(error):
-            raise
-        raise LostProcessError(
-            f"another process is gone or did not answer within train.timeout ({timeout} s); its own line or torchrun's "
-            f"report says why; go on from the last checkpoint with --resume auto ({_first_line(error)})"
-        ) from error
+        with watched(job, store, timeout, is_lost_process) as watch:
+            yield watch.progress
+    except (BrokenPipeError, JobError):
+        raise
+    except (ValueError, OSError, RuntimeError) as error:
+        _raise_with_rank(error, job, watch.verdict(0) if watch is not None else "", timeout)
     dist.destroy_process_group()
+
+
+def _raise_with_rank(error: Exception, job: Job, verdict: str, timeout: int) -> NoReturn:
+    """What users are to be told of ``error``; a defect of ours stays what it is."""
+    if verdict:
+        raise JobError(f"{job.name}: {verdict}; {GO_ON}") from error
+    if is_lost_process(error):
+        raise JobError(
+            f"{job.name}: another process is gone or did not answer within train.timeout ({timeout} s); its own line "
+            f"or torchrun's report says why; {GO_ON} ({_first_line(error)})"
+        ) from error
+    if isinstance(error, torch.OutOfMemoryError):
+        raise JobError(f"{job.name}: out of memory; lower data.batch_size or data.seq_len ({error})") from error
+    if isinstance(error, RuntimeError):
+        raise error
+    raise JobError(f"{job.name}: {error}") from error
 
 
 def is_lost_process(error: BaseException) -> bool:

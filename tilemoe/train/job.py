@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-# torchrun stops a job's processes within a tenth of a second of the first that fails.
-_HELD_BACK_SECONDS = 3.0
+# torchrun stops a job's processes within a tenth of a second of the first that fails; on a busy machine rank 0 may come
+# to the same point seconds later.
+_HELD_BACK_SECONDS = 20.0
 
 
 class JobError(ValueError):
@@ -47,25 +48,30 @@ class Job:
         return self.rank == 0
 
     @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.world_size}"
+
+    @property
     def is_alone(self) -> bool:
         return self.world_size == 1
 
     @contextlib.contextmanager
     def errors_with_rank(self) -> Iterator[None]:
-        """Errors of users and systems get this process' rank; what fails in all processes alike rank 0 alone tells.
+        """Errors of users and systems get this process' rank; what all processes find alike before they meet, rank 0
+        alone tells.
 
         The others wait before they speak: if rank 0 has failed too, torchrun stops them meanwhile.
         """
         try:
             yield
-        except BrokenPipeError:
+        except (BrokenPipeError, JobError):
             raise
         except (ValueError, OSError) as error:
             if self.is_alone:
                 raise
             if not self.is_first:
                 time.sleep(_HELD_BACK_SECONDS)
-            raise JobError(f"rank {self.rank} of {self.world_size}: {error}") from error
+            raise JobError(f"{self.name}: {error}") from error
 
 
 ALONE = Job()

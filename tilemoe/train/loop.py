@@ -37,6 +37,7 @@ from tilemoe.train.optim import make_optimizer, set_learning_rate
 from tilemoe.train.prefetch import Prefetcher
 from tilemoe.train.progress import Reporter, Speed, StepStats
 from tilemoe.train.schedule import learning_rate
+from tilemoe.train.watch import Progress
 from tilemoe.train.whole_state import is_shared
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Trainer:
     Args:
         model: on ``device``, fp32 weights; those of a job's processes share it (`tilemoe.parallel`).
         job: this process and its share of every step's sequences; rank 0 writes the records.
+        progress: is told how far this process has come, block by block.
     """
 
     def __init__(
@@ -65,8 +67,13 @@ class Trainer:
         data: Prepared,
         device: torch.device,
         job: Job = ALONE,
+        progress: Progress | None = None,
     ) -> None:
         self.recipe, self.model, self.data, self.device, self.job = recipe, model, data, device, job
+        self._progress = progress or Progress()
+        if not job.is_alone:
+            for block in model.blocks:
+                block.register_forward_pre_hook(lambda module, given: self._progress.mark())
         self.optimizer = make_optimizer(model, recipe.optim)
         self.sampler = Sampler(
             data.train, recipe.data.seq_len, recipe.data.batch_size, recipe.train.seed, job.rank, job.world_size
@@ -142,7 +149,9 @@ class Trainer:
         optim, train = self.recipe.optim, self.recipe.train
         lr = learning_rate(self.step, train.steps, optim)
         set_learning_rate(self.optimizer, lr)
+        self._progress.step = self.step + 1
         loss, aux_loss, parts = self._accumulate()
+        self._progress.mark()
         counts = parts.sum(0)
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
         own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
@@ -171,6 +180,7 @@ class Trainer:
         parts = self.recipe.train.accumulation
         losses, aux_losses, counts = [], [], []
         for part in range(parts):
+            self._progress.mark()
             inputs, targets = self._prefetcher.batch(self.step * parts + part)
             with self.autocast():
                 out = self.model(inputs, targets)

@@ -102,9 +102,9 @@ def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE
         try:
             with sigterm_interrupts():
                 data = _prepare(recipe, checkpoint, reporter)
-                stack.enter_context(joined(job, device, recipe.train.timeout))
+                progress = stack.enter_context(joined(job, device, recipe.train.timeout))
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
-                trainer = Trainer(recipe, model, data, device, job)
+                trainer = Trainer(recipe, model, data, device, job, progress)
         except KeyboardInterrupt:
             reporter.say("stopped before the first step: there is nothing to save, the same command starts again")
             return None
