@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
 from tilemoe.layers.moe import MoE
 
 _LOSSES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
@@ -33,6 +33,11 @@ LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
             expert_bias=True,
             router=RouterConfig(softmax_after_topk=True, bias=True, **_LOSSES),
         ),
+        torch.bfloat16,
+        None,
+    ),
+    "rounded": (
+        MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES), rounding=TokenRounding("nearest", 16)),
         torch.bfloat16,
         None,
     ),

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tilemoe.kernels.triton import launcher, plan_few, replay
 from tilemoe.kernels.triton.plan import plan_topk as triton_plan_topk
-from tilemoe.ops import library, lora, router
+from tilemoe.ops import library, lora, rounding, router
 from tilemoe.ops.replayed import Replayed
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import poisoned_memory
@@ -80,6 +80,44 @@ def test_select(balance: bool, z: bool, with_operands: bool, turned: bool) -> No
 @pytest.mark.parametrize(("balance", "z"), [(False, False), (True, False), (True, True)])
 def test_select_grad(balance: bool, z: bool, spread: bool) -> None:
     assert_repeated(router._select_grad, lambda: select_grad_args(balance, z, spread))
+
+
+def rounding_spec(mode: str, score: str) -> tuple[Any, ...]:
+    """Of 40 tokens, 8 experts, 2 a token, and tiles of 16."""
+    return (mode, 16, score, True, 2.5, 40 * 2 + 8 * 15)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "score"), [("nearest", "softmax"), ("nearest_score", "late softmax"), ("balance", "sigmoid")]
+)
+def test_rounding(mode: str, score: str, masked: bool) -> None:
+    def make() -> Args:
+        logits, _, mask, *_ = select_args(mask=masked, turned=masked)
+        uniform = torch.zeros(8) if mode == "nearest_score" else None
+        ids = torch.zeros(40, 2, dtype=torch.int32)
+        return (logits, ids, torch.zeros(40, 2), uniform, mask, *rounding_spec(mode, score))
+
+    operator = assert_repeated(rounding._rounded_scores, make)
+    (recording,) = recordings(operator)
+    launched = [step for step in recording.steps if isinstance(step, replay._LaunchedDirectly)]
+    assert len(launched) == (7 if mode == "nearest_score" else 6), "all of them without Triton's launcher"
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "late softmax", "sigmoid"])
+def test_rounding_grad(score: str, spread: bool) -> None:
+    *_, capacity = spec = rounding_spec("nearest", score)
+
+    def make() -> Args:
+        logits, _, mask, *_ = select_args(mask=spread, turned=spread)
+        d_scores = torch.zeros(1).expand(capacity) if spread else torch.zeros(capacity)
+        norm = torch.zeros(0 if score == "sigmoid" else 40, 2)
+        row, code = (torch.zeros(capacity, dtype=dtype) for dtype in (torch.int32, torch.int16))
+        start, ids = torch.zeros(41, dtype=torch.int32), torch.zeros(40, 2, dtype=torch.int32)
+        return (d_scores, logits, ids, mask, norm, row, code, start, *spec)
+
+    assert_repeated(rounding._rounded_scores_grad, make)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -16,6 +16,7 @@ from torch import Tensor
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.torch import rounding as torch_rounding
 from tilemoe.ops.eager import Operator
+from tilemoe.ops.replayed import Replayed
 from tilemoe.ops.router import spec_args as router_spec_args
 
 _ROUNDING_SCHEMA = "str mode, int tile, str score, bool normalize, float scale, SymInt capacity"
@@ -94,14 +95,14 @@ rounded_scores = Operator(
     "rounded_scores",
     f"(Tensor logits, {_SELECTION_SCHEMA}, {_ROUNDING_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _rounded_scores,
+    Replayed(_rounded_scores),
     _rounded_scores_fake,
 )
 rounded_scores_grad = Operator(
     "rounded_scores_grad",
     "(Tensor d_scores, Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor norm, Tensor row_of_pair, "
     f"Tensor code_of_pair, Tensor pair_start_of_token, {_ROUNDING_SCHEMA}) -> Tensor",
-    _rounded_scores_grad,
+    Replayed(_rounded_scores_grad),
     _rounded_scores_grad_fake,
 )
 
