@@ -26,6 +26,7 @@ from replayed_cases import (
 from torch import Tensor
 
 from tilemoe.kernels.triton import launcher, plan_few, replay
+from tilemoe.kernels.triton.launch import Launch, rehearse
 from tilemoe.kernels.triton.plan import plan_topk as triton_plan_topk
 from tilemoe.ops import library, lora, rounding, router
 from tilemoe.ops.replayed import Replayed
@@ -102,6 +103,20 @@ def test_rounding(mode: str, score: str, masked: bool) -> None:
     (recording,) = recordings(operator)
     launched = [step for step in recording.steps if isinstance(step, replay._LaunchedDirectly)]
     assert len(launched) == (7 if mode == "nearest_score" else 6), "all of them without Triton's launcher"
+
+
+def test_all_of_roundings_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(Launch, "_compile_ahead", lambda launch, device: names.append(launch.kernel.fn.__name__))
+    logits = torch.zeros(40, 8)
+    args = (logits, torch.zeros(40, 2, dtype=torch.int32), torch.zeros(40, 2), torch.zeros(8), None)
+    args = (*args, *rounding_spec("nearest_score", "softmax"))
+    rehearse(rounding._roundings_launches(*args), args)
+    steps = ("key", "count", "margin", "round", "row", "token", "pair", "grad")
+    assert names == [f"{step}_kernel" for step in steps]
+    of_capacities = {rounding._kind_of_rounding(*args[:-1], capacity) for capacity in (80, 200)}
+    assert len(of_capacities) == 1, "the number of tokens is no part of it"
+    assert rounding._kind_of_rounding(logits, args[1], args[2], None, None, *args[5:]) not in of_capacities
 
 
 @pytest.mark.parametrize("spread", [False, True])

@@ -8,6 +8,7 @@ differentiable once, in the logits; its other tensors go through no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.torch import rounding as torch_rounding
+from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.eager import Operator
 from tilemoe.ops.replayed import Replayed
 from tilemoe.ops.router import spec_args as router_spec_args
@@ -83,6 +85,27 @@ def _rounded_scores_grad_fake(d_scores: Tensor, logits: Tensor, *rest: Any) -> T
     return logits.new_empty(logits.shape)
 
 
+def _kind_of_rounding(
+    logits: Tensor,
+    expert_ids: Tensor,
+    kept_scores: Tensor,
+    uniform: Tensor | None,
+    token_mask: Tensor | None,
+    *spec: Any,
+) -> Any:
+    return logits.shape[1], expert_ids.shape[1], expert_ids.dtype, uniform is None, token_mask is None, spec[:-1]
+
+
+def _roundings_launches(*_: Any) -> Callable[..., None]:
+    def launch(logits: Tensor, expert_ids: Tensor, kept_scores: Tensor, uniform: Any, mask: Any, *spec: Any) -> None:
+        rows = _rounded_scores(logits, expert_ids, kept_scores, uniform, mask, *spec)
+        scores, _, _, row_of_pair, pair_start_of_token, _, _, norm, code_of_pair = rows
+        saved = (norm, row_of_pair, code_of_pair, pair_start_of_token)
+        _rounded_scores_grad(scores, logits, expert_ids, mask, *saved, *spec)
+
+    return launch
+
+
 _SELECTION_SCHEMA = "Tensor expert_ids, Tensor kept_scores, Tensor? uniform, Tensor? token_mask"
 round_rows = Operator(
     "round_rows",
@@ -95,7 +118,7 @@ rounded_scores = Operator(
     "rounded_scores",
     f"(Tensor logits, {_SELECTION_SCHEMA}, {_ROUNDING_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    Replayed(_rounded_scores),
+    Replayed(_rounded_scores, Ahead(_kind_of_rounding, _roundings_launches)),
     _rounded_scores_fake,
 )
 rounded_scores_grad = Operator(
