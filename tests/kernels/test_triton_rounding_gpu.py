@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
+from tilemoe.kernels.select_router import select_router
 from tilemoe.layers.moe import MoE
 from tilemoe.routing.rounding import rounds
 from tilemoe.routing.topk import Routing, route
@@ -51,6 +52,20 @@ def test_route_equals_the_cpu(tokens: int, experts: int, k: int, mode: str) -> N
     (grad,) = torch.autograd.grad((found.dense() * weight.cuda()).sum() + found.aux_loss, logits)
     (exact,) = torch.autograd.grad((expected.dense() * weight).sum() + expected.aux_loss, on_cpu)
     torch.testing.assert_close(grad.cpu(), exact, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
+def test_fp64_logits_are_rounded_by_pytorch(mode: str) -> None:
+    """By the operators of any device, and the fused kernels agree with them: the same draws, the same rows."""
+    cfg, logits = config(mode), random_logits()
+    assert not select_router(logits.device, torch.float64, E, K).fused
+    found, exact = route(logits, cfg, generator=seeded()), route(logits.double(), cfg, generator=seeded())
+    assert exact.scores.dtype == torch.float64
+    assert torch.equal(found.tokens_per_expert, exact.tokens_per_expert)
+    dense, wanted = found.dense(), exact.dense()
+    differs = (dense != 0) != (wanted != 0)
+    assert int(differs.sum()) <= 16
+    torch.testing.assert_close(dense[~differs].double(), wanted[~differs], rtol=1e-4, atol=1e-7)
 
 
 def step(logits: Tensor, cfg: MoEConfig, weight: Tensor) -> tuple[Routing, Tensor]:
@@ -137,5 +152,5 @@ def test_few_real_tokens_are_routed_by_top_k() -> None:
 
 
 def test_a_generator_on_the_cpu_is_one_line() -> None:
-    with pytest.raises(ValueError, match=r"generator is on cpu but the logits are on cuda.*device='cuda'"):
+    with pytest.raises(ValueError, match=r"generator is on cpu but the logits are on cuda.*device='cuda:0'"):
         route(random_logits(), config("stochastic"), generator=seeded("cpu"))

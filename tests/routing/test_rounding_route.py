@@ -123,12 +123,22 @@ def test_other_modes_draw_nothing() -> None:
     assert torch.equal(generator.get_state(), seeded().get_state())
 
 
+class Elsewhere(torch.Generator):
+    """A generator that says it is another GPU's."""
+
+    device = torch.device("cuda:1")  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
 def test_a_generator_elsewhere_is_one_line(mode: str) -> None:
     rounding = TokenRounding(mode, TILE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"generator is on cpu but the logits are on meta; .*device='meta'") as error:
         draw_uniform(8, rounding, torch.device("meta"), seeded())
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"generator is on cuda:1 but the logits are on cuda:0; .*device='cuda:0'"):
+        draw_uniform(8, rounding, torch.device("cuda:0"), Elsewhere())
+    with pytest.raises(ValueError, match=r"must be a torch.Generator, got int; .*device='cpu'\).manual_seed"):
+        draw_uniform(8, rounding, torch.device("cpu"), 3)  # type: ignore[arg-type]
 
 
 def test_fewer_tokens_than_a_tile_are_routed_by_top_k_with_one_warning() -> None:

@@ -62,7 +62,7 @@ def round_tokens(
     The random modes draw ``torch.rand(E)`` in fp32 from ``generator`` (None: the default one of the logits' device),
     once and before anything else: the same draws on any backend, and on all ranks whose generators are in one state.
 
-    ValueError: the generator is on another device, or the rows could be more than 2^30.
+    ValueError: the generator is none or on another device, or the rows could be more than 2^30.
     """
     rounding = cfg.rounding
     assert rounding is not None, "the caller asks `rounds` first"
@@ -124,15 +124,26 @@ def _by_torch(
 def draw_uniform(
     num_experts: int, rounding: TokenRounding, device: torch.device, generator: torch.Generator | None
 ) -> Tensor | None:
-    """(E,) fp32 in [0, 1) for the modes that are random, else None. ValueError: the generator is elsewhere."""
-    if generator is not None and generator.device.type != device.type:
-        raise ValueError(
-            f"generator is on {generator.device} but the logits are on {device}; "
-            f"make it with torch.Generator(device={device.type!r})"
-        )
+    """(E,) fp32 in [0, 1) for the modes that are random, else None. ValueError: no generator, or one elsewhere."""
+    if generator is not None:
+        _check_generator(generator, device)
     if rounding.mode not in _DRAWING:
         return None
     return torch.rand(num_experts, dtype=torch.float32, device=device, generator=generator)
+
+
+def _check_generator(generator: torch.Generator, device: torch.device) -> None:
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"generator must be a torch.Generator, got {type(generator).__name__}; "
+            f"make it with torch.Generator(device={device.type!r}).manual_seed(...)"
+        )
+    is_there = generator.device.type == device.type and None in (generator.device.index, device.index)
+    if not is_there and generator.device != device:
+        raise ValueError(
+            f"generator is on {generator.device} but the logits are on {device}; "
+            f"make it with torch.Generator(device={str(device)!r})"
+        )
 
 
 def row_capacity(rounding: TokenRounding, num_tokens: int, experts_per_token: int, num_experts: int) -> int:
