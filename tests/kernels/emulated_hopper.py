@@ -53,6 +53,10 @@ CASES = (
 )
 
 
+# Rows of the experts, and tokens without one: at the ends of blocks of 64, of tiles of 128 and of 192.
+ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0), (192, 0, 193, 128, 2), (385, 320, 0)]
+
+
 def kernels_of(case: Case) -> KernelSet:
     """F1 takes w1 as it is stored, not turned."""
     return WITHOUT_F1 if case.turned else KERNELS
@@ -101,7 +105,7 @@ def test_hostile_routings(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("counts", [(63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0)], ids=str)
+@pytest.mark.parametrize("counts", ENDS, ids=str)
 def test_ends_of_blocks(counts: tuple[int, ...], case: Case) -> None:
     with emulated(programs=1 + len(counts) % 2, seed=sum(counts)):
         assert_kernels_agree(kernels_of(case), plan_of(*counts), case, TOLERANCE)
@@ -139,10 +143,12 @@ def test_a_seed_gives_the_same_order_again() -> None:
 PROTOCOL = "deadlock|more arrivals"
 FENCE = "before a fence"
 NUMBERS = "RMS-relative error|not finite"
+SOONER = f"{PROTOCOL}|{FENCE}"
+GIVE = "mbarrier.arrive(turn_of_other, count=1)"
 FAULTS = {
     "a stage is filled while it is read": ("acquire", "mbarrier.wait(empty.", "(empty.", PROTOCOL),
     "the producer's first phase": ("acquire", " & 1) ^ 1)", " & 1))", PROTOCOL),
-    "a stage is read before it is full": ("multiply", "mbarrier.wait(ready.index(stage), (", "((", PROTOCOL),
+    "a stage is read before it is full": ("multiply", "mbarrier.wait(ready.index(stage), (", "((", SOONER),
     "the consumer's phase": ("multiply", "(step // STAGES) & 1)", "step & 1)", PROTOCOL),
     "a stage is left twice": ("multiply", "pred=k > 0", "pred=True", PROTOCOL),
     "a stage is left with its product in flight": ("multiply", "mma_wait(1,", "mma_wait(2,", NUMBERS),
@@ -151,15 +157,26 @@ FAULTS = {
     "the last copies": ("publish_last_copies", "async_copy.wait_group(0)", "pass", "has not waited for"),
     "nobody passes by": ("pass_by", "mbarrier.arrive(empty.index(stage), count=1)", "pass", PROTOCOL),
     "a store without a fence": ("start_store", "fence_async_shared()", "pass", FENCE),
-    "fewer bytes than come": ("contiguous_rows", "rows.block_type.nbytes + ", "", "more bytes"),
+    "fewer bytes than come": ("contiguous_blocks", "BLOCKS * rows", "2 * rows", "more bytes"),
     "F1 overwrites a slice": ("finish_act", "tma.store_wait(1)\n                place", "place", NUMBERS),
-    "F2 overwrites a slice": ("finish_rows", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "nobody waits for a turn": ("finish_rows", "mbarrier.wait(order.index(GROUP), ", "(", f"{PROTOCOL}|{NUMBERS}"),
+    "nobody gives a turn": ("multiply_blocks", "mbarrier.arrive(turn_of_other, count=1)", "pass", PROTOCOL),
+    "a turn is given at every step": ("multiply_blocks", "        step += 1", f"        step += 1; {GIVE}", PROTOCOL),
+    "nobody comes unasked": ("finish_rows", "phase = 1 - GROUP", "phase = 0", PROTOCOL),
+    "all come unasked": ("finish_rows", "phase = 1 - GROUP", "phase = 1", f"{PROTOCOL}|{NUMBERS}"),
+    "turns do not alternate": ("finish_rows", "phase ^= 1", "pass", PROTOCOL),
+    "a consumer takes the other's stages": ("finish_rows", "step += steps", "pass", PROTOCOL),
+    "a full stage is read early": ("multiply_blocks", "mbarrier.wait(ready.index(stage), (", "((", PROTOCOL),
+    "a stage is left with its products in flight": ("multiply_blocks", "COUNT, COUNT)", "COUNT, COUNT + 1)", NUMBERS),
+    "F2 has no third block": ("finish_rows", "count > 2", "count > 3", NUMBERS),
+    "F2 overwrites a slice": ("store_block", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
     "F2 ends before its stores": ("finish_rows", "tma.store_wait(0)", "pass", "has not waited for"),
-    "F2 stores past the expert's end": ("finish_rows", "end, last,", "end + 64, last - 64,", "stored twice"),
+    "F2 stores past the expert's end": ("store_block", "end, last,", "end + 64, last - 64,", "stored twice"),
     "B1 reads h before it is there": ("finish_slice", "mbarrier.wait(arrived, ", "(", f"{PROTOCOL}|{NUMBERS}"),
-    "B1's phase": ("finish_slice", "INDEX // 2)", "0)", PROTOCOL),
-    "B1 overwrites a_scaled": ("finish_slice", "tma.store_wait(2)", "tma.store_wait(3)", NUMBERS),
+    "B1's phase": ("finish_slice", "INDEX // PAIRS)", "0)", PROTOCOL),
+    "B1 overwrites a_scaled": ("finish_slice", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
     "B1 overwrites dh by h": ("finish_slice", "tma.store_wait(0)", "pass", NUMBERS),
+    "B1 stores without a fence": ("finish_slice", "fence_async_shared()", "pass", FENCE),
     "B2 overwrites a slice": ("finish_weights", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
 }
 

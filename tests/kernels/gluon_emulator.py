@@ -218,8 +218,8 @@ class Emulator:
     def multiply_wait(self, pending: int, deps: tuple[Any, ...]) -> Any:
         _run_down_to(pending, self.partition.products)
         self.pause()
-        (acc,) = deps
-        return acc.value if pending == 0 and isinstance(acc, Product) else acc
+        results = tuple(acc.value if pending == 0 and isinstance(acc, Product) else acc for acc in deps)
+        return results if len(results) > 1 else results[0]
 
     def fence(self) -> None:
         """What this partition has written becomes visible to matrix units and TMA."""
@@ -357,6 +357,7 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Registers),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype).as_subclass(Registers),
         sum=lambda value, axis: value.sum(axis),
+        convert_layout=lambda value, layout: value,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         allocate_shared_memory=allocate,

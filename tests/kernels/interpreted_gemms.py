@@ -16,7 +16,8 @@ from tilemoe.activations import activation_spec
 from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.triton import kernel_set, mlp
 from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
-from tilemoe.kernels.triton.tiles import tile_list
+from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.triton.tiles import listed_tiles, tile_lists
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import hostile_routings, make_inputs
@@ -88,17 +89,33 @@ def test_offsets_of_64_bits_where_32_are_too_few(access: str, monkeypatch: pytes
     assert_kernels_agree(TRITON_KERNELS, ROUTINGS["ragged tiles"], CASES[0], TOLERANCE[FP32])
 
 
+@pytest.mark.parametrize("tile_ms", [(TILE,), (24,), (TILE, 24)], ids=str)
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_tile_list(name: str) -> None:
+def test_tile_lists(name: str, tile_ms: tuple[int, ...]) -> None:
     plan = ROUTINGS[name]
     starts = plan.row_start_of_expert.tolist()
-    expected = [
-        (expert, row) for expert in range(plan.num_experts) for row in range(starts[expert], starts[expert + 1], TILE)
-    ]
-    tiles = tile_list(plan, TILE)
-    count = int(tiles.num_tiles)
-    assert tiles.expert_of_tile.shape == tiles.row_of_tile.shape == (-(-plan.capacity // TILE) + plan.num_experts,)
-    assert list(zip(tiles.expert_of_tile[:count].tolist(), tiles.row_of_tile[:count].tolist(), strict=True)) == expected
+    for tile_m, tiles in zip(tile_ms, tile_lists(plan, *tile_ms), strict=True):
+        expected = [
+            (expert, row)
+            for expert in range(plan.num_experts)
+            for row in range(starts[expert], starts[expert + 1], tile_m)
+        ]
+        count, capacity = int(tiles.num_tiles), -(-plan.capacity // tile_m) + plan.num_experts
+        assert tiles.expert_of_tile.shape == tiles.row_of_tile.shape == (capacity,)
+        found = zip(tiles.expert_of_tile[:count].tolist(), tiles.row_of_tile[:count].tolist(), strict=True)
+        assert list(found) == expected
+
+
+def test_a_plan_lists_its_tiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, launched, run = plan_topk(torch.arange(70)[:, None] % 3, 3), [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: (launched.append(launch), run(launch)))
+    first = listed_tiles(plan, TILE, 24)
+    assert listed_tiles(plan, 24).capacity == 3 + 3
+    assert listed_tiles(plan, TILE) is first
+    assert len(launched) == 1
+    listed_tiles(plan, 32, TILE)
+    assert len(launched) == 2
+    assert listed_tiles(plan, TILE) is first
 
 
 def test_many_experts() -> None:

@@ -340,8 +340,8 @@ def test_a_kernel_that_asks_for_memory_is_not_recorded() -> None:
 
 
 def _known_kernels() -> list[dict[Any, Any]]:
-    from tilemoe.kernels.hopper import gemm_rows
+    from tilemoe.kernels.hopper import gemm_rows, ping_pong
     from tilemoe.kernels.triton import combine
 
-    kernels = (gemm_rows.gemm_rows_kernel, gemm_rows.up_proj_act_kernel, combine.combine_kernel)
+    kernels = (ping_pong.gemm_rows_kernel, gemm_rows.up_proj_act_kernel, combine.combine_kernel)
     return [launch._compiled(kernel, torch.device("cpu")) for kernel in kernels]

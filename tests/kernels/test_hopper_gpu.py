@@ -11,6 +11,7 @@ from gpu_layers import never_repeated
 from triton_checks import Case, assert_kernels_agree, run_kernels
 
 from tilemoe.config import MoEConfig
+from tilemoe.kernels.hopper.choose import MAX_CONTRACTION
 from tilemoe.kernels.hopper.kernel_set import HOPPER_KERNELS
 from tilemoe.kernels.select import select_kernels
 from tilemoe.kernels.triton.launch import Launch
@@ -63,8 +64,20 @@ def launched() -> Iterator[set[str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_agree_on_hostile_routings(name: str) -> None:
     case = CASES[name]
-    for routing in hostile_routings(tile=128, device="cuda"):
-        assert_kernels_agree(HOPPER_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
+    for tile in (128, 192):  # what the kernels have
+        for routing in hostile_routings(tile=tile, device="cuda"):
+            assert_kernels_agree(HOPPER_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 turned"])
+def test_ends_of_blocks_and_tiles(name: str) -> None:
+    """Experts with as many rows as blocks of 64 and tiles of 128 and 192 have, one less and one more, by themselves."""
+    ends = [rows + offset for rows in (64, 128, 192, 256, 384, 576) for offset in (-1, 0, 1)]
+    for counts in (ends, ends[::-1], [0, 640, 0, 1]):  # rounded to tiles of 128, too
+        ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+        plan = plan_topk(shuffled[:, None].cuda(), len(counts))
+        assert_kernels_agree(HOPPER_KERNELS, plan, CASES[name], TOLERANCE[BF16])
 
 
 def test_every_kernel_takes_part(launched: set[str]) -> None:
@@ -75,9 +88,30 @@ def test_every_kernel_takes_part(launched: set[str]) -> None:
 
 
 def test_long_contractions_are_left_to_the_portable_kernels(launched: set[str]) -> None:
-    case = Case(BF16, hidden_size=256, intermediate_size=1024)
-    assert_kernels_agree(HOPPER_KERNELS, random_plan(300, 4, 2), case, 4e-3)
-    assert launched == ALL_KERNELS - {"gemm_rows_kernel"}
+    plan, n = random_plan(300, 4, 2), MAX_CONTRACTION["up_proj_act_grad"] // 2 + 8
+    given = make_inputs(plan, 256, n, dtype=BF16)
+    rows = torch.zeros(plan.capacity, 2 * n, dtype=BF16, device="cuda")
+    HOPPER_KERNELS.up_proj_act_grad(rows, given["w1"], plan)
+    assert not launched
+    HOPPER_KERNELS.down_proj(rows[:, :n].contiguous(), given["w2"], None, plan)
+    assert launched == {"gemm_rows_kernel"}
+
+
+def test_each_operator_lists_its_tiles_with_one_launch() -> None:
+    """Of 128 rows for up_proj_act and of 192 for down_proj, with which it shares an operator."""
+    plan, launches = random_plan(700, 8, 2), []
+    inputs = {name: t.requires_grad_() for name, t in make_inputs(plan, 256, 128, dtype=BF16).items()}
+    run = Launch.run
+
+    def note(launch: Launch) -> None:
+        launches.append(launch.kernel.__name__)
+        run(launch)
+
+    with never_repeated(), mock.patch.object(Launch, "run", note):
+        o = moe(plan=plan, **inputs)
+        assert launches.count("tile_lists_kernel") == 1
+        o.sum().backward()
+    assert launches.count("tile_lists_kernel") == 3, "two of the backward's operators need tiles"
 
 
 def test_many_experts() -> None:

@@ -16,7 +16,7 @@ from triton_compile import NVIDIA, compile_launch, count_spill_loads
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.launch import Launch
-from tilemoe.kernels.triton.tiles import tile_list_launch
+from tilemoe.kernels.triton.tiles import tile_lists_launch
 from tilemoe.routing.build import plan_topk
 
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
@@ -34,7 +34,7 @@ def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
     """One launch of each kind of kernel for swiglu, its operands on the CPU."""
     device, spec = NVIDIA[capability], activation_spec("swiglu", "concatenated", None, None)
     plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    tile_launch, tiles = tile_list_launch(plan, 128)
+    tile_launch, (tiles, _) = tile_lists_launch(plan, 128, 192)
     x, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in [(T, D), (E, 2 * N, D), (E, D, N)])
     s = torch.zeros(T * K)
     up, a, h = mlp.up_proj_act_launch(x, w1, None, plan, tiles, spec, True, device)
@@ -50,7 +50,7 @@ def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
         "up_proj_weight_grad": weight,
         "score_grad": score,
         "bias_grad": bias,
-        "tile_list": tile_launch,
+        "tile_lists": tile_launch,
     }
 
 
@@ -68,7 +68,7 @@ def test_gemm(name: str, capability: int, tmp_path: Path) -> None:
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get((name, capability), 0)
 
 
-@pytest.mark.parametrize("name", ["score_grad", "bias_grad", "tile_list"])
+@pytest.mark.parametrize("name", ["score_grad", "bias_grad", "tile_lists"])
 def test_small_kernel(name: str, tmp_path: Path) -> None:
     compiled = compile_launch(launches(80, torch.float16)[name], 80)
     assert count_spill_loads(compiled, tmp_path) == 0
@@ -98,7 +98,7 @@ def test_the_number_of_tokens_is_in_no_key() -> None:
     keys = set()
     for tokens in (1, 17, 64, 1000):
         plan = plan_topk(torch.arange(tokens * K).view(tokens, K) % E, E)
-        _, tiles = tile_list_launch(plan, 128)
+        _, (tiles,) = tile_lists_launch(plan, 128)
         x, w2, s = torch.zeros(tokens, 64), torch.zeros(E, 64, 32), torch.zeros(tokens * K)
         h = torch.zeros(tokens * K, 64)
         launch, *_ = mlp.act_grad_launch(x, w2, h, s, plan, tiles, spec, NVIDIA[80])

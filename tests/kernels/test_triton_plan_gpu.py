@@ -11,7 +11,7 @@ import torch
 from tilemoe.kernels.triton import plan as triton_plan
 from tilemoe.kernels.triton import plan_few
 from tilemoe.kernels.triton.combine import combine, combine_grad, combine_kernel
-from tilemoe.kernels.triton.tiles import tile_list, tile_list_kernel
+from tilemoe.kernels.triton.tiles import tile_lists, tile_lists_kernel
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
 
@@ -23,14 +23,15 @@ KERNELS = (
     triton_plan.row_start_kernel,
     triton_plan.place_kernel,
     plan_few.plan_few_kernel,
-    tile_list_kernel,
+    tile_lists_kernel,
     combine_kernel,
 )
 
 
 def use(ids: torch.Tensor, rows: torch.Tensor) -> RoutingPlan:
     plan = plan_topk(ids, 64)
-    tile_list(plan, 128)
+    tile_lists(plan, 128)
+    tile_lists(plan, 128, 192)
     rows, s = rows[: plan.capacity], torch.ones(plan.capacity, device="cuda")
     out = rows.new_empty(plan.num_tokens, rows.shape[1])
     combine(rows, s, plan, out)

@@ -1,4 +1,4 @@
-"""F1, F2 and B3: each expert's rows times its weight, the rows contiguous (TMA) or gathered by token (cp.async).
+"""F1, and what F1 and B1 have in common: rows gathered by token (cp.async), times each expert's weight.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · parts = 2 where gate and up are two
 halves of one tile, else 1 · BN columns of a tile
@@ -109,62 +109,6 @@ def gather_rows(
 
 
 @gluon.jit
-def contiguous_rows(
-    rows, weight, tiles, num_tiles, width_in, width_out, ring, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr
-):
-    """Producer of one warp: tiles of ``rows`` (R_max, width_in) and of the weight, all by TMA."""
-    left, _right, ready, _empty = ring
-    column_tiles = gl.cdiv(width_out, BN)
-    total = gl.load(num_tiles) * column_tiles
-    step = 0
-    expert, row, _end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_expert, next_row, _next_end, next_col = row_tile(
-            index + gl.num_programs(0), total, column_tiles, tiles, BN
-        )
-        for k in range(0, width_in, BK):
-            stage = acquire(ring, step)
-            mbarrier.expect(ready.index(stage), rows.block_type.nbytes + weight.block_type.nbytes)
-            load_tile(rows, [row, k], ready.index(stage), left.index(stage))
-            load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
-            step += 1
-        expert, row, col = next_expert, next_row, next_col
-
-
-@gluon.jit
-def finish_rows(
-    out, tiles, num_tiles, width_in, width_out, ring, staging,
-    GROUP: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr,
-):  # fmt: skip
-    """Consumer of F2 and B3: stores its rows of the product. staging: two slices for each consumer."""
-    column_tiles = gl.cdiv(width_out, BN)
-    total = gl.load(num_tiles) * column_tiles
-    steps = gl.cdiv(width_in, BK)
-    step = 0
-    _expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        _next_expert, next_row, next_end, next_col = row_tile(
-            index + gl.num_programs(0), total, column_tiles, tiles, BN
-        )
-        row += GROUP * GROUP_M
-        if row < end:
-            acc, step = multiply(ring, step, steps, GROUP, BN, True, RIGHT_BY_N)
-            last = RAGGED_ROWS - end + row
-            left_half, right_half = halves(acc, GROUP_M, BN)
-            for i in gl.static_range(2):
-                first, second = halves(left_half if i == 0 else right_half, GROUP_M, BN // 2)
-                for j in gl.static_range(2):
-                    # Two stores in flight: the buffer's own was the last but one.
-                    tma.store_wait(1)
-                    place = [RAGGED_ROWS, end, last, col + (2 * i + j) * SLICE]
-                    store_slice(out, place, first if j == 0 else second, staging.index(2 * GROUP + j))
-        else:
-            step = pass_by(ring, step, steps)
-        row, end, col = next_row, next_end, next_col
-    tma.store_wait(0)
-
-
-@gluon.jit
 def finish_act(
     a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging,
     GROUP: gl.constexpr, BN: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
@@ -201,40 +145,6 @@ def finish_act(
             step = pass_by(ring, step, steps)
         row, end, col = next_row, next_end, next_col
     tma.store_wait(0)
-
-
-@gluon.jit
-def gemm_rows_kernel(
-    rows,
-    weight,
-    out,
-    expert_of_tile,
-    row_of_tile,
-    num_tiles,
-    row_start_of_expert,
-    width_in,
-    width_out,
-    RIGHT_BY_N: gl.constexpr,
-    BN: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-):
-    """F2 and B3: ``out_r = rows_r weight_e``; rows (R_max, in), weight (E, in, out), out (R_max, out)."""
-    left = gl.allocate_shared_memory(rows.dtype, [STAGES, TILE_M, BK], rows.layout)
-    right = gl.allocate_shared_memory(rows.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
-    staging = gl.allocate_shared_memory(rows.dtype, [2 * GROUPS, GROUP_M, SLICE], gl.NVMMASharedLayout(128, 16, 2))
-    ring = (left, right, new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS))
-    tiles = (expert_of_tile, row_of_tile, row_start_of_expert)
-    gl.warp_specialize(
-        [
-            (finish_rows, (out, tiles, num_tiles, width_in, width_out, ring, staging, 0, BN, RIGHT_BY_N)),
-            (finish_rows, (out, tiles, num_tiles, width_in, width_out, ring, staging, 1, BN, RIGHT_BY_N)),
-            (contiguous_rows, (rows, weight, tiles, num_tiles, width_in, width_out, ring, BN, RIGHT_BY_N)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
 
 
 @gluon.jit

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.hopper import launches
-from tilemoe.kernels.hopper.choose import ACT_GRAD_ACTIVATIONS, TILE_M, is_faster, problem_of_gpu
-from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, Kernel, few_rows
+from tilemoe.kernels.hopper.choose import ACT_GRAD_ACTIVATIONS, SHAPES, is_faster, problem_of_gpu
+from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, Kernel, few_rows, tile_rows
 from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.descriptors import can_describe, can_describe_rows
 from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS, tiles_of
 from tilemoe.kernels.triton.launch import device_of
+from tilemoe.kernels.triton.tiles import listed_tiles
 from tilemoe.routing.plan import RoutingPlan
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -31,6 +32,7 @@ def up_proj_act(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
 ) -> tuple[Tensor, Tensor]:
     """F1: (a (R_max, n), h (R_max, w))."""
+    _list_tiles_of_forward(x, w1, b1, plan, spec)
     if not _serves_up_proj(x, w1, b1, plan, spec):
         return TRITON_KERNELS.up_proj_act(x, w1, b1, plan, spec)
     return _up_proj_act(x, w1, plan, spec, keep_h=True)
@@ -38,7 +40,10 @@ def up_proj_act(
 
 def up_proj_act_inference(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
     """F1 without h: a (R_max, n)."""
-    if not _serves_up_proj(x, w1, b1, plan, spec) or _has_few_rows(plan):
+    if _has_few_rows(plan):
+        return TRITON_KERNELS.up_proj_act_inference(x, w1, b1, plan, spec)
+    _list_tiles_of_forward(x, w1, b1, plan, spec)
+    if not _serves_up_proj(x, w1, b1, plan, spec):
         return TRITON_KERNELS.up_proj_act_inference(x, w1, b1, plan, spec)
     return _up_proj_act(x, w1, plan, spec, keep_h=False)[0]
 
@@ -81,7 +86,7 @@ def down_proj_act_grad(
     tiles = tiles_of(do, plan, device)
     launch, dh, a_scaled, partial = launches.act_grad_launch(do, w2, h, s, plan, tiles, spec, device)
     launch.run()
-    launch, ds = mlp.score_grad_launch(partial, do, b2, s, plan, tiles, TILE_M)
+    launch, ds = mlp.score_grad_launch(partial, do, b2, s, plan, tiles, SHAPES["down_proj_act_grad"].rows)
     launch.run()
     return dh, ds, a_scaled
 
@@ -116,7 +121,7 @@ def _up_proj_act(x: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec,
 
 def _rows(kernel: Kernel, rows: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
     device = device_of(rows)
-    launch, out = launches.rows_launch(kernel, rows, weight, plan, tiles_of(rows, plan, device), device)
+    launch, out = launches.rows_launch(kernel, rows, weight, plan, listed_tiles(plan, SHAPES[kernel].rows), device)
     launch.run()
     return out
 
@@ -125,6 +130,14 @@ def _weights(kernel: Kernel, by_token: Tensor, by_row: Tensor, plan: RoutingPlan
     launch, out = launches.weights_launch(kernel, by_token, by_row, plan, transposed, device_of(by_row))
     launch.run()
     return out
+
+
+def _list_tiles_of_forward(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> None:
+    """List F2's tiles with F1's, whichever kernel F1 takes: one launch instead of two."""
+    d, n = x.shape[1], w1.shape[1] // spec.width_factor
+    device = None if b1 is not None else _device(x, plan, d, n)  # w2 has a bias where w1 has one
+    if device is not None and is_faster("down_proj", n, d):
+        listed_tiles(plan, tile_rows(x.element_size(), device), SHAPES["down_proj"].rows)
 
 
 def _serves_up_proj(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> bool:

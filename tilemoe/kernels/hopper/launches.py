@@ -15,9 +15,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.hopper.act_grad import act_grad_kernel
-from tilemoe.kernels.hopper.choose import SHAPES, TILE_M, Shape
-from tilemoe.kernels.hopper.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
+from tilemoe.kernels.hopper.choose import SHAPES, Shape
+from tilemoe.kernels.hopper.gemm_rows import up_proj_act_kernel
 from tilemoe.kernels.hopper.gemm_weights import gemm_weights_kernel
+from tilemoe.kernels.hopper.ping_pong import gemm_rows_kernel
 from tilemoe.kernels.tiling import Device, Kernel
 from tilemoe.kernels.triton.launch import Launch, ceil_div, persistent_grid
 from tilemoe.kernels.triton.tiles import TileList
@@ -39,7 +40,7 @@ def rows_launch(
     shape = SHAPES[kernel]
     descriptor, by_n = _weight(weight.unsqueeze(1), shape.columns)
     args = {
-        "rows": _described(rows, [TILE_M, _STEP]),
+        "rows": _described(rows, [_GROUP_ROWS, _STEP]),
         "weight": descriptor,
         "out": _ragged(out, [_GROUP_ROWS, _SLICE]),
         **tiles.args(plan),
@@ -96,8 +97,8 @@ def act_grad_launch(
     args = {
         "do": do,
         "weight": descriptor,
-        "h": _described(h.unflatten(1, (2, n)), [_GROUP_ROWS, 1, _SLICE]),
-        "dh": _ragged(dh.unflatten(1, (2, n)), [_GROUP_ROWS, 1, _SLICE]),
+        "h": _described(h.unflatten(1, (2, n)).transpose(0, 1), [2, _GROUP_ROWS, _SLICE]),
+        "dh": _ragged(dh.unflatten(1, (2, n)).transpose(0, 1), [2, _GROUP_ROWS, _SLICE], rows_at=1),
         "a_scaled": _ragged(a_scaled, [_GROUP_ROWS, _SLICE]),
         "s": s,
         "partial": partial,
@@ -134,7 +135,7 @@ def weights_launch(
         "q": q,
         "stride_token": by_token.stride(0),
     }
-    grid = persistent_grid(device, plan.num_experts * ceil_div(p, TILE_M) * ceil_div(q, shape.columns))
+    grid = persistent_grid(device, plan.num_experts * ceil_div(p, shape.rows) * ceil_div(q, shape.columns))
     return _launch(gemm_weights_kernel, grid, args, {"TRANSPOSED": transposed}, shape), out
 
 
@@ -160,13 +161,15 @@ def _weight(weight: Tensor, columns: int) -> tuple[TensorDescriptor, bool]:
     return _described(weight.transpose(1, 2), [1, _STEP, 1, columns]), False
 
 
-def _ragged(rows: Tensor, block: list[int]) -> TensorDescriptor:
+def _ragged(rows: Tensor, block: list[int], rows_at: int = 0) -> TensorDescriptor:
     """As `triton.tools.ragged_tma.create_ragged_descriptor`, whose descriptor Gluon does not take.
 
-    Two leading dimensions, whose strides cancel modulo 2^64, move the end of the rows to wherever an expert's end.
+    Two leading dimensions, whose strides cancel modulo 2^64, move the end of the rows, which are dimension ``rows_at``,
+    to wherever an expert's end.
     """
-    stride = rows.stride(0)
-    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, *rows.shape[1:]]
+    stride = rows.stride(rows_at)
+    shape = [0x7FFF0000, 0x7FFF0000, *rows.shape]
+    shape[2 + rows_at] = 1 << 30
     block = [1, 1, *block]
     return TensorDescriptor(
         rows, shape, [2**34 - stride, stride, *rows.stride()], block, _swizzled(rows.element_size(), len(block))

@@ -1,11 +1,12 @@
 """What all Hopper kernels share: a ring of shared-memory stages between a producer and two consumers, and their tiles.
 
-BN columns of a tile, which has 128 rows · BK the step of the contraction · S stages of the ring
+BN columns of a tile, which has 128 rows, in `ping_pong` 192 · BK the step of the contraction · S stages of the ring
 
 A persistent program is three partitions of warps. The producer fills a stage with a left operand of 128 x BK and a
 right one of BK x BN; each consumer multiplies its 64 of the 128 rows, then finishes its part of the tile (activation,
 stores) while the other still multiplies: an epilogue costs matrix-unit time only when both are in it at once. A
-consumer whose 64 rows lie past the expert's end multiplies nothing, so that a ragged end costs half a tile.
+consumer whose 64 rows lie past the expert's end multiplies nothing, so that a ragged end costs half a tile. In
+`ping_pong` a consumer has whole tiles, and the other one the tiles between them.
 
 A ring is the tuple (left, right, ready, empty): operand buffers (S, ...) and barriers (S, 1).
 """
@@ -60,7 +61,7 @@ def row_tile(index, total, column_tiles, tiles, BN: gl.constexpr):
 
 @gluon.jit
 def acquire(ring, step):
-    """The stage of ``step``, once both consumers have left it."""
+    """The stage of ``step``, once all who read it have left it."""
     _left, _right, ready, empty = ring
     stage = step % ready.shape[0]
     mbarrier.wait(empty.index(stage), ((step // ready.shape[0]) & 1) ^ 1)

@@ -15,7 +15,7 @@ from tilemoe.kernels.triton import few_rows as few_rows_kernels
 from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.combine import combine, combine_grad
 from tilemoe.kernels.triton.launch import device_of
-from tilemoe.kernels.triton.tiles import TileList, tile_list
+from tilemoe.kernels.triton.tiles import TileList, listed_tiles
 from tilemoe.routing.plan import RoutingPlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -168,11 +168,7 @@ def _check(rows: Tensor, *widths: int) -> Device:
 
 def tiles_of(rows: Tensor, plan: RoutingPlan, device: Device) -> TileList:
     """The plan's rows cut into tiles, which all row GEMMs of one operator share."""
-    tile_m = tile_rows(rows.element_size(), device)
-    if tile_m not in plan.derived:
-        plan.derived[tile_m] = tile_list(plan, tile_m)
-    tiles: TileList = plan.derived[tile_m]
-    return tiles
+    return listed_tiles(plan, tile_rows(rows.element_size(), device))
 
 
 def _by_token(t: Tensor) -> Tensor:

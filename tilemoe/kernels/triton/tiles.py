@@ -1,4 +1,4 @@
-"""The list of row tiles that the grouped GEMMs walk, built on the device without reading a count back.
+"""The lists of row tiles that the grouped GEMMs walk, built on the device without reading a count back.
 
 E experts · R_max row capacity · C = ceil(R_max / tile_m) + E capacity of the list
 """
@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, int32_vectors, power_of_two
+from tilemoe.kernels.triton.launch import Launch, ceil_div, int32_vectors, power_of_two
 from tilemoe.routing.plan import RoutingPlan
 
 _BLOCK = 128
+_FEWEST_EXPERTS = 128  # that the kernel is compiled for: layers with fewer share it
 
 
 class TileList(NamedTuple):
@@ -38,58 +39,93 @@ class TileList(NamedTuple):
         return {**self._asdict(), "row_start_of_expert": plan.row_start_of_expert}
 
 
-def tile_list(plan: RoutingPlan, tile_m: int) -> TileList:
-    """Cut each expert's rows into tiles of ``tile_m``, the last of them shorter."""
-    launch, tiles = tile_list_launch(plan, tile_m)
-    launch.run()
+def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
+    """The plan's list for tiles of ``tile_m`` rows, made when it is first asked for.
+
+    ``ahead``: rows of the tiles that will be asked for next, to be listed in the same launch.
+    """
+    if tile_m not in plan.derived:
+        missing = [rows for rows in (tile_m, *ahead) if rows not in plan.derived]
+        plan.derived.update(zip(missing, tile_lists(plan, *missing), strict=True))
+    tiles: TileList = plan.derived[tile_m]
     return tiles
 
 
-def tile_list_launch(plan: RoutingPlan, tile_m: int) -> tuple[Launch, TileList]:
-    """The launch that fills a TileList, and the list."""
-    capacity = -(-plan.capacity // tile_m) + plan.num_experts
+def tile_lists(plan: RoutingPlan, *tile_ms: int) -> list[TileList]:
+    """For each of one or two ``tile_ms``, cut each expert's rows into tiles of so many, the last of them shorter."""
+    launch, lists = tile_lists_launch(plan, *tile_ms)
+    launch.run()
+    return lists
+
+
+def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[TileList]]:
+    """The launch that fills a TileList for each of ``tile_ms``, and the lists."""
+    assert len(tile_ms) in (1, 2), "what the kernel takes"
     start = plan.row_start_of_expert
-    tiles = TileList(*int32_vectors(start, capacity, capacity, 1))
+    capacities = [ceil_div(plan.capacity, tile_m) + plan.num_experts for tile_m in tile_ms]
+    vectors = int32_vectors(start, *(length for capacity in capacities for length in (capacity, capacity, 1)))
+    lists = [TileList(*vectors[first : first + 3]) for first in range(0, len(vectors), 3)]
     launch = Launch(
-        tile_list_kernel,
+        tile_lists_kernel,
         (plan.num_experts,),
         {
             "row_start_of_expert": start,
-            "expert_of_tile": tiles.expert_of_tile,
-            "row_of_tile": tiles.row_of_tile,
-            "num_tiles": tiles.num_tiles,
+            **lists[0]._asdict(),
+            **{f"second_{name}": vector for name, vector in lists[-1]._asdict().items()},
             "num_experts": plan.num_experts,
+            "tile_m": tile_ms[0],
+            "second_tile_m": (*tile_ms, 0)[1],
         },
-        {"TILE_M": tile_m, "BLOCK_E": max(16, power_of_two(plan.num_experts)), "BLOCK": _BLOCK},
+        {"BLOCK_E": max(_FEWEST_EXPERTS, power_of_two(plan.num_experts)), "BLOCK": _BLOCK},
         num_warps=4,
         num_stages=1,
     )
-    return launch, tiles
+    return launch, lists
 
 
 @triton.jit
-def tile_list_kernel(
+def tile_lists_kernel(
     row_start_of_expert,
     expert_of_tile,
     row_of_tile,
     num_tiles,
+    second_expert_of_tile,
+    second_row_of_tile,
+    second_num_tiles,
     num_experts,
-    TILE_M: tl.constexpr,
+    tile_m,
+    second_tile_m,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per expert: count the tiles before it, then write its own."""
-    expert = tl.program_id(0)
+    """One program per expert. A second list only where second_tile_m is not 0: it is no constant, as neither is tile_m,
+    so that all who list tiles share what is compiled.
+    """
     others = tl.arange(0, BLOCK_E)
     starts = tl.load(row_start_of_expert + others, mask=others < num_experts, other=0)
     ends = tl.load(row_start_of_expert + others + 1, mask=others < num_experts, other=0)
-    tiles_of_other = tl.cdiv(ends - starts, TILE_M)
-    before = tl.sum(tl.where(others < expert, tiles_of_other, 0))
-    row = tl.load(row_start_of_expert + expert)
-    mine = tl.cdiv(tl.load(row_start_of_expert + expert + 1) - row, TILE_M)
+    row = tl.load(row_start_of_expert + tl.program_id(0))
+    end = tl.load(row_start_of_expert + tl.program_id(0) + 1)
+    _list_own(starts, ends, row, end, expert_of_tile, row_of_tile, num_tiles, num_experts, tile_m, BLOCK_E, BLOCK)
+    if second_tile_m > 0:
+        _list_own(
+            starts, ends, row, end, second_expert_of_tile, second_row_of_tile, second_num_tiles, num_experts,
+            second_tile_m, BLOCK_E, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _list_own(
+    starts, ends, row, end, expert_of_tile, row_of_tile, num_tiles, num_experts, tile_m,
+    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count the tiles of the experts before this program's, whose rows are ``row`` to ``end``, then write its own."""
+    expert = tl.program_id(0)
+    before = tl.sum(tl.where(tl.arange(0, BLOCK_E) < expert, tl.cdiv(ends - starts, tile_m), 0))
+    mine = tl.cdiv(end - row, tile_m)
     for first in range(0, mine, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         tl.store(expert_of_tile + before + slot, expert, mask=slot < mine)
-        tl.store(row_of_tile + before + slot, row + slot * TILE_M, mask=slot < mine)
+        tl.store(row_of_tile + before + slot, row + slot * tile_m, mask=slot < mine)
     if expert == num_experts - 1:
         tl.store(num_tiles, before + mine)

@@ -1,0 +1,195 @@
+"""F2 and B3: each expert's contiguous rows times its weight, by two consumers in turn, each on tiles of its own.
+
+E experts · R_max row capacity · BN columns of a tile, which has up to three blocks of 64 rows
+
+While one consumer stores its tile, the other has the matrix units to itself. They take turns by `order`, two barriers:
+a consumer begins its tile once the other has seen its last stage arrive. Sooner, it would wait for a stage of a round
+that is more than one ahead, and the barriers count rounds modulo 2.
+
+A tile at an expert's end has as many blocks as its rows need. Weights are descriptors as in `gemm_rows`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilemoe.kernels.hopper.gemm_rows import load_weight
+from tilemoe.kernels.hopper.names import load_tile
+from tilemoe.kernels.hopper.pipeline import (
+    BK,
+    GROUP_M,
+    GROUPS,
+    RAGGED_ROWS,
+    SLICE,
+    acquire,
+    halves,
+    new_barriers,
+    row_tile,
+    store_slice,
+)
+
+BLOCKS = gl.constexpr(3)  # accumulators of 64 x 128 that a consumer's registers hold
+BUFFERS = gl.constexpr(4)  # slices of shared memory that a consumer stores through: two blocks'
+
+
+@gluon.jit
+def contiguous_blocks(
+    rows, weight, tiles, num_tiles, width_in, width_out, ring, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr
+):
+    """Producer of one warp: tiles of ``rows`` (R_max, width_in), block by block, and of the weight, all by TMA."""
+    left, _right, ready, _empty = ring
+    column_tiles = gl.cdiv(width_out, BN)
+    total = gl.load(num_tiles) * column_tiles
+    step = 0
+    expert, row, _end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_expert, next_row, _next_end, next_col = row_tile(
+            index + gl.num_programs(0), total, column_tiles, tiles, BN
+        )
+        for k in range(0, width_in, BK):
+            stage = acquire(ring, step)
+            mbarrier.expect(ready.index(stage), BLOCKS * rows.block_type.nbytes + weight.block_type.nbytes)
+            for block in gl.static_range(BLOCKS):
+                load_tile(rows, [row + block * GROUP_M, k], ready.index(stage), left.index(BLOCKS * stage + block))
+            load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
+            step += 1
+        expert, row, col = next_expert, next_row, next_col
+
+
+@gluon.jit
+def zeros(BN: gl.constexpr):
+    """An accumulator of one block."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    return gl.zeros([GROUP_M, BN], gl.float32, layout)
+
+
+@gluon.jit
+def multiply_blocks(ring, step, steps, turn_of_other, COUNT: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr):
+    """Three blocks (GROUP_M, BN) fp32 of which the first COUNT are multiplied over ``steps`` stages; the next step.
+
+    Gives the other consumer its turn when the last stage has arrived: these products still run meanwhile.
+    """
+    left, right, ready, empty = ring
+    STAGES: gl.constexpr = ready.shape[0]
+    acc0, acc1, acc2 = zeros(BN), zeros(BN), zeros(BN)
+    for k in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        if RIGHT_BY_N:
+            columns = right.index(stage).reshape([BN, BK]).permute([1, 0])
+        else:
+            columns = right.index(stage).reshape([BK, BN])
+        acc0 = warpgroup_mma(left.index(BLOCKS * stage), columns, acc0, is_async=True)
+        if COUNT > 1:
+            acc1 = warpgroup_mma(left.index(BLOCKS * stage + 1), columns, acc1, is_async=True)
+        if COUNT > 2:
+            acc2 = warpgroup_mma(left.index(BLOCKS * stage + 2), columns, acc2, is_async=True)
+        acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, COUNT)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        step += 1
+    mbarrier.arrive(turn_of_other, count=1)
+    acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, 0)
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    return acc0, acc1, acc2, step
+
+
+@gluon.jit
+def wait_for_products(acc0, acc1, acc2, COUNT: gl.constexpr, PENDING: gl.constexpr):
+    """Until at most PENDING products are in flight, of those into the first COUNT accumulators."""
+    if COUNT == 3:
+        acc0, acc1, acc2 = warpgroup_mma_wait(PENDING, deps=(acc0, acc1, acc2))
+    elif COUNT == 2:
+        acc0, acc1 = warpgroup_mma_wait(PENDING, deps=(acc0, acc1))
+    else:
+        acc0 = warpgroup_mma_wait(PENDING, deps=(acc0,))
+    return acc0, acc1, acc2
+
+
+@gluon.jit
+def store_block(acc, out, row, end, col, staging, block, BN: gl.constexpr, GROUP: gl.constexpr):
+    """Start storing a block; ``block`` counts the consumer's, which take its buffers in turn."""
+    first, second = halves(acc, GROUP_M, BN)
+    last = RAGGED_ROWS - end + row
+    for j in gl.static_range(2):
+        # As many stores in flight as there are buffers, and one of them is needed now.
+        tma.store_wait(BUFFERS - 1)
+        buffer = staging.index(BUFFERS * GROUP + 2 * (block & 1) + j)
+        store_slice(out, [RAGGED_ROWS, end, last, col + j * SLICE], first if j == 0 else second, buffer)
+
+
+@gluon.jit
+def finish_rows(
+    out, tiles, num_tiles, width_in, width_out, ring, staging, order,
+    GROUP: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr,
+):  # fmt: skip
+    """Consumer GROUP of F2 and B3: every other tile of the program. order: (GROUPS, 1) barriers, whose turn it is."""
+    column_tiles = gl.cdiv(width_out, BN)
+    total = gl.load(num_tiles) * column_tiles
+    steps = gl.cdiv(width_in, BK)
+    step = GROUP * steps
+    phase = 1 - GROUP  # of the turn that it waits for: the first consumer's first turn comes unasked
+    block = 0
+    first = gl.program_id(0) + GROUP * gl.num_programs(0)
+    _expert, row, end, col = row_tile(first, total, column_tiles, tiles, BN)
+    for index in range(first, total, GROUPS * gl.num_programs(0)):
+        _next_expert, next_row, next_end, next_col = row_tile(
+            index + GROUPS * gl.num_programs(0), total, column_tiles, tiles, BN
+        )
+        mbarrier.wait(order.index(GROUP), phase)
+        phase ^= 1
+        count = gl.minimum(gl.cdiv(end - row, GROUP_M), BLOCKS)
+        if count == 3:
+            acc0, acc1, acc2, step = multiply_blocks(ring, step, steps, order.index(1 - GROUP), 3, BN, RIGHT_BY_N)
+        elif count == 2:
+            acc0, acc1, acc2, step = multiply_blocks(ring, step, steps, order.index(1 - GROUP), 2, BN, RIGHT_BY_N)
+        else:
+            acc0, acc1, acc2, step = multiply_blocks(ring, step, steps, order.index(1 - GROUP), 1, BN, RIGHT_BY_N)
+        step += steps  # the other consumer's
+        store_block(acc0, out, row, end, col, staging, block, BN, GROUP)
+        if count > 1:
+            store_block(acc1, out, row + GROUP_M, end, col, staging, block + 1, BN, GROUP)
+        if count > 2:
+            store_block(acc2, out, row + 2 * GROUP_M, end, col, staging, block + 2, BN, GROUP)
+        block += count
+        row, end, col = next_row, next_end, next_col
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_rows_kernel(
+    rows,
+    weight,
+    out,
+    expert_of_tile,
+    row_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    width_in,
+    width_out,
+    RIGHT_BY_N: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """``out_r = rows_r weight_e``; rows (R_max, in), weight (E, in, out), out (R_max, out); tiles of 192 rows."""
+    left = gl.allocate_shared_memory(rows.dtype, [BLOCKS * STAGES, GROUP_M, BK], rows.layout)
+    right = gl.allocate_shared_memory(rows.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(
+        rows.dtype, [BUFFERS * GROUPS, GROUP_M, SLICE], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    order = new_barriers(GROUPS, 1)
+    ring = (left, right, new_barriers(STAGES, 1), new_barriers(STAGES, 1))
+    tiles = (expert_of_tile, row_of_tile, row_start_of_expert)
+    gl.warp_specialize(
+        [
+            (finish_rows, (out, tiles, num_tiles, width_in, width_out, ring, staging, order, 0, BN, RIGHT_BY_N)),
+            (finish_rows, (out, tiles, num_tiles, width_in, width_out, ring, staging, order, 1, BN, RIGHT_BY_N)),
+            (contiguous_blocks, (rows, weight, tiles, num_tiles, width_in, width_out, ring, BN, RIGHT_BY_N)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
