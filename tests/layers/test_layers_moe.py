@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilemoe
 from tilemoe import reference
-from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
+from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 from tilemoe.layers.moe import MoE, MoEOutput
 from tilemoe.testing import relative_error
@@ -407,3 +407,22 @@ def test_bad_arguments_are_one_line() -> None:
             MoE(make().cfg, kernels=kernels)
     with pytest.raises(ValueError, match="recompute must be None or 'up_proj', got 'all'"):
         MoE(make().cfg, recompute="all")
+
+
+@pytest.mark.parametrize("rounding", [None, TokenRounding("nearest", 16)], ids=["top-K", "rounded"])
+def test_a_layer_under_vmap_or_func_says_what_to_do_instead(rounding: TokenRounding | None) -> None:
+    layer = MoE(MoEConfig(16, 8, 4, 2, rounding=rounding))
+    x = torch.randn(3, 20, 16)
+    refused = r"tilemoe.MoE does not go through torch\.vmap or torch\.func\. Pass a batch as further tokens"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.vmap(lambda each: layer(each).hidden)(x)
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.grad(lambda each: layer(each).hidden.sum())(x[0])
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.jvp(lambda each: layer(each).hidden, (x[0],), (x[1],))
+    weights = dict(layer.named_parameters())
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.grad(lambda w: torch.func.functional_call(layer, w, (x[0],)).hidden.sum())(weights)
+    # Without a transform, weights of one's own are ordinary.
+    out = torch.func.functional_call(layer, {name: 2 * tensor for name, tensor in weights.items()}, (x[0],))
+    assert not torch.equal(out.hidden, layer(x[0]).hidden)

@@ -83,6 +83,19 @@ def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
+def _refuse_transforms(*tensors: Tensor) -> None:
+    """RuntimeError for what torch.vmap or torch.func wraps: the layer's operators refuse it, and what comes before them
+    would fail with a message about autograd functions.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        raise RuntimeError(
+            "tilemoe.MoE does not go through torch.vmap or torch.func. Pass a batch as further tokens, (B, T, d), and "
+            "differentiate with torch.autograd; or use tilemoe.reference."
+        )
+
+
 class Router(nn.Module):
     """``logits = x weight^T + bias``, in fp32 (fp64 for fp64 x or weights), whatever autocast says.
 
@@ -112,6 +125,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, d) -> logits (T, E). ValueError: x is on another device than the weights."""
+        _refuse_transforms(x, self.weight)
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
         if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):
