@@ -31,6 +31,8 @@ from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.metrics import METRICS_FILE, read_metrics
 
 NAME = "train_agreement"
+RECIPE = Path(__file__).with_name("agreement.json")
+HELDOUT_EVERY = 1000  # a run evaluates at its end, which is not what is looked at here
 
 
 def losses(args: argparse.Namespace, folder: Path) -> None:
@@ -59,7 +61,7 @@ def report(args: argparse.Namespace, mode: str, one: Run, other: Run, *, limit: 
     greatest = max(differences)
     row = {
         "mode": mode,
-        "recipe": args.recipe,
+        "recipe": Path(args.recipe).stem,
         "precision": args.precision,
         "processes": args.processes,
         "expert": args.expert,
@@ -110,7 +112,8 @@ def recipe_of(args: argparse.Namespace, processes: int, folder: Path) -> Recipe:
     changes |= {"eval_every": 0, "save_every": args.save_every, "plot": False, "sample_tokens": 0, "tensorboard": False}
     settings = replace(recipe.train, out_dir=str(folder), **changes)
     parallel = ParallelConfig(expert=args.expert if processes > 1 else 1)
-    return replace(recipe, data=replace(recipe.data, batch_size=batch), train=settings, parallel=parallel)
+    data = replace(recipe.data, batch_size=batch, heldout_every=HELDOUT_EVERY)
+    return replace(recipe, data=data, train=settings, parallel=parallel)
 
 
 def process(args: argparse.Namespace, arguments: list[str]) -> int:
@@ -140,7 +143,7 @@ def main(arguments: list[str]) -> None:
     what = parser.add_subparsers(dest="what", required=True)
     for name, steps in (("losses", 200), ("kill", 30)):
         part = what.add_parser(name)
-        part.add_argument("--recipe", default="tiny", help="name, or path of a .json")
+        part.add_argument("--recipe", default=str(RECIPE), help="name, or path of a .json")
         part.add_argument("--processes", type=int, default=2)
         part.add_argument("--expert", type=int, default=1, help="processes that divide the experts")
         part.add_argument("--steps", type=int, default=steps)

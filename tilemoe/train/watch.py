@@ -222,9 +222,10 @@ class _Hub:
 
 
 def _server() -> socket.socket:
-    if socket.has_dualstack_ipv6():
+    try:
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+    except (OSError, ValueError):  # a machine without IPv6
+        return socket.create_server(("", 0))
 
 
 def _connect(store: Store, job: Job) -> socket.socket:
