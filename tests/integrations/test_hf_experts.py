@@ -228,6 +228,34 @@ def test_use_checks_before_it_changes() -> None:
         integration.unregister()
 
 
+class Wrapper(nn.Module):
+    """As DistributedDataParallel, which transformers knows nothing of."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
+        self.several = nn.ModuleList(models)
+
+
+def test_use_takes_a_model_that_is_wrapped_and_refuses_a_part_of_one() -> None:
+    models = [FAMILIES[family].make(experts_implementation="eager") for family in ("mixtral", "olmoe")]
+    try:
+        assert integration.use(Wrapper(*models)) == 4
+        assert {model.config._experts_implementation for model in models} == {"tilemoe"}
+        models[0].set_experts_implementation("eager")
+        assert integration.use(torch.compile(models[0], backend="eager")) == 2
+        models[0].set_experts_implementation("eager")
+        with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\) did not take up .*: pass the whole model"):
+            integration.use(models[0].model.layers[0])
+        assert models[0].config._experts_implementation == "eager"
+    finally:
+        integration.unregister()
+
+
+def test_use_refuses_a_name() -> None:
+    with pytest.raises(ValueError, match=r"use takes a model that is loaded, got str; load it, or call register\(\)"):
+        integration.use("allenai/OLMoE-1B-7B-0924")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["Llama", "SwitchTransformers"])
 def test_use_refuses_a_model_without_experts_to_choose(kind: str) -> None:
     small = {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_experts": 2}

@@ -63,13 +63,16 @@ def unregister() -> None:
 def use(model: nn.Module) -> int:
     """Compute the experts of ``model``, which was made already, by tilemoe; returns how many MoE layers that is.
 
-    Registers too. Everything is checked before the model is changed, so that what would be refused in the first
-    forward is refused here. To go back: ``model.set_experts_implementation("grouped_mm")``.
+    It may be wrapped (DistributedDataParallel, torch.compile, PEFT). Registers too. Everything is checked before the
+    model is changed, so that what would be refused in the first forward is refused here. To go back:
+    ``model.set_experts_implementation("grouped_mm")``.
 
     Raises:
-        ValueError: as `register`, or the model has no experts that transformers dispatches, or tilemoe does not compute
-            them; the message names the model and what works instead.
+        ValueError: as `register`, or this is no model, or a part of one, or it has no experts that transformers
+            dispatches, or tilemoe does not compute them; the message names the model and what works instead.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"use takes a model that is loaded, got {type(model).__name__}; load it, or call register()")
     register()
     modules = list(_experts_modules(model))
     if not modules:
@@ -80,10 +83,14 @@ def use(model: nn.Module) -> int:
     for module in modules:
         _check(module)
         _activation_of(module)
-    model.set_experts_implementation(NAME)  # type: ignore[operator]  # a method of PreTrainedModel
+    for owner in _owners(model):
+        owner.set_experts_implementation(NAME)  # type: ignore[operator]  # a method of PreTrainedModel
     for module in modules:
         if module.config._experts_implementation != NAME:  # type: ignore[union-attr]  # every experts module has one
-            raise ValueError(f"{_name(module)} did not take up the implementation that was set; load the model with it")
+            raise ValueError(
+                f"{_name(module)} did not take up the implementation: pass the whole model, not a part of it, or load "
+                f"it with experts_implementation={NAME!r}"
+            )
     return len(modules)
 
 
@@ -239,6 +246,17 @@ def _experts_modules(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "config"):
             yield module
+
+
+def _owners(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules whose experts transformers lets one choose: ``model``, or those that it wraps."""
+    owners: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and hasattr(module, "set_experts_implementation"):
+            owners.append(module)
+            inside.update(module.modules())
+    return owners
 
 
 def _refusal(module: nn.Module, reason: str) -> ValueError:
