@@ -21,7 +21,7 @@ from tilemoe.layers.moe import MoE
 
 _LOSSES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
 _SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 32, "num_experts_per_tok": 4}
-# Name to configuration, dtype and KernelSet: None is what is chosen on this GPU.
+# Name to configuration, dtype and KernelSet: None is what is chosen on this GPU, which in fp32 is not Triton.
 LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
     "softmax": (MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES)), torch.bfloat16, None),
     "portable": (MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES)), torch.bfloat16, "triton"),
@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
             router=RouterConfig(**_LOSSES),
         ),
         torch.float32,
-        None,
+        "triton",
     ),
 }
 

@@ -91,6 +91,7 @@ def test_triton_serves_gpus_where_the_shapes_suit_it() -> None:
     ("device", "dtype", "widths", "reason"),
     [
         ("cuda", torch.float64, (64, 32), "no Triton kernel computes in torch.float64"),
+        ("cuda", torch.float32, (64, 32), "cuBLAS's fp32 products are faster; pass kernels='triton'"),
         ("cuda", torch.bfloat16, (64, 36), "must be multiples of 8"),
         ("cuda", torch.bfloat16, (60, 32), "must be multiples of 8"),
         ("cpu", torch.bfloat16, (64, 32), "Triton does not run on cpu"),
