@@ -74,7 +74,9 @@ def test_whole_layer_against_the_reference(dtype: torch.dtype, gate_up: str) -> 
     chosen_or_asked_for = partial(moe, kernels="triton" if dtype == FP32 else None)
     for routing in hostile_routings(tile=128, device="cuda"):
         inputs = make_inputs(routing.plan, 256, 128, "swiglu_oai", dtype=dtype, bias=True)
-        assert_moe_matches_reference(inputs, routing.plan, chosen_or_asked_for, activation="swiglu_oai", gate_up=gate_up)
+        assert_moe_matches_reference(
+            inputs, routing.plan, chosen_or_asked_for, activation="swiglu_oai", gate_up=gate_up
+        )
 
 
 def test_no_host_sync_and_the_same_bits_from_a_replayed_graph_with_other_inputs() -> None:

@@ -117,7 +117,7 @@ def _problem_of_triton_anywhere(device: torch.device, dtype: torch.dtype) -> str
     if dtype == torch.float64:
         return f"no Triton kernel computes in {dtype}"
     if dtype == torch.float32:
-        return "cuBLAS's fp32 products are faster; pass kernels='triton' to wait for the GPU nowhere and keep less memory"
+        return "cuBLAS's fp32 products are faster; pass kernels='triton' where nothing may wait for the GPU"
     if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return "the Triton kernels need compute capability 8.0"
     return None
