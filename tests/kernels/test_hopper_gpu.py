@@ -64,9 +64,8 @@ def launched() -> Iterator[set[str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_agree_on_hostile_routings(name: str) -> None:
     case = CASES[name]
-    for tile in (128, 192):  # what the kernels have
-        for routing in hostile_routings(tile=tile, device="cuda"):
-            assert_kernels_agree(HOPPER_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
+    for routing in hostile_routings(tile=128, device="cuda"):
+        assert_kernels_agree(HOPPER_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 turned"])
@@ -78,6 +77,8 @@ def test_ends_of_blocks_and_tiles(name: str) -> None:
         shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
         plan = plan_topk(shuffled[:, None].cuda(), len(counts))
         assert_kernels_agree(HOPPER_KERNELS, plan, CASES[name], TOLERANCE[BF16])
+    for routing in hostile_routings(tile=192, device="cuda"):  # as down_proj and up_proj_act_grad have
+        assert_kernels_agree(HOPPER_KERNELS, routing.plan, CASES[name], TOLERANCE[BF16])
 
 
 def test_every_kernel_takes_part(launched: set[str]) -> None:
