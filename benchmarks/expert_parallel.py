@@ -31,9 +31,11 @@ from tilemoe.routing.topk import route
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases
+import profiles
 import record
 import timing
 
+Steps = dict[str, Callable[[], object]]
 _GATE = 0.02  # relative, of bf16 sums in another order
 
 
@@ -43,21 +45,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=5, help="calls of a round")
     parser.add_argument("--link-gb-per-s", type=float, default=370.0)
+    parser.add_argument("--profile", type=Path, help="append one more call's kernels, of rank 0, to this file")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     if on_gpu:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     for name, shape in cases.find(options.cases).items():
-        row = measure(shape, options.rounds, options.calls, options.link_gb_per_s)
+        row, steps = measure(shape, options.rounds, options.calls, options.link_gb_per_s)
         if dist.get_rank() == 0:
             print(name, row, flush=True)
             record.append("expert_parallel", [{"case": name, "mode": "sustained", **row}])
+        if options.profile is not None and on_gpu:
+            for what, step in steps.items():  # all take it, one looks
+                if dist.get_rank() == 0:
+                    profiles.write(options.profile, f"{name}, {what}", profiles.of_kernels(step))
+                else:
+                    step()
+                dist.barrier()
+        del steps
     dist.destroy_process_group()
 
 
-def measure(shape: MoEShape, rounds: int, calls: int, link: float) -> dict[str, Any]:
-    """One row of the results; all processes call it. AssertionError: the layer does not pass its gate."""
+def measure(shape: MoEShape, rounds: int, calls: int, link: float) -> tuple[dict[str, Any], Steps]:
+    """One row of the results, and what it timed; all processes call it. AssertionError: the layer fails its gate."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     cfg = MoEConfig(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.num_experts_per_tok)
@@ -72,7 +83,7 @@ def measure(shape: MoEShape, rounds: int, calls: int, link: float) -> dict[str, 
         assert error < _GATE, f"the layer is off by {error}: not timed"
     del expected
     compute, sent_bytes = _compute_alone(layer, x, do)
-    steps: dict[str, Callable[[], object]] = {"layer": lambda: _step(layer, x, do), "compute": compute}
+    steps: Steps = {"layer": lambda: _step(layer, x, do), "compute": compute}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
         for name in timing.turn(list(steps), index):
@@ -81,7 +92,7 @@ def measure(shape: MoEShape, rounds: int, calls: int, link: float) -> dict[str, 
     most = torch.tensor([sent_bytes], dtype=torch.int64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     link_ms = most.item() / link / 1e6
-    return {
+    row = {
         "ranks": dist.get_world_size(),
         "layer_ms": timing.summary(found["layer"]),
         "compute_ms": timing.summary(found["compute"]),
@@ -91,6 +102,7 @@ def measure(shape: MoEShape, rounds: int, calls: int, link: float) -> dict[str, 
         "over_bound": round(layer_ms / (compute_ms + link_ms), 4),
         "communication_share": round(1 - compute_ms / layer_ms, 4),
     }
+    return row, steps
 
 
 def _step(layer: MoE, x: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:

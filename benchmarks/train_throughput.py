@@ -49,6 +49,7 @@ from tilemoe.train.restore import compile_backend, select_device
 sys.path.insert(0, str(Path(__file__).parent))
 import gate
 import peers
+import profiles
 import record
 import swapped_experts
 import timing
@@ -77,10 +78,7 @@ def run(args: argparse.Namespace) -> None:
             if problem is not None:
                 say(job, f"{name} is left out: {problem}")
                 continue
-            row = measure(args, name, recipe, data, device, job)
-            if job.is_first:
-                print(describe(row), flush=True)
-                record.append(NAME, [row])
+            measure(args, name, recipe, data, device, job)
             free_memory()
 
 
@@ -165,8 +163,8 @@ def build(name: str, recipe: Recipe, device: torch.device, job: Job) -> tuple[De
 
 def measure(
     args: argparse.Namespace, name: str, recipe: Recipe, data: Prepared, device: torch.device, job: Job
-) -> dict[str, Any]:
-    """One row of the results; all processes call it."""
+) -> None:
+    """One row of the results, recorded by the first process; all call it."""
     begun = time.perf_counter()
     model, version = build(name, recipe, device, job)
     trainer = Trainer(recipe, model, data, device, job)
@@ -189,7 +187,7 @@ def measure(
     seconds = max(objects_of_processes((time.perf_counter() - marks[0]) / steps, job))
     speed = recipe.tokens_per_step / seconds
     peak = peak_flops(device, recipe.train.precision)
-    return {
+    row = {
         "recipe": recipe.name,
         "contestant": name,
         "version": version,
@@ -210,6 +208,15 @@ def measure(
         "expert_load": max(stats[-1].expert_load, default=None),
         "tile_waste": max(stats[-1].tile_waste, default=None),
     }
+    if job.is_first:
+        print(describe(row), flush=True)
+        record.append(NAME, [row])
+    if args.profile is not None and device.type == "cuda":  # all take the step, one looks
+        if job.is_first:
+            title = f"{recipe.name}, {name}, {job.world_size} processes, one step"
+            profiles.write(args.profile, title, profiles.of_kernels(lambda: step(trainer, name)))
+        else:
+            step(trainer, name)
 
 
 def step(trainer: Trainer, name: str) -> StepStats:
@@ -328,6 +335,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     job.add_argument("--checkpointing", choices=CHECKPOINTING_MODES, help="default: as the recipe says")
     job.add_argument("--compile", action="store_true", help="torch.compile each block")
     job.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    job.add_argument("--profile", type=Path, help="append one more step's kernels to this file")
     job.add_argument("--shard-alone", action="store_true", help="a process alone uses FSDP too, over itself")
     scaling = what.add_parser("scale", help="a job for each number of processes; further arguments are those of run")
     scaling.add_argument("--processes", default="1,2,4")

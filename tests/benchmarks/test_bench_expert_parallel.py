@@ -15,7 +15,7 @@ SHAPE = MoEShape(64, 32, 16, 8, 3)
 
 
 def check_row() -> None:
-    row = expert_parallel.measure(SHAPE, 2, 1, 0.001)
+    row, _ = expert_parallel.measure(SHAPE, 2, 1, 0.001)
     assert row["ranks"] == 2
     # Nearly every token has an expert on the other process: twice T d elements out, twice back, of two bytes.
     most = 4 * 64 * 32 * 2
