@@ -123,6 +123,7 @@ def process(args: argparse.Namespace, arguments: list[str]) -> int:
     from tilemoe.cli.main import main as tilemoe_main
     from tilemoe.train.loop import Trainer
 
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     real = Trainer._accumulate
