@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,15 @@ def test_other_experts_are_refused_by_name() -> None:
     inner = GptOssGroupedExperts.Config(dim=D, hidden_dim=F, num_experts=E)
     with pytest.raises(ValueError, match=r"cannot replace GptOssGroupedExperts.Config: only torchtitan's stock"):
         apply_overrides(OverrideConfig(imports=[TARGET]), config(inner))
+
+
+@pytest.mark.parametrize("missing", ["torchtitan.overrides.fused_swiglu", "torchtitan.config"])
+def test_another_torchtitan_is_one_line(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]  # as importing does for a failure
+    monkeypatch.delitem(sys.modules, integration.__name__)
+    with pytest.raises(ImportError, match=r"is for torchtitan 0\.3, .*; pip install 'torchtitan>=0.3,<0.4'") as error:
+        importlib.import_module(integration.__name__)
+    assert "\n" not in str(error.value)
 
 
 def qwen3(name: str) -> Any:

@@ -15,15 +15,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.config import derive, override
-from torchtitan.distributed.utils import get_spmd_backend
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
-from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
+
+try:
+    import spmd_types
+    from torchtitan.config import derive, override
+    from torchtitan.distributed.utils import get_spmd_backend
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
+except ImportError as error:
+    raise ImportError(
+        f"tilemoe's override is for torchtitan 0.3, parts of which it replaces: {error}; "
+        "pip install 'torchtitan>=0.3,<0.4'"
+    ) from error
 
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
