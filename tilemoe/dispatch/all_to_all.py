@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilemoe.dispatch.base import Dispatched, Sent
-from tilemoe.dispatch.exchange import pairs_to_experts, sums_from_experts, tokens_to_experts
+from tilemoe.dispatch.exchange import begin_tokens_to_experts, pairs_to_experts, sums_from_experts, tokens_to_experts
 from tilemoe.kernels.base import compute_dtype
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
@@ -59,16 +59,16 @@ class AllToAllDispatcher:
         row = plan.row_of_pair.clamp(min=0, max=max(0, plan.capacity - 1))
         expert, rank = self._experts_and_ranks(plan, row)
         copies, pairs = self._copies_plan(plan, row, rank), plan_topk(rank[:, None], self.ranks)
+        # All that does not need the sizes comes before the host waits for them: then the device has no more to do.
+        pair_of_score, place = self._pairs_to_send(plan, row, expert, rank, copies, pairs)
+        s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
         sizes = self._exchange_sizes(copies, pairs)
         sent = Sent(_trimmed(copies, sum(sizes.tokens_out)), *sizes[:4], group=self.group)
-
-        pair = pairs.token_of_row[: sum(sizes.pairs_out)]  # sorted by rank, then as the plan has them: by token
-        row, rank = row[pair], rank[pair]
-        slot = copies.row_of_pair[plan.token_of_row[row] * self.ranks + rank] - copies.row_start_of_expert[rank]
-        place = slot * self.experts_per_rank + expert[pair] % self.experts_per_rank
-        s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
-        s, place = pairs_to_experts(s.index_select(0, plan.pair_of_row[row]), place.int(), sent)
-        return Dispatched(tokens_to_experts(x, sent), self._local_plan(place, sizes), s, sent)
+        num_pairs = sum(sizes.pairs_out)
+        s, place = pairs_to_experts(s.index_select(0, pair_of_score[:num_pairs]), place[:num_pairs], sent)
+        travelling = begin_tokens_to_experts(x, sent)
+        here = self._local_plan(place, sizes)  # meanwhile
+        return Dispatched(tokens_to_experts(x, sent, travelling), here, s, sent)
 
     @torch.compiler.disable
     def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
@@ -94,6 +94,18 @@ class AllToAllDispatcher:
             has_none |= torch.arange(plan.num_pairs, device=plan.device) >= plan.pair_start_of_token[-1]
         expert = expert_of_row[row].masked_fill(has_none, self.num_experts)
         return expert, expert // self.experts_per_rank
+
+    def _pairs_to_send(
+        self, plan: RoutingPlan, row: Tensor, expert: Tensor, rank: Tensor, copies: RoutingPlan, pairs: RoutingPlan
+    ) -> tuple[Tensor, Tensor]:
+        """Of the pairs sorted by rank, then as the plan has them, by token: (where their scores are, their place as in
+        `_local_plan`), (P,) each; past those that have a row the values mean nothing.
+        """
+        pair = pairs.token_of_row.clamp(min=0, max=max(0, plan.num_pairs - 1))
+        row, rank = row[pair], rank[pair].clamp(max=self.ranks - 1)
+        slot = copies.row_of_pair[plan.token_of_row[row] * self.ranks + rank] - copies.row_start_of_expert[rank]
+        place = slot * self.experts_per_rank + expert[pair] % self.experts_per_rank
+        return plan.pair_of_row[row], place.int()
 
     def _copies_plan(self, plan: RoutingPlan, row: Tensor, rank: Tensor) -> RoutingPlan:
         """Which ranks each token goes to: a plan whose experts are the ranks."""

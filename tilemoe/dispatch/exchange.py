@@ -5,7 +5,7 @@ T tokens of this process · M tokens at its experts · S copies of tokens sent �
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,27 @@ from tilemoe.dispatch.base import Sent
 from tilemoe.kernels.select import kernel_set, name_for
 
 
-def tokens_to_experts(x: Tensor, sent: Sent) -> Tensor:
-    """x (T, d) -> (M, d): a copy of each token at each rank that holds one of its experts."""
-    return _ToExperts.apply(x, sent)
+class Travelling(NamedTuple):
+    """Tokens (M, d) on their way here; nothing may read them before ``arrival.wait()``."""
+
+    tokens: Tensor
+    arrival: dist.Work
+    copies: Tensor  # what is sent, which must not be freed before
+
+
+def begin_tokens_to_experts(x: Tensor, sent: Sent) -> Travelling:
+    """Send a copy of each token of x (T, d) to each rank that holds one of its experts, and do not wait for them."""
+    copies = x.detach().index_select(0, sent.plan.token_of_row)
+    received = copies.new_empty(sum(sent.tokens_in), copies.shape[1])
+    sizes = (sent.tokens_in, sent.tokens_out)
+    return Travelling(
+        received, dist.all_to_all_single(received, copies, *sizes, group=sent.group, async_op=True), copies
+    )
+
+
+def tokens_to_experts(x: Tensor, sent: Sent, travelling: Travelling) -> Tensor:
+    """x (T, d) -> (M, d), what `begin_tokens_to_experts` has sent of it."""
+    return _ToExperts.apply(x, sent, travelling)
 
 
 def sums_from_experts(o: Tensor, sent: Sent) -> Tensor:
@@ -34,14 +52,15 @@ def pairs_to_experts(scores: Tensor, places: Tensor, sent: Sent) -> tuple[Tensor
 
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sent) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sent: Sent, travelling: Travelling) -> Tensor:
         ctx.sent = sent
-        return _send_copies(x, sent)
+        travelling.arrival.wait()
+        return travelling.tokens
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return _return_sums(dx, ctx.sent), None
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return _return_sums(dx, ctx.sent), None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -53,7 +72,9 @@ class _FromExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:
-        return _send_copies(do, ctx.sent), None
+        travelling = begin_tokens_to_experts(do, ctx.sent)
+        travelling.arrival.wait()
+        return travelling.tokens, None
 
 
 class _PairsToExperts(torch.autograd.Function):
@@ -70,11 +91,6 @@ class _PairsToExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, ds: Tensor, _: Any) -> tuple[Tensor, None, None]:
         return _exchange(ds, ctx.sent.pairs_in, ctx.sent.pairs_out, ctx.sent.group), None, None
-
-
-def _send_copies(x: Tensor, sent: Sent) -> Tensor:
-    copies = x.index_select(0, sent.plan.token_of_row)
-    return _exchange(copies, sent.tokens_out, sent.tokens_in, sent.group)
 
 
 def _return_sums(rows: Tensor, sent: Sent) -> Tensor:
