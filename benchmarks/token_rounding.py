@@ -12,8 +12,8 @@ works. All contestants share the weights, the input and the kernels, and are che
 
 "forward" and "backward" are the layer as a model calls it. The six parts are timed apart, in the same rounds. All of
 it runs behind other work, so that the host is ahead and the GPU's time is measured; ``host_ms`` is what launching took.
-"full tiles" runs the experts alone on rows as many as top-K's that fill whole tiles: top-K's experts minus that is
-what padding costs it, and a mode recovers the part of it by which the whole layer, routing included, becomes faster.
+"full tiles" runs the experts alone on other top-K ids, by which each of them has whole tiles: top-K's experts minus
+that is what padding costs, and a mode recovers the part of it by which the whole layer, routing included, is faster.
 The Hopper kernels pass by the lower half of a last tile that has no rows there, so top-K pads less with them than the
 tile says; ``--kernels triton`` computes whole tiles. warm compiles what the cases need, and measures nothing. kernels
 prints and records each kernel of the rounding.
@@ -132,10 +132,12 @@ def contestants(
     def layer(rounding: TokenRounding | None) -> tilemoe.MoE:
         return build(shape, weights, rounding, of_set)
 
-    even = layer(TokenRounding("balance", machine.tile))
+    top_k = layer(None)
     with torch.no_grad():
-        plan = tilemoe.route(even.router(x), even.cfg).plan
-    wanted = {TOPK: Contestant(layer(None)), FULL: Contestant(even, plan)}
+        even = replace(top_k.cfg, rounding=TokenRounding("balance", machine.tile))
+        counts = tilemoe.route(top_k.router(x), even).tokens_per_expert
+        plan = tilemoe.plan_topk(full_tiles(counts, shape.num_tokens), shape.num_experts)
+    wanted = {TOPK: Contestant(top_k), FULL: Contestant(top_k, plan)}
     for mode in modes:
         wanted[mode] = Contestant(layer(TokenRounding(mode, machine.tile)))  # type: ignore[arg-type]
     found = {}
@@ -148,20 +150,29 @@ def contestants(
     return found
 
 
+def full_tiles(counts: Tensor, num_tokens: int) -> Tensor:
+    """(T, K) expert ids at random, by which each expert gets so many of T tokens; their sum is T K, each at most T."""
+    experts = torch.arange(counts.shape[0], device=counts.device).repeat_interleave(counts.long())
+    # An expert's run of at most T places, written line by line into (K, T), meets no column twice.
+    by_place = experts.view(-1, num_tokens).t()
+    return by_place[torch.randperm(num_tokens, device=counts.device)]
+
+
 def problem_of(contestant: Contestant, x: Tensor, do: Tensor) -> str | None:
     """None if its routing and its experts are right, else what is not."""
     layer = contestant.layer
     with torch.no_grad():
         logits = layer.router(x)
         plan, scores = routed(contestant, logits)
-    problem = rounding_gate.problem_of_routing(logits, layer.cfg)
+    problem = None if contestant.plan is not None else rounding_gate.problem_of_routing(logits, layer.cfg)
     return problem or rounding_gate.problem_of_experts(layer, x, do, plan, scores)
 
 
 def routed(contestant: Contestant, logits: Tensor) -> tuple[RoutingPlan, Tensor]:
     """The plan and the scores: the layer's own, or the plan that replaces it, and ones."""
-    if contestant.plan is not None:
-        return contestant.plan, logits.new_ones(contestant.plan.num_pairs).requires_grad_()
+    plan = contestant.plan
+    if plan is not None:
+        return plan, logits.new_ones(plan.num_tokens, plan.num_pairs // plan.num_tokens).requires_grad_()
     routing = tilemoe.route(logits, contestant.layer.cfg)
     return routing.plan, routing.scores
 

@@ -202,6 +202,15 @@ def test_waste_is_what_padding_adds() -> None:
     assert token_rounding.waste(torch.tensor([8, 8]), 16) == 100.0
 
 
+def test_full_tiles_are_a_routing_of_their_own() -> None:
+    counts = torch.tensor([32, 0, 16, 64, 16, 64])
+    ids = token_rounding.full_tiles(counts, 64)
+    assert ids.shape == (64, 3)
+    assert all(len(set(row)) == 3 for row in ids.tolist()), "K different experts for each token"
+    assert ids.flatten().bincount(minlength=6).tolist() == counts.tolist()
+    assert not torch.equal(ids, token_rounding.full_tiles(counts, 64)), "at random"
+
+
 def test_ratios_and_recovered_padding() -> None:
     def sample(routing: float, experts: float) -> dict[str, float]:
         parts = {**dict.fromkeys(rounding_report.PARTS, 1e-9), "routing": routing, "experts": experts}
