@@ -28,6 +28,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
 from tilemoe.integrations import transformers as integration
+from tilemoe.ops import inference
 from tilemoe.testing import relative_error
 
 
@@ -41,6 +42,21 @@ def test_layouts_and_gates(kind: type[nn.Module]) -> None:
         assert theirs.any()
         assert ours.shape == theirs.shape
         assert relative_error(ours, theirs) < 1e-5
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("kind", [MixtralExperts, OpenAIPrivacyFilterExperts, MiniMaxM3VLExperts, NemotronHExperts])
+@pytest.mark.parametrize("shape", [(T, D), (2, T // 2, D)])
+def test_inference_in_one_call(kind: type[nn.Module], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU takes for generating, here on a CPU: the same numbers, and the operators are not called."""
+    module, (x, ids, scores) = experts(kind), routing()
+    expected = module(x.view(shape), ids, scores.double()).detach()
+    monkeypatch.setattr(inference, "is_replayable", lambda first: True)
+    monkeypatch.setattr(integration, "moe", lambda *args, **options: pytest.fail("called"))
+    with torch.no_grad():
+        found = module(x.view(shape), ids, scores.double())
+    assert found.shape == shape
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("registered")
@@ -59,6 +75,11 @@ def test_a_changed_gate_is_seen() -> None:
     module.swiglu_limit = module.limit = 0.3
     ours, theirs = run(module, "tilemoe", *routing())[0], run(module, "eager", *routing())[0]
     assert relative_error(before, theirs) > 0.05
+    assert relative_error(ours, theirs) < 1e-5
+    del module.swiglu_limit, module.limit
+    kind = type("OfClass", (type(module),), {"limit": 0.5, "swiglu_limit": 0.5})
+    module.__class__ = kind
+    ours, theirs = run(module, "tilemoe", *routing())[0], run(module, "eager", *routing())[0]
     assert relative_error(ours, theirs) < 1e-5
     module = experts(MixtralExperts)
     run(module, "tilemoe", *routing())

@@ -43,6 +43,26 @@ def test_generate_in_bf16_calls_nothing_else() -> None:
     assert model.config._experts_implementation == "tilemoe"
 
 
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_one_call_for_inference_gives_what_the_operators_give(family: str, count: int) -> None:
+    """To the last bit: run, recorded and repeated. With gradients on, though of nothing, operators are called."""
+    model = FAMILIES[family].make().to("cuda", torch.bfloat16).requires_grad_(False)
+    (module, *_) = integration._experts_modules(model)
+    experts: int = module.down_proj.shape[0]  # type: ignore[union-attr, assignment]
+    width: int = model.config.hidden_size
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(count, width, device="cuda", dtype=torch.bfloat16)
+        scores, ids = torch.rand(count, experts, device="cuda").topk(2)
+        expected = integration.experts_forward(module, x, ids, scores)
+        with torch.no_grad():
+            found = integration.experts_forward(module, x, ids, scores)
+        assert expected.any()
+        assert torch.equal(found, expected), f"call {seed}"
+
+
 @pytest.mark.parametrize("rank", [8, 16, 64])
 def test_adapters_err_little_more_than_merged_weights(rank: int) -> None:
     torch.manual_seed(0)

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-from tilemoe.kernels.triton import ahead, launch, launcher
+from tilemoe.kernels.triton import ahead, launch, launcher, plan_few
 from tilemoe.kernels.triton import plan as triton_plan
-from tilemoe.ops import library, router
+from tilemoe.ops import inference, library, router
 from tilemoe.ops import plan as plan_ops
 from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.moe import moe
@@ -102,8 +102,8 @@ SMALL = Layer(40, 128, 64, 4, 2)
 @pytest.fixture
 def triton_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's plan builder for these CPU tensors."""
-    builder = plan_ops.PlanBuilder("triton", triton_plan.plan_topk, "")
-    monkeypatch.setattr(plan_ops, "_builder", lambda *args: builder)
+    builder = plan_ops.PlanBuilder("triton", triton_plan.plan_topk, "", triton_plan.plan_topk)
+    monkeypatch.setattr(plan_ops, "builder_for", lambda *args: builder)
 
 
 @pytest.mark.usefixtures("triton_plans")
@@ -140,6 +140,28 @@ def test_inference_compiles_no_backward(compiled: list[Compiled]) -> None:
     assert not names & BACKWARD
     assert "select_grad_kernel" not in names
     assert {each.name for each in compiled if each.by_launcher} <= {"select_kernel"}, "which comes alone"
+
+
+@pytest.mark.parametrize("tokens", [1, 640])
+def test_inference_by_ids_is_compiled_ahead(
+    tokens: int, compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = plan_ops.PlanBuilder("triton", plan_few.plan_topk, "", plan_few.plan_topk_in_one)
+    monkeypatch.setattr(inference, "builder_for", lambda *args, **options: builder)
+    monkeypatch.setattr(inference, "name_for", lambda *args: "hopper")
+    monkeypatch.setattr(inference, "is_replayable", lambda first: True)
+    activation = inference.Activation("swiglu", "concatenated", None, None)
+    x, w1, w2, s, *_ = Case(tokens=tokens).args("moe")
+    ids = torch.zeros(tokens, 2, dtype=torch.int64)
+    compiled.clear()
+    for _ in range(3):
+        with torch.no_grad():
+            assert inference.experts(x, w1, w2, None, None, ids, s.view(tokens, 2), activation) is not None
+    few = ["combine_kernel", "down_proj_few_rows_kernel", "plan_few_kernel", "up_proj_act_few_rows_kernel"]
+    names = sorted(each.name for each in compiled)
+    assert names == few if tokens == 1 else "plan_few_kernel" in names
+    assert not {*names} & BACKWARD
+    assert not [each for each in compiled if each.by_launcher]
 
 
 @pytest.mark.usefixtures("triton_plans")

@@ -25,10 +25,11 @@ from replayed_cases import (
 )
 from torch import Tensor
 
+from tilemoe.kernels.select_plan import PlanBuilder
 from tilemoe.kernels.triton import launcher, plan_few, replay
 from tilemoe.kernels.triton.launch import Launch, rehearse
 from tilemoe.kernels.triton.plan import plan_topk as triton_plan_topk
-from tilemoe.ops import library, lora, rounding, router
+from tilemoe.ops import inference, library, lora, rounding, router
 from tilemoe.ops.replayed import Replayed
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import poisoned_memory
@@ -44,6 +45,27 @@ def test_layers_operators(case: Case, name: str, is_known_release: bool, monkeyp
     (recording,) = recordings(operator)
     how = replay._LaunchedDirectly if is_known_release else replay._Launched
     assert any(isinstance(step, how) for step in recording.steps)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 2100])
+def test_inference_by_ids(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = plan_few.unsupported(2 * tokens, 4) is None
+    build = (plan_few.plan_topk, plan_few.plan_topk_in_one) if few else (triton_plan_topk,) * 2
+    monkeypatch.setattr(
+        inference, "builder_for", lambda *args, **options: PlanBuilder("triton", build[0], "", build[1])
+    )
+    monkeypatch.setattr(inference, "name_for", lambda *args: "hopper")
+    case = Case(tokens=tokens)
+
+    def make() -> Args:
+        x, w1, w2, s, b1, b2 = case.args("moe")[:6]
+        ids = torch.zeros(tokens, 2, dtype=torch.int64)
+        return (x, w1, w2, b1, b2, ids, s.view(tokens, 2), inference.Activation("swiglu", "concatenated", None, None))
+
+    (recording,) = recordings(assert_repeated(inference._run, make))
+    made = [step for step in recording.steps if isinstance(step, replay._Made)]
+    if few:
+        assert len(made) == 4, "the plan, a, y and o"
 
 
 def test_encoded_descriptors_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,8 @@ def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("experts", [8, 128, plan_few.MAX_EXPERTS])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_plan_of_few_pairs_compiles(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
-    launch, _ = plan_few.plan_topk_launch(torch.zeros(64, 8, dtype=dtype), experts)
+    ids = torch.zeros(64, 8, dtype=dtype)
+    launch = plan_few.plan_topk_launch(ids, experts, plan_few.new_index(ids, experts))
     compiled = compile_launch(launch, capability)
     assert count_spill_loads(compiled, tmp_path) == 0
     assert compiled.metadata.shared <= 48 * 1024

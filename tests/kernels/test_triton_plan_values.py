@@ -20,7 +20,7 @@ from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import hostile_routings
 
-BUILDERS: tuple[PlanTopK, ...] = (triton_plan.plan_topk, plan_few.plan_topk)
+BUILDERS: tuple[PlanTopK, ...] = (triton_plan.plan_topk, plan_few.plan_topk, plan_few.plan_topk_in_one)
 NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "rows_per_expert", "error_bits")
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from tilemoe.activations import ActivationSpec
 from tilemoe.integrations.gates import recognised_activation
 from tilemoe.kernels.select import FLOAT_DTYPES, constant_when_traced
+from tilemoe.ops.inference import Activation
+from tilemoe.ops.inference import experts as infer_experts
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 
@@ -39,6 +41,7 @@ OLDEST = (5, 7)  # transformers; before it the names of experts' implementations
 _INSTEAD = "use experts_implementation='grouped_mm' or 'eager' for it"
 # Where models keep the bound and the slope of a clamped gate.
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+_NUMBERS = frozenset((*_LIMITS, *_ALPHAS))
 
 
 def register() -> None:
@@ -105,22 +108,26 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     """
     weights = _check(self)
     activation = _activation_of(self)
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    plan = plan_topk(top_k_index, weights.w2.shape[0])
-    out = moe(
-        x,
-        weights.w1,
-        weights.w2,
-        plan,
-        top_k_weights,
-        activation=activation.name,
-        gate_up=activation.gate_up,
-        b1=weights.b1,
-        b2=weights.b2,
-        activation_limit=activation.limit,
-        activation_alpha=activation.alpha,
-    )
-    return out.to(hidden_states.dtype).view(hidden_states.shape)
+    x = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
+    out = infer_experts(x, *weights, top_k_index, top_k_weights, activation)
+    if out is None:
+        plan = plan_topk(top_k_index, weights.w2.shape[0])
+        out = moe(
+            x,
+            weights.w1,
+            weights.w2,
+            plan,
+            top_k_weights,
+            activation=activation.name,
+            gate_up=activation.gate_up,
+            b1=weights.b1,
+            b2=weights.b2,
+            activation_limit=activation.limit,
+            activation_alpha=activation.alpha,
+        )
+    if out.dtype != hidden_states.dtype:
+        out = out.to(hidden_states.dtype)
+    return out if hidden_states.ndim == 2 else out.view(hidden_states.shape)
 
 
 class _Weights(NamedTuple):
@@ -130,15 +137,6 @@ class _Weights(NamedTuple):
     w2: Tensor
     b1: Tensor | None
     b2: Tensor | None
-
-
-class _Activation(NamedTuple):
-    """The arguments of `tilemoe.moe` that say what is between the two projections."""
-
-    name: str
-    gate_up: str
-    limit: float | None
-    alpha: float | None
 
 
 def _check(module: nn.Module) -> _Weights:
@@ -174,17 +172,17 @@ def _is_wrapper(tensor: Tensor) -> bool:
 _TRIED = "_tilemoe_activation"
 
 
-def _activation_of(module: nn.Module) -> _Activation:
+def _activation_of(module: nn.Module) -> Activation:
     """Tried out once, and again when what it was found from is another.
 
     Traced, a module that was tried before is read, not named: PyTorch guards the values, so that one graph serves all
     layers. What is traced of any other holds for it alone, and a code has few such graphs (8, unless that is changed).
     """
     function = getattr(module, "act_fn", None)
-    limit, alpha = _number(module, _LIMITS), _number(module, _ALPHAS)
+    limit, alpha = _limit_and_alpha(module)
     tried: tuple[Any, ...] | None = vars(module).get(_TRIED)
     if tried is not None and tried[0] is function and tried[1:3] == (limit, alpha):
-        return _Activation(*tried[3:])
+        return Activation(*tried[3:])
     if torch.compiler.is_compiling():
         return _activation_at(id(module))
     activation = _try(module, limit, alpha)
@@ -193,17 +191,17 @@ def _activation_of(module: nn.Module) -> _Activation:
 
 
 @constant_when_traced
-def _activation_at(address: int) -> _Activation:
+def _activation_at(address: int) -> Activation:
     """Of the module that lies there, which is alive: PyTorch 2.11 gives no modules to what it runs while it traces.
 
     What is traced holds for this module alone: PyTorch guards its address.
     """
     module = ctypes.cast(address, ctypes.py_object).value
     with _disable_current_modes():  # torch.export's, which would have fake values tried and put them into its graph
-        return _try(module, _number(module, _LIMITS), _number(module, _ALPHAS))
+        return _try(module, *_limit_and_alpha(module))
 
 
-def _try(module: nn.Module, limit: float | None, alpha: float | None) -> _Activation:
+def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activation:
     is_gated = getattr(module, "has_gate", True)
     function: Any = module._apply_gate if is_gated else module.act_fn
     inner = getattr(module, "act_fn", None)
@@ -219,10 +217,19 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> _Activa
     return _as_arguments(spec)
 
 
-def _as_arguments(spec: ActivationSpec) -> _Activation:
+def _as_arguments(spec: ActivationSpec) -> Activation:
     if spec.name == "swiglu_oai":
-        return _Activation(spec.name, spec.gate_up, spec.limit, spec.alpha)
-    return _Activation(spec.name, spec.gate_up, None, None)
+        return Activation(spec.name, spec.gate_up, spec.limit, spec.alpha)
+    return Activation(spec.name, spec.gate_up, None, None)
+
+
+def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:
+    """Of a clamped gate. Most have none, which is seen at once: asking a class for what it lacks is slow."""
+    if not torch.compiler.is_compiling():
+        holders: tuple[Any, ...] = (module, *type(module).__mro__)
+        if all(vars(holder).keys().isdisjoint(_NUMBERS) for holder in holders):
+            return None, None
+    return _number(module, _LIMITS), _number(module, _ALPHAS)
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:

@@ -17,11 +17,15 @@ PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
 
 
 class PlanBuilder(NamedTuple):
-    """``build(expert_ids (T, K), num_experts)`` gives the same tensors whatever the name; ``reason``: why this one."""
+    """``build(expert_ids (T, K), num_experts)`` gives the same tensors whatever the name; ``reason``: why this one.
+
+    ``build_in_one`` where they may be parts of one allocation, which only what stays inside an operator may be.
+    """
 
     name: str
     build: PlanTopK
     reason: str
+    build_in_one: PlanTopK
 
 
 def select_inference_plan_topk(device_type: str, num_pairs: int, num_experts: int) -> PlanBuilder:
@@ -33,19 +37,24 @@ def select_inference_plan_topk(device_type: str, num_pairs: int, num_experts: in
         from tilemoe.kernels.triton import plan_few
 
         if plan_few.unsupported(num_pairs, num_experts) is None:
-            return PlanBuilder("triton", plan_few.plan_topk, "few pairs: a counting sort in one kernel")
+            reason = "few pairs: a counting sort in one kernel"
+            return PlanBuilder("triton", plan_few.plan_topk, reason, plan_few.plan_topk_in_one)
     return select_plan_topk(device_type, num_pairs, num_experts)
 
 
 def select_plan_topk(device_type: str, num_pairs: int, num_experts: int) -> PlanBuilder:
     """The builder for ``num_pairs`` = T*K pairs on a device of this type ("cpu", "cuda", ...)."""
     if device_type != "cuda":
-        return PlanBuilder("torch", torch_plan_topk, f"Triton does not run on {device_type}")
+        return _only("torch", torch_plan_topk, f"Triton does not run on {device_type}")
     if find_spec("triton") is None:
-        return PlanBuilder("torch", torch_plan_topk, "Triton is not installed")
+        return _only("torch", torch_plan_topk, "Triton is not installed")
     from tilemoe.kernels.triton import plan as triton_plan  # imported only where there is a GPU for it
 
     problem = triton_plan.unsupported(num_pairs, num_experts)
     if problem is not None:
-        return PlanBuilder("torch", torch_plan_topk, problem)
-    return PlanBuilder("triton", triton_plan.plan_topk, "a counting sort in four kernels")
+        return _only("torch", torch_plan_topk, problem)
+    return _only("triton", triton_plan.plan_topk, "a counting sort in four kernels")
+
+
+def _only(name: str, build: PlanTopK, reason: str) -> PlanBuilder:
+    return PlanBuilder(name, build, reason, build)

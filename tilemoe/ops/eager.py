@@ -85,6 +85,13 @@ def is_differentiable(*args: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
+def is_plain(*args: Any) -> bool:
+    """Whether operators of ``args`` would run their implementation alone, or with autograd: nobody watches."""
+    return (
+        _is_unwatched(args) and forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
 def _is_unwatched(args: tuple[Any, ...]) -> bool:
     """Whether nobody would see the operator itself: plain tensors that have data, no tracing, no mode, no profiler."""
     return (

@@ -5,10 +5,30 @@ T tokens · d hidden_size · n intermediate_size · E experts
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from traceback import clear_frames
+from typing import Any
+
+import torch
+
 from tilemoe.perf.memory import backward_peak_bytes, forward_peak_bytes
 from tilemoe.perf.shape import MoEShape
 
 _MIB, _GIB = 1 << 20, 1 << 30
+
+
+def with_advice(step: str, run: Callable[..., Any], shape_of: Callable[..., MoEShape | None]) -> Callable[..., Any]:
+    """``run``, whose torch.OutOfMemoryError says in one line what to do. ``shape_of``: the sizes, of its arguments."""
+
+    def run_with_advice(*args: Any) -> Any:
+        try:
+            return run(*args)
+        except torch.OutOfMemoryError as error:
+            found = str(error)
+            clear_frames(error.__traceback__)  # which would keep the step's buffers for as long as the error lives
+        raise torch.OutOfMemoryError(out_of_memory_message(step, found, shape_of(*args)))
+
+    return run_with_advice
 
 
 def out_of_memory_message(step: str, found: str, shape: MoEShape | None) -> str:

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from traceback import clear_frames
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.base import KernelSet, compute_dtype
+from tilemoe.kernels.base import Combine, DownProj, KernelSet, compute_dtype
 from tilemoe.kernels.select import HOPPER, TRITON, kernel_set
 from tilemoe.kernels.tiling import few_rows
 from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.eager import Operator
-from tilemoe.ops.errors import out_of_memory_message
+from tilemoe.ops.errors import with_advice
 from tilemoe.ops.replayed import Replayed
 from tilemoe.perf.memory import backward_slices, forward_slices, inference_slices
 from tilemoe.perf.shape import MoEShape
@@ -107,18 +106,11 @@ def define(
     ``ahead`` begins to compile for what comes.
     """
 
-    replayed = Replayed(run, ahead)
-
-    def run_as_given(*given: Any) -> Any:
-        try:
-            return replayed(*given)
-        except torch.OutOfMemoryError as error:
-            found = str(error)
-            clear_frames(error.__traceback__)  # which would keep the step's buffers for as long as the error lives
+    def shape_of(*given: Any) -> MoEShape | None:
         plan, spec, _ = unpack(given[-NUM_TAIL:])
-        shape = None if widths is None else _shape(given[0], *widths(given, spec.width_factor), plan, spec)
-        step = "forward" if name == "moe" else name
-        raise torch.OutOfMemoryError(out_of_memory_message(step, found, shape))
+        return None if widths is None else _shape(given[0], *widths(given, spec.width_factor), plan, spec)
+
+    run_as_given = with_advice("forward" if name == "moe" else name, Replayed(run, ahead), shape_of)
 
     def run_without_autocast(*given: Any) -> Any:
         kind = given[0].device.type
@@ -135,23 +127,54 @@ def _moe(
     x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, b1: Tensor | None, b2: Tensor | None, keep_h: bool, *tail: Any
 ) -> tuple[Tensor, Tensor]:
     plan, spec, ks = unpack(tail)
-    shape = _shape(x, w2.shape[1], w2.shape[2], plan, spec)
-    if keep_h:
-        a, h = ks.up_proj_act(x, w1, b1, plan, spec)
-        down_proj, slices = ks.down_proj, forward_slices(shape)
-    else:
-        a, h = ks.up_proj_act_inference(x, w1, b1, plan, spec), x.new_empty(0, w1.shape[1])
-        down_proj, slices = ks.down_proj_inference, inference_slices(shape)
+    if not keep_h:
+        return infer(x, w1, w2, s, b1, b2, plan, spec, ks), x.new_empty(0, w1.shape[1])
+    a, h = ks.up_proj_act(x, w1, b1, plan, spec)
+    slices = forward_slices(_shape(x, w2.shape[1], w2.shape[2], plan, spec))
+    given = [a]
+    del a
+    return _down_and_combine(given, x, w2, s, b2, plan, ks.down_proj, ks.combine, slices), h
+
+
+def infer(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    s: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    plan: RoutingPlan,
+    spec: ActivationSpec,
+    ks: KernelSet,
+) -> Tensor:
+    """o (T, d), where nothing will be differentiated."""
+    given = [ks.up_proj_act_inference(x, w1, b1, plan, spec)]
+    slices = inference_slices(_shape(x, w2.shape[1], w2.shape[2], plan, spec))
+    return _down_and_combine(given, x, w2, s, b2, plan, ks.down_proj_inference, ks.combine, slices)
+
+
+def _down_and_combine(
+    given: list[Tensor],
+    x: Tensor,
+    w2: Tensor,
+    s: Tensor,
+    b2: Tensor | None,
+    plan: RoutingPlan,
+    down_proj: DownProj,
+    combine: Combine,
+    slices: Sequence[slice],
+) -> Tensor:
+    """o (T, d). ``given`` holds a, the only reference to it: it ends when it has been read."""
     o: Tensor | None = None
     for index, columns in enumerate(slices):
-        y = down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)
+        y = down_proj(given[0], w2[:, columns], None if b2 is None else b2[:, columns], plan)
         if index == len(slices) - 1:
-            del a  # before o is made, where there is one slice
+            given.clear()  # before o is made, where there is one slice
         o = x.new_empty(x.shape[0], w2.shape[1]) if o is None else o
-        ks.combine(y, s, plan, o[:, columns])
+        combine(y, s, plan, o[:, columns])
         del y  # the largest transient: not to be alive beside the next slice
     assert o is not None, "d is at least 1"
-    return o, h
+    return o
 
 
 def _moe_fake(

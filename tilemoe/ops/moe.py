@@ -55,11 +55,11 @@ def moe(
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
     """
     check_options(gate_up, recompute)
-    _check_types({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
+    check_types({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
-    _check_tensors(x, w1, w2, b1, b2, spec.width_factor)
-    _check_plan(x, w1, plan, scores)
+    check_tensors(x, w1, w2, b1, b2, spec.width_factor)
+    check_plan(x, w1, plan, scores)
     name = _kernels_name(kernels, w2)
     s = scores.reshape(-1)
     if is_differentiable(x, w1, w2, s, b1, b2):  # otherwise only `combine` reads them, and upcasts as it does
@@ -170,13 +170,15 @@ def check_options(gate_up: str, recompute: str | None) -> None:
         raise ValueError(f"recompute must be None or 'up_proj', got {recompute!r}")
 
 
-def _check_types(tensors: dict[str, Any], optional: dict[str, Any]) -> None:
+def check_types(tensors: dict[str, Any], optional: dict[str, Any]) -> None:
+    """ValueError that names what is not a tensor; ``optional`` may be None."""
     for name, value in {**tensors, **optional}.items():
         if not isinstance(value, Tensor) and not (name in optional and value is None):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
-def _check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, width_factor: int) -> None:
+def check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, width_factor: int) -> None:
+    """ValueError that names the tensor whose shape, dtype or device does not go with the others."""
     if x.ndim != 2:
         raise ValueError(f"x must be (T, d), got shape {tuple(x.shape)}; flatten the leading dimensions")
     if x.dtype not in FLOAT_DTYPES:
@@ -200,7 +202,8 @@ def _check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Ten
             raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; move them to one device")
 
 
-def _check_plan(x: Tensor, w1: Tensor, plan: RoutingPlan, scores: Tensor) -> None:
+def check_plan(x: Tensor, w1: Tensor, plan: RoutingPlan, scores: Tensor) -> None:
+    """ValueError if plan or scores are not for these tokens and experts."""
     if not isinstance(plan, RoutingPlan):
         raise ValueError(
             f"plan must be a RoutingPlan (plan_topk, plan_pairs or route make one), got {type(plan).__name__}"

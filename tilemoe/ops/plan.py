@@ -14,6 +14,27 @@ from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.eager import Operator
 from tilemoe.ops.replayed import Replayed
 
+_INT32_MAX = 2**31 - 1
+
+
+def check_ids(name: str, ids: Tensor, ndim: int) -> None:
+    """ValueError unless these are ids of that many dimensions."""
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"{name} must be a tensor of int32 or int64 ids, got {type(ids).__name__}")
+    if ids.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension(s), got shape {tuple(ids.shape)}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
+    if ids.numel() > _INT32_MAX:
+        raise ValueError(f"{name} has {ids.numel()} pairs; row indices are int32, so at most {_INT32_MAX}")
+
+
+def check_topk_ids(expert_ids: Tensor) -> None:
+    """ValueError unless these are (T, K) ids, K at least 1."""
+    check_ids("expert_ids", expert_ids, ndim=2)
+    if expert_ids.shape[1] == 0:
+        raise ValueError("expert_ids must be (T, K) with K >= 1, got K = 0")
+
 
 def _plan_topk(
     expert_ids: Tensor, num_experts: int, is_inference: bool
@@ -23,23 +44,24 @@ def _plan_topk(
     An argument, and not autograd's state: what is repeated follows the arguments, and compiled training runs its
     forward without autograd.
     """
-    return _builder(expert_ids, num_experts, is_inference).build(expert_ids, num_experts)
+    return builder_for(expert_ids, num_experts, is_inference).build(expert_ids, num_experts)
 
 
-def _builder(expert_ids: Tensor, num_experts: int, is_inference: bool) -> PlanBuilder:
+def builder_for(expert_ids: Tensor, num_experts: int, is_inference: bool) -> PlanBuilder:
+    """What plans these ids where they lie."""
     select = select_inference_plan_topk if is_inference else select_plan_topk
     return select(expert_ids.device.type, expert_ids.numel(), num_experts)
 
 
 def _kind_of_plan(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Any:
-    builder = _builder(expert_ids, num_experts, is_inference)
+    builder = builder_for(expert_ids, num_experts, is_inference)
     if builder.name != "triton":
         return None
     return expert_ids.dtype, expert_ids.shape[1], num_experts, builder.build
 
 
 def _plans_launches(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Callable[..., Any]:
-    builder = _builder(expert_ids, num_experts, is_inference)
+    builder = builder_for(expert_ids, num_experts, is_inference)
     return lambda ids, count, _: builder.build(ids, count)
 
 

@@ -20,10 +20,8 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
     An id >= num_experts is a sentinel: its pair is skipped. A negative id is a ValueError, at once on CPU, by
     ``plan.check()`` on a GPU. Capacity R_max = T*K; no host sync.
     """
-    _check_ids("expert_ids", expert_ids, ndim=2)
+    plan_ops.check_topk_ids(expert_ids)
     _check_count("num_experts", num_experts, minimum=1)
-    if expert_ids.shape[1] == 0:
-        raise ValueError("expert_ids must be (T, K) with K >= 1, got K = 0")
     token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = plan_ops.plan_topk(
         expert_ids, num_experts, not torch.is_grad_enabled()
     )
@@ -47,8 +45,8 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
     token, expert (P,) int32 or int64, on one device. A repeated pair counts twice; an expert id >= num_experts is a
     sentinel and is skipped; a negative one, or a token outside [0, num_tokens), is a ValueError as in `plan_topk`.
     """
-    _check_ids("token", token, ndim=1)
-    _check_ids("expert", expert, ndim=1)
+    plan_ops.check_ids("token", token, ndim=1)
+    plan_ops.check_ids("expert", expert, ndim=1)
     _check_count("num_tokens", num_tokens, minimum=0)
     _check_count("num_experts", num_experts, minimum=1)
     if token.shape != expert.shape:
@@ -68,17 +66,6 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
         num_experts=num_experts,
         num_tokens=num_tokens,
     )
-
-
-def _check_ids(name: str, ids: Tensor, ndim: int) -> None:
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"{name} must be a tensor of int32 or int64 ids, got {type(ids).__name__}")
-    if ids.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimension(s), got shape {tuple(ids.shape)}")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be int32 or int64, got {ids.dtype}")
-    if ids.numel() > _INT32_MAX:
-        raise ValueError(f"{name} has {ids.numel()} pairs; row indices are int32, so at most {_INT32_MAX}")
 
 
 def _check_count(name: str, value: int, minimum: int) -> None:
