@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from hf_experts import SETTINGS, D, E, T, experts, routing, run
 from hf_models import COMMON, FAMILIES, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.models.aria.modeling_aria import AriaExperts
@@ -268,6 +273,38 @@ def test_use_takes_a_model_that_is_wrapped_and_refuses_a_part_of_one() -> None:
         with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\) did not take up .*: pass the whole model"):
             integration.use(models[0].model.layers[0])
         assert models[0].config._experts_implementation == "eager"
+    finally:
+        integration.unregister()
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_model_that_fsdp_shards(one_process: DeviceMesh) -> None:
+    model = FAMILIES["qwen3_moe"].make(experts_implementation="eager")
+
+    def loss_and_gradient() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        gradient = model.model.layers[0].mlp.experts.gate_up_proj.grad
+        return loss.detach(), gradient.to_local() if isinstance(gradient, DTensor) else gradient.clone()
+
+    expected = loss_and_gradient()
+    try:
+        integration.use(model)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=one_process)
+        fully_shard(model, mesh=one_process)
+        assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, DTensor)
+        for ours, wanted in zip(loss_and_gradient(), expected, strict=True):
+            assert relative_error(ours, wanted) < 1e-5
+        with pytest.raises(ValueError, match=r"is a DTensor of torch.float32; set 'tilemoe' before FSDP shards"):
+            integration.use(model)
     finally:
         integration.unregister()
 

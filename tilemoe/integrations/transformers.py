@@ -159,7 +159,11 @@ def _weight(module: nn.Module, name: str) -> Tensor:
         raise _refusal(module, f"it has no weight {name}; quantised weights are not computed")
     if tensor.dtype not in FLOAT_DTYPES or _is_wrapper(tensor):
         kind = f"{type(tensor).__name__} of {tensor.dtype}"
-        raise _refusal(module, f"{name} is a {kind}; quantised and distributed weights are not computed")
+        if hasattr(tensor, "device_mesh"):  # a DTensor: FSDP gathers it for the forward, tensor parallelism does not
+            why = "set 'tilemoe' before FSDP shards the model; weights that tensor parallelism divides are not computed"
+        else:
+            why = "quantised weights are not computed"
+        raise _refusal(module, f"{name} is a {kind}; {why}")
     return tensor
 
 
