@@ -49,6 +49,7 @@ from tilemoe.routing.plan import RoutingPlan
 MATMUL_MS = 1.4  # of 8192^3 in bf16 on an H200
 T = 16384
 WARM_TOKENS = 8192
+WARM_STEPS, HOST_STEPS = 4, 5  # until nothing is compiled or recorded any more, and then
 CASES = MappingProxyType(  # those with a promise of their own first
     {
         "E256-d4096-n1024": MoEShape(T, 4096, 1024, 256, 4),
@@ -237,21 +238,20 @@ def measure(
 
 
 def host_ms(contestant: Contestant, x: Tensor, do: Tensor, machine: Machine) -> float:
-    """The median milliseconds until the host has launched a step; the first four also compile and record."""
+    """The median milliseconds until the host has launched a step, the layer's where it chooses its own rows."""
     times = []
-    for _ in range(9):
+    for _ in range(WARM_STEPS + HOST_STEPS):
         machine.synchronize()
         start = time.perf_counter()
         if contestant.plan is None:
             whole_step(contestant.layer, x, do, machine)
-            times.append(1e3 * (time.perf_counter() - start))
         else:
             parts_step(contestant, x, do, machine)
-            times.append(1e3 * (time.perf_counter() - start))
-    for _ in range(4):  # whose operands are laid out otherwise, perhaps
+        times.append(1e3 * (time.perf_counter() - start))
+    for _ in range(WARM_STEPS):  # some operands are laid out otherwise
         parts_step(contestant, x, do, machine)
     machine.synchronize()
-    return statistics.median(times[4:])
+    return statistics.median(times[WARM_STEPS:])
 
 
 def waste(tokens_per_expert: Tensor, tile: int) -> float:
