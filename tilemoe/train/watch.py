@@ -25,6 +25,7 @@ from tilemoe.train.job import Job
 
 _BEAT = 0.5  # seconds between two looks
 _GRACE = 2.0  # seconds that the training thread has to end by itself, once a process is lost
+_BACKLOG = 4096  # processes that connect at the same time
 _LONGEST = 1000  # characters of another process' error
 GO_ON = "go on from the last checkpoint with --resume auto"
 
@@ -189,14 +190,11 @@ class _Hub:
     def _accept(self) -> None:
         connection, _ = self._server.accept()
         link = _Link(connection)
-        try:
-            hello = link.receive(_GRACE)
-        except (OSError, ValueError):
-            hello = None
-        if not hello or hello[0].get("word") != self._word:  # a stranger
+        hello = _first_message(link)
+        if not isinstance(hello, dict) or hello.get("word") != self._word:  # a stranger
             connection.close()
             return
-        rank = int(hello[0]["rank"])
+        rank = int(hello["rank"])
         self._links[rank] = link
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
@@ -221,11 +219,21 @@ class _Hub:
         link.connection.close()
 
 
+def _first_message(link: _Link) -> Any:
+    """None where none comes."""
+    deadline = time.monotonic() + _GRACE
+    messages: list[dict[str, Any]] | None = []
+    with contextlib.suppress(OSError, ValueError):
+        while messages == [] and time.monotonic() < deadline:
+            messages = link.receive(_GRACE)
+    return messages[0] if messages else None
+
+
 def _server() -> socket.socket:
     try:
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     except (OSError, ValueError):  # a machine without IPv6
-        return socket.create_server(("", 0))
+        return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
 def _connect(store: Store, job: Job) -> socket.socket:
