@@ -172,7 +172,7 @@ def _fit(
 
 
 def tile_rows(itemsize: int, device: Device) -> int:
-    """M of all row GEMMs, which share one list of tiles."""
+    """M of the row GEMMs of these kernels, which share one list of tiles."""
     return _base_tile("down_proj", itemsize, device).block_m
 
 

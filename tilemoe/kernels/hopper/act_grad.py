@@ -55,10 +55,10 @@ def finish_slice(
     a, dgate, dup = gated_grad(gate, up, da * score[:, None], limit, alpha, ACTIVATION, False)
     if INDEX > 0:
         tma.store_wait(1)  # the slice before stored a_scaled first
-    gate_buffer.store(dgate.to(dh.dtype))
-    # Columns past n add nothing: there the weight, and so da', is zero. Here it spills least.
-    ds = gl.sum(da * a, axis=1)
     up_buffer.store(dup.to(dh.dtype))
+    # Columns past n add nothing: there the weight, and so da', is zero. Between these two stores, this spills least.
+    ds = gl.sum(da * a, axis=1)
+    gate_buffer.store(dgate.to(dh.dtype))
     # Last: between the fence and the first TMA store, the compiler lets the threads meet only if that one's buffer was
     # written since they last met.
     a_buffer.store((a * score[:, None]).to(dh.dtype))
