@@ -22,13 +22,17 @@ from torch.utils._pytree import tree_leaves
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
+import tilemoe
 from tilemoe.kernels.triton import ahead, launch, launcher, plan_few
 from tilemoe.kernels.triton import plan as triton_plan
+from tilemoe.layers.lora import add_lora
 from tilemoe.ops import inference, library, router
+from tilemoe.ops import moe as moe_ops
 from tilemoe.ops import plan as plan_ops
 from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.moe import moe
 from tilemoe.ops.replayed import Replayed
+from tilemoe.routing import topk
 from tilemoe.routing.build import plan_topk
 
 BACKWARD = {"act_grad_kernel", "score_grad_kernel", "gemm_weights_kernel"}
@@ -140,6 +144,55 @@ def test_inference_compiles_no_backward(compiled: list[Compiled]) -> None:
     assert not names & BACKWARD
     assert "select_grad_kernel" not in names
     assert {each.name for each in compiled if each.by_launcher} <= {"select_kernel"}, "which comes alone"
+
+
+def whole_layer(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tilemoe.MoE:
+    """A module of bf16 whose CPU tensors pass for a GPU's; of its router, choosing experts is what PyTorch does."""
+    monkeypatch.setattr(moe_ops, "is_replayable", lambda first: True)
+    monkeypatch.setattr(topk, "_check_values", lambda logits: None)  # the fake computes none
+    cfg = tilemoe.MoEConfig(128, 64, 4, 2, **options)
+    return tilemoe.MoE(cfg, dtype=torch.bfloat16, kernels="hopper")
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_a_whole_layer_begins_before_it_routes(
+    with_gradients: bool, compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = whole_layer(monkeypatch)
+    begun: list[str] = []
+
+    def routed(module: Any, args: Any, logits: Tensor) -> None:
+        begun.extend(each.name for each in compiled)
+
+    layer.router.register_forward_hook(routed)
+    x = torch.randn(640, 128, dtype=torch.bfloat16)
+    with torch.set_grad_enabled(with_gradients):
+        for _ in range(3):
+            hidden = layer(x.requires_grad_(with_gradients)).hidden
+            if with_gradients:
+                torch.autograd.grad(hidden, [x, *layer.parameters()], torch.ones_like(hidden))
+    assert set(begun) >= {"up_proj_act_kernel", "gemm_rows_kernel", "combine_kernel"}
+    assert (set(begun) >= BACKWARD) is with_gradients
+    count = len([each for each in compiled if each.name not in ("select_kernel", "select_grad_kernel")])
+    assert begun[:count] == [each.name for each in compiled][:count], "what was begun is what is needed"
+    assert len(set(begun)) == len({each.name for each in compiled})
+
+
+@pytest.mark.parametrize("case", ["rounding", "adapters", "autocast", "no tokens"])
+def test_a_layer_that_computes_otherwise_begins_nothing(
+    case: str, compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = whole_layer(monkeypatch, rounding=tilemoe.TokenRounding() if case == "rounding" else None)
+    monkeypatch.setattr(launch, "rehearse", lambda *args: pytest.fail("rehearsed"))
+    x = torch.randn(0 if case == "no tokens" else 8, 128, dtype=torch.bfloat16)
+    if case == "adapters":
+        add_lora(layer, rank=8, alpha=8.0)
+        layer(x)
+        compiled.clear()
+    else:
+        with torch.autocast("cpu", enabled=case == "autocast"):
+            layer.experts.compile_ahead(x)
+    assert not compiled
 
 
 @pytest.mark.parametrize("tokens", [1, 640])

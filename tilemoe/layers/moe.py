@@ -102,6 +102,8 @@ class MoE(nn.Module):
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
         flat = x.reshape(-1, x.shape[-1])
+        if isinstance(self.experts, Experts):  # not with adapters
+            self.experts.compile_ahead(flat)
         logits = self.router(flat)
         routing = route(
             logits,

@@ -279,13 +279,15 @@ def _layers_launches(*args: Any) -> Callable[..., None]:
         wanted = [arg is not None for arg in args[:6]]
 
     def launch(x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, b1: Any, b2: Any, keep_h: bool, *tail: Any) -> None:
-        do, h = _moe(x, w1, w2, s, b1, b2, keep_h, *tail)
+        need_x, need_w1, need_w2, _, need_b1, need_b2 = wanted
+        if keep_h:  # what takes longest to compile comes first
+            do, h = x.new_empty(x.shape[0], w2.shape[1]), x.new_empty(tail[0].shape[0], w1.shape[1])
+            dh, _, a_scaled = _down_proj_act_grad(do, w2, b2, h, s, *tail)
+        _moe(x, w1, w2, s, b1, b2, keep_h, *tail)
         if not keep_h:
             return
-        need_x, need_w1, need_w2, _, need_b1, need_b2 = wanted
         if need_b2:
             _down_proj_bias_grad(do, s, *tail)
-        dh, _, a_scaled = _down_proj_act_grad(do, w2, b2, h, s, *tail)
         if need_w2:
             _down_proj_weight_grad(do, a_scaled, *tail)
         if need_b1:
@@ -298,6 +300,7 @@ def _layers_launches(*args: Any) -> Callable[..., None]:
     return launch
 
 
+ahead_of_moe = Ahead(_kind_of_layer, _layers_launches)
 moe = define(
     "moe",
     "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, bool keep_h",
@@ -305,7 +308,7 @@ moe = define(
     _moe,
     _moe_fake,
     lambda given, parts: (given[2].shape[1], given[2].shape[2]),
-    Ahead(_kind_of_layer, _layers_launches),
+    ahead_of_moe,
 )
 up_proj = define(
     "up_proj",

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilemoe.activations import activation_spec
+from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
 from tilemoe.kernels.base import KernelSet, compute_dtype
 from tilemoe.kernels.select import FLOAT_DTYPES, constant_when_traced, kernel_set, name_for
 from tilemoe.ops import library
-from tilemoe.ops.eager import is_differentiable
+from tilemoe.ops.eager import is_differentiable, is_plain
+from tilemoe.ops.replayed import is_replayable
 from tilemoe.routing.plan import RoutingPlan
 
 _RECOMPUTE = (None, "up_proj")
@@ -68,6 +69,38 @@ def moe(
     inputs = (x, w1, w2, s, b1, b2)
     keep_h = recompute is None and is_differentiable(*inputs)
     return library.moe(*inputs, keep_h, *library.tail_args(plan, spec, name))[0]
+
+
+def compile_ahead(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    experts_per_token: int,
+    spec: ActivationSpec,
+    recompute: str | None = None,
+    kernels: str | KernelSet | None = None,
+) -> None:
+    """Begin to compile what `moe` will launch for these operands, once K experts are chosen for each token.
+
+    Scores of fp32, whose gradient is wanted if any other is. Nothing is done where the operands are not plain tensors
+    on the current GPU, will be cast, or somebody watches: then `moe` begins.
+    """
+    given = (x, w1, w2, b1, b2)
+    if not is_plain(*given) or not is_replayable(x) or torch.is_autocast_enabled(x.device.type):
+        return
+    tokens, experts = x.shape[0], w1.shape[0]
+
+    def index(length: int) -> Tensor:
+        return torch.empty(length, dtype=torch.int32, device="meta")
+
+    pairs = tokens * experts_per_token
+    plan = RoutingPlan(index(pairs), index(pairs), index(pairs), None, index(experts + 1), experts, tokens)
+    s = torch.empty(pairs, dtype=torch.float32, device="meta")
+    keep_h = recompute is None and is_differentiable(*given)
+    tail = library.tail_args(plan, spec, _kernels_name(kernels, w2))
+    library.ahead_of_moe(x, w1, w2, s, b1, b2, keep_h, *tail)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
