@@ -24,6 +24,7 @@ from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 from tilemoe.kernels.triton import kernel_set as triton_kernel_set
 from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.triton.tiles import tile_lists_kernel
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import hostile_routings, make_inputs
@@ -130,6 +131,28 @@ def test_up_proj_of_an_activation_with_constants() -> None:
         case = Case(FP16, "swiglu_oai", hidden_size=136, intermediate_size=200)
         assert_inference_agrees(KERNELS, plan_of(65, 0, 130, 40), case, TOLERANCE)
     assert "up_proj_act_kernel" in names
+
+
+def test_the_forward_lists_tiles_of_both_heights_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each operator of the backward, which has a plan of its own, those that it needs."""
+    spec, listed = activation_spec("swiglu", "concatenated", None, None), list[tuple[int, int]]()
+    plans = [plan_of(65, 0, 130, 40) for _ in range(3)]
+    given = make_inputs(plans[0], 136, 200, dtype=FP16)
+    with emulated():
+        emulate = Launch.run
+
+        def note(launch: Launch) -> None:
+            if launch.kernel is tile_lists_kernel:
+                listed.append((launch.args["tile_m"], launch.args["second_tile_m"]))
+            emulate(launch)
+
+        monkeypatch.setattr(Launch, "run", note)
+        a, h = KERNELS.up_proj_act(given["x"], given["w1"], None, plans[0], spec)
+        KERNELS.down_proj(a, given["w2"], None, plans[0])
+        assert listed == [(128, 192)]
+        KERNELS.down_proj_act_grad(given["x"], given["w2"], None, h, given["scores"].reshape(-1), plans[1], spec)
+        KERNELS.up_proj_act_grad(h, given["w1"], plans[2])
+    assert listed[1:] == [(128, 0), (192, 0)]
 
 
 def test_a_seed_gives_the_same_order_again() -> None:

@@ -98,23 +98,6 @@ def test_long_contractions_are_left_to_the_portable_kernels(launched: set[str]) 
     assert launched == {"gemm_rows_kernel"}
 
 
-def test_each_operator_lists_its_tiles_with_one_launch() -> None:
-    """Of 128 rows for up_proj_act and of 192 for down_proj, with which it shares an operator."""
-    plan, launches = random_plan(700, 8, 2), []
-    inputs = {name: t.requires_grad_() for name, t in make_inputs(plan, 256, 128, dtype=BF16).items()}
-    run = Launch.run
-
-    def note(launch: Launch) -> None:
-        launches.append(launch.kernel.__name__)
-        run(launch)
-
-    with never_repeated(), mock.patch.object(Launch, "run", note):
-        o = moe(plan=plan, **inputs)
-        assert launches.count("tile_lists_kernel") == 1
-        o.sum().backward()
-    assert launches.count("tile_lists_kernel") == 3, "two of the backward's operators need tiles"
-
-
 def test_many_experts() -> None:
     case = Case(BF16, hidden_size=64, intermediate_size=64)
     assert_kernels_agree(HOPPER_KERNELS, random_plan(2000, 4096, 4), case, 4e-3)
