@@ -150,9 +150,22 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         "--train.steps",
         "--model.num-layers",
         "--model.moe.num-experts",
+        "--model.moe.rounding.mode",
         "--data.corpus",
     ):
         assert option in out
+
+
+def test_options_of_rounding_round_where_the_recipe_does_not(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "rounded"
+    options = ("--train.steps", "2", "--train.sample-tokens", "0", "--train.out-dir", folder)
+    rounding = ("--model.moe.rounding.tile", "16", "--model.moe.rounding.mode=up")
+    assert run(capsys, "train", "--recipe", recipe_file, *options, *rounding)[0] == 0
+    moe = json.loads((folder / "result.json").read_text())["recipe"]["model"]["moe"]
+    assert moe["rounding"] == {"mode": "up", "tile": 16}
+    assert "rounding" not in recipe_file.read_text(), "off without them"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +184,8 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         (["train", "--recipe", RECIPE, "--optim.lr", "nan"], "optim.lr must be a finite number"),
         (["train", "--recipe", RECIPE, "--model.moe.num-experts-per-tok", "9"], "must not exceed num_experts (4)"),
         (["train", "--recipe", RECIPE, "--model.moe.activation", "swish"], "activation must be one of"),
+        (["train", "--recipe", RECIPE, "--model.moe.rounding.mode", "sideways"], "--model.moe.rounding.mode"),
+        (["train", "--recipe", RECIPE, "--model.moe.rounding.tile", "24"], "rounding.tile must be a power of two"),
         (["train", "--resume", "nowhere"], "no folder nowhere"),
         (["eval"], "--checkpoint"),
         (["eval", "--checkpoint", "nowhere"], "no folder nowhere"),

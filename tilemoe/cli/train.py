@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from tilemoe.cli.parsing import parse
-from tilemoe.config import ModelConfig, ParallelConfig
+from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
 from tilemoe.train.job import Job
 
@@ -127,13 +127,24 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         "Train a model. --recipe NAME picks the settings that the options below override "
         f"({', '.join(list_recipes())}, or a .json file; shown: {recipe.name}). --resume goes on from the newest "
         "checkpoint in train.out_dir if there is one (--resume auto is the same), --resume PATH from a run's folder or "
-        "a step_* folder. For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
+        "a step_* folder. Where a recipe does not round tokens, any --model.moe.rounding option does. "
+        "For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
     )
+    model = _with_rounding(recipe.model, overrides)
     settings = parse(
         Overrides,
         overrides,
         prog="tilemoe train",
         description=description,
-        default=Overrides(recipe.model, recipe.data, recipe.optim, recipe.train, recipe.parallel),
+        default=Overrides(model, recipe.data, recipe.optim, recipe.train, recipe.parallel),
     )
     return replace(recipe, **{field.name: getattr(settings, field.name) for field in fields(settings)})
+
+
+def _with_rounding(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
+    """The model with rounding, if there are options or help for it: tyro has none for what is not there."""
+    moe = model.moe
+    is_asked_for = any(word.startswith("--model.moe.rounding.") or word in ("-h", "--help") for word in overrides)
+    if moe is None or moe.rounding is not None or not is_asked_for:
+        return model
+    return replace(model, moe=replace(moe, rounding=TokenRounding()))
