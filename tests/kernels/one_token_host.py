@@ -1,0 +1,57 @@
+"""Microseconds of the host for the experts of one token, called by transformers, where nothing is launched.
+
+    PYTHONPATH=benchmarks python tests/kernels/one_token_host.py [tokens]
+
+T tokens
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import fake_driver
+import small_tokens
+import torch
+
+import tilemoe.kernels.hopper.kernel_set  # noqa: F401  # before the fake is installed, as all that launches
+from tilemoe.integrations import transformers as integration
+from tilemoe.kernels.select_plan import PlanBuilder
+from tilemoe.kernels.triton import plan_few
+from tilemoe.ops import inference, replayed
+from tilemoe.perf.shape import MoEShape
+
+LAYERS, CALLS = 4, 500
+SHAPE = MoEShape(1, 256, 128, 128, 8)  # the host's time does not follow the widths
+
+
+def nothing(*args: Any) -> None:
+    """Stands in for Triton's C function."""
+
+
+def main() -> None:
+    fake_driver.install()
+    fake_driver._launch = nothing
+    inference.is_replayable = replayed.is_replayable = lambda first: torch._C._len_torch_dispatch_stack() == 0
+    inference.name_for = lambda *args: "hopper"
+    builder = PlanBuilder("triton", plan_few.plan_topk, "", plan_few.plan_topk_in_one)
+    inference.builder_for = lambda *args, **options: builder
+    integration.register()
+    torch.set_num_threads(1)
+    layers = small_tokens.make_layers(SHAPE, LAYERS, torch.device("cpu"), torch.bfloat16)
+    calls = small_tokens.make_calls(layers, int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    run = partial(small_tokens.run, layers, calls, "tilemoe")
+    microseconds = []
+    with torch.no_grad():
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            run()
+            microseconds.append(1e6 * (time.perf_counter() - start) / LAYERS)
+    microseconds.sort()
+    print(f"a layer: {microseconds[0]:.1f} us at least, {microseconds[CALLS // 2]:.1f} in the median")
+
+
+if __name__ == "__main__":
+    main()
