@@ -137,6 +137,27 @@ def test_logits_of_minus_infinity(router: RouterConfig) -> None:
     assert_equals_torch(masked, config("up", 5, 2, router))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_ties_of_any_shape(seed: int) -> None:
+    """A few kinds of tokens, some experts at -inf, in every mode and under every router, some tokens left out.
+
+    Tokens of a kind are alike to the bit wherever they are computed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    tokens, experts = draw(16, 90), draw(2, 7)
+    kinds = torch.randn(draw(1, 5), experts, generator=generator)
+    kinds[:, 1:].masked_fill_(torch.rand(kinds[:, 1:].shape, generator=generator) < 0.3, float("-inf"))
+    logits = kinds[torch.randint(0, len(kinds), (tokens,), generator=generator)]
+    mask = torch.rand(tokens, generator=generator) < 0.8 if seed % 2 else None
+    router = (None, LATE, PLAIN, SIGMOID, PLAIN_SIGMOID)[seed % 5]
+    cfg = config(ROUNDING_MODES[seed % len(ROUNDING_MODES)], experts, draw(1, experts), router)
+    assert_equals_torch(logits, cfg, mask, seed)
+
+
 @pytest.mark.parametrize("mode", ["nearest", "nearest_score"])
 def test_many_blocks_and_more_equal_scores_than_are_copied_out(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_rounding, "_BLOCK_KEYS", 128)
