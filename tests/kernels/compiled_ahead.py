@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import fake_driver
 import pytest
 import torch
-from replayed_cases import Case
+from replayed_cases import CASES, Case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -234,6 +234,21 @@ def test_a_compiled_graphs_forward_begins_the_backward(compiled: list[Compiled])
     names = [each.name for each in compiled]
     assert set(names) >= BACKWARD
     assert names.count("gemm_weights_kernel") == 2
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_nothing_is_left_to_the_launches(case: Case, compiled: list[Compiled]) -> None:
+    """Of any layout that a forward and a backward may have."""
+    plan = case.plan()
+    args = case.args("moe", plan)
+    compiled.clear()
+    library.moe.run(*args)
+    begun = sorted(each.name for each in compiled)
+    for operator in library.BACKWARD_OPS:
+        if (case.bias or "bias" not in operator.name) and operator.name != "up_proj":
+            operator.run(*case.args(operator.name, plan))
+    assert sorted(each.name for each in compiled) == begun
+    assert not [each for each in compiled if each.by_launcher]
 
 
 def test_other_kernels_are_not_rehearsed(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:

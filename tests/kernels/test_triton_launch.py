@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -15,8 +16,9 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
+from triton_compile import compile_launch
 
-from tilemoe.kernels.triton import launch
+from tilemoe.kernels.triton import ahead, launch, plan, plan_few
 from tilemoe.kernels.triton.kernel_set import _by_token as by_token
 
 
@@ -69,6 +71,28 @@ def test_c_functions_are_built_beside_the_kernels() -> None:
     assert passed_in_a_process("built_beside.py") == 3
 
 
+def test_compiled_at_the_same_time_or_alone_it_is_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    ids = torch.zeros(64, 8, dtype=torch.int64)
+    launches = [
+        *plan.plan_topk_launches(ids, 128)[0],
+        plan_few.plan_topk_launch(ids, 128, plan_few.new_index(ids, 128)),
+    ]
+    code: dict[int, bytes] = {}
+
+    def compile_one(index: int) -> None:
+        code[index] = compile_launch(launches[index], 90).asm["cubin"]
+
+    for future in [ahead.begin(partial(compile_one, index)) for index in range(len(launches))]:
+        future.result(timeout=120)
+    at_once = dict(code)
+    code.clear()
+    for index in range(len(launches)):
+        compile_one(index)
+    assert code == at_once
+    assert len(set(code.values())) == len(launches)
+
+
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the fake driver is that of Triton 3.6")
 def test_a_layer_is_compiled_ahead() -> None:
-    assert passed_in_a_process("compiled_ahead.py") >= 25
+    assert passed_in_a_process("compiled_ahead.py") >= 38
