@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise  # a defect of ours, whose traceback is wanted
         if os.environ.get("TILEMOE_DEBUG") == "1":
             traceback.print_exc()
-        print(f"tilemoe: error: {one_line(error)}", file=sys.stderr)
+        # In one piece: the processes of a job may speak at the same time.
+        print(f"tilemoe: error: {one_line(error)}\n", end="", file=sys.stderr, flush=True)
         return 2
     return 0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilemoe.train.job import Job, JobError
 from tilemoe.train.rendezvous import store_of_attempt
-from tilemoe.train.watch import GO_ON, Progress, watched
+from tilemoe.train.watch import GO_ON, Progress, told, watched
 
 # Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
 _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
@@ -56,7 +56,7 @@ def joined(job: Job, device: torch.device, timeout: int) -> Iterator[Progress]:
 
 def _raise_with_rank(error: Exception, job: Job, verdict: str, timeout: int) -> NoReturn:
     """What users are to be told of ``error``; a defect of ours stays what it is."""
-    if verdict:
+    if verdict and told(error) not in verdict:  # else it is what all found alike
         raise JobError(f"{job.name}: {verdict}; {GO_ON}") from error
     if is_lost_process(error):
         raise JobError(

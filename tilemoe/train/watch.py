@@ -116,7 +116,7 @@ class Watch:
         if self._ended.wait(_GRACE):
             return
         sys.stdout.flush()
-        print(f"tilemoe: error: {self._job.name}: {verdict}; {GO_ON}", file=sys.stderr, flush=True)
+        print(f"tilemoe: error: {self._job.name}: {verdict}; {GO_ON}\n", end="", file=sys.stderr, flush=True)
         os._exit(2)
 
 
@@ -243,6 +243,11 @@ def _connect(store: Store, job: Job) -> socket.socket:
     return connection
 
 
+def told(error: BaseException) -> str:
+    """Of an error, what other processes are told."""
+    return " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+
+
 def _gone(rank: int) -> str:
     return f"rank {rank} is gone: it was killed or it crashed, torchrun's report says how"
 
@@ -260,7 +265,6 @@ def watched(
     except BaseException as error:
         is_theirs = is_lost_process(error)
         known = watch.verdict(_GRACE if is_theirs else 0.0)
-        text = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        watch.stop("" if known or is_theirs else text)
+        watch.stop("" if known or is_theirs else told(error))
         raise
     watch.stop(None)
