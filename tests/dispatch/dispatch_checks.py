@@ -101,6 +101,11 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((sums[0] / sums[1].clamp(min=1e-300)).sqrt())
 
 
+def assert_error(name: str, got: Tensor, want: Tensor, limit: float) -> None:
+    found = error(got, want)
+    assert found <= limit, f"{name} in {want.dtype}: error {found:.2e}, limit {limit:.2e}"
+
+
 def ones(*shape: int) -> Tensor:
     return torch.ones(shape, device=device_of_rank())
 
@@ -121,12 +126,12 @@ def assert_as_one_process(ids_of: Callable[[int, int], Tensor], dtype: torch.dty
         expected = run(LocalDispatcher(), whole, x, plan, scores, do)
         got = run(AllToAllDispatcher(dist.group.WORLD, E), mine, x, plan, scores, do)
         for name, a, b in zip(("o", "dx", "ds"), got, expected, strict=True):
-            assert error(a, b) <= TOLERANCE[dtype], name
+            assert_error(name, a, b, TOLERANCE[dtype])
         for index, (a, b) in enumerate(zip(mine, whole, strict=True)):
             assert a.grad is not None
             assert b.grad is not None
             dist.all_reduce(b.grad)
-            assert error(a.grad, b.grad[experts_of(rank)]) <= TOLERANCE[dtype], index
+            assert_error(f"weight {index}", a.grad, b.grad[experts_of(rank)], TOLERANCE[dtype])
 
 
 def check_spread() -> None:
@@ -262,7 +267,7 @@ def run_layer(layer: MoE, x: Tensor, seed: int) -> dict[str, Tensor]:
 def assert_layers_agree(whole: MoE, divided: MoE, x: Tensor, tolerance: float, seed: int = 0) -> None:
     expected, got = run_layer(whole, x, seed), run_layer(divided, x, seed)
     for name, want in expected.items():
-        assert error(got[name], want) <= tolerance, name
+        assert_error(name, got[name], want, tolerance)
     for (name, a), b in zip(divided.named_parameters(), whole.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None
@@ -271,7 +276,7 @@ def assert_layers_agree(whole: MoE, divided: MoE, x: Tensor, tolerance: float, s
             assert grad.placements == (Shard(0),)
             dist.all_reduce(want)
             grad = grad.full_tensor()
-        assert error(grad, want) <= tolerance, name
+        assert_error(name, grad, want, tolerance)
 
 
 def check_layer() -> None:

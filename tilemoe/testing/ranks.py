@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
+_log = logging.getLogger(__name__)
 _TIMEOUT_S = 60  # a rank that waits for one that does not call fails the check
 
 Check = Callable[[], None]
@@ -19,24 +21,30 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
     """Run ``checks``, functions of modules, one after the other on each of ``ranks`` processes of one thread.
 
     On "cuda" each has a GPU of its own, whose tensors go through NCCL; `device_of_rank` says which. Returns what went
-    wrong by the check's name, empty where nothing did. A failure ends the job, so that what follows the check is not
-    run, and says so. ``folder`` is an empty one.
+    wrong by the check's name, empty where nothing did. A failure ends the processes, some of which may wait for others
+    in vain; new ones run the checks after it. ``folder`` is an empty one.
 
     ValueError: there are fewer GPUs than ranks.
     """
     if device_type == "cuda" and torch.cuda.device_count() < ranks:
         raise ValueError(f"these checks need {ranks} GPUs of one host, which has {torch.cuda.device_count()}")
-    problem = ""
-    try:
-        spawn(_worker, args=(list(checks), ranks, folder, device_type), nprocs=ranks)
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        problem = str(error)
     results: dict[str, str] = {}
-    for check in checks:
-        passed = all(_passed(folder, check, rank).exists() for rank in range(ranks))
-        results[check.__name__] = "" if passed else problem or "a rank ended before the check did"
-        if not passed:
-            problem = f"not run, because {check.__name__} failed"
+    left = list(checks)
+    while left:
+        problem = ""
+        attempt = folder / f"attempt_{len(results)}"
+        attempt.mkdir()
+        try:
+            spawn(_worker, args=(left, ranks, attempt, device_type), nprocs=ranks)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            problem = str(error)
+        passed = [check for check in left if all(_passed(attempt, check, rank).exists() for rank in range(ranks))]
+        results |= {check.__name__: "" for check in passed}
+        left = left[len(passed) :]
+        if left:
+            failed = left.pop(0).__name__
+            results[failed] = problem or "a rank ended before the check did"
+            _log.warning("%s failed: %s", failed, results[failed])
     return results
 
 
