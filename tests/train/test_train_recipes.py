@@ -53,6 +53,11 @@ def test_they_fit_jobs_of_many_sizes(name: str, processes: int) -> None:
     assert sizes.replicate * sizes.shard * sizes.expert == processes
 
 
+@pytest.mark.parametrize("name", ["1b", "7b", "7b-ep", "30b-layer"])
+def test_those_for_gpus_compile_their_blocks(name: str) -> None:
+    assert load_recipe(name).train.compile == "blocks"
+
+
 def test_one_process_cannot_divide_experts() -> None:
     with pytest.raises(ValueError, match=r"expert 4 needs 4 processes and the job has 1; start it with torchrun"):
         load_recipe("7b-ep").parallel_for(1)
