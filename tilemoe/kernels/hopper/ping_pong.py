@@ -27,8 +27,10 @@ from tilemoe.kernels.hopper.pipeline import (
     acquire,
     halves,
     new_barriers,
+    right_operand,
     row_tile,
     store_slice,
+    zeros,
 )
 
 BLOCKS = gl.constexpr(3)  # accumulators of 64 x 128 that a consumer's registers hold
@@ -60,13 +62,6 @@ def contiguous_blocks(
 
 
 @gluon.jit
-def zeros(BN: gl.constexpr):
-    """An accumulator of one block."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    return gl.zeros([GROUP_M, BN], gl.float32, layout)
-
-
-@gluon.jit
 def multiply_blocks(ring, step, steps, turn_of_other, COUNT: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr):
     """Three blocks (GROUP_M, BN) fp32 of which the first COUNT are multiplied over ``steps`` stages; the next step.
 
@@ -78,10 +73,7 @@ def multiply_blocks(ring, step, steps, turn_of_other, COUNT: gl.constexpr, BN: g
     for k in range(steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        if RIGHT_BY_N:
-            columns = right.index(stage).reshape([BN, BK]).permute([1, 0])
-        else:
-            columns = right.index(stage).reshape([BK, BN])
+        columns = right_operand(right, stage, BN, RIGHT_BY_N)
         acc0 = warpgroup_mma(left.index(BLOCKS * stage), columns, acc0, is_async=True)
         if COUNT > 1:
             acc1 = warpgroup_mma(left.index(BLOCKS * stage + 1), columns, acc1, is_async=True)

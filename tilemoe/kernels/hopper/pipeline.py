@@ -96,6 +96,23 @@ def publish_last_copies(ring, step):
 
 
 @gluon.jit
+def zeros(BN: gl.constexpr):
+    """(GROUP_M, BN) fp32, an accumulator of one warpgroup."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    return gl.zeros([GROUP_M, BN], gl.float32, layout)
+
+
+@gluon.jit
+def right_operand(right, stage, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr):
+    """(BK, BN) of a stage. RIGHT_BY_N: its buffer holds (BN, BK), else (BK, BN)."""
+    if RIGHT_BY_N:
+        columns = right.index(stage).reshape([BN, BK]).permute([1, 0])
+    else:
+        columns = right.index(stage).reshape([BK, BN])
+    return columns
+
+
+@gluon.jit
 def multiply(
     ring,
     step,
@@ -107,13 +124,11 @@ def multiply(
 ):
     """(GROUP_M, BN) fp32 of this consumer's rows over ``steps`` stages, and the next step's number.
 
-    LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64). RIGHT_BY_N: the right ones hold (BN, BK), else
-    (BK, BN).
+    LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64). RIGHT_BY_N: see `right_operand`.
     """
     left, right, ready, empty = ring
     STAGES: gl.constexpr = ready.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    acc = gl.zeros([GROUP_M, BN], gl.float32, layout)
+    acc = zeros(BN)
     for k in range(steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -121,10 +136,7 @@ def multiply(
             rows = left.index(stage).slice(GROUP * GROUP_M, GROUP_M)
         else:
             rows = left.index(GROUPS * stage + GROUP).permute([1, 0])
-        if RIGHT_BY_N:
-            columns = right.index(stage).reshape([BN, BK]).permute([1, 0])
-        else:
-            columns = right.index(stage).reshape([BK, BN])
+        columns = right_operand(right, stage, BN, RIGHT_BY_N)
         acc = warpgroup_mma(rows, columns, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
