@@ -18,6 +18,7 @@ from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 KERNEL_SETS = MappingProxyType({TORCH_KERNELS.name: TORCH_KERNELS})
 # Imported when they are first asked for: Triton is not on every machine.
 TRITON, HOPPER = "triton", "hopper"
+BY_TRITON = (TRITON, HOPPER)
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -87,7 +88,7 @@ def problem_of_triton(device: torch.device, dtype: torch.dtype, *widths: int) ->
 
 def check_name(name: str) -> None:
     """ValueError that lists the KernelSets' names unless ``name`` is one of them. Imports nothing."""
-    names = sorted((*KERNEL_SETS, TRITON, HOPPER))
+    names = sorted((*KERNEL_SETS, *BY_TRITON))
     if not isinstance(name, str) or name not in names:
         raise ValueError(f"kernels must be None or one of {', '.join(names)}; got {name!r}")
 
@@ -95,7 +96,7 @@ def check_name(name: str) -> None:
 def kernel_set(name: str) -> KernelSet:
     """The KernelSet called ``name``; ValueError that lists the names otherwise."""
     check_name(name)
-    if name in (TRITON, HOPPER):
+    if name in BY_TRITON:
         if find_spec("triton") is None:
             raise ValueError(f"kernels={name!r} needs the package triton, which PyTorch's builds for GPUs bring along")
         if name == TRITON:

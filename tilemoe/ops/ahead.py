@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from tilemoe.ops.replayed import remember
+
 MAX_KINDS = 256  # of one operator; beyond, it forgets the oldest, of which nothing is left to compile
 
 
@@ -27,10 +29,7 @@ class Ahead:
         key = (args[0].device, kind)
         if kind is None or key in self._seen:
             return
-        if len(self._seen) >= MAX_KINDS:
-            for oldest in tuple(self._seen)[:1]:  # none, where other threads have forgotten all
-                self._seen.pop(oldest, None)
-        self._seen[key] = None
+        remember(self._seen, key, None, MAX_KINDS)
         from tilemoe.kernels.triton.launch import rehearse  # not on every machine
 
         rehearse(self._rehearsed(*args), args)

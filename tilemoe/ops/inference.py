@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.select import HOPPER, TRITON, kernel_set, name_for
+from tilemoe.kernels.select import BY_TRITON, kernel_set, name_for
 from tilemoe.kernels.select_plan import PlanTopK
 from tilemoe.kernels.tiling import few_rows
 from tilemoe.ops import library
@@ -80,13 +80,13 @@ def _choose(
     expert_ids: Tensor,
     scores: Tensor,
     activation: Activation,
-) -> Callable[..., Tensor]:
-    """What computes such operands, once they are checked."""
+) -> tuple[PlanTopK, KernelSet]:
+    """What plans and computes such operands, once they are checked."""
     check_topk_ids(expert_ids)
     check_options(activation.gate_up, None)
     check_tensors(x, w1, w2, b1, b2, activation_spec(*activation).width_factor)
     build = builder_for(expert_ids, w2.shape[0], is_inference=True).build_in_one
-    return partial(_compute, build, kernel_set(name_for(w2.device, w2.dtype, *w2.shape[1:])))
+    return build, kernel_set(name_for(w2.device, w2.dtype, *w2.shape[1:]))
 
 
 def _compute(
@@ -109,14 +109,18 @@ def _compute(
 
 
 def _run(*args: Any) -> Tensor:
-    return _choose(*args)(*args)
+    return _compute(*_choose(*args), *args)
+
+
+def _rehearsed(*args: Any) -> Callable[..., Tensor]:
+    return partial(_compute, *_choose(*args))
 
 
 def _kind(*args: Any) -> Hashable:
     """What decides the kernels; None where they are not Triton's, or there are no rows."""
-    build, kernels = _choose(*args).args  # type: ignore[attr-defined]  # a partial
+    build, kernels = _choose(*args)
     x, w1, w2, b1, b2, expert_ids, scores, activation = args
-    if expert_ids.numel() == 0 or kernels.name not in (TRITON, HOPPER):
+    if expert_ids.numel() == 0 or kernels.name not in BY_TRITON:
         return None
     rows = few_rows(expert_ids.numel(), w2.shape[0])
     weights = [None if w is None else (w.shape, w.stride(), w.data_ptr() % 16 == 0) for w in (w1, w2, b1, b2)]
@@ -137,4 +141,4 @@ def _shape(
     )
 
 
-_experts = with_advice("inference", Replayed(_run, Ahead(_kind, _choose)), _shape)
+_experts = with_advice("inference", Replayed(_run, Ahead(_kind, _rehearsed)), _shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import Combine, DownProj, KernelSet, compute_dtype
-from tilemoe.kernels.select import HOPPER, TRITON, kernel_set
+from tilemoe.kernels.select import BY_TRITON, kernel_set
 from tilemoe.kernels.tiling import few_rows
 from tilemoe.ops.ahead import Ahead
 from tilemoe.ops.eager import Operator
@@ -262,7 +262,7 @@ def _kind_of_layer(
 ) -> Any:
     """What decides the kernels that a layer launches; None where they are not Triton's, or there are no rows."""
     capacity, num_tokens = tail[0].shape[0], _num_tokens(tail)
-    if capacity == 0 or _parse(tail[-1])[1] not in (TRITON, HOPPER):
+    if capacity == 0 or _parse(tail[-1])[1] not in BY_TRITON:
         return None
     biases = [None if b is None else (b.dtype, b.stride()) for b in (b1, b2)]
     weights = [(w.shape, w.stride(), w.data_ptr() % 16 == 0) for w in (w1, w2)]

@@ -35,10 +35,7 @@ class Replayed:
         known = self._known
         recording = known.get(layouts, _UNKNOWN)  # asked once: another thread may forget it
         if recording is _UNKNOWN:
-            if len(known) >= MAX_LAYOUTS:
-                for oldest in tuple(known)[:1]:  # none, where other threads have forgotten all
-                    known.pop(oldest, None)
-            known[layouts] = False
+            remember(known, layouts, False, MAX_LAYOUTS)
             if self._ahead is not None:
                 self._ahead(*args)
             return self.run(*args)
@@ -48,6 +45,14 @@ class Replayed:
             results, known[layouts] = replay.record(self.run, args)
             return results
         return self.run(*args) if recording is None else recording(args)
+
+
+def remember(known: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    """``known[key] = value``; of ``limit`` keys, the oldest is forgotten first."""
+    if len(known) >= limit:
+        for oldest in tuple(known)[:1]:  # none, where other threads have forgotten all
+            known.pop(oldest, None)
+    known[key] = value
 
 
 def is_replayable(first: Tensor) -> bool:
