@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilemoe.config import ModelConfig
+from tilemoe.kernels.select import name_for
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 from tilemoe.layers.norm import RMSNorm
 
 
@@ -87,6 +89,8 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
+        if _is_one_kernel(x, cos):
+            return _by_one_kernel(x, cos, sin, dtype, back=False)
         out = _turned(x, cos, sin)
         # Never a `to` that changes nothing: compiled by PyTorch 2.11, the gradient of what it returns is zero.
         return out if out.dtype == dtype else out.to(dtype)
@@ -95,7 +99,26 @@ class _Rotation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
+        if _is_one_kernel(d_out, cos):
+            return _by_one_kernel(d_out, cos, sin, ctx.dtype, back=True), None, None, None
         return _turned(d_out, cos, -sin).to(ctx.dtype), None, None, None
+
+
+def _is_one_kernel(x: Tensor, cos: Tensor) -> bool:
+    """Whether Triton turns ``x`` in one pass, where PyTorch takes four, slow ones for their mixture of dtypes.
+
+    Not where torch.compile makes a kernel of its own, nor for what is no tensor on a GPU but stands for one.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cuda or x.ndim != 4:
+        return False
+    is_fp32 = cos.dtype == torch.float32 == torch.promote_types(x.dtype, torch.float32)
+    return is_fp32 and name_for(x.device, torch.bfloat16) != TORCH_KERNELS.name
+
+
+def _by_one_kernel(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
+    from tilemoe.kernels.triton.rotary import rotate as rotate_by_triton  # Triton is not on every machine
+
+    return rotate_by_triton(x, cos, sin, dtype, back=back)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""The rotation in one kernel, for a GPU and for the interpreter: both run this file with pytest.
+
+B sequences · S tokens · H heads · D head width
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from tilemoe.kernels.triton.rotary import rotate
+from tilemoe.layers import attention
+from tilemoe.layers.attention import rotary_angles
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
+
+# Arithmetic of bf16 is wrong in the interpreter.
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+LIMIT = {torch.float32: 2e-7, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "width"), [(3, 16), (1, 2), (12, 128), (5, 80), (2, 256)])
+def test_as_a_complex_product_in_fp64(heads: int, width: int, dtype: torch.dtype, back: bool) -> None:
+    torch.manual_seed(0)
+    cos, sin = rotary_angles(5, 7, width, 10000.0, DEVICE)
+    turn = torch.complex(cos.double(), -sin.double() if back else sin.double())
+    whole = torch.randn(2, 7, heads, 3 * width, device=DEVICE).to(dtype)
+    by_head = torch.randn(2, heads, 7, width, device=DEVICE).to(dtype).transpose(1, 2)
+    by_column = torch.randn(2, 7, width, heads, device=DEVICE).to(dtype).transpose(2, 3)
+    for x in (whole[..., width : 2 * width], by_head, by_column):
+        first, second = x.double().chunk(2, dim=-1)
+        product = torch.complex(first, second) * turn
+        exact = torch.cat((product.real, product.imag), dim=-1)
+        out = rotate(x, cos, sin, dtype, back=back)
+        assert out.is_contiguous()
+        assert out.dtype == dtype
+        error = float((out.double() - exact).norm() / exact.norm())
+        assert error < LIMIT[dtype], f"error {error:.2e}, limit {LIMIT[dtype]:.2e}"
+
+
+def test_rounds_once_to_the_dtype_asked_for() -> None:
+    torch.manual_seed(0)
+    cos, sin = rotary_angles(0, 9, 32, 10000.0, DEVICE)
+    x = torch.randn(1, 9, 4, 32, device=DEVICE)
+    exact = rotate(x, cos, sin, torch.float32, back=False)
+    assert torch.equal(rotate(x, cos, sin, torch.float16, back=False), exact.half())
+
+
+def test_nothing_to_turn() -> None:
+    for shape in ((0, 4, 2, 8), (3, 0, 2, 8)):
+        cos, sin = rotary_angles(0, shape[1], 8, 10000.0, DEVICE)
+        x = torch.empty(shape, device=DEVICE, dtype=torch.float16)
+        assert rotate(x, cos, sin, torch.float16, back=True).shape == shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attentions_rotation_and_its_gradient_take_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    cos, sin = rotary_angles(2, 9, 32, 10000.0, DEVICE)
+    x, d_out = torch.randn(2, 2, 9, 3, 32, device=DEVICE).to(dtype)
+    x.requires_grad_()
+    if not INTERPRETED:
+        assert attention._is_one_kernel(x.detach(), cos)
+        assert not attention._is_one_kernel(x.detach().double(), cos.double())
+    results = []
+    for is_one_kernel in (True, False):
+        monkeypatch.setattr(attention, "_is_one_kernel", lambda *_, it=is_one_kernel: it)
+        out = attention.rotate(x, cos, sin, dtype)
+        results.append((out.detach(), *torch.autograd.grad(out, x, d_out)))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype == dtype
+        error = float((got.double() - want.double()).norm() / want.double().norm())
+        assert error < LIMIT[dtype], f"error {error:.2e}, limit {LIMIT[dtype]:.2e}"
