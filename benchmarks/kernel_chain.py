@@ -20,6 +20,8 @@ from tilemoe.perf.costs import Cost, kernel_costs, layer_roofline_ms, router_cos
 from tilemoe.perf.hardware import Ceilings
 from tilemoe.perf.shape import MoEShape
 
+# Steps that are no part of the layer: what the GPU can do, in the same rounds.
+YARDSTICKS = ("matmul", "copy", "copy_as_combine")
 # Step to the names of its parts; every other step has one part, of the step's name.
 PARTS = {
     "layer": ("layer forward", "layer backward"),
@@ -109,19 +111,21 @@ def router_steps(
 
 def rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: Ceilings) -> list[dict[str, Any]]:
     """A row for each part of each step but the yardsticks: time, rates, fraction of its roofline (None where nothing
-    but launches bounds it) and share of the layer's forward and backward.
+    but launches bounds it) and share of the layer's forward and backward; of the two that only move rows, the time of a
+    copy that moves as many bytes over theirs.
     """
     medians = {
         part: timing.summary([sample[index] for sample in samples])
         for name, samples in found.items()
         for index, part in enumerate(PARTS.get(name, (name,)))
-        if name not in ("matmul", "copy")
+        if name not in YARDSTICKS
     }
     layer = PARTS["layer"]
     layer_ms = sum(medians[part]["median"] for part in layer)
     costs: dict[str, Cost] = {**kernel_costs(shape), **dict(zip(PARTS["logits"], router_costs(shape), strict=True))}
     roofs = {part: cost.roofline_ms(ceilings) for part, cost in costs.items()}
     roofs |= dict(zip(layer, layer_roofline_ms(shape, ceilings), strict=True))
+    copied = timing.summary([sample[0] for sample in found["copy_as_combine"]])["median"]
     rows = []
     for part, summary in medians.items():
         ms, cost = summary["median"], costs.get(part)
@@ -132,6 +136,7 @@ def rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: Ceiling
             "gbps": None if cost is None else round(cost.bytes / ms / 1e6, 1),
             "of_roofline": round(roofs[part] / ms, 4) if part in roofs else None,
             "of_layer": round(ms / layer_ms, 4),
+            "of_copy": round(copied / ms, 4) if part.startswith("combine") else None,
         }
         rows.append(row)
     return rows
@@ -142,4 +147,5 @@ def describe(row: dict[str, Any]) -> str:
     rates = "" if row["tflops"] is None else f"{row['tflops']:7} TFLOP/s  {row['gbps']:7} GB/s"
     roof = "" if row["of_roofline"] is None else f"{100 * row['of_roofline']:5.1f}% of its roofline"
     share = f"{100 * row['of_layer']:5.1f}% of the layer"
-    return f"  {row['kernel']:22} {row['ms']['median']:8.3f} ms  {share}  {rates}  {roof}"
+    copy = "" if row["of_copy"] is None else f"  {100 * row['of_copy']:5.1f}% of a copy of as many bytes"
+    return f"  {row['kernel']:22} {row['ms']['median']:8.3f} ms  {share}  {rates}  {roof}{copy}"

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 import tilemoe
-from tilemoe.perf.costs import layer_roofline_ms
+from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
 from tilemoe.perf.hardware import Ceilings, find_gpu
 from tilemoe.perf.shape import MoEShape
 
@@ -163,16 +163,22 @@ def layer_host(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str,
     return {f"{part}_host_ms": round(statistics.median(values), 3) for part, values in parts}
 
 
+def copier(count: int) -> Callable[[], object]:
+    """Copies ``count`` bytes, which reads and writes as many."""
+    source = torch.randn(count // 4, device=DEVICE)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def each_kernel(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows]:
     """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
     square = torch.randn(MATMUL, MATMUL, device=DEVICE, dtype=torch.bfloat16)
-    source = torch.randn(COPY_BYTES // 4, device=DEVICE)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-
-    yardsticks = {"matmul": kernel_chain.one_part(lambda: square @ square), "copy": kernel_chain.one_part(copy)}
+    copy = copier(COPY_BYTES)
+    yardsticks = {
+        "matmul": kernel_chain.one_part(lambda: square @ square),
+        "copy": kernel_chain.one_part(copy),
+        "copy_as_combine": kernel_chain.one_part(copier(kernel_costs(shape)["combine"].bytes // 2), ahead=copy),
+    }
     weights = peers.make_weights(shape, torch.device(DEVICE), torch.bfloat16)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     kernels = args.kernels or tilemoe.select_kernels(DEVICE, torch.bfloat16, peers.layer_config(shape)).name

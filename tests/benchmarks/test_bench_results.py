@@ -105,15 +105,19 @@ def test_kernel_rows_hold_each_part_against_its_roofline() -> None:
     shape = cases.MAIN["7B-n256"]
     ceilings = Ceilings(800.0, 4.0, is_measured=True)
     roof = kernel_costs(shape)["combine"].roofline_ms(ceilings)
-    found = {"matmul": [[1.0]], "copy": [[1.0]], "layer": [[3.0, 7.0]], "route": [[0.1, 0.2]], "combine": [[2 * roof]]}
+    yardsticks = {"matmul": [[1.0]], "copy": [[1.0]], "copy_as_combine": [[roof]]}
+    found = {**yardsticks, "layer": [[3.0, 7.0]], "route": [[0.1, 0.2]], "combine": [[2 * roof]]}
     rows = {row["kernel"]: row for row in kernel_chain.rows(found, shape, ceilings)}
     assert list(rows) == ["layer forward", "layer backward", "route", "route_grad", "combine"]
     assert rows["combine"]["of_roofline"] == pytest.approx(0.5, abs=1e-3)
     assert rows["combine"]["gbps"] == pytest.approx(2000, rel=1e-3)
+    assert rows["combine"]["of_copy"] == pytest.approx(0.5, abs=1e-3)
     assert rows["route"]["of_roofline"] is None
+    assert rows["route"]["of_copy"] is None
     assert rows["route_grad"]["of_layer"] == 0.02
     described = [kernel_chain.describe(row) for row in rows.values()]
     assert "50.0% of its roofline" in described[-1]
+    assert "50.0% of a copy of as many bytes" in described[-1]
     table = summary.share_table([{"case": "c", **row} for row in rows.values()], ("route", "route_grad"))
     assert table.splitlines()[-1] == "| c | 3.0% |"
     assert "2.000" not in summary.kernel_table([{"case": "c", **row} for row in rows.values()]).splitlines()[0]
