@@ -124,7 +124,7 @@ def process(args: argparse.Namespace, arguments: list[str]) -> int:
     from tilemoe.train.loop import Trainer
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward would not be
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     real = Trainer._accumulate
 
