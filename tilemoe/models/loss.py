@@ -4,7 +4,8 @@ T tokens · C tokens of a chunk · d model width · V vocabulary
 
 The head's output is by far the largest tensor of a training step: at T = 32768 and V = 151936 it takes 20 GB in fp32,
 and its gradient as much. Here each chunk of tokens goes forward and backward before the next: its logits become its
-loss and its share of both gradients, and are dropped.
+loss and its share of both gradients, and are dropped. On a GPU that Triton serves one kernel turns them into their
+gradient where they lie (`tilemoe.kernels.triton.cross_entropy`).
 """
 
 from __future__ import annotations
@@ -16,24 +17,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilemoe.kernels.select import name_for
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+
 IGNORED = -100
-_CHUNK_LOGITS = 1 << 27  # 512 MiB of fp32: large enough a chunk for the GEMMs, small beside a training step's rest
+_CHUNK_BYTES = 1 << 29  # large enough a chunk for the GEMMs, small beside a training step's rest
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, max_chunk_logits: int = _CHUNK_LOGITS
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, max_chunk_logits: int | None = None
 ) -> Tensor:
     """Mean over the labels that are not -100 of ``-log softmax(hidden weight^T)[label]``, in nats; 0 if there is none.
 
     hidden (T, d) and weight (V, d) of one float dtype, or any under autocast, whose dtype the GEMMs then use; labels
     (T,) int64 in [0, V) or -100. Returns an fp32 scalar (fp64 for fp64 inputs), differentiable once in hidden and
-    weight. No tensor has more than max(C V, T d, V d) elements, with C V <= ``max_chunk_logits`` (C at least 1).
+    weight. No tensor has more than max(C V, T d, V d) elements, with C V <= ``max_chunk_logits`` (C at least 1); None:
+    as many as take 512 MiB.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden must be (T, d) and weight (V, d), got {tuple(hidden.shape)}, {tuple(weight.shape)}")
     if labels.shape != hidden.shape[:1]:
         raise ValueError(f"labels must be ({hidden.shape[0]},) to go with hidden, got {tuple(labels.shape)}")
-    if max_chunk_logits < 1:
+    if max_chunk_logits is not None and max_chunk_logits < 1:
         raise ValueError(f"max_chunk_logits must be >= 1, got {max_chunk_logits}")
     sums = _loss_and_gradients(hidden, weight, labels, max_chunk_logits)
     scale = sums.num_labels.clamp(min=1).to(sums.loss.dtype).reciprocal()
@@ -79,40 +84,57 @@ def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     return None if gradient is None else (gradient.to(factor.dtype) * factor).to(gradient.dtype)
 
 
-def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chunk_logits: int) -> _Sums:
+def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chunk_logits: int | None) -> _Sums:
     want_hidden = torch.is_grad_enabled() and hidden.requires_grad
     want_weight = torch.is_grad_enabled() and weight.requires_grad
     dtype = _gemm_dtype(hidden)
     accumulate = torch.promote_types(dtype, torch.float32)
+    in_place = _is_one_kernel(hidden, dtype)
+    chunk_loss_of = _chunk_loss_in_place if in_place else _chunk_loss
+    most = max_chunk_logits or _CHUNK_BYTES // (dtype if in_place else accumulate).itemsize
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         matrix = weight.detach().to(dtype)
         loss = torch.zeros((), dtype=accumulate, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight: Tensor | None = None
-        for chunk in _chunks(hidden.shape[0], max(1, max_chunk_logits // weight.shape[0])):
+        for chunk in _chunks(hidden.shape[0], max(1, most // weight.shape[0])):
             ignored = (labels[chunk] == IGNORED)[:, None]
             # Tokens without a label are left out of what is small, (C, d): as zeros they add nothing to d_weight.
             part = hidden.detach()[chunk].to(dtype).masked_fill(ignored, 0.0)
             logits = part @ matrix.t()
-            chunk_loss, d_logits = _chunk_loss(logits, labels[chunk], accumulate)
+            chunk_loss, d_logits = chunk_loss_of(logits, labels[chunk])
             loss += chunk_loss
             del logits
             d_logits = d_logits.to(dtype)
             if d_hidden is not None:
                 d_hidden[chunk] = (d_logits @ matrix).masked_fill_(ignored, 0.0)
             if want_weight:
-                term = (d_logits.t() @ part).to(accumulate)
-                d_weight = term if d_weight is None else d_weight.add_(term)
+                d_weight = _sum_of_products(d_weight, d_logits.t(), part, accumulate)
         if want_weight:
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
         return _Sums(loss, (labels != IGNORED).sum(), d_hidden, d_weight)
 
 
-def _chunk_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(summed loss, its gradient (C, V) in the logits) in ``dtype``; one (C, V) buffer in all.
+def _is_one_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:
+    """Whether Triton makes the gradient of logits in ``dtype`` where they lie; torch.compile makes its own kernels."""
+    if torch.compiler.is_compiling() or type(hidden) is not Tensor or not hidden.is_cuda:
+        return False
+    return dtype != torch.float64 and name_for(hidden.device, torch.bfloat16) != TORCH_KERNELS.name
+
+
+def _chunk_loss_in_place(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(summed loss in fp32, the logits, which have become its gradient); that of a token without a label is 0."""
+    from tilemoe.kernels.triton.cross_entropy import cross_entropy_  # Triton is not on every machine
+
+    return cross_entropy_(logits, labels.contiguous(), IGNORED).sum(), logits
+
+
+def _chunk_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(summed loss, its gradient (C, V) in the logits), at least in fp32; one (C, V) buffer in all.
 
     The gradient of a token without a label is not its own, 0, but as if it had label 0.
     """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     real = labels != IGNORED
     target = labels.clamp(min=0)[:, None]
     log_probs = torch.log_softmax(logits, dim=-1, dtype=dtype)
@@ -120,6 +142,17 @@ def _chunk_loss(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Ten
     d_logits = log_probs.exp_()
     d_logits.scatter_add_(1, target, torch.full_like(target, -1, dtype=dtype))
     return loss, d_logits
+
+
+def _sum_of_products(so_far: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``so_far + left @ right`` in ``dtype``, in the memory of ``so_far``, which is None before the first."""
+    is_nvidia = left.is_cuda and torch.version.hip is None  # whose GEMM adds 16-bit products to fp32
+    if not is_nvidia or left.dtype == dtype or torch.compiler.is_compiling():
+        product = (left @ right).to(dtype)
+        return product if so_far is None else so_far.add_(product)
+    if so_far is None:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.addmm(so_far, left, right, out_dtype=dtype, out=so_far)
 
 
 def _chunks(count: int, largest: int) -> list[slice]:
