@@ -158,15 +158,28 @@ def test_ties_of_any_shape(seed: int) -> None:
     assert_equals_torch(logits, cfg, mask, seed)
 
 
-@pytest.mark.parametrize("mode", ["nearest", "nearest_score"])
-def test_many_blocks_and_more_equal_scores_than_are_copied_out(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_rounding, "_BLOCK_KEYS", 128)
-    assert_equals_torch(random_logits(300, 3), config(mode, 3, 2), seed=2)
-    monkeypatch.setattr(triton_rounding, "_CANDIDATES", 64)
-    logits = torch.zeros(300, 2)
-    logits[:184, 1] = -1.0
-    rows, expected = assert_equals_torch(logits, config(mode, 2, 1, PLAIN), seed=2)
-    assert expected.tokens_per_expert.tolist() != rows.pairs_of_expert.tolist()
+@pytest.mark.parametrize(
+    ("mode", "tokens", "experts", "k", "tile"),
+    [
+        ("nearest", 300, 3, 2, 16),
+        ("down", 300, 3, 2, 16),
+        ("up", 200, 9, 3, 64),
+        ("balance", 260, 2, 1, 128),
+        ("nearest_score", 260, 2, 1, 128),
+    ],
+)
+def test_lists_longer_than_registers_hold(
+    mode: str, tokens: int, experts: int, k: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every list of keys is read in several parts, of scores that differ and of many that are equal."""
+    monkeypatch.setattr(triton_rounding, "_BLOCKS", 4)
+    monkeypatch.setattr(triton_rounding, "_ELEMENTS", 64)
+    monkeypatch.setattr(triton_rounding, "_NEAR", 16)
+    monkeypatch.setattr(triton_rounding, "_LIST", dict.fromkeys((4, 8), 32))
+    assert_equals_torch(random_logits(tokens, experts), config(mode, experts, k, tile=tile), seed=3)
+    logits = torch.zeros(tokens, experts)
+    logits[: tokens // 2, 1] = -1.0
+    assert_equals_torch(logits, config(mode, experts, k, PLAIN, tile=tile), seed=2)
 
 
 def test_balance_over_many_experts() -> None:

@@ -1,13 +1,16 @@
-"""Token rounding on a GPU: no sort of T x E, no host sync, a few small kernels.
+"""Token rounding on a GPU: no sort of T x E, no host sync, nothing of size T x E written, a few small kernels.
 
-T tokens · E experts · K experts per token · B blocks of TOKENS tokens · R_max row capacity
+T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B blocks of TOKENS tokens · R_max row capacity
 
-1. `key_kernel`: what each expert ranks its tokens by, expert-major, and counts of the chosen pairs by block.
-2. `count_kernel`: f of every expert, and the number of real tokens.
-3. `margin_kernel`, for "nearest_score" alone: the scores around f.
-4. `round_kernel`: r of every expert and its first row.
-5. `row_kernel`: a program for each expert finds its threshold and writes its rows.
+1. `key_kernel`: what top-K chose as bits, and of the tokens that did not choose an expert the best of each block.
+2. `count_kernel`: f of every expert, its pairs in earlier blocks, and the number of real tokens.
+3. `round_kernel`: r of every expert, its first row, and its place in the list of chosen pairs.
+4. `place_kernel`: that list, by expert.
+5. `row_kernel`: a program for each expert finds which tokens it drops or adds, and writes its rows.
 6. `token_kernel`, `pair_kernel`: the same pairs by token.
+
+"nearest_score" needs the scores around f to decide r: `margin_kernel` takes them from the list of chosen pairs, so
+`round_kernel` runs once for the places in the list, and once more after it.
 """
 
 from __future__ import annotations
@@ -17,26 +20,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.triton.launch import Launch, ceil_div, contiguous, device_of, power_of_two
+from tilemoe.kernels.triton.launch import Launch, ceil_div, contiguous, device_of, int32_vectors, power_of_two
 from tilemoe.kernels.triton.rounding_grad import grad_kernel
 from tilemoe.kernels.triton.rounding_kernels import (
-    TOKENS,
     count_kernel,
     key_kernel,
     margin_kernel,
     pair_kernel,
+    place_kernel,
     round_kernel,
     row_kernel,
     token_kernel,
 )
+from tilemoe.kernels.triton.rounding_select import TOKENS
 
 MAX_EXPERTS = 4096  # as in the selection; `ADDED_PAIR` is above every expert
-_KEY_TILE = 8192  # logits of a program that makes keys
-_BLOCK_E = 128  # experts at a time, for all tokens of a block
-_BLOCK_KEYS = 4096  # of a column at a time
-_CANDIDATES = 4096  # keys of an expert that are copied out
-_COUNTS = (512, 16)  # lines and experts of a program that adds counts up
-_GRAD_TOKENS, _GRAD_PAIRS = 8, 8
+_KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # logits of a program that makes keys, at a time; of one of its threads
+_COUNTS = (512, 8)  # blocks and experts of a program that adds counts up, at a time
+_SUMS = 1024  # counts of earlier blocks at a time
+_BLOCKS = 1024  # of these an expert's best keys stay in registers
+_ELEMENTS = 1024  # tokens of the found blocks at a time
+_NEAR = 256  # of these the keys that may be added stay in registers
+_LIST = {4: 1024, 8: 4096}  # of these the keys of chosen pairs stay in registers, by an expert's warps
+_MANY_EXPERTS = 128  # above it a multiprocessor has several, with short lists, and less room for each
+_PAIRS = 512  # of a program, one after another
+_TOKEN_WORDS = 2048  # of a program that looks for the pairs of tokens
 
 
 class RoundingSpec(NamedTuple):
@@ -93,12 +101,56 @@ def round_launches(
     """The launches, in order, and the tensors that they fill."""
     num_tokens, num_experts = logits.shape
     assert num_experts <= MAX_EXPERTS, "the caller chooses another way"
-    num_blocks = ceil_div(num_tokens, int(TOKENS))
+    rows = _empty_rows(logits, spec)
+    scratch = _scratch(logits, expert_ids.shape[1], spec)
+    inputs = {
+        "logits": logits,
+        "expert_ids": expert_ids,
+        "kept_scores": kept_scores,
+        "uniform": uniform,
+        "token_mask": token_mask,
+        "num_tokens": num_tokens,
+        "num_blocks": ceil_div(num_tokens, int(TOKENS)),
+        "num_experts": num_experts,
+        "num_words": _words(num_experts),
+        "num_pairs": expert_ids.numel(),
+        "most_blocks": _most_blocks(num_tokens, spec),
+        "scale": spec.scale,
+        "capacity": spec.capacity,
+    }
+    known = {**rows._asdict(), **scratch, **inputs}
+    launches = [*_counting(known, spec), _rounding(known, spec, "down" if spec.mode == "nearest_score" else spec.mode)]
+    launches.append(
+        _launch(
+            place_kernel,
+            ceil_div(expert_ids.numel(), _PAIRS),
+            known,
+            {"K": expert_ids.shape[1], "BLOCK": _PAIRS},
+            num_warps=4,
+        )
+    )
+    if spec.mode == "nearest_score":
+        search = _search(num_experts, spec)
+        launches += [_launch(margin_kernel, num_experts, known, search, num_warps=8), _rounding(known, spec, spec.mode)]
+    return [*launches, *_emission(known, spec)], rows
+
+
+def _words(num_experts: int) -> int:
+    return ceil_div(num_experts, 32)
+
+
+def _most_blocks(num_tokens: int, spec: RoundingSpec) -> int:
+    """In which the tokens to add may lie: fewer than a tile are added."""
+    return min(spec.tile, ceil_div(num_tokens, int(TOKENS)))
+
+
+def _empty_rows(logits: Tensor, spec: RoundingSpec) -> RoundedRows:
+    num_tokens, num_experts = logits.shape
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    rows = RoundedRows(
+    return RoundedRows(
         scores=new(spec.capacity, dtype=torch.float32),
         token_of_row=new(spec.capacity),
         pair_of_row=new(spec.capacity),
@@ -109,146 +161,111 @@ def round_launches(
         norm=new(num_tokens if spec.score != "sigmoid" else 0, 2, dtype=torch.float32),
         code_of_pair=new(spec.capacity, dtype=torch.int16),
     )
-    columns = max(16, power_of_two(num_experts))
+
+
+def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict[str, Tensor | None]:
+    """What the kernels leave for each other."""
+    num_tokens, num_experts = logits.shape
+    num_blocks, num_pairs = ceil_div(num_tokens, int(TOKENS)), num_tokens * experts_per_token
+    found = num_experts * _most_blocks(num_tokens, spec)
+    lengths = {
+        "best": num_blocks * num_experts,
+        "block_bits": num_blocks * num_experts,
+        "pairs_before": num_blocks * num_experts,
+        "token_bits": num_tokens * _words(num_experts) * 2,
+        "pairs_of_block": num_blocks,
+        "real_of_block": num_blocks,
+        "num_real": 1,
+        "chosen_start": num_experts,
+        "list_key": num_pairs,
+        "list_token": num_pairs,
+        "found_blocks": found,
+        "near_key": found * int(TOKENS),
+        "near_token": found * int(TOKENS),
+        "added": num_experts * spec.tile,
+    }
+    scratch: dict[str, Tensor | None] = dict(zip(lengths, int32_vectors(logits, *lengths.values()), strict=True))
+    scratch["code_of_row"] = torch.empty(spec.capacity, dtype=torch.int16, device=logits.device)
+    for name in ("lost", "gained"):
+        is_needed = spec.mode == "nearest_score"
+        scratch[name] = logits.new_empty(num_experts, dtype=torch.float64) if is_needed else None
+    return scratch
+
+
+def _launch(kernel: Any, programs: int, known: dict[str, Any], constants: dict[str, Any], num_warps: int) -> Launch:
+    """With the arguments that ``kernel`` names, of those that are known."""
+    args = {name: known[name] for name in kernel.arg_names if name not in constants}
+    return Launch(kernel, (programs,), args, constants, num_warps=num_warps, num_stages=1)
+
+
+def _counting(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
+    num_experts, experts_per_token = known["num_experts"], known["expert_ids"].shape[1]
+    columns = max(32, power_of_two(num_experts))
     block_t = max(1, min(int(TOKENS), _KEY_TILE // columns))
-    key_warps = max(1, block_t * columns // 1024)
-    num_counts = num_blocks * (int(TOKENS) // block_t)
-    keys, counts = new(num_experts, num_blocks * int(TOKENS)), new(num_counts, num_experts)
-    real_tokens, num_real = new(num_counts), new(1)
-    sizes = {"num_blocks": num_blocks, "num_experts": num_experts}
-    shared = {"pairs_of_expert": rows.pairs_of_expert, "num_real": num_real}
-    launches = [
-        Launch(
+    rows, columns_of_count = _COUNTS
+    return [
+        _launch(
             key_kernel,
-            (num_counts,),
+            known["num_blocks"],
+            {**known, "tokens_of_block": int(TOKENS)},
             {
-                "logits": logits,
-                "expert_ids": expert_ids,
-                "kept_scores": kept_scores,
-                "token_mask": token_mask,
-                "keys": keys,
-                "norm": rows.norm,
-                "counts": counts,
-                "real_tokens": real_tokens,
-                "num_tokens": num_tokens,
-                "experts_per_token": expert_ids.shape[1],
-                **sizes,
-            },
-            {
+                "K": experts_per_token,
                 "SOFTMAX": spec.score != "sigmoid",
                 "BLOCK_T": block_t,
                 "BLOCK_E": columns,
-                # The histogram of the pairs has something for every thread.
-                "BLOCK_K": max(power_of_two(expert_ids.shape[1]), 32 * key_warps // block_t),
+                "WORDS": columns // 32,
+                "BLOCK_K": power_of_two(experts_per_token),
             },
-            num_warps=key_warps,
-            num_stages=1,
+            num_warps=max(1, block_t * columns // (32 * _KEYS_OF_THREAD)),
         ),
-        Launch(
+        _launch(
             count_kernel,
-            (ceil_div(num_experts, _COUNTS[1]) + 1,),
-            {
-                "counts": counts,
-                "real_tokens": real_tokens,
-                **shared,
-                "num_counts": num_counts,
-                "num_experts": num_experts,
-            },
-            {"ROWS": _COUNTS[0], "COLUMNS": _COUNTS[1]},
+            ceil_div(num_experts, columns_of_count) + 1,
+            known,
+            {"ROWS": rows, "COLUMNS": columns_of_count},
             num_warps=8,
-            num_stages=1,
         ),
     ]
-    search = {"keys": keys, "candidates": new(num_experts, _CANDIDATES), "scale": spec.scale}
-    blocks = {"CANDIDATES": _CANDIDATES, "BLOCK": _BLOCK_KEYS}
-    lost = gained = None
-    if spec.mode == "nearest_score":
-        lost, gained = new(num_experts, dtype=torch.float64), new(num_experts, dtype=torch.float64)
-        launches.append(
-            Launch(
-                margin_kernel,
-                (num_experts,),
-                {**search, **shared, "lost": lost, "gained": gained, "num_blocks": num_blocks},
-                {"TILE": spec.tile, **blocks},
-                num_warps=8,
-                num_stages=1,
-            )
-        )
-    launches.append(
-        Launch(
-            round_kernel,
-            (1,),
-            {
-                **shared,
-                "uniform": uniform,
-                "lost": lost,
-                "gained": gained,
-                "row_start_of_expert": rows.row_start_of_expert,
-                "num_experts": num_experts,
-            },
-            {"MODE": spec.mode, "TILE": spec.tile, "BLOCK_E": columns},
-            num_warps=4,
-            num_stages=1,
-        )
-    )
-    return [*launches, *_emission(rows, search, sizes, num_tokens, spec)], rows
 
 
-def _emission(
-    rows: RoundedRows, search: dict[str, Any], sizes: dict[str, int], num_tokens: int, spec: RoundingSpec
-) -> list[Launch]:
+def _rounding(known: dict[str, Any], spec: RoundingSpec, mode: str) -> Launch:
+    constants = {"MODE": mode, "TILE": spec.tile, "BLOCK_E": max(32, power_of_two(known["num_experts"]))}
+    if mode != "nearest_score":
+        known = {**known, "lost": None, "gained": None}
+    return _launch(round_kernel, 1, known, constants, num_warps=4)
+
+
+def _search(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:
+    """Constants of the kernels that look for an expert's threshold."""
+    return {
+        "SOFTMAX": spec.score != "sigmoid",
+        "TILE": spec.tile,
+        "ELEMENTS": _ELEMENTS,
+        "BLOCK_B": _BLOCKS,
+        "NEAR": _NEAR,
+        "BLOCK": _LIST[_warps_of_expert(num_experts)],
+    }
+
+
+def _warps_of_expert(num_experts: int) -> int:
+    return 4 if num_experts > _MANY_EXPERTS else 8
+
+
+def _emission(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
     """The launches that write the rows of every expert, then the pairs of every token."""
-    keys = search["keys"]
-    kept = torch.empty_like(keys, dtype=torch.int8)
-    rows_before_block = keys.new_empty(sizes["num_experts"], sizes["num_blocks"])
-    pairs_of_block = keys.new_empty(sizes["num_blocks"])
-    by_token = {"kept": kept, "pairs_of_block": pairs_of_block, "pair_start_of_token": rows.pair_start_of_token}
-    block_e = min(_BLOCK_E, max(16, power_of_two(sizes["num_experts"])))
+    num_experts, num_tokens = known["num_experts"], known["num_tokens"]
+    words = power_of_two(_words(num_experts))
+    block_t = min(128, max(int(TOKENS), _TOKEN_WORDS // words))
     return [
-        Launch(
-            row_kernel,
-            (sizes["num_experts"],),
-            {
-                **search,
-                "pairs_of_expert": rows.pairs_of_expert,
-                "row_start_of_expert": rows.row_start_of_expert,
-                "token_of_row": rows.token_of_row,
-                "pair_of_row": rows.pair_of_row,
-                "row_of_pair": rows.row_of_pair,
-                "scores": rows.scores,
-                "kept": kept,
-                "rows_before_block": rows_before_block,
-                "capacity": spec.capacity,
-                **sizes,
-            },
-            {"CANDIDATES": _CANDIDATES, "BLOCK": _BLOCK_KEYS},
-            num_warps=8,
-            num_stages=1,
-        ),
-        Launch(
+        _launch(row_kernel, num_experts, known, _search(num_experts, spec), num_warps=_warps_of_expert(num_experts)),
+        _launch(
             token_kernel,
-            (sizes["num_blocks"],),
-            {**by_token, "num_tokens": num_tokens, **sizes},
-            {"BLOCK_E": block_e},
+            ceil_div(num_tokens, block_t),
+            known,
+            {"BLOCK_T": block_t, "WORDS": words, "BLOCK": _SUMS},
             num_warps=4,
-            num_stages=1,
         ),
-        Launch(
-            pair_kernel,
-            (sizes["num_blocks"],),
-            {
-                **by_token,
-                "rows_before_block": rows_before_block,
-                "row_start_of_expert": rows.row_start_of_expert,
-                "row_of_pair": rows.row_of_pair,
-                "code_of_pair": rows.code_of_pair,
-                "num_tokens": num_tokens,
-                **sizes,
-            },
-            {"BLOCK_E": block_e, "BLOCK": 1024},
-            num_warps=8,
-            num_stages=1,
-        ),
+        _launch(pair_kernel, ceil_div(spec.capacity, _PAIRS), known, {"BLOCK": _PAIRS}, num_warps=4),
     ]
 
 
@@ -294,9 +311,11 @@ def score_grad_launch(
 ) -> Launch:
     """The launch behind `score_grad`."""
     num_tokens, num_experts = logits.shape
+    columns = min(512, max(32, power_of_two(num_experts)))
+    block_t = max(4, 512 // columns)
     return Launch(
         grad_kernel,
-        (ceil_div(num_tokens, _GRAD_TOKENS),),
+        (ceil_div(num_tokens, block_t),),
         {
             "d_scores": d_scores,
             "logits": logits,
@@ -315,11 +334,13 @@ def score_grad_launch(
         {
             "MODE": spec.score,
             "NORMALIZE": spec.normalize,
-            "BLOCK_T": _GRAD_TOKENS,
-            "BLOCK_E": min(512, max(32, power_of_two(num_experts))),
+            "BLOCK_T": block_t,
+            "BLOCK_E": columns,
             "BLOCK_K": power_of_two(expert_ids.shape[1]),
-            "PAIRS": _GRAD_PAIRS,
+            # Few tokens have more pairs than these, which are kept.
+            "PAIRS": min(16, max(4, 2 * power_of_two(expert_ids.shape[1]))),
+            "WHOLE": num_experts <= columns,
         },
-        num_warps=4,
+        num_warps=4 if columns == 512 else 2,
         num_stages=1,
     )

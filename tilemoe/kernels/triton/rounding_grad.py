@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilemoe.kernels.triton.rounding_kernels import ADDED_PAIR, score_of_logit
+from tilemoe.kernels.triton.rounding_kernels import ADDED_PAIR
+from tilemoe.kernels.triton.rounding_select import score_of_logit
 
 _EPSILON = tl.constexpr(1e-20)  # as in `tilemoe.routing.topk`
 
@@ -35,6 +36,7 @@ def grad_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PAIRS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """d_logits (T, E) from d_scores (R_max).
 
@@ -42,6 +44,9 @@ def grad_kernel(
     q and an added one scale * S. Of g = d_scores, 0 for a chosen pair that was dropped, and A = sum of g q over the
     chosen pairs (0 if q = S): the gradient through q is ``scale * q * (g - A)`` with respect to log S. The softmax
     then takes S times the sum of all these from every expert of the token.
+
+    The first PAIRS pairs of a token stay in registers, others are read twice; its logits, where BLOCK_E of them are the
+    WHOLE of it, are asked for with the pairs. Whatever is read is asked for before anything is computed.
     """
     SOFTMAX: tl.constexpr = MODE != "sigmoid"
     LATE: tl.constexpr = MODE == "late softmax"
@@ -58,40 +63,37 @@ def grad_kernel(
     line = logits + token.to(tl.int64)[:, None] * num_experts
     out = d_logits + token.to(tl.int64)[:, None] * num_experts
 
-    # The chosen experts.
+    first = tl.load(pair_start_of_token + token, mask=real, other=0)
+    count = tl.load(pair_start_of_token + token + 1, mask=real, other=0) - first
+    most = tl.max(count, axis=0)
+    carried = (d_scores, row_of_pair, code_of_pair, line)
+    column = tl.arange(0, BLOCK_E)
+    if WHOLE and SOFTMAX:
+        is_logit = real[:, None] & (column < num_experts)[None, :]
+        tile = tl.load(line + column[None, :], mask=is_logit, other=float("-inf"))
+    pairs = _load_pairs(carried, first, count, 0, PAIRS)
     k = tl.arange(0, BLOCK_K)
     is_k = real[:, None] & (k < experts_per_token)[None, :]
     ids = tl.load(expert_ids + token.to(tl.int64)[:, None] * experts_per_token + k[None, :], mask=is_k, other=0)
     logit = tl.load(line + ids, mask=is_k, other=float("-inf"))
-    chosen_score = score_of_logit(logit, top, inverse, SOFTMAX)
-    if LATE:
-        # In the other modes `high` and `whole` make q out of S.
-        high = tl.max(logit, axis=1)
-        high = tl.where(real, high, 0.0)
-        weight = tl.exp(logit - high[:, None])
-    else:
-        high = top
-        weight = tl.where(is_k, chosen_score, 0.0)
+
+    # The chosen experts. Outside of LATE `high` and `whole` make q out of S.
+    chosen_score = score_of_logit(logit, top[:, None], inverse[:, None], SOFTMAX)
+    high = tl.where(real, tl.max(logit, axis=1), 0.0) if LATE else top
+    weight = tl.exp(logit - high[:, None]) if LATE else tl.where(is_k, chosen_score, 0.0)
+    whole = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
     if LATE:
         whole = 1.0 / tl.where(real, tl.sum(weight, axis=1), 1.0)
     elif NORMALIZE:
         whole = 1.0 / (tl.sum(weight, axis=1) + _EPSILON)
-    else:
-        whole = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
     q = weight * whole[:, None]
+    of_token = (top[:, None], inverse[:, None], high[:, None], whole[:, None])
 
-    first = tl.load(pair_start_of_token + token, mask=real, other=0)
-    count = tl.load(pair_start_of_token + token + 1, mask=real, other=0) - first
-    most = tl.max(count, axis=0)
-    through_chosen = tl.zeros((BLOCK_T,), dtype=tl.float32)  # sum of g q
-    through_added = tl.zeros((BLOCK_T,), dtype=tl.float32)  # sum of g S
-    for start in range(0, most, PAIRS):
-        expert, added, g, is_pair = _load_pairs(d_scores, row_of_pair, code_of_pair, first, count, start, PAIRS)
-        here = tl.load(line + expert, mask=is_pair, other=0.0)
-        score = score_of_logit(here, top, inverse, SOFTMAX)
-        part = tl.exp(here - high[:, None]) if LATE else score
-        through_chosen += tl.sum(tl.where(is_pair & (added == 0), g * part * whole[:, None], 0.0), axis=1)
-        through_added += tl.sum(tl.where(is_pair & (added != 0), g * score, 0.0), axis=1)
+    through_chosen, through_added = _sums_of_pairs(pairs, of_token, MODE)  # of g q and of g S
+    for start in range(PAIRS, most, PAIRS):
+        more = _sums_of_pairs(_load_pairs(carried, first, count, start, PAIRS), of_token, MODE)
+        through_chosen += more[0]
+        through_added += more[1]
 
     # What the softmax takes away from every expert, per unit of its S.
     common = tl.zeros((BLOCK_T,), dtype=tl.float32)
@@ -100,35 +102,59 @@ def grad_kernel(
         rest = through_chosen - shared * tl.sum(q, axis=1)
         common = scale * (through_added + (tl.zeros_like(rest) if LATE else rest))
     for left in range(0, num_experts, BLOCK_E):
-        column = left + tl.arange(0, BLOCK_E)
-        valid = (column < num_experts)[None, :]
+        valid = (left + column < num_experts)[None, :]
         grad = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
         if SOFTMAX:
-            tile = tl.load(line + column[None, :], mask=real[:, None] & valid, other=float("-inf"))
-            grad = -score_of_logit(tile, top, inverse, SOFTMAX) * common[:, None]
-        tl.store(out + column[None, :], tl.where(real[:, None], grad, 0.0), mask=inside[:, None] & valid)
+            if not WHOLE:
+                tile = tl.load(line + left + column[None, :], mask=real[:, None] & valid, other=float("-inf"))
+            grad = -score_of_logit(tile, top[:, None], inverse[:, None], SOFTMAX) * common[:, None]
+        tl.store(out + left + column[None, :], tl.where(real[:, None], grad, 0.0), mask=inside[:, None] & valid)
     tl.debug_barrier()  # below, other threads write to the same places: the chosen first, then those with a row
     slope = 1.0 if SOFTMAX else 1.0 - chosen_score
     grad_chosen = -scale * q * shared[:, None] * slope - chosen_score * common[:, None]
     tl.store(out + ids, grad_chosen, mask=is_k)
     tl.debug_barrier()
-    for start in range(0, most, PAIRS):
-        expert, added, g, is_pair = _load_pairs(d_scores, row_of_pair, code_of_pair, first, count, start, PAIRS)
-        here = tl.load(line + expert, mask=is_pair, other=0.0)
-        score = score_of_logit(here, top, inverse, SOFTMAX)
-        part = tl.exp(here - high[:, None]) if LATE else score
-        slope_here = 1.0 if SOFTMAX else 1.0 - score
-        through = tl.where(added != 0, g * score, part * whole[:, None] * (g - shared[:, None]))
-        tl.store(out + expert, scale * through * slope_here - score * common[:, None], mask=is_pair)
+    _store_pairs(out, pairs, of_token, shared, common, scale, MODE)
+    for start in range(PAIRS, most, PAIRS):
+        _store_pairs(out, _load_pairs(carried, first, count, start, PAIRS), of_token, shared, common, scale, MODE)
 
 
 @triton.jit
-def _load_pairs(d_scores, row_of_pair, code_of_pair, first, count, start, PAIRS: tl.constexpr):
-    """(tokens, PAIRS): expert, whether it was added, the gradient of its score, and whether there is such a pair."""
+def _load_pairs(carried, first, count, start, PAIRS: tl.constexpr):
+    """(tokens, PAIRS): expert, whether it was added, the gradient of its score, its logit, and whether it is a pair."""
+    d_scores, row_of_pair, code_of_pair, line = carried
     index = start + tl.arange(0, PAIRS)[None, :]
     is_pair = index < count[:, None]
     pair = first[:, None] + index
     code = tl.load(code_of_pair + pair, mask=is_pair, other=0).to(tl.int32)
     row = tl.load(row_of_pair + pair, mask=is_pair, other=0)
     g = tl.load(d_scores + row, mask=is_pair, other=0.0)
-    return code & (ADDED_PAIR - 1), code & ADDED_PAIR, g, is_pair
+    expert = code & (ADDED_PAIR - 1)
+    return expert, (code & ADDED_PAIR) != 0, g, tl.load(line + expert, mask=is_pair, other=0.0), is_pair
+
+
+@triton.jit
+def _scores_of_pairs(logit, of_token, MODE: tl.constexpr):
+    """(S, q) of pairs, q as if they were chosen."""
+    top, inverse, high, whole = of_token
+    score = score_of_logit(logit, top, inverse, MODE != "sigmoid")
+    return score, (tl.exp(logit - high) if MODE == "late softmax" else score) * whole
+
+
+@triton.jit
+def _sums_of_pairs(pairs, of_token, MODE: tl.constexpr):
+    """(tokens,): the sum of g q over the chosen pairs, and of g S over those added."""
+    _, is_added, g, logit, is_pair = pairs
+    score, q = _scores_of_pairs(logit, of_token, MODE)
+    through_chosen = tl.sum(tl.where(is_pair & (is_added == 0), g * q, 0.0), axis=1)
+    return through_chosen, tl.sum(tl.where(is_pair & is_added, g * score, 0.0), axis=1)
+
+
+@triton.jit
+def _store_pairs(out, pairs, of_token, shared, common, scale, MODE: tl.constexpr):
+    """The gradient of the logits of pairs that have a row."""
+    expert, is_added, g, logit, is_pair = pairs
+    score, q = _scores_of_pairs(logit, of_token, MODE)
+    through = tl.where(is_added, g * score, q * (g - shared[:, None]))
+    slope = 1.0 - score if MODE == "sigmoid" else 1.0
+    tl.store(out + expert, scale * through * slope - score * common[:, None], mask=is_pair)

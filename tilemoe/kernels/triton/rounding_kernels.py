@@ -1,10 +1,14 @@
 """The kernels behind `tilemoe.kernels.triton.rounding`, in the order in which they run.
 
-T tokens · E experts · K experts per token · m tile · f rows of an expert under top-K · r rows it computes
-B blocks of TOKENS consecutive tokens · R_max row capacity
+T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B blocks of TOKENS consecutive tokens
+f rows of an expert under top-K · r rows that it computes · R_max row capacity
 
-A key is an int32 that orders an expert's tokens: those that chose it first, by the score they carry, then the others
-by S, then what is no token. Scores are not negative, so their bits order as they do.
+What top-K chose lies in bits, so that a place among an expert's tokens, or among a token's experts, is a popcount:
+block_bits (B, E), of which bit t says that token t of the block chose the expert, and token_bits (T, W, 2), of which
+bit e of word w says that the token has expert 32 w + e, and beside it stands the place of the word's first pair.
+
+A key is an int32 that orders as scores do: their bits, as they are not negative. Of the tokens that did not choose an
+expert only each block's best key is kept, best (B, E).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -13,147 +17,120 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilemoe.kernels.triton.rounding_select import OTHERS, OUT, row_threshold, value_of_key
+from tilemoe.kernels.triton.rounding_select import (
+    OUT,
+    TOKENS,
+    first_of,
+    key_of_other,
+    line_of_chosen,
+    line_of_others,
+    popcount,
+    score_of_logit,
+    score_of_other,
+)
 
-TOKENS = tl.constexpr(32)  # of a block: the unit in which tokens are counted
-CHOSEN = tl.constexpr(1)  # in `kept` (E, T), by which 0 is a token without the expert
-ADDED = tl.constexpr(2)
 ADDED_PAIR = tl.constexpr(1 << 14)  # in `code_of_pair`, beside the expert
 
 
-@triton.jit
-def score_of_logit(logit, top, inverse, SOFTMAX: tl.constexpr):
-    """S of logits (tokens, any number), given each token's maximum and 1 / sum."""
-    return tl.exp(logit - top[:, None]) * inverse[:, None] if SOFTMAX else 1.0 / (1.0 + tl.exp(-logit))
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def key_kernel(
-    logits,
-    expert_ids,
-    kept_scores,
-    token_mask,
-    keys,
-    norm,
-    counts,
-    real_tokens,
-    num_tokens,
-    num_blocks,
-    num_experts,
-    experts_per_token,
-    SOFTMAX: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    logits, expert_ids, token_mask, norm, best, block_bits, token_bits, pairs_of_block, real_of_block,
+    num_tokens, num_experts, num_words, tokens_of_block,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
-    """keys (E, B * TOKENS); norm (T, 2): the maximum and 1 / sum of a token's softmax; of this program's BLOCK_T
-    tokens, counts (programs, E) of chosen pairs and real_tokens (programs). A tile is these tokens times all experts.
+):  # fmt: skip
+    """norm (T, 2): the maximum and 1 / sum of a token's softmax; best, block_bits (B, E); the bits of token_bits;
+    pairs_of_block, real_of_block (B): pairs and real tokens. One program for each block.
     """
-    program = tl.program_id(0)
-    token = program * BLOCK_T + tl.arange(0, BLOCK_T)
-    real = token < num_tokens
-    if token_mask is not None:
-        real &= tl.load(token_mask + token, mask=real, other=0) != 0
-    tl.store(real_tokens + program, tl.sum(real.to(tl.int32), axis=0))
+    block = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     valid = expert < num_experts
-    line = logits + token.to(tl.int64)[:, None] * num_experts
-    tile = tl.load(line + expert[None, :], mask=real[:, None] & valid[None, :], other=float("-inf"))
-    top = tl.zeros((BLOCK_T,), dtype=tl.float32)
-    inverse = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
-    if SOFTMAX:
-        top = tl.where(real, tl.max(tile, axis=1), 0.0)
-        total = tl.sum(tl.exp(tile - top[:, None]), axis=1)
-        inverse = 1.0 / tl.where(real, total, 1.0)
-        place = norm + 2 * token.to(tl.int64)
-        tl.store(place, top, mask=token < num_tokens)
-        tl.store(place + 1, inverse, mask=token < num_tokens)
-    score = score_of_logit(tile, top, inverse, SOFTMAX)
-    key = (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + OTHERS
-    key = tl.where(real[:, None], key, OUT)
-    size = num_blocks * TOKENS
-    columns = keys + expert.to(tl.int64)[None, :] * size
-    tl.store(columns + token[:, None], key, mask=valid[None, :])
-    tl.debug_barrier()  # the chosen pairs' keys replace what other threads have just written
-    k = tl.arange(0, BLOCK_K)[None, :]
-    pair = token.to(tl.int64)[:, None] * experts_per_token + k
-    is_pair = real[:, None] & (k < experts_per_token)
-    chosen = tl.load(expert_ids + pair, mask=is_pair, other=-1).to(tl.int32)
-    is_pair &= (chosen >= 0) & (chosen < num_experts)
-    carried = tl.load(kept_scores + pair, mask=is_pair, other=0.0)
-    bits = carried.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.store(keys + chosen.to(tl.int64) * size + token[:, None], bits, mask=is_pair)
-    flat = tl.reshape(tl.where(is_pair, chosen, 0), (BLOCK_T * BLOCK_K,))
-    count = tl.histogram(flat, BLOCK_E, mask=tl.reshape(is_pair, (BLOCK_T * BLOCK_K,)))
-    tl.store(counts + program.to(tl.int64) * num_experts + expert, count, mask=valid)
+    word = tl.arange(0, WORDS)
+    most = tl.full((BLOCK_T, BLOCK_E), OUT, dtype=tl.int32)
+    bits_of_expert = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    reals = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    pairs = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    for first in range(0, tokens_of_block, BLOCK_T):  # TOKENS, but not known: unrolled, it takes twice the registers
+        inner = first + tl.arange(0, BLOCK_T)
+        token = block * TOKENS + inner
+        inside = token < num_tokens
+        real = inside
+        if token_mask is not None:
+            real &= tl.load(token_mask + token, mask=inside, other=0) != 0
+        line = logits + token.to(tl.int64)[:, None] * num_experts
+        tile = tl.load(line + expert[None, :], mask=real[:, None] & valid[None, :], other=float("-inf"))
+        words = _words_of_tokens(expert_ids, token, real, num_experts, K, WORDS, BLOCK_K)
+        place = (token.to(tl.int64)[:, None] * num_words + word[None, :]) * 2
+        tl.store(token_bits + place, words, mask=inside[:, None] & (word < num_words)[None, :])
+        reals += real.to(tl.int32)
+        pairs += tl.sum(popcount(words), axis=1)
+        top = tl.zeros((BLOCK_T,), dtype=tl.float32)
+        inverse = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
+        if SOFTMAX:
+            top = tl.where(real, tl.max(tile, axis=1), 0.0)
+            total = tl.sum(tl.exp(tile - top[:, None]), axis=1)
+            inverse = 1.0 / tl.where(real, total, 1.0)
+            tl.store(norm + 2 * token.to(tl.int64), top, mask=inside)
+            tl.store(norm + 2 * token.to(tl.int64) + 1, inverse, mask=inside)
+        key = key_of_other(score_of_logit(tile, top[:, None], inverse[:, None], SOFTMAX))
+        spread = tl.reshape(tl.broadcast_to(words[:, :, None], (BLOCK_T, WORDS, 32)), (BLOCK_T, BLOCK_E))
+        is_chosen = (spread >> (expert & 31)[None, :]) & 1
+        key = tl.where(real[:, None] & (is_chosen == 0), key, OUT)
+        most = tl.maximum(most, key)
+        # From the key, not from `is_chosen`, which the compiler would compute anew in the layout of the store.
+        bit = tl.where(real, 1 << inner, 0)[:, None]
+        bits_of_expert |= tl.sum(tl.where(key == OUT, bit, 0), axis=0)
+    out = block.to(tl.int64) * num_experts + expert
+    tl.store(best + out, tl.max(most, axis=0), mask=valid)
+    tl.store(block_bits + out, bits_of_expert, mask=valid)
+    tl.store(real_of_block + block, tl.sum(reals, axis=0))
+    tl.store(pairs_of_block + block, tl.sum(pairs, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_counts"])
-def count_kernel(
-    counts, real_tokens, pairs_of_expert, num_real, num_counts, num_experts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+@triton.jit
+def _words_of_tokens(
+    expert_ids, token, real, num_experts, K: tl.constexpr, WORDS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """pairs_of_expert (E): f, the sum of counts (num_counts, E); by the last program, num_real (1)."""
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        part = tl.zeros((ROWS,), dtype=tl.int32)
-        for first in range(0, num_counts, ROWS):
-            line = first + tl.arange(0, ROWS)
-            part += tl.load(real_tokens + line, mask=line < num_counts, other=0)
-        tl.store(num_real, tl.sum(part, axis=0))
-    else:
-        expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
-        for first in range(0, num_counts, ROWS):
-            line = first + tl.arange(0, ROWS)
-            place = line.to(tl.int64)[:, None] * num_experts + expert[None, :]
-            inside = (line < num_counts)[:, None] & (expert < num_experts)[None, :]
-            total += tl.load(counts + place, mask=inside, other=0)
-        tl.store(pairs_of_expert + expert, tl.sum(total, axis=0), mask=expert < num_experts)
+    """(tokens, WORDS): the bits of the experts that real tokens chose."""
+    k = tl.arange(0, BLOCK_K)[None, :]
+    is_pair = real[:, None] & (k < K)
+    chosen = tl.load(expert_ids + token.to(tl.int64)[:, None] * K + k, mask=is_pair, other=-1).to(tl.int32)
+    bit = tl.where((chosen >= 0) & (chosen < num_experts), 1 << (chosen & 31), 0)
+    is_in_word = tl.arange(0, WORDS)[None, None, :] == (chosen >> 5)[:, :, None]
+    return tl.sum(tl.where(is_in_word, bit[:, :, None], 0), axis=1)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def margin_kernel(
-    keys, candidates, pairs_of_expert, num_real, lost, gained, num_blocks, scale,
-    TILE: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+def count_kernel(
+    block_bits, real_of_block, pairs_before, pairs_of_expert, num_real, num_blocks, num_experts,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """lost, gained (E) fp64: scores of the rows that go when f is rounded down, and of those that come when up."""
-    expert = tl.program_id(0)
-    size = num_blocks * TOKENS
-    column = keys + expert.to(tl.int64) * size
-    space = candidates + expert.to(tl.int64) * CANDIDATES
-    f = tl.load(pairs_of_expert + expert)
-    most = tl.load(num_real) // TILE * TILE
-    down = f // TILE * TILE
-    up = down + TILE
-    sum_lost = tl.zeros((BLOCK,), dtype=tl.float64)
-    sum_gained = tl.zeros((BLOCK,), dtype=tl.float64)
-    if (f > down) & (up <= most):
-        low_line, low_ties = row_threshold(column, size, space, f, down, CANDIDATES, BLOCK)
-        tl.debug_barrier()
-        high_line, high_ties = row_threshold(column, size, space, f, up, CANDIDATES, BLOCK)
-        for first in range(0, size, BLOCK):
-            token = first + tl.arange(0, BLOCK)
-            key = tl.load(column + token, mask=token < size, other=OUT)
-            value = value_of_key(key)
-            sum_lost += tl.where((key >= 0) & (key < low_line), value, 0.0).to(tl.float64)
-            sum_lost += tl.where((key >= 0) & (key == low_line), value, 0.0).to(tl.float64)
-            sum_gained += tl.where((key < 0) & (key > high_line), value * scale, 0.0).to(tl.float64)
-        # Of the rows at the line, low_ties stay, and high_ties come.
-        sum_of_lost = tl.sum(sum_lost, axis=0) - low_ties * value_of_key(low_line).to(tl.float64)
-        sum_of_gained = tl.sum(sum_gained, axis=0) + high_ties * (value_of_key(high_line) * scale).to(tl.float64)
-        tl.store(lost + expert, sum_of_lost)
-        tl.store(gained + expert, sum_of_gained)
+    """pairs_before (B, E): an expert's pairs of earlier blocks; pairs_of_expert (E), f; the last program: num_real."""
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        part = tl.zeros((ROWS,), dtype=tl.int32)
+        for first in range(0, num_blocks, ROWS):
+            block = first + tl.arange(0, ROWS)
+            part += tl.load(real_of_block + block, mask=block < num_blocks, other=0)
+        tl.store(num_real, tl.sum(part, axis=0))
     else:
-        tl.store(lost + expert, 0.0)
-        tl.store(gained + expert, 0.0)
+        expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        total = tl.zeros((COLUMNS,), dtype=tl.int32)
+        for first in range(0, num_blocks, ROWS):
+            block = first + tl.arange(0, ROWS)
+            place = block.to(tl.int64)[:, None] * num_experts + expert[None, :]
+            inside = (block < num_blocks)[:, None] & (expert < num_experts)[None, :]
+            count = popcount(tl.load(block_bits + place, mask=inside, other=0))
+            tl.store(pairs_before + place, total[None, :] + tl.cumsum(count, axis=0) - count, mask=inside)
+            total += tl.sum(count, axis=0)
+        tl.store(pairs_of_expert + expert, total, mask=expert < num_experts)
 
 
 @triton.jit
 def round_kernel(
-    pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, num_experts,
+    pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
     MODE: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """row_start_of_expert (E+1): the running sum of r."""
+    """row_start_of_expert (E+1): the running sum of r; chosen_start (E): that of f."""
     expert = tl.arange(0, BLOCK_E)
     valid = expert < num_experts
     f = tl.load(pairs_of_expert + expert, mask=valid, other=0)
@@ -178,9 +155,9 @@ def round_kernel(
         goes_up = f < 0
     r = tl.where(goes_up & (down + TILE <= most), down + TILE, down)
     r = tl.where(most == 0, f, r)
-    ends = tl.cumsum(tl.where(valid, r, 0), axis=0)
     tl.store(row_start_of_expert, 0)
-    tl.store(row_start_of_expert + 1 + expert, ends, mask=valid)
+    tl.store(row_start_of_expert + 1 + expert, tl.cumsum(tl.where(valid, r, 0), axis=0), mask=valid)
+    tl.store(chosen_start + expert, tl.cumsum(f, axis=0) - f, mask=valid)
 
 
 @triton.jit
@@ -189,122 +166,225 @@ def _deviation(remainders, TILE: tl.constexpr):
     return ((TILE // 2 - remainders) & (TILE - 1)) - TILE // 2
 
 
-@triton.jit(do_not_specialize=["num_blocks", "capacity"])
-def row_kernel(
-    keys,
-    candidates,
-    pairs_of_expert,
-    row_start_of_expert,
-    token_of_row,
-    pair_of_row,
-    row_of_pair,
-    scores,
-    kept,
-    rows_before_block,
-    num_blocks,
-    num_experts,
-    capacity,
-    scale,
-    CANDIDATES: tl.constexpr,
+@triton.jit(do_not_specialize=["num_pairs"])
+def place_kernel(
+    expert_ids, kept_scores, block_bits, pairs_before, chosen_start, list_key, list_token, num_pairs, num_experts,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """list_key, list_token (T * K): the chosen pairs by expert, then by token."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    expert = tl.load(expert_ids + pair, mask=inside, other=-1).to(tl.int32)
+    score = tl.load(kept_scores + pair, mask=inside, other=0.0)
+    inside &= (expert >= 0) & (expert < num_experts)
+    token = pair // K
+    inner = token % TOKENS
+    here = (token // TOKENS).to(tl.int64) * num_experts + expert
+    bits = tl.load(block_bits + here, mask=inside, other=0)
+    to = tl.load(chosen_start + expert, mask=inside, other=0) + tl.load(pairs_before + here, mask=inside, other=0)
+    to += popcount(bits & ((1 << inner) - 1))
+    inside &= ((bits >> inner) & 1) != 0  # not for a token that the mask leaves out
+    tl.store(list_key + to, score.to(tl.int32, bitcast=True) & 0x7FFFFFFF, mask=inside)
+    tl.store(list_token + to, token, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "most_blocks"])
+def margin_kernel(
+    logits, norm, token_mask, block_bits, best, found_blocks, near_key, near_token, list_key, chosen_start,
+    pairs_of_expert, num_real, lost, gained, num_tokens, num_blocks, num_experts, most_blocks, scale,
+    SOFTMAX: tl.constexpr, TILE: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """token_of_row, pair_of_row, scores (R_max); the end of row_of_pair; kept (E, B * TOKENS); rows_before_block
-    (E, B): the expert's rows of earlier blocks. One program for each expert.
+):  # fmt: skip
+    """lost, gained (E) fp64: scores of the rows that go when f is rounded down, and of those that come when up."""
+    expert = tl.program_id(0)
+    f = tl.load(pairs_of_expert + expert)
+    list_key += tl.load(chosen_start + expert)
+    scored, sizes = (logits, norm, token_mask), (num_tokens, num_blocks, num_experts)
+    space = _space_of(expert, most_blocks, found_blocks, near_key, near_token)
+    down = f // TILE * TILE
+    sum_lost = tl.zeros((BLOCK,), dtype=tl.float64)
+    sum_gained = tl.zeros((NEAR,), dtype=tl.float64)
+    if (f > down) & (down + TILE <= tl.load(num_real) // TILE * TILE):
+        line, ties = line_of_chosen(list_key, f, down, BLOCK)
+        above, level = 0, 0
+        for first in range(0, f, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            key = tl.load(list_key + at, mask=at < f, other=0)
+            keep, _, above, level = first_of(key, at < f, line, ties, above, level)
+            score = key.to(tl.float32, bitcast=True)
+            sum_lost += tl.where((at < f) & (keep == 0), score, 0.0).to(tl.float64)
+        line, ties, count = line_of_others(
+            scored, block_bits, best, space, expert, down + TILE - f, sizes, SOFTMAX, ELEMENTS, BLOCK_B, NEAR
+        )
+        above, level = 0, 0
+        for first in range(0, count, NEAR):
+            at = first + tl.arange(0, NEAR)
+            key = tl.load(space[1] + at, mask=at < count, other=OUT)
+            keep, _, above, level = first_of(key, at < count, line, ties, above, level)
+            sum_gained += tl.where(keep, score_of_other(key) * scale, 0.0).to(tl.float64)
+    tl.store(lost + expert, tl.sum(sum_lost, axis=0))
+    tl.store(gained + expert, tl.sum(sum_gained, axis=0))
+
+
+@triton.jit
+def _space_of(expert, most_blocks, found_blocks, near_key, near_token):
+    """Where this program writes: found_blocks (E, most_blocks), near_key and near_token (E, most_blocks * TOKENS)."""
+    start = expert.to(tl.int64) * most_blocks
+    return found_blocks + start, near_key + start * TOKENS, near_token + start * TOKENS
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "most_blocks"])
+def row_kernel(
+    logits, norm, token_mask, block_bits, pairs_before, best, found_blocks, near_key, near_token, added, list_key,
+    list_token, chosen_start, pairs_of_expert, row_start_of_expert, token_bits, pairs_of_block, token_of_row,
+    code_of_row, scores, num_tokens, num_blocks, num_experts, num_words, most_blocks, scale,
+    SOFTMAX: tl.constexpr, TILE: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """token_of_row, code_of_row, scores (R_max) of the rows that are used; added (E, TILE): the tokens added, in
+    order; token_bits and pairs_of_block follow what is dropped and added. One program for each expert.
     """
     expert = tl.program_id(0)
-    size = num_blocks * TOKENS
-    column = keys + expert.to(tl.int64) * size
     start = tl.load(row_start_of_expert + expert)
     r = tl.load(row_start_of_expert + expert + 1) - start
     f = tl.load(pairs_of_expert + expert)
-    space = candidates + expert.to(tl.int64) * CANDIDATES
-    line, ties = row_threshold(column, size, space, f, r, CANDIDATES, BLOCK)
-    above, level = 0, 0  # keys above the line and at it, so far
-    for first in range(0, size, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        inside = token < size
-        key = tl.load(column + token, mask=inside, other=OUT)
-        is_above, is_level = (key > line).to(tl.int32), (key == line).to(tl.int32)
-        both = is_above + (is_level << 16)  # one running sum for two: a block has fewer than 2^15
-        before = tl.cumsum(both, axis=0) - both
-        level_before = level + (before >> 16)
-        row = start + above + (before & 0xFFFF) + tl.minimum(level_before, ties)
-        keep = (is_above != 0) | ((is_level != 0) & (level_before < ties))
-        value = value_of_key(key)
-        tl.store(token_of_row + row, token, mask=keep)
-        tl.store(pair_of_row + row, row, mask=keep)
-        tl.store(scores + row, tl.where(key >= 0, value, value * scale), mask=keep)
-        what = tl.where(keep, tl.where(key >= 0, CHOSEN, ADDED), 0)
-        tl.store(kept + expert.to(tl.int64) * size + token, what.to(tl.int8), mask=inside)
-        is_first = inside & (token % TOKENS == 0)
-        tl.store(rows_before_block + expert.to(tl.int64) * num_blocks + token // TOKENS, row - start, mask=is_first)
-        sums = tl.sum(both, axis=0)
-        above += sums & 0xFFFF
-        level += sums >> 16
-    end = tl.load(row_start_of_expert + num_experts)
-    for first in range(end + expert * BLOCK, capacity, tl.num_programs(0) * BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        tl.store(token_of_row + row, 0, mask=row < capacity)
-        tl.store(pair_of_row + row, 0, mask=row < capacity)
-        tl.store(row_of_pair + row, -1, mask=row < capacity)
-        tl.store(scores + row, 0.0, mask=row < capacity)
+    begin = tl.load(chosen_start + expert)
+    chosen = (list_key + begin, list_token + begin)
+    rows = (token_of_row + start, code_of_row + start, scores + start)
+    by_token = (token_bits, pairs_of_block, num_words)
+    added += expert.to(tl.int64) * TILE
+    line = tl.full((), -1, dtype=tl.int32)
+    ties = tl.zeros((), dtype=tl.int32)
+    if r < f:
+        line, ties = line_of_chosen(chosen[0], f, r, BLOCK)
+    elif r > f:
+        scored, sizes = (logits, norm, token_mask), (num_tokens, num_blocks, num_experts)
+        space = _space_of(expert, most_blocks, found_blocks, near_key, near_token)
+        low, equal, count = line_of_others(
+            scored, block_bits, best, space, expert, r - f, sizes, SOFTMAX, ELEMENTS, BLOCK_B, NEAR
+        )
+        near = (space[1], space[2], count)
+        before = (block_bits, pairs_before)
+        _write_added(near, low, equal, before, added, rows, by_token, expert, num_experts, scale, NEAR)
+        tl.debug_barrier()  # other threads read the added tokens
+    _write_chosen(chosen, f, r, line, ties, added, rows, by_token, expert, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
-def token_kernel(
-    kept, pair_start_of_token, pairs_of_block, num_tokens, num_blocks, num_experts, BLOCK_E: tl.constexpr
+@triton.jit
+def _write_added(
+    near, line, ties, before, added, rows, by_token, expert, num_experts, scale, NEAR: tl.constexpr
 ):  # fmt: skip
-    """pair_start_of_token (T): the pairs of earlier tokens of the block; pairs_of_block (B)."""
-    block = tl.program_id(0)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    count = tl.zeros((TOKENS,), dtype=tl.int32)
-    for first in range(0, num_experts, BLOCK_E):
-        expert = first + tl.arange(0, BLOCK_E)
-        place = expert.to(tl.int64)[:, None] * (num_blocks * TOKENS) + token[None, :]
-        found = tl.load(kept + place, mask=(expert < num_experts)[:, None], other=0) != 0
-        count += tl.sum(found.to(tl.int32), axis=0)
-    tl.store(pair_start_of_token + token, tl.cumsum(count, axis=0) - count, mask=token < num_tokens)
-    tl.store(pairs_of_block + block, tl.sum(count, axis=0))
+    """Rows of the tokens above the line and the first ``ties`` at it, each after those of the earlier chosen tokens."""
+    near_key, near_token, count = near
+    block_bits, pairs_before = before
+    token_of_row, code_of_row, scores = rows
+    above, level = 0, 0
+    for first in range(0, count, NEAR):
+        at = first + tl.arange(0, NEAR)
+        key = tl.load(near_key + at, mask=at < count, other=OUT)
+        token = tl.load(near_token + at, mask=at < count, other=0)
+        keep, place, above, level = first_of(key, at < count, line, ties, above, level)
+        here = (token // TOKENS).to(tl.int64) * num_experts + expert
+        bits = tl.load(block_bits + here, mask=keep, other=0)
+        row = place + tl.load(pairs_before + here, mask=keep, other=0)
+        row += popcount(bits & ((1 << (token % TOKENS)) - 1))
+        tl.store(added + place, token, mask=keep)
+        tl.store(token_of_row + row, token, mask=keep)
+        tl.store(code_of_row + row, (tl.zeros_like(row) + (expert + ADDED_PAIR)).to(tl.int16), mask=keep)
+        tl.store(scores + row, score_of_other(key) * scale, mask=keep)
+        _turn_pairs(by_token, token, expert, 1, keep)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
-def pair_kernel(
-    kept,
-    rows_before_block,
-    row_start_of_expert,
-    pairs_of_block,
-    pair_start_of_token,
-    row_of_pair,
-    code_of_pair,
-    num_tokens,
-    num_blocks,
-    num_experts,
-    BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """pair_start_of_token (T+1), row_of_pair (R_max), and code_of_pair (R_max): the expert, and ADDED_PAIR if added."""
-    block = tl.program_id(0)
-    token = block * TOKENS + tl.arange(0, TOKENS)
+@triton.jit
+def _write_chosen(
+    chosen, f, r, line, ties, added, rows, by_token, expert, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Rows of the chosen pairs above the line and the first ``ties`` at it, each after the earlier tokens added."""
+    list_key, list_token = chosen
+    token_of_row, code_of_row, scores = rows
+    num_added = tl.maximum(r - f, 0)
+    above, level = 0, 0
+    for first in range(0, f, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        key = tl.load(list_key + at, mask=at < f, other=0)
+        token = tl.load(list_token + at, mask=at < f, other=0)
+        keep, row, above, level = first_of(key, at < f, line, ties, above, level)
+        if num_added > 0:
+            lowest, highest = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32) + num_added
+            most_left = num_added
+            while most_left > 0:
+                middle = (lowest + highest) // 2
+                is_open = lowest < highest
+                is_before = tl.load(added + middle, mask=is_open & keep, other=0) < token
+                lowest = tl.where(is_open & is_before, middle + 1, lowest)
+                highest = tl.where(is_open & (is_before == 0), middle, highest)
+                most_left //= 2
+            row += lowest
+        tl.store(token_of_row + row, token, mask=keep)
+        tl.store(code_of_row + row, (tl.zeros_like(row) + expert).to(tl.int16), mask=keep)
+        tl.store(scores + row, key.to(tl.float32, bitcast=True), mask=keep)
+        if r < f:
+            _turn_pairs(by_token, token, expert, -1, (at < f) & (keep == 0))
+
+
+@triton.jit
+def _turn_pairs(by_token, token, expert, by, mask):
+    """Turn the bits of the expert and add ``by`` to the blocks' pairs. Sums and bits of integers are the same in any
+    order: each bit is turned at most once.
+    """
+    token_bits, pairs_of_block, num_words = by_token
+    place = (token.to(tl.int64) * num_words + (expert >> 5)) * 2
+    bit = tl.full(token.shape, 1, dtype=tl.int32) << (expert & 31)
+    tl.atomic_xor(token_bits + place, bit, mask=mask, sem="relaxed")
+    tl.atomic_add(pairs_of_block + token // TOKENS, tl.full(token.shape, by, dtype=tl.int32), mask=mask, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def token_kernel(
+    token_bits, pairs_of_block, row_start_of_expert, pair_start_of_token, num_tokens, num_experts, num_words,
+    BLOCK_T: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """pair_start_of_token (T+1), and in token_bits the place of each word's first pair."""
+    first_block = tl.program_id(0) * (BLOCK_T // TOKENS)
     part = tl.zeros((BLOCK,), dtype=tl.int32)
-    for first in range(0, block, BLOCK):
+    for first in range(0, first_block, BLOCK):
         earlier = first + tl.arange(0, BLOCK)
-        part += tl.load(pairs_of_block + earlier, mask=earlier < block, other=0)
+        part += tl.load(pairs_of_block + earlier, mask=earlier < first_block, other=0)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    word = tl.arange(0, WORDS)
     inside = token < num_tokens
-    pair = tl.load(pair_start_of_token + token, mask=inside, other=0) + tl.sum(part, axis=0)
-    tl.store(pair_start_of_token + token, pair, mask=inside)
-    if block == num_blocks - 1:
+    place = (token.to(tl.int64)[:, None] * num_words + word[None, :]) * 2
+    mask = inside[:, None] & (word < num_words)[None, :]
+    count = popcount(tl.load(token_bits + place, mask=mask, other=0))
+    of_token = tl.sum(count, axis=1)
+    start = tl.sum(part, axis=0) + tl.cumsum(of_token, axis=0) - of_token
+    tl.store(pair_start_of_token + token, start, mask=inside)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(pair_start_of_token + num_tokens, tl.load(row_start_of_expert + num_experts))
-    for first in range(0, num_experts, BLOCK_E):
-        expert = first + tl.arange(0, BLOCK_E)
-        valid = expert < num_experts
-        place = expert.to(tl.int64)[:, None] * (num_blocks * TOKENS) + token[None, :]
-        what = tl.load(kept + place, mask=valid[:, None], other=0)
-        found = (what != 0).to(tl.int32)
-        row = tl.load(row_start_of_expert + expert, mask=valid, other=0)
-        row += tl.load(rows_before_block + expert.to(tl.int64) * num_blocks + block, mask=valid, other=0)
-        rows = row[:, None] + tl.cumsum(found, axis=1) - found
-        pairs = pair[None, :] + tl.cumsum(found, axis=0) - found
-        tl.store(row_of_pair + pairs, rows, mask=what != 0)
-        code = expert[:, None] + tl.where(what == ADDED, ADDED_PAIR, 0)
-        tl.store(code_of_pair + pairs, code.to(tl.int16), mask=what != 0)
-        pair += tl.sum(found, axis=0)
+    tl.store(token_bits + place + 1, start[:, None] + tl.cumsum(count, axis=1) - count, mask=mask)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def pair_kernel(
+    token_bits, row_start_of_expert, token_of_row, code_of_row, pair_of_row, row_of_pair, code_of_pair, scores,
+    capacity, num_experts, num_words, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """pair_of_row, row_of_pair, code_of_pair (R_max): the expert, and ADDED_PAIR if added; and the tails of what has
+    R_max places, but for code_of_pair.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = row < tl.load(row_start_of_expert + num_experts)
+    token = tl.load(token_of_row + row, mask=used, other=0)
+    code = tl.load(code_of_row + row, mask=used, other=0)
+    expert = code.to(tl.int32) & (ADDED_PAIR - 1)
+    place = (token.to(tl.int64) * num_words + (expert >> 5)) * 2
+    bits = tl.load(token_bits + place, mask=used, other=0)
+    pair = tl.load(token_bits + place + 1, mask=used, other=0) + popcount(bits & ((1 << (expert & 31)) - 1))
+    tl.store(row_of_pair + pair, row, mask=used)
+    tl.store(code_of_pair + pair, code, mask=used)
+    inside = row < capacity
+    tl.store(pair_of_row + row, tl.where(used, row, 0), mask=inside)
+    unused = inside & (used == 0)
+    tl.store(token_of_row + row, 0, mask=unused)
+    tl.store(row_of_pair + row, -1, mask=unused)
+    tl.store(scores + row, 0.0, mask=unused)

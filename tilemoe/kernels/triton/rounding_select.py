@@ -1,8 +1,10 @@
-"""The threshold of an expert's rows: which key is the last to be kept, found without sorting.
+"""Which of an expert's tokens are dropped or added, found without sorting: thresholds of short lists of keys.
 
-The rows to drop or to add are fewer than a tile. So first every thread's own best key is taken, which bounds the
-threshold from one side; the few keys beyond that bound are copied out, and a bisection of key space counts those.
-Where there are too many of them (equal scores), it counts the whole column instead: slower, and as exact.
+T tokens · E experts · B blocks of TOKENS tokens · f rows of an expert under top-K · r rows that it computes
+
+The n best tokens that did not choose an expert lie in the n blocks whose best such token is best (of equal ones, the
+first): any other block has n of them before it. So n * TOKENS tokens are looked into, whatever the logits are. A
+threshold is a bisection of key space, at most 31 counts of a list.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -11,101 +13,163 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-OUT = tl.constexpr(-(2**31))  # the key of what is no token
-OTHERS = tl.constexpr(-(2**31) + 1)  # added to the bits of S; keys of chosen tokens are bits themselves
-_COARSE = tl.constexpr(1 << 16)  # of key space: as near as the bound comes, seven bits of the mantissa
+TOKENS = tl.constexpr(32)  # of a block: a bit each of an int32
+OUT = tl.constexpr(-(2**31))  # the key of what is no token, or chose the expert
+OTHERS = tl.constexpr(-(2**31) + 1)  # added to the bits of S; keys of chosen tokens are the bits of the score itself
 
 
 @triton.jit
-def value_of_key(key):
-    """fp32 score of a key that is not OUT."""
-    return tl.where(key >= 0, key, key - OTHERS).to(tl.float32, bitcast=True)
+def popcount(bits):
+    """The ones of an int32: the form that compilers know, and have an instruction for."""
+    v = bits.to(tl.uint32, bitcast=True)
+    v = v - ((v >> 1) & 0x55555555)
+    v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
+    v = (v + (v >> 4)) & 0x0F0F0F0F
+    return ((v * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
-def row_threshold(column, size, space, f, r, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr):
-    """(line, ties): the r best of ``column`` (size,) are the keys above ``line`` and the first ``ties`` equal to it.
+def score_of_logit(logit, top, inverse, SOFTMAX: tl.constexpr):
+    """S of logits, given their tokens' maximum and 1 / sum."""
+    return tl.exp(logit - top) * inverse if SOFTMAX else 1.0 / (1.0 + tl.exp(-logit))
 
-    f: how many of the keys are not negative. space (CANDIDATES,): for this program alone.
+
+@triton.jit
+def key_of_other(score):
+    """S >= 0 as an int32 that orders as it does, below every key of a chosen token; at least OTHERS."""
+    return (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + OTHERS
+
+
+@triton.jit
+def score_of_other(key):
+    """S of a key that is not OUT."""
+    return (key - OTHERS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_of(key, inside, line, ties, above, level):
+    """(keep, place, above, level): the keys above the line and the first ``ties`` at it, and their places in a list.
+
+    ``above`` and ``level`` count the earlier keys above the line and at it.
     """
-    line = tl.full((), -1, dtype=tl.int32)  # between the chosen and the others: right for r = f
+    is_above, is_level = (inside & (key > line)).to(tl.int32), (inside & (key == line)).to(tl.int32)
+    both = is_above + (is_level << 16)  # one running sum for two: fewer than 2^15 keys
+    before = tl.cumsum(both, axis=0) - both
+    level_before = level + (before >> 16)
+    place = above + (before & 0xFFFF) + tl.minimum(level_before, ties)
+    keep = (is_above != 0) | ((is_level != 0) & (level_before < ties))
+    sums = tl.sum(both, axis=0)
+    return keep, place, above + (sums & 0xFFFF), level + (sums >> 16)
+
+
+@triton.jit
+def nth_largest(keys, stride, size, want, lowest, BLOCK: tl.constexpr):
+    """(line, ties): the ``want`` >= 1 largest of keys (size,) are those above the line and the first ``ties`` at it.
+
+    Keys below ``lowest`` do not count; where fewer than ``want`` do, the line is ``lowest``. The first BLOCK keys stay
+    in registers, others are read again for each count.
+    """
+    held = _load_keys(keys, stride, size, 0, BLOCK)
+    last = tl.max(held, axis=0)
+    for first in range(BLOCK, size, BLOCK):
+        last = tl.maximum(last, tl.max(_load_keys(keys, stride, size, first, BLOCK), axis=0))
+    line = lowest
+    while line < last:
+        middle = line + (last - line + 1) // 2
+        count = _count_above(held, keys, stride, size, middle - 1, BLOCK)
+        lower = tl.where(count == want, middle, middle - 1)  # nothing is left to find where the count is right
+        line, last = tl.where(count >= want, middle, line), tl.where(count > want, last, lower)
+    return line, want - _count_above(held, keys, stride, size, line, BLOCK)
+
+
+@triton.jit
+def _load_keys(keys, stride, size, first, BLOCK: tl.constexpr):
+    at = first + tl.arange(0, BLOCK)
+    return tl.load(keys + at.to(tl.int64) * stride, mask=at < size, other=OUT)
+
+
+@triton.jit
+def _count_above(held, keys, stride, size, line, BLOCK: tl.constexpr):
+    """How many of keys (size,) are above the line."""
+    count = tl.sum((held > line).to(tl.int32), axis=0)
+    for first in range(BLOCK, size, BLOCK):
+        count += tl.sum((_load_keys(keys, stride, size, first, BLOCK) > line).to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit
+def line_of_chosen(list_key, f, r, BLOCK: tl.constexpr):
+    """(line, ties): the r < f best of list_key (f,) are those above the line and the first ``ties`` at it."""
+    line = tl.full((), 0x7FFFFFFF, dtype=tl.int32)
     ties = tl.zeros((), dtype=tl.int32)
-    if r > f:
-        line, _, beyond = _nth_largest(column, size, space, 0, OTHERS, -1, r - f, CANDIDATES, BLOCK)
-        ties = r - f - beyond
-    elif r < f:
-        # The complement of an integer turns the order around.
-        turned, within, _ = _nth_largest(column, size, space, -1, OTHERS, -1, f - r, CANDIDATES, BLOCK)
-        line = ~turned
-        ties = r - f + within
+    if r > 0:
+        line, ties = nth_largest(list_key, 1, f, r, tl.zeros((), dtype=tl.int32), BLOCK)
     return line, ties
 
 
 @triton.jit
-def _nth_largest(column, size, space, turn, low, high, want, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr):
-    """(key, count of keys >= it, count of keys > it) of the ``want``-th largest of ``column ^ turn`` in [low, high].
+def line_of_others(
+    scored, block_bits, best, space, expert, want, sizes,
+    SOFTMAX: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """(line, ties, count): the ``want`` >= 1 best tokens that did not choose the expert are those above the line and
+    the first ``ties`` at it of near_key, near_token (count,), which are in the order of the tokens.
 
-    low and high are of one sign; want >= 1 and there are that many.
+    scored: logits (T, E), norm (T, 2), token_mask (T,) or None. block_bits, best (B, E). space: of this program alone,
+    found_blocks, near_key, near_token. sizes: T, B, E.
     """
-    best = tl.full((BLOCK,), OUT, dtype=tl.int32)
-    for first in range(0, size, BLOCK):
-        best = tl.maximum(best, _load_keys(column, first, size, turn, low, high, BLOCK))
-    top = tl.max(best, axis=0)
-    bound, above = tl.full((), low, dtype=tl.int32), top
-    while above - bound > _COARSE:
-        middle = bound + (above - bound) // 2
-        if tl.sum((best >= middle).to(tl.int32), axis=0) >= want:
-            bound = middle
-        else:
-            above = middle
-    found = 0
-    for first in range(0, size, BLOCK):
-        key = _load_keys(column, first, size, turn, low, high, BLOCK)
-        take = (key >= bound).to(tl.int32)
-        place = found + tl.cumsum(take, axis=0) - take
-        tl.store(space + place, key, mask=(take != 0) & (place < CANDIDATES))
-        found += tl.sum(take, axis=0)
-    tl.debug_barrier()  # what other threads have copied is read below
-    last = top
-    within, beyond = tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32)
-    if found <= CANDIDATES:
-        at = tl.arange(0, CANDIDATES)
-        copied = tl.load(space + at, mask=at < found, other=OUT)  # turned already, and in range
-        while bound < last:
-            middle = bound + (last - bound + 1) // 2
-            count = tl.sum((copied >= middle).to(tl.int32), axis=0)
-            bound, last = _narrowed(bound, last, middle, count, want)
-        within = tl.sum((copied >= bound).to(tl.int32), axis=0)
-        beyond = tl.sum((copied > bound).to(tl.int32), axis=0)
-    else:
-        while bound < last:
-            middle = bound + (last - bound + 1) // 2
-            count = _count_from(column, size, turn, middle, high, BLOCK)
-            bound, last = _narrowed(bound, last, middle, count, want)
-        within = _count_from(column, size, turn, bound, high, BLOCK)
-        beyond = _count_from(column, size, turn, bound + 1, high, BLOCK)
-    return bound, within, beyond
+    found_blocks, near_key, near_token = space
+    num_tokens, num_blocks, num_experts = sizes
+    found, low = _best_blocks(best + expert, found_blocks, want, num_blocks, num_experts, BLOCK_B)
+    lowest = tl.where(found >= want, low, OTHERS)
+    count = 0
+    for first in range(0, found * TOKENS, ELEMENTS):
+        key, token = _others(
+            scored, block_bits, found_blocks, first, found, expert, num_tokens, num_experts, SOFTMAX, ELEMENTS
+        )
+        take = (key >= lowest).to(tl.int32)
+        place = count + tl.cumsum(take, axis=0) - take
+        tl.store(near_key + place, key, mask=take != 0)
+        tl.store(near_token + place, token, mask=take != 0)
+        count += tl.sum(take, axis=0)
+    tl.debug_barrier()  # other threads read what these have written
+    line, ties = nth_largest(near_key, 1, count, want, lowest, NEAR)
+    return line, ties, count
 
 
 @triton.jit
-def _narrowed(bound, last, middle, count, want):
-    """(bound, last) around the threshold, once ``count`` keys are known to be >= middle: equal if they are all."""
-    lower = tl.where(count == want, middle, middle - 1)
-    return tl.where(count >= want, middle, bound), tl.where(count > want, last, lower)
+def _best_blocks(best, found_blocks, want, num_blocks, num_experts, BLOCK_B: tl.constexpr):
+    """(found, line): found_blocks (found,), in order, of the ``want`` largest of best (B,); these are >= line."""
+    line, ties = nth_largest(best, num_experts, num_blocks, want, tl.full((), OTHERS, dtype=tl.int32), BLOCK_B)
+    above, level = 0, 0
+    for first in range(0, num_blocks, BLOCK_B):
+        key = _load_keys(best, num_experts, num_blocks, first, BLOCK_B)
+        keep, place, above, level = first_of(key, key >= OTHERS, line, ties, above, level)
+        tl.store(found_blocks + place, first + tl.arange(0, BLOCK_B), mask=keep)
+    tl.debug_barrier()  # other threads read what these have written
+    return above + tl.minimum(level, ties), line
 
 
 @triton.jit
-def _load_keys(column, first, size, turn, low, high, BLOCK: tl.constexpr):
-    """(BLOCK,) keys, turned; OUT where out of range."""
-    at = first + tl.arange(0, BLOCK)
-    key = tl.load(column + at, mask=at < size, other=0) ^ turn
-    return tl.where((at < size) & (key >= low) & (key <= high), key, OUT)
-
-
-@triton.jit
-def _count_from(column, size, turn, low, high, BLOCK: tl.constexpr):
-    """How many keys, turned, lie in [low, high]."""
-    count = tl.zeros((BLOCK,), dtype=tl.int32)
-    for first in range(0, size, BLOCK):
-        count += (_load_keys(column, first, size, turn, low, high, BLOCK) != OUT).to(tl.int32)
-    return tl.sum(count, axis=0)
+def _others(
+    scored, block_bits, found_blocks, first, found, expert, num_tokens, num_experts,
+    SOFTMAX: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """(key, token) of ELEMENTS of the found blocks' tokens, from ``first`` on."""
+    logits, norm, token_mask = scored
+    at = first + tl.arange(0, ELEMENTS)
+    inside = at // TOKENS < found
+    block = tl.load(found_blocks + at // TOKENS, mask=inside, other=0)
+    inner = at % TOKENS
+    token = block * TOKENS + inner
+    chosen = tl.load(block_bits + block.to(tl.int64) * num_experts + expert, mask=inside, other=0) >> inner
+    free = inside & (token < num_tokens) & ((chosen & 1) == 0)
+    if token_mask is not None:
+        free &= tl.load(token_mask + token, mask=free, other=0) != 0
+    logit = tl.load(logits + token.to(tl.int64) * num_experts + expert, mask=free, other=0.0)
+    top = tl.zeros((ELEMENTS,), dtype=tl.float32)
+    inverse = tl.full((ELEMENTS,), 1.0, dtype=tl.float32)
+    if SOFTMAX:
+        top = tl.load(norm + 2 * token.to(tl.int64), mask=free, other=0.0)
+        inverse = tl.load(norm + 2 * token.to(tl.int64) + 1, mask=free, other=1.0)
+    return tl.where(free, key_of_other(score_of_logit(logit, top, inverse, SOFTMAX)), OUT), token
