@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tilemoe.config import CHECKPOINTING_MODES
+from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES
 from tilemoe.data import Prepared, TokenShards, load_tokenizer
 from tilemoe.data.shards import ShardWriter, token_dtype, write_index
 from tilemoe.data.split import SPLITS
@@ -56,7 +56,7 @@ import timing
 
 NAME, MODE = "train_throughput", "sustained"
 TOKENS = 1 << 22  # of the made-up text
-SETTINGS = ("batch_size", "accumulation", "checkpointing", "compile")
+SETTINGS = ("batch_size", "accumulation", "between_micro_batches", "checkpointing", "compile")
 GIB = 2**30
 
 
@@ -91,6 +91,9 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         train = replace(train, accumulation=args.accumulation)
     if args.batch_size:
         data = replace(data, batch_size=args.batch_size)
+    if args.between_micro_batches:
+        kept = args.between_micro_batches
+        parallel = replace(parallel, reshard_after_forward=kept == "nothing", between_micro_batches=kept)
     if args.checkpointing:
         parallel = replace(parallel, checkpointing=args.checkpointing)
     if args.compile:
@@ -196,6 +199,7 @@ def measure(
         "sharded": dist.is_initialized(),
         "batch_size": recipe.data.batch_size,
         "accumulation": recipe.train.accumulation,
+        "between_micro_batches": recipe.parallel.between_micro_batches,
         "checkpointing": recipe.parallel.checkpointing,
         "compile": recipe.train.compile != "none",
         "steps": steps,
@@ -311,6 +315,8 @@ def table(gpu: str | None) -> str:
 def settings(row: dict[str, Any]) -> str:
     """Micro-batches of a step x sequences of each, and what is not the default."""
     text = f"{row['accumulation']} x {row['batch_size']}"
+    if row["between_micro_batches"] != "nothing":
+        text += f", {row['between_micro_batches'].replace('_', ' ')} whole between them"
     if row["checkpointing"] != "none":
         text += f", {row['checkpointing']} repeated"
     return text + (", compiled" if row["compile"] else "")
@@ -332,6 +338,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     job.add_argument("--seconds", type=float, default=float("inf"), help="begin no timed step after this many")
     job.add_argument("--accumulation", type=int, default=0, help="micro-batches of a step; 0: as the recipe says")
     job.add_argument("--batch-size", type=int, default=0, help="sequences of a micro-batch; 0: as the recipe says")
+    kept = "what stays whole between micro-batches; default: as the recipe says"
+    job.add_argument("--between-micro-batches", choices=KEPT_BETWEEN_MICRO_BATCHES, help=kept)
     job.add_argument("--checkpointing", choices=CHECKPOINTING_MODES, help="default: as the recipe says")
     job.add_argument("--compile", action="store_true", help="torch.compile each block")
     job.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])

@@ -19,6 +19,7 @@ UNGATED_ACTIVATIONS = frozenset({"gelu", "gelu_tanh", "relu", "relu2", "silu"})
 ACTIVATIONS = GATED_ACTIVATIONS | UNGATED_ACTIVATIONS
 GATE_UP_LAYOUTS = ("concatenated", "interleaved")
 CHECKPOINTING_MODES = ("none", "attention", "block")
+KEPT_BETWEEN_MICRO_BATCHES = ("nothing", "weights", "weights_and_gradients")
 PARALLEL_DTYPES = ("bfloat16", "float32")
 QK_NORMS = ("head", "full", "none")
 ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
@@ -296,6 +297,10 @@ class ParallelConfig:
                                sees whatever this is.
     ``reduce_dtype``           what gradients are summed in; None: ``param_dtype``.
     ``reshard_after_forward``  free a block's gathered parameters after its forward and gather them again in backward.
+    ``between_micro_batches``  what each process keeps whole from one micro-batch of a step to the next: "nothing";
+                               "weights", gathered once a step then, not once for each micro-batch; or
+                               "weights_and_gradients", the latter in ``reduce_dtype`` and reduced once a step. Takes
+                               memory for all of them; needs ``reshard_after_forward`` False.
     ``checkpointing``          what is computed again in backward: "none", each block's "attention", or each whole
                                "block". With the first two, ``recompute="up_proj"`` saves the experts' part; in a
                                repeated block it would repeat a GEMM once more, and is left out.
@@ -307,6 +312,7 @@ class ParallelConfig:
     param_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
     reduce_dtype: Literal["bfloat16", "float32"] | None = "float32"
     reshard_after_forward: bool = True
+    between_micro_batches: Literal["nothing", "weights", "weights_and_gradients"] = "nothing"
     checkpointing: Literal["none", "attention", "block"] = "none"
 
     def __post_init__(self) -> None:
@@ -317,6 +323,12 @@ class ParallelConfig:
             if getattr(self, name) is not None:
                 require_choice(f"parallel.{name}", getattr(self, name), PARALLEL_DTYPES)
         require_bool("parallel.reshard_after_forward", self.reshard_after_forward)
+        require_choice("parallel.between_micro_batches", self.between_micro_batches, KEPT_BETWEEN_MICRO_BATCHES)
+        if self.between_micro_batches != "nothing" and self.reshard_after_forward:
+            raise ValueError(
+                f"parallel.between_micro_batches is {self.between_micro_batches!r}, which keeps weights gathered, and "
+                "parallel.reshard_after_forward frees them; set the latter to False"
+            )
         require_choice("parallel.checkpointing", self.checkpointing, CHECKPOINTING_MODES)
 
     def for_job(self, world_size: int, model: ModelConfig) -> ParallelConfig:

@@ -178,7 +178,14 @@ def test_what_an_adapter_cannot_do_is_said(recipe: Recipe) -> None:
 
 def test_scaling_is_against_the_faster_way_to_use_one_gpu(results: Path) -> None:
     def row(contestant: str, processes: int, speed: float, sharded: bool = True, **others: Any) -> dict[str, Any]:
-        settings = {"batch_size": 6, "accumulation": 4, "checkpointing": "none", "compile": False, **others}
+        settings = {
+            "batch_size": 6,
+            "accumulation": 4,
+            "between_micro_batches": "nothing",
+            "checkpointing": "none",
+            "compile": False,
+            **others,
+        }
         fixed = {"recipe": "1b", "mode": "sustained", "mfu": 0.25, "peak_bytes": [2**30, 3 * 2**30]}
         return {
             **fixed, **settings, "contestant": contestant, "processes": processes, "sharded": sharded,

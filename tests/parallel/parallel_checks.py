@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
+from tilemoe.config import KEPT_BETWEEN_MICRO_BATCHES, ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
 from tilemoe.parallel.expert import rows_of_experts
+from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.parallel.mesh import Meshes, build_meshes
 from tilemoe.parallel.model import parallelize
@@ -106,8 +108,8 @@ def whole_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
     return Result(out.loss.detach(), out.aux_loss.detach(), gradients, out.tokens_per_expert)
 
 
-def shared_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
-    """By all processes, each with its own sequences."""
+def shared_backward(model: DecoderLM, sequences: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """This process' parts of the loss and the auxiliary loss, and its tokens per expert."""
     ids, labels = batch(sequences[: world()])
     rank = dist.get_rank()
     out = model(ids[rank], labels[rank])
@@ -116,11 +118,16 @@ def shared_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
     loss = out.loss * (counts[rank] / sum(counts)).to(out.loss.dtype)
     aux_loss = out.aux_loss / world()
     (loss + aux_loss).backward()
-    totals = [part.detach().clone() for part in (loss, aux_loss)]
+    return loss.detach().clone(), aux_loss.detach().clone(), out.tokens_per_expert
+
+
+def shared_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
+    """By all processes, each with its own sequences."""
+    *totals, tokens_per_expert = shared_backward(model, sequences)
     for total in totals:
         dist.all_reduce(total)
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return Result(totals[0], totals[1], gradients, out.tokens_per_expert)
+    return Result(totals[0], totals[1], gradients, tokens_per_expert)
 
 
 def whole(tensor: Tensor | None) -> Tensor:
@@ -297,6 +304,48 @@ def check_training() -> None:
     assert_within({name: (error(whole(got), want), 1e-9) for (name, want), got in pairs})
     for want, got in zip(one.buffers(), many.buffers(), strict=True):
         assert torch.equal(got, want)
+
+
+class Collectives(TorchDispatchMode):
+    """How often FSDP gathers weights and reduces gradients."""
+
+    gathers = reduces = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.gathers += func is torch.ops.c10d._allgather_base_.default
+        self.reduces += func is torch.ops.c10d._reduce_scatter_base_.default
+        return func(*args, **(kwargs or {}))
+
+
+def check_between_micro_batches() -> None:
+    """Whatever stays whole between three micro-batches, two steps make the same gradients, by fewer collectives."""
+    for config in (FSDP, EP_FSDP, *([HSDP] if world() == 4 else [])):
+        first: list[Result] = []
+        counts = {}
+        for kept in KEPT_BETWEEN_MICRO_BATCHES:
+            held = replace(config, reshard_after_forward=kept == "nothing", between_micro_batches=kept)
+            model = make_model(torch.float64)
+            parallelize(model, meshes_of(held))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            steps = []
+            for _ in range(2):
+                with Collectives() as seen:
+                    for _ in range(2):
+                        begin_micro_batch(model, held, is_last=False)
+                        shared_backward(model, SEQUENCES)
+                    begin_micro_batch(model, held, is_last=True)
+                    steps.append(shared_batch(model, SEQUENCES[::-1]))
+                optimizer.step()
+                optimizer.zero_grad()
+            first = first or steps
+            for got, want in zip(steps, first, strict=True):
+                assert_same(got, want, LIMIT_64)
+            counts[kept] = seen.gathers, seen.reduces
+        groups = sum(isinstance(module, FSDPModule) for module in model.modules())
+        assert counts["nothing"][0] > 3 * groups
+        assert counts["nothing"][1] == 3 * groups
+        assert counts["weights"] == (groups, 3 * groups)
+        assert counts["weights_and_gradients"] == (groups, groups)
 
 
 def check_rows_of_experts() -> None:

@@ -53,6 +53,11 @@ def test_a_dense_model_has_no_experts_to_divide() -> None:
         ({"reduce_dtype": "int8"}, "parallel.reduce_dtype must be one of"),
         ({"checkpointing": "all"}, "parallel.checkpointing must be one of attention, block, none; got 'all'"),
         ({"reshard_after_forward": 1}, "parallel.reshard_after_forward must be True or False"),
+        (
+            {"between_micro_batches": "all"},
+            "parallel.between_micro_batches must be one of nothing, weights",
+        ),
+        ({"between_micro_batches": "weights"}, "parallel.reshard_after_forward frees them; set the latter to False"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:

@@ -16,19 +16,29 @@ from tilemoe.routing.plan import RoutingPlan
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """Which of this process' tokens went where; the sizes are on the host.
+    """Which of this process' tokens went where: the order in memory, and the sizes, which are on the host.
 
-    plan         which ranks each token goes to: a plan whose "experts" are the ranks, its rows the copies sent,
-                 sorted by rank
-    tokens_out   copies of tokens sent to each rank · tokens_in  copies received from each
-    pairs_out    (token, expert) pairs sent to each rank · pairs_in  received from each
+    Copies of tokens lie by the rank that they are for: the other ranks in their order, then this rank's own, which are
+    in no message; pairs likewise. Tensors are int32.
+
+    token_of_copy (C)      the token · copy_of_token (T * W)  token-major, -1 where it does not go
+    first_copy (W + 1)     where the copies for a rank begin, in that order
+    position_of_pair (P)   of each pair sent, the place of its score among the scores
+    tokens_out             copies sent to each rank, none to this one · tokens_in  received from each
+    pairs_out              (token, expert) pairs sent to each rank · pairs_in  received from each
+    own_tokens, own_pairs  copies and pairs of this rank's own
     """
 
-    plan: RoutingPlan
+    token_of_copy: Tensor
+    copy_of_token: Tensor
+    first_copy: Tensor
+    position_of_pair: Tensor
     tokens_out: list[int]
     tokens_in: list[int]
+    own_tokens: int
     pairs_out: list[int]
     pairs_in: list[int]
+    own_pairs: int
     group: dist.ProcessGroup
 
 

@@ -1,10 +1,15 @@
 """The differentiable exchanges of expert parallelism: each one's gradient is another's forward.
 
-T tokens of this process · M tokens at its experts · S copies of tokens sent · P pairs sent · d model width
+T tokens of this process · W ranks · M tokens at its experts · C copies of tokens, those for other ranks before this
+rank's own · P pairs sent · Q pairs received · d model width
+
+What is for this rank itself is copied here, while the rest travels: no message holds it.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,30 +18,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilemoe.dispatch.base import Sent
-from tilemoe.kernels.select import kernel_set, name_for
+from tilemoe.kernels.base import compute_dtype
+from tilemoe.kernels.torch.exchange import Routed
+from tilemoe.ops.exchange import count_sent, place_sent, plan_received, sum_copies
+from tilemoe.routing.plan import ROWS_PER_EXPERT, RoutingPlan
 
 
-class Travelling(NamedTuple):
-    """Tokens (M, d) on their way here; nothing may read them before ``arrival.wait()``."""
-
-    tokens: Tensor
-    arrival: dist.Work
-    copies: Tensor  # what is sent, which must not be freed before
-
-
-def begin_tokens_to_experts(x: Tensor, sent: Sent) -> Travelling:
-    """Send a copy of each token of x (T, d) to each rank that holds one of its experts, and do not wait for them."""
-    copies = x.detach().index_select(0, sent.plan.token_of_row)
-    received = copies.new_empty(sum(sent.tokens_in), copies.shape[1])
-    sizes = (sent.tokens_in, sent.tokens_out)
-    return Travelling(
-        received, dist.all_to_all_single(received, copies, *sizes, group=sent.group, async_op=True), copies
-    )
-
-
-def tokens_to_experts(x: Tensor, sent: Sent, travelling: Travelling) -> Tensor:
-    """x (T, d) -> (M, d), what `begin_tokens_to_experts` has sent of it."""
-    return _ToExperts.apply(x, sent, travelling)
+def tokens_to_experts(
+    x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, RoutingPlan, Sent]:
+    """x (T, d), scores as the plan asks -> those at the experts here: tokens (M, d), scores (Q,) fp32 or fp64, their
+    plan; and what was sent.
+    """
+    arrived: tuple[Tensor, Tensor, RoutingPlan, Sent] = _ToExperts.apply(x, scores, routed, group)
+    return arrived
 
 
 def sums_from_experts(o: Tensor, sent: Sent) -> Tensor:
@@ -44,67 +39,188 @@ def sums_from_experts(o: Tensor, sent: Sent) -> Tensor:
     return _FromExperts.apply(o, sent)
 
 
-def pairs_to_experts(scores: Tensor, places: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
-    """scores (P,) fp32 or fp64 and places (P,) int32, sorted by rank, to their ranks in one message."""
-    received: tuple[Tensor, Tensor] = _PairsToExperts.apply(scores, places, sent)
-    return received
-
-
 class _ToExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sent, travelling: Travelling) -> Tensor:
-        ctx.sent = sent
-        travelling.arrival.wait()
-        return travelling.tokens
+    def forward(
+        ctx: Any, x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, RoutingPlan, Sent]:
+        s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
+        sizes, before = count_sent(routed)
+        beside = _beside(x.device)
+        with beside:
+            arrival = dist.all_to_all_single(sizes[1], sizes[0], group=group, async_op=True)
+        # All that does not need the sizes is begun before the host waits for them.
+        *places, words, position_of_pair, copies = place_sent(x, s, sizes, before, routed)
+        with beside:
+            arrival.wait()
+            sent = _sent(sizes.tolist(), places, position_of_pair, routed, group)  # the one read from the device
+
+        pairs = _leave(words, sent.pairs_out, sent.own_pairs, sent.pairs_in, group)
+        _keep(words, sent.own_pairs, sent.pairs_out, pairs)
+        tokens = _leave(copies, sent.tokens_out, sent.own_tokens, sent.tokens_in, group)
+        _gather_own(x, sent, tokens)
+        pairs.arrival.wait()
+        plan, s = _plan_of(pairs.rows, sizes, routed, len(tokens.rows))  # while the tokens travel
+        tokens.arrival.wait()
+
+        ctx.way_back, ctx.scores_are = WayBack(sent), (scores.shape, scores.dtype)
+        ctx.input_grad_is_made = ctx.way_back.begin
+        needs_x, needs_scores = ctx.needs_input_grad[:2]
+        ctx.mark_non_differentiable(*([] if needs_x else [tokens.rows]), *([] if needs_scores else [s]))
+        return tokens.rows, s, plan, sent
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return _return_sums(dx, ctx.sent), None, None
+    def backward(ctx: Any, dx: Tensor, ds: Tensor, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        needs_x, needs_scores = ctx.needs_input_grad[:2]
+        sent: Sent = ctx.way_back.sent
+        if needs_x:
+            ctx.way_back.begin_unless_begun(dx)
+        dscores = None
+        if needs_scores:
+            home = _return(ds, sent.pairs_in, sent.own_pairs, sent.pairs_out, sent.group)
+            home.arrival.wait()
+            shape, dtype = ctx.scores_are
+            dscores = ds.new_zeros(shape.numel()).index_add_(0, sent.position_of_pair, home.rows).to(dtype).view(shape)
+        return ctx.way_back.finish() if needs_x else None, dscores, None, None
 
 
 class _FromExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: Tensor, sent: Sent) -> Tensor:
         ctx.sent = sent
-        return _return_sums(o, sent)
+        way_back = WayBack(sent)
+        way_back.begin(o)
+        return way_back.finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:
-        travelling = begin_tokens_to_experts(do, ctx.sent)
-        travelling.arrival.wait()
-        return travelling.tokens, None
+        sent: Sent = ctx.sent
+        copies = do.index_select(0, sent.token_of_copy[: sum(sent.tokens_out)])
+        tokens = _leave(copies, sent.tokens_out, sent.own_tokens, sent.tokens_in, sent.group)
+        _gather_own(do, sent, tokens)
+        tokens.arrival.wait()
+        return tokens.rows, None
 
 
-class _PairsToExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, places: Tensor, sent: Sent) -> tuple[Tensor, Tensor]:
-        ctx.sent = sent
-        words = scores.contiguous()[:, None].view(torch.int32)  # (P, 1), or (P, 2) of fp64
-        received = _exchange(torch.cat((words, places[:, None]), dim=1), sent.pairs_out, sent.pairs_in, sent.group)
-        there = received[:, :-1].flatten().view(scores.dtype), received[:, -1].contiguous()
-        ctx.mark_non_differentiable(there[1])
-        return there
+class Travelling(NamedTuple):
+    """Rows on their way here, this rank's own among them; nothing may read the others before ``arrival.wait()``."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, ds: Tensor, _: Any) -> tuple[Tensor, None, None]:
-        return _exchange(ds, ctx.sent.pairs_in, ctx.sent.pairs_out, ctx.sent.group), None, None
+    rows: Tensor
+    arrival: dist.Work
+    left: Tensor  # what was sent, which must not be freed before
 
 
-def _return_sums(rows: Tensor, sent: Sent) -> Tensor:
-    copies = _exchange(rows, sent.tokens_in, sent.tokens_out, sent.group)
-    if copies.shape[0] == 0:  # there may be tokens all the same: none was routed
-        return rows.new_zeros(sent.plan.num_tokens, rows.shape[1])
-    total = rows.new_empty(sent.plan.num_tokens, rows.shape[1])
-    # The sum over a token's ranks is what the layer's backward does over a token's rows.
-    kernel_set(name_for(rows.device, rows.dtype, rows.shape[1])).combine_grad(copies, sent.plan, total)
-    return total
+class WayBack:
+    """Of M rows to the tokens that they were made of: what each rank made of a token is summed.
+
+    It begins as soon as the rows are there, which for the gradient of x is before those of the weights are.
+    """
+
+    def __init__(self, sent: Sent) -> None:
+        self.sent = sent
+        self._begun: tuple[Tensor, Travelling] | None = None
+
+    def begin(self, rows: Tensor) -> None:
+        """rows (M, d)"""
+        sent = self.sent
+        self._begun = rows, _return(rows, sent.tokens_in, sent.own_tokens, sent.tokens_out, sent.group)
+
+    def begin_unless_begun(self, rows: Tensor) -> None:
+        """Also where other rows were begun with, which something has changed since, or added to."""
+        if self._begun is None or self._begun[0] is not rows:
+            self.begin(rows)
+
+    def finish(self) -> Tensor:
+        """(T, d)"""
+        assert self._begun is not None, "begin comes first"
+        (_, copies), self._begun = self._begun, None
+        copies.arrival.wait()
+        sent = self.sent
+        return sum_copies(copies.rows, sent.token_of_copy, sent.copy_of_token, sent.first_copy)
 
 
-def _exchange(rows: Tensor, rows_out: list[int], rows_in: list[int], group: dist.ProcessGroup) -> Tensor:
-    """``rows`` (sum(rows_out), ...), sorted by rank, each to its rank; what came, sorted by source rank."""
-    received = rows.new_empty(sum(rows_in), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), rows_in, rows_out, group=group)
-    return received
+def _leave(rows: Tensor, out: list[int], own: int, into: list[int], group: dist.ProcessGroup) -> Travelling:
+    """``rows`` for other ranks set out, ``out`` of them for each, and ``into`` come; there is room for ``own`` more."""
+    leaving, coming = sum(out), sum(into)
+    arriving = rows.new_empty(coming + own, *rows.shape[1:])
+    left = rows[:leaving]
+    return Travelling(
+        arriving, dist.all_to_all_single(arriving[:coming], left, into, out, group=group, async_op=True), left
+    )
+
+
+def _return(rows: Tensor, out: list[int], own: int, into: list[int], group: dist.ProcessGroup) -> Travelling:
+    """As `_leave`, of contiguous rows whose last ``own`` are this rank's: these are copied."""
+    rows = rows.contiguous()
+    travelling = _leave(rows, out, own, into, group)
+    _keep(rows, own, out, travelling)
+    return travelling
+
+
+def _keep(rows: Tensor, own: int, out: list[int], travelling: Travelling) -> None:
+    """This rank's own of ``rows``, which lie behind those for the others, to where the others' come."""
+    first = sum(out)
+    arriving = travelling.rows
+    arriving[len(arriving) - own :].copy_(rows[first : first + own])
+
+
+def _gather_own(x: Tensor, sent: Sent, travelling: Travelling) -> None:
+    arriving = travelling.rows
+    own = arriving[len(arriving) - sent.own_tokens :]
+    torch.index_select(x.detach(), 0, sent.token_of_copy[sum(sent.tokens_out) :], out=own)
+
+
+def _sent(
+    sizes: list[list[list[int]]],
+    places: list[Tensor],
+    position_of_pair: Tensor,
+    routed: Routed,
+    group: dist.ProcessGroup,
+) -> Sent:
+    """From the tokens and pairs for each rank and of each, and the first three tensors of `place_sent`."""
+    counts = [[size[column] for size in way] for column in range(2) for way in sizes]
+    own_tokens, _, own_pairs, _ = (count[routed.here] for count in counts)
+    for count in counts:
+        count[routed.here] = 0
+    tokens_out, tokens_in, pairs_out, pairs_in = counts
+    token_of_copy, copy_of_token, first_copy = places
+    return Sent(
+        token_of_copy[: sum(tokens_out) + own_tokens],
+        copy_of_token,
+        first_copy,
+        position_of_pair[: sum(pairs_out) + own_pairs],
+        tokens_out,
+        tokens_in,
+        own_tokens,
+        pairs_out,
+        pairs_in,
+        own_pairs,
+        group,
+    )
+
+
+def _plan_of(words: Tensor, sizes: Tensor, routed: Routed, num_tokens: int) -> tuple[RoutingPlan, Tensor]:
+    """Of the pairs received: (the plan of the M tokens that they are of, their scores)."""
+    experts = routed.experts_per_rank
+    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores = plan_received(
+        words, sizes, routed.here, experts, num_tokens
+    )
+    plan = RoutingPlan(token_of_row, pair_of_row, row_of_pair, pair_start, row_start, experts, num_tokens)
+    plan.derived[ROWS_PER_EXPERT] = rows_per_expert
+    return plan, scores
+
+
+def _beside(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream beside the current one, which it follows: what the host waits for there is not what comes here later."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream = _stream_beside(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

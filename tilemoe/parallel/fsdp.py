@@ -41,6 +41,17 @@ def shard_rest(model: DecoderLM, meshes: Meshes) -> None:
         _prefetch(model)
 
 
+def begin_micro_batch(model: nn.Module, config: ParallelConfig, *, is_last: bool) -> None:
+    """Call it before the forward of each micro-batch of a step, of a sharded model and of any other.
+
+    What ``config.between_micro_batches`` names stays whole in this process until the last one's backward.
+    """
+    if config.between_micro_batches == "nothing" or not isinstance(model, FSDPModule):
+        return
+    model.set_reshard_after_backward(is_last)
+    model.set_requires_gradient_sync(is_last or config.between_micro_batches == "weights")
+
+
 def _shard(module: nn.Module, mesh: DeviceMesh, config: ParallelConfig, reshard: bool, experts: Experts | None) -> None:
     """``experts``: those whose parameters are among the module's that are not sharded yet."""
     # Inputs are not cast: the embeddings make the blocks' activations, and the rotary angles stay in fp32.

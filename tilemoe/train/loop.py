@@ -24,6 +24,7 @@ from tilemoe.data import Prepared, Sampler
 from tilemoe.data.shards import read_index
 from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.expert import rows_of_experts
+from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.train.checkpoint import Checkpoint, TrainState, list_checkpoints, save_checkpoint
@@ -182,6 +183,7 @@ class Trainer:
         for part in range(parts):
             self._progress.mark()
             inputs, targets = self._prefetcher.batch(self.step * parts + part)
+            begin_micro_batch(self.model, self.recipe.parallel, is_last=part == parts - 1)
             with self.autocast():
                 out = self.model(inputs, targets)
             assert out.loss is not None

@@ -66,47 +66,18 @@ def plan_topk_launches(
     rows_per_expert = index(num_experts)
     token_of_row, pair_of_row, row_of_pair = index(num_pairs), index(num_pairs), index(num_pairs)
     row_start, error_bits = index(num_experts + 1), index()
-    columns = 4 if num_experts <= 1024 else 8  # experts of a program that sums over blocks
     ids_and_sizes = {"ids": ids, "num_pairs": num_pairs, "num_experts": num_experts}
-    all_experts = max(_FEWEST_EXPERTS, power_of_two(num_experts))
     launches = [
         Launch(
             count_kernel,
             (num_blocks,),
             {**ids_and_sizes, "counts": counts, "negative_in_block": negative_in_block},
-            {"BLOCK": block, "BLOCK_E": all_experts},
+            {"BLOCK": block, "BLOCK_E": experts_of_block(num_experts)},
             num_warps=4,
             num_stages=1,
         ),
-        Launch(
-            block_start_kernel,
-            (ceil_div(num_experts, columns),),
-            {
-                "counts": counts,
-                "block_start": block_start,
-                "rows_per_expert": rows_per_expert,
-                "num_blocks": num_blocks,
-                "num_experts": num_experts,
-            },
-            {"ROWS": _COUNTS // columns, "COLUMNS": columns},
-            num_warps=8,
-            num_stages=1,
-        ),
-        Launch(
-            row_start_kernel,
-            (1,),
-            {
-                "rows_per_expert": rows_per_expert,
-                "negative_in_block": negative_in_block,
-                "row_start_of_expert": row_start,
-                "error_bits": error_bits,
-                "num_blocks": num_blocks,
-                "num_experts": num_experts,
-            },
-            {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": 1024, "BLOCK_E": all_experts},
-            num_warps=4,
-            num_stages=1,
-        ),
+        block_start_launch(counts, block_start, rows_per_expert, num_blocks, num_experts),
+        row_start_launch(rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts),
         Launch(
             place_kernel,
             (num_blocks,),
@@ -125,6 +96,58 @@ def plan_topk_launches(
         ),
     ]
     return launches, (token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits)
+
+
+def block_start_launch(
+    counts: Tensor, block_start: Tensor, rows_per_expert: Tensor, num_blocks: int, num_experts: int
+) -> Launch:
+    """From counts (B, E), ``block_start`` (B, E) and ``rows_per_expert`` (E)."""
+    columns = 4 if num_experts <= 1024 else 8  # experts of a program
+    return Launch(
+        block_start_kernel,
+        (ceil_div(num_experts, columns),),
+        {
+            "counts": counts,
+            "block_start": block_start,
+            "rows_per_expert": rows_per_expert,
+            "num_blocks": num_blocks,
+            "num_experts": num_experts,
+        },
+        {"ROWS": _COUNTS // columns, "COLUMNS": columns},
+        num_warps=8,
+        num_stages=1,
+    )
+
+
+def row_start_launch(
+    rows_per_expert: Tensor,
+    negative_in_block: Tensor,
+    row_start: Tensor,
+    error_bits: Tensor,
+    num_blocks: int,
+    num_experts: int,
+) -> Launch:
+    """From rows_per_expert (E) and what `count_kernel` found in blocks, ``row_start`` (E+1) and ``error_bits`` ()."""
+    return Launch(
+        row_start_kernel,
+        (1,),
+        {
+            "rows_per_expert": rows_per_expert,
+            "negative_in_block": negative_in_block,
+            "row_start_of_expert": row_start,
+            "error_bits": error_bits,
+            "num_blocks": num_blocks,
+            "num_experts": num_experts,
+        },
+        {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": 1024, "BLOCK_E": experts_of_block(num_experts)},
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def experts_of_block(num_experts: int) -> int:
+    """Bins of a histogram, a power of two."""
+    return max(_FEWEST_EXPERTS, power_of_two(num_experts))
 
 
 def pairs_of_block(num_experts: int) -> int:

@@ -1,0 +1,74 @@
+"""The kernels that prepare what is sent between ranks, without a GPU: run in the interpreter, and compiled for GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import passed_in_the_interpreter
+from triton.runtime.jit import JITFunction
+from triton_compile import GFX942, MI300, NVIDIA, compile_launch, recorded_launches, stack_bytes
+
+from tilemoe.kernels.select_exchange import select_exchange
+from tilemoe.kernels.tiling import Device
+from tilemoe.kernels.torch.exchange import Routed
+from tilemoe.kernels.triton import exchange
+from tilemoe.kernels.triton.launch import Launch
+from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.routing.plan import RoutingPlan
+
+EXPERTS, TOKENS, PER_TOKEN = 128, 48, 8
+STACK = 64  # bytes of a thread: some words of the kernel that places pairs
+
+
+def test_the_interpreter_agrees_with_torch() -> None:
+    assert passed_in_the_interpreter("test_triton_exchange_values.py") >= 26
+
+
+def plans() -> list[RoutingPlan]:
+    ids = torch.arange(TOKENS * PER_TOKEN).view(TOKENS, PER_TOKEN) % EXPERTS
+    token = torch.arange(TOKENS).repeat_interleave(PER_TOKEN)
+    return [plan_topk(ids, EXPERTS), plan_pairs(token, ids.flatten(), TOKENS, EXPERTS)]
+
+
+def launches(device: Device, plan: RoutingPlan, ranks: int, dtype: torch.dtype) -> list[Launch]:
+    arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
+    routed = Routed(*arrays, plan.num_tokens, ranks, 1)
+    x, scores = torch.zeros(TOKENS, 1536, dtype=dtype), torch.zeros(TOKENS * PER_TOKEN)
+    scores = scores.double() if dtype == torch.float64 else scores
+    with recorded_launches(device) as found:
+        sizes, before = exchange.count_sent(routed)
+        _, _, _, words, *_ = exchange.place_sent(x, scores, sizes, before, routed)
+        exchange.plan_received(words, sizes, 1, EXPERTS // ranks, TOKENS)
+    return found
+
+
+@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (8, torch.float64), (64, torch.bfloat16)])
+def test_kernels_compile(ranks: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    device, names = NVIDIA[capability], set()
+    for plan in plans():
+        for launch in launches(device, plan, ranks, dtype):
+            compiled = compile_launch(launch, capability)
+            names.add(launch.kernel.fn.__name__)
+            assert compiled.metadata.shared <= 48 * 1024, launch.kernel
+            assert stack_bytes(compiled, tmp_path) <= STACK, f"{launch.kernel} spills"
+            if launch.kernel is exchange.copy_tokens_kernel:
+                assert "ld.global.v4.b32" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"]
+    own = {name for name, value in vars(exchange).items() if isinstance(value, JITFunction) and "_kernel" in name}
+    assert own <= names, "a kernel is left out"
+
+
+def test_kernels_compile_for_amd() -> None:
+    for plan in plans():
+        for launch in launches(MI300, plan, 2, torch.bfloat16):
+            assert "s_endpgm" in compile_launch(launch, GFX942).asm["amdgcn"]
+
+
+def test_choice() -> None:
+    assert select_exchange("cpu", 4, 4, 4, 2).reason == "Triton does not run on cpu"
+    assert select_exchange("cuda", 4, 32, 128, 8).name == "triton"
+    for case in ((0, 0, 128, 8), (4, 32, 130, 65)):
+        chosen = select_exchange("cuda", *case)
+        assert (chosen.name, chosen.reason) == ("torch", exchange.unsupported(*case))
