@@ -2,25 +2,57 @@
 
     python benchmarks/gpu_tests.py [further arguments of pytest]
 
-Exits as pytest does. Only files with such tests are collected: the others may import what a GPU machine lacks.
+Exits as pytest does. Only files with such tests are collected: the others may import what a GPU machine lacks. A run
+that is interrupted, by SIGTERM too, records what it got to.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
+import signal
 import sys
-import tempfile
 import time
-import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from record import ROOT, append
 
 SANITIZER = "test_triton_gpu_sanitizer"
+
+
+class Outcomes:
+    """A plugin of pytest that keeps what came of each test, and says at once what did not pass."""
+
+    def __init__(self) -> None:
+        self.by_test: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.outcome != "passed":
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            last = (reason.strip().splitlines() or [""])[-1]
+            self.by_test[report.nodeid] = report.outcome
+            self.reasons[report.nodeid] = f"{report.outcome}: {last}"[:200]
+            print(f"\n{report.nodeid}\n{reason}", flush=True)
+        elif report.when == "call":
+            self.by_test.setdefault(report.nodeid, "passed")
+
+    def summary(self) -> dict[str, Any]:
+        """Counts of outcomes; what passed by file; what did not, skips with their reason; the sanitizer's verdicts."""
+        by_file = Counter(name.split("::")[0] for name, outcome in self.by_test.items() if outcome == "passed")
+        verdicts = {name: outcome for name, outcome in self.by_test.items() if SANITIZER in name}
+        return {
+            "passed": 0,
+            "failed": 0,
+            "skipped": 0,
+            **Counter(self.by_test.values()),
+            "passed_of_file": dict(sorted(by_file.items())),
+            "sanitizer": {name.split("::test_")[-1]: outcome for name, outcome in sorted(verdicts.items())},
+            "not_passed": self.reasons,
+        }
 
 
 def main() -> int:
@@ -29,36 +61,18 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA GPU here: these tests are for a machine with one")
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu and not dist", "-p", "no:cacheprovider"]
-        start = time.perf_counter()
-        done = subprocess.run([*command, f"--junit-xml={report}", *more, *map(str, files)], cwd=ROOT, check=False)
-        seconds = round(time.perf_counter() - start, 1)
-        row = (
-            summary(report) if report.exists() else {"passed": 0, "unfinished": f"pytest exited with {done.returncode}"}
-        )
-    path = append("gpu_tests", [{**row, "seconds": seconds, "arguments": more}])
-    print(f"{row}\nrecorded in {path.relative_to(ROOT)}")
-    return done.returncode
-
-
-def summary(report: Path) -> dict[str, Any]:
-    """Counts of outcomes; the names of what did not pass, skips with their reason; the sanitizer's verdicts."""
-    counts: Counter[str] = Counter(passed=0, failed=0, skipped=0)
-    not_passed: dict[str, str] = {}
-    verdicts: dict[str, str] = {}
-    for case in ET.parse(report).getroot().iter("testcase"):
-        problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        outcome = "passed"
-        if problems:
-            outcome = "skipped" if problems[0].tag == "skipped" else "failed"
-            reason = (problems[0].get("message") or "").splitlines()
-            not_passed[str(case.get("name"))] = f"{outcome}: {reason[0] if reason else ''}"[:200]
-        counts[outcome] += 1
-        if SANITIZER in str(case.get("classname")):
-            verdicts[str(case.get("name")).removeprefix("test_")] = outcome
-    return {**counts, "sanitizer": verdicts, "not_passed": not_passed}
+    files.sort(key=lambda path: path.stem != SANITIZER)  # by far the longest: not last, with the other processes idle
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    outcomes = Outcomes()
+    start = time.perf_counter()
+    command = [f"--rootdir={ROOT}", "-m", "gpu and not dist", "-p", "no:cacheprovider", *more, *map(str, files)]
+    code = pytest.main(command, plugins=[outcomes])
+    row = {**outcomes.summary(), "seconds": round(time.perf_counter() - start, 1), "arguments": more}
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        row["unfinished"] = f"pytest exited with {int(code)}"
+    path = append("gpu_tests", [row])
+    print(f"{row}\nrecorded in {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    return int(code)
 
 
 if __name__ == "__main__":
