@@ -56,8 +56,8 @@ class _ToExperts(torch.autograd.Function):
             sent = _sent(sizes.tolist(), places, position_of_pair, routed, group)  # the one read from the device
 
         pairs = _leave(words, sent.pairs_out, sent.own_pairs, sent.pairs_in, group)
-        _keep(words, sent.own_pairs, sent.pairs_out, pairs)
         tokens = _leave(copies, sent.tokens_out, sent.own_tokens, sent.tokens_in, group)
+        _keep(words, sent.own_pairs, sent.pairs_out, pairs)
         _gather_own(x, sent, tokens)
         pairs.arrival.wait()
         plan, s = _plan_of(pairs.rows, sizes, routed, len(tokens.rows))  # while the tokens travel
