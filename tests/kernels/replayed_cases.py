@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tilemoe.kernels.hopper.kernel_set  # noqa: F401  # before the fake is installed, as all that launches
 from tilemoe.activations import activation_spec
+from tilemoe.kernels.triton import exchange as triton_exchange  # noqa: F401
 from tilemoe.kernels.triton import plan as triton_plan  # noqa: F401
 from tilemoe.kernels.triton import plan_few  # noqa: F401
 from tilemoe.ops import library
