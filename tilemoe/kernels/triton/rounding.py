@@ -36,6 +36,7 @@ from tilemoe.kernels.triton.rounding_select import TOKENS
 
 MAX_EXPERTS = 4096  # as in the selection; `ADDED_PAIR` is above every expert
 _KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # logits of a program that makes keys, at a time; of one of its threads
+_WORDS_OF_WARP = 128  # of bits that this program makes, at a time
 _COUNTS = (512, 8)  # blocks and experts of a program that adds counts up, at a time
 _SUMS = 1024  # counts of earlier blocks at a time
 _BLOCKS = 1024  # of these an expert's best keys stay in registers
@@ -201,7 +202,9 @@ def _launch(kernel: Any, programs: int, known: dict[str, Any], constants: dict[s
 def _counting(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
     num_experts, experts_per_token = known["num_experts"], known["expert_ids"].shape[1]
     columns = max(32, power_of_two(num_experts))
+    lanes, words = min(32, columns // 4), columns // 32
     block_t = max(1, min(int(TOKENS), _KEY_TILE // columns))
+    key_warps = max(1, block_t * columns // (32 * _KEYS_OF_THREAD))
     rows, columns_of_count = _COUNTS
     return [
         _launch(
@@ -211,12 +214,13 @@ def _counting(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
             {
                 "K": experts_per_token,
                 "SOFTMAX": spec.score != "sigmoid",
+                "LANES": lanes,
                 "BLOCK_T": block_t,
-                "BLOCK_E": columns,
-                "WORDS": columns // 32,
-                "BLOCK_K": power_of_two(experts_per_token),
+                "CHUNKS": columns // (4 * lanes),
+                "WORDS": words,
+                "WORD_TOKENS": min(int(TOKENS), _WORDS_OF_WARP * key_warps // words),
             },
-            num_warps=max(1, block_t * columns // (32 * _KEYS_OF_THREAD)),
+            num_warps=key_warps,
         ),
         _launch(
             count_kernel,

@@ -36,68 +36,93 @@ ADDED_PAIR = tl.constexpr(1 << 14)  # in `code_of_pair`, beside the expert
 def key_kernel(
     logits, expert_ids, token_mask, norm, best, block_bits, token_bits, pairs_of_block, real_of_block,
     num_tokens, num_experts, num_words, tokens_of_block,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr,
+    WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """norm (T, 2): the maximum and 1 / sum of a token's softmax; best, block_bits (B, E); the bits of token_bits;
     pairs_of_block, real_of_block (B): pairs and real tokens. One program for each block.
+
+    A tile is (LANES, BLOCK_T, CHUNKS, 4): tokens times experts, of which a thread has four neighbours in every chunk.
+    So a warp has all of a token's experts where there are up to 512, and nothing of a token passes through shared
+    memory; over tokens only what the whole block ends with is summed.
     """
     block = tl.program_id(0)
-    expert = tl.arange(0, BLOCK_E)
-    valid = expert < num_experts
-    word = tl.arange(0, WORDS)
-    most = tl.full((BLOCK_T, BLOCK_E), OUT, dtype=tl.int32)
-    bits_of_expert = tl.zeros((BLOCK_E,), dtype=tl.int32)
-    reals = tl.zeros((BLOCK_T,), dtype=tl.int32)
-    pairs = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    chunk = tl.arange(0, CHUNKS)[None, None, :, None] * (LANES * 4)
+    lane = tl.arange(0, LANES)[:, None, None, None] * 4
+    expert = chunk + lane + tl.arange(0, 4)[None, None, None, :]
+    bit = 1 << (expert & 31)
+    inner = tl.arange(0, BLOCK_T)[None, :, None, None]
+    most = tl.full((LANES, BLOCK_T, CHUNKS, 4), OUT, dtype=tl.int32)
+    bits = tl.zeros((LANES, BLOCK_T, CHUNKS, 4), dtype=tl.int32)
+    tile, real = _load_tile(logits, token_mask, block * TOKENS + inner, expert, num_tokens, num_experts, True)
+    _store_words(
+        expert_ids, token_mask, token_bits, pairs_of_block, real_of_block, num_tokens, num_experts, num_words,
+        tokens_of_block, K, WORDS, WORD_TOKENS,
+    )  # fmt: skip
     for first in range(0, tokens_of_block, BLOCK_T):  # TOKENS, but not known: unrolled, it takes twice the registers
-        inner = first + tl.arange(0, BLOCK_T)
-        token = block * TOKENS + inner
-        inside = token < num_tokens
-        real = inside
-        if token_mask is not None:
-            real &= tl.load(token_mask + token, mask=inside, other=0) != 0
-        line = logits + token.to(tl.int64)[:, None] * num_experts
-        tile = tl.load(line + expert[None, :], mask=real[:, None] & valid[None, :], other=float("-inf"))
-        words = _words_of_tokens(expert_ids, token, real, num_experts, K, WORDS, BLOCK_K)
-        place = (token.to(tl.int64)[:, None] * num_words + word[None, :]) * 2
-        tl.store(token_bits + place, words, mask=inside[:, None] & (word < num_words)[None, :])
-        reals += real.to(tl.int32)
-        pairs += tl.sum(popcount(words), axis=1)
-        top = tl.zeros((BLOCK_T,), dtype=tl.float32)
-        inverse = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
+        token = block * TOKENS + first + inner
+        is_left = first + BLOCK_T < tokens_of_block
+        following, next_real = _load_tile(logits, token_mask, token + BLOCK_T, expert, num_tokens, num_experts, is_left)
+        at_word = token_bits + (token.to(tl.int64) * num_words + ((chunk + lane) >> 5)) * 2
+        words = tl.load(at_word, mask=real & (chunk + lane < num_experts), other=0)
+        top = tl.zeros((1, BLOCK_T, 1, 1), dtype=tl.float32)
+        inverse = tl.full((1, BLOCK_T, 1, 1), 1.0, dtype=tl.float32)
         if SOFTMAX:
-            top = tl.where(real, tl.max(tile, axis=1), 0.0)
-            total = tl.sum(tl.exp(tile - top[:, None]), axis=1)
-            inverse = 1.0 / tl.where(real, total, 1.0)
-            tl.store(norm + 2 * token.to(tl.int64), top, mask=inside)
-            tl.store(norm + 2 * token.to(tl.int64) + 1, inverse, mask=inside)
-        key = key_of_other(score_of_logit(tile, top[:, None], inverse[:, None], SOFTMAX))
-        spread = tl.reshape(tl.broadcast_to(words[:, :, None], (BLOCK_T, WORDS, 32)), (BLOCK_T, BLOCK_E))
-        is_chosen = (spread >> (expert & 31)[None, :]) & 1
-        key = tl.where(real[:, None] & (is_chosen == 0), key, OUT)
-        most = tl.maximum(most, key)
-        # From the key, not from `is_chosen`, which the compiler would compute anew in the layout of the store.
-        bit = tl.where(real, 1 << inner, 0)[:, None]
-        bits_of_expert |= tl.sum(tl.where(key == OUT, bit, 0), axis=0)
+            top = tl.max(tl.max(tl.max(tile, axis=3, keep_dims=True), axis=2, keep_dims=True), axis=0, keep_dims=True)
+            top = tl.where(real, top, 0.0)
+            total = tl.sum(tl.sum(tl.exp(tile - top), axis=3, keep_dims=True), axis=2, keep_dims=True)
+            inverse = 1.0 / tl.where(real, tl.sum(total, axis=0, keep_dims=True), 1.0)
+            at_norm = norm + 2 * token.to(tl.int64) + lane
+            is_first = (token < num_tokens) & (lane == 0)
+            tl.store(at_norm, tl.broadcast_to(top, (LANES, BLOCK_T, 1, 1)), mask=is_first)
+            tl.store(at_norm + 1, tl.broadcast_to(inverse, (LANES, BLOCK_T, 1, 1)), mask=is_first)
+        is_chosen = (words & bit) != 0
+        key = key_of_other(score_of_logit(tile, top, inverse, SOFTMAX))
+        most = tl.maximum(most, tl.where(real & (is_chosen == 0), key, OUT))
+        bits |= tl.where(is_chosen, 1 << (first + inner), 0)
+        tile, real = following, next_real
     out = block.to(tl.int64) * num_experts + expert
-    tl.store(best + out, tl.max(most, axis=0), mask=valid)
-    tl.store(block_bits + out, bits_of_expert, mask=valid)
-    tl.store(real_of_block + block, tl.sum(reals, axis=0))
-    tl.store(pairs_of_block + block, tl.sum(pairs, axis=0))
+    valid = expert < num_experts
+    tl.store(best + out, tl.max(most, axis=1, keep_dims=True), mask=valid)
+    tl.store(block_bits + out, tl.sum(bits, axis=1, keep_dims=True), mask=valid)
 
 
 @triton.jit
-def _words_of_tokens(
-    expert_ids, token, real, num_experts, K: tl.constexpr, WORDS: tl.constexpr, BLOCK_K: tl.constexpr
+def _load_tile(logits, token_mask, token, expert, num_tokens, num_experts, is_left):
+    """(logits of the tokens and experts, whether a token is real): -inf where there are none."""
+    real = (token < num_tokens) & is_left
+    if token_mask is not None:
+        real &= tl.load(token_mask + token, mask=real, other=0) != 0
+    at = logits + token.to(tl.int64) * num_experts + expert
+    return tl.load(at, mask=real & (expert < num_experts), other=float("-inf")), real
+
+
+@triton.jit
+def _store_words(
+    expert_ids, token_mask, token_bits, pairs_of_block, real_of_block, num_tokens, num_experts, num_words,
+    tokens_of_block, K: tl.constexpr, WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """(tokens, WORDS): the bits of the experts that real tokens chose."""
-    k = tl.arange(0, BLOCK_K)[None, :]
-    is_pair = real[:, None] & (k < K)
-    chosen = tl.load(expert_ids + token.to(tl.int64)[:, None] * K + k, mask=is_pair, other=-1).to(tl.int32)
-    bit = tl.where((chosen >= 0) & (chosen < num_experts), 1 << (chosen & 31), 0)
-    is_in_word = tl.arange(0, WORDS)[None, None, :] == (chosen >> 5)[:, :, None]
-    return tl.sum(tl.where(is_in_word, bit[:, :, None], 0), axis=1)
+    """token_bits of the block's tokens, and the sums over them."""
+    block = tl.program_id(0)
+    word = tl.arange(0, WORDS)[None, :]
+    pairs = tl.zeros((WORD_TOKENS, WORDS), dtype=tl.int32)
+    reals = tl.zeros((WORD_TOKENS, WORDS), dtype=tl.int32)
+    for first in range(0, tokens_of_block, WORD_TOKENS):
+        token = block * TOKENS + first + tl.arange(0, WORD_TOKENS)[:, None]
+        inside = (token < num_tokens) & (word < num_words)
+        real = inside
+        if token_mask is not None:
+            real &= tl.load(token_mask + token + word * 0, mask=inside, other=0) != 0
+        words = tl.zeros((WORD_TOKENS, WORDS), dtype=tl.int32)
+        for k in tl.static_range(K):
+            chosen = tl.load(expert_ids + token.to(tl.int64) * K + k + word * 0, mask=real, other=-1).to(tl.int32)
+            words |= tl.where((chosen >> 5 == word) & (chosen < num_experts), 1 << (chosen & 31), 0)
+        tl.store(token_bits + (token.to(tl.int64) * num_words + word) * 2, words, mask=inside)
+        pairs += popcount(words)
+        reals += (real & (word == 0)).to(tl.int32)
+    tl.store(pairs_of_block + block, tl.sum(tl.sum(pairs, axis=1), axis=0))
+    tl.store(real_of_block + block, tl.sum(tl.sum(reals, axis=1), axis=0))
+    tl.debug_barrier()  # other threads read the words
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
