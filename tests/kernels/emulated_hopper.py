@@ -54,8 +54,9 @@ CASES = (
 )
 
 
-# Rows of the experts, and tokens without one: at the ends of blocks of 64, of tiles of 128 and of 192.
+# Rows of the experts, and tokens without one: at the ends of blocks of 64, of tiles of 128, 192; with four blocks.
 ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0), (192, 0, 193, 128, 2), (385, 320, 0)]
+ENDS += [(256, 0, 640, 193, 2)]
 
 
 def kernels_of(case: Case) -> KernelSet:
@@ -180,7 +181,10 @@ FAULTS = {
     "the last copies": ("publish_last_copies", "async_copy.wait_group(0)", "pass", "has not waited for"),
     "nobody passes by": ("pass_by", "mbarrier.arrive(empty.index(stage), count=1)", "pass", PROTOCOL),
     "a store without a fence": ("start_store", "fence_async_shared()", "pass", FENCE),
-    "fewer bytes than come": ("contiguous_blocks", "BLOCKS * rows", "2 * rows", "more bytes"),
+    "fewer bytes than come": ("load_blocks", "COUNT * rows", "1 * rows", "more bytes"),
+    "more bytes than come": ("load_blocks", "COUNT * rows", "3 * rows", PROTOCOL),
+    "four blocks are three and one": ("blocks_of_tile", "(left == BLOCKS + 1)", "(left == 99)", "stored twice"),
+    "nobody moves up": ("blocks_of_tile", "gl.where(takes_one, row - GROUP_M, row)", "row", NUMBERS),
     "F1 overwrites a slice": ("finish_act", "tma.store_wait(1)\n                place", "place", NUMBERS),
     "nobody waits for a turn": ("finish_rows", "mbarrier.wait(order.index(GROUP), ", "(", f"{PROTOCOL}|{NUMBERS}"),
     "nobody gives a turn": ("multiply_blocks", "mbarrier.arrive(turn_of_other, count=1)", "pass", PROTOCOL),

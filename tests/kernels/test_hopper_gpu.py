@@ -71,7 +71,7 @@ def test_kernels_agree_on_hostile_routings(name: str) -> None:
 @pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 turned"])
 def test_ends_of_blocks_and_tiles(name: str) -> None:
     """Experts with as many rows as blocks of 64 and tiles of 128 and 192 have, one less and one more, by themselves."""
-    ends = [rows + offset for rows in (64, 128, 192, 256, 384, 576) for offset in (-1, 0, 1)]
+    ends = [rows + offset for rows in (64, 128, 192, 256, 384, 448, 576) for offset in (-1, 0, 1)]
     for counts in (ends, ends[::-1], [0, 640, 0, 1]):  # rounded to tiles of 128, too
         ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]

@@ -6,7 +6,8 @@ While one consumer stores its tile, the other has the matrix units to itself. Th
 a consumer begins its tile once the other has seen its last stage arrive. Sooner, it would wait for a stage of a round
 that is more than one ahead, and the barriers count rounds modulo 2.
 
-A tile at an expert's end has as many blocks as its rows need. Weights are descriptors as in `gemm_rows`.
+A tile at an expert's end has as many blocks as its rows need, and no others are loaded. Its last four blocks are two
+tiles of two: three and one would read more for as many products. Weights are descriptors as in `gemm_rows`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -38,27 +39,58 @@ BUFFERS = gl.constexpr(4)  # slices of shared memory that a consumer stores thro
 
 
 @gluon.jit
+def blocks_of_tile(row, start, end):
+    """First row and number of blocks of a tile listed at ``row``, of an expert with the rows ``start`` to ``end``."""
+    left = gl.cdiv(end - row, GROUP_M)
+    takes_one = (left == 1) & (row > start)  # from the tile before it, which has four left
+    count = gl.where(takes_one | (left == BLOCKS + 1), 2, gl.minimum(left, BLOCKS))
+    return gl.where(takes_one, row - GROUP_M, row), count
+
+
+@gluon.jit
+def start_of(expert, tiles):
+    """The first of the expert's rows."""
+    _expert_of_tile, _row_of_tile, row_start_of_expert = tiles
+    return gl.load(row_start_of_expert + expert)
+
+
+@gluon.jit
+def load_blocks(rows, weight, expert, row, col, width_in, ring, step, COUNT: gl.constexpr, RIGHT_BY_N: gl.constexpr):
+    """Fill the stages of a tile of COUNT blocks; the next step."""
+    left, _right, ready, _empty = ring
+    for k in range(0, width_in, BK):
+        stage = acquire(ring, step)
+        mbarrier.expect(ready.index(stage), COUNT * rows.block_type.nbytes + weight.block_type.nbytes)
+        for block in gl.static_range(COUNT):
+            load_tile(rows, [row + block * GROUP_M, k], ready.index(stage), left.index(BLOCKS * stage + block))
+        load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
+        step += 1
+    return step
+
+
+@gluon.jit
 def contiguous_blocks(
     rows, weight, tiles, num_tiles, width_in, width_out, ring, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr
 ):
     """Producer of one warp: tiles of ``rows`` (R_max, width_in), block by block, and of the weight, all by TMA."""
-    left, _right, ready, _empty = ring
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     step = 0
-    expert, row, _end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
+    expert, listed, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
+    start = start_of(expert, tiles)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_expert, next_row, _next_end, next_col = row_tile(
+        next_expert, next_listed, next_end, next_col = row_tile(
             index + gl.num_programs(0), total, column_tiles, tiles, BN
         )
-        for k in range(0, width_in, BK):
-            stage = acquire(ring, step)
-            mbarrier.expect(ready.index(stage), BLOCKS * rows.block_type.nbytes + weight.block_type.nbytes)
-            for block in gl.static_range(BLOCKS):
-                load_tile(rows, [row + block * GROUP_M, k], ready.index(stage), left.index(BLOCKS * stage + block))
-            load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
-            step += 1
-        expert, row, col = next_expert, next_row, next_col
+        next_start = start_of(next_expert, tiles)
+        row, count = blocks_of_tile(listed, start, end)
+        if count == 3:
+            step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 3, RIGHT_BY_N)
+        elif count == 2:
+            step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 2, RIGHT_BY_N)
+        else:
+            step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 1, RIGHT_BY_N)
+        expert, listed, start, end, col = next_expert, next_listed, next_start, next_end, next_col
 
 
 @gluon.jit
@@ -125,14 +157,16 @@ def finish_rows(
     phase = 1 - GROUP  # of the turn that it waits for: the first consumer's first turn comes unasked
     block = 0
     first = gl.program_id(0) + GROUP * gl.num_programs(0)
-    _expert, row, end, col = row_tile(first, total, column_tiles, tiles, BN)
+    expert, listed, end, col = row_tile(first, total, column_tiles, tiles, BN)
+    start = start_of(expert, tiles)
     for index in range(first, total, GROUPS * gl.num_programs(0)):
-        _next_expert, next_row, next_end, next_col = row_tile(
+        next_expert, next_listed, next_end, next_col = row_tile(
             index + GROUPS * gl.num_programs(0), total, column_tiles, tiles, BN
         )
+        next_start = start_of(next_expert, tiles)
         mbarrier.wait(order.index(GROUP), phase)
         phase ^= 1
-        count = gl.minimum(gl.cdiv(end - row, GROUP_M), BLOCKS)
+        row, count = blocks_of_tile(listed, start, end)
         if count == 3:
             acc0, acc1, acc2, step = multiply_blocks(ring, step, steps, order.index(1 - GROUP), 3, BN, RIGHT_BY_N)
         elif count == 2:
@@ -146,7 +180,7 @@ def finish_rows(
         if count > 2:
             store_block(acc2, out, row + 2 * GROUP_M, end, col, staging, block + 2, BN, GROUP)
         block += count
-        row, end, col = next_row, next_end, next_col
+        listed, start, end, col = next_listed, next_start, next_end, next_col
     tma.store_wait(0)
 
 
