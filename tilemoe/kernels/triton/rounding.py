@@ -3,14 +3,14 @@
 T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B blocks of TOKENS tokens · R_max row capacity
 
 1. `key_kernel`: what top-K chose as bits, and of the tokens that did not choose an expert the best of each block.
-2. `count_kernel`: f of every expert, its pairs in earlier blocks, and the number of real tokens.
-3. `round_kernel`: r of every expert, its first row, and its place in the list of chosen pairs.
-4. `place_kernel`: that list, by expert.
-5. `row_kernel`: a program for each expert finds which tokens it drops or adds, and writes its rows.
-6. `token_kernel`, `pair_kernel`: the same pairs by token.
+2. `count_kernel`: f of every expert, its pairs in earlier blocks, the number of real tokens; then r of every expert,
+   its first row, and its place in the list of chosen pairs.
+3. `place_kernel`: that list, by expert.
+4. `row_kernel`: a program for each expert finds which tokens it drops or adds, and writes its rows.
+5. `token_kernel`, `pair_kernel`: the same pairs by token.
 
-"nearest_score" needs the scores around f to decide r: `margin_kernel` takes them from the list of chosen pairs, so
-`round_kernel` runs once for the places in the list, and once more after it.
+"nearest_score" needs the scores around f to decide r: `margin_kernel` finds them once the chosen pairs are listed, and
+`round_kernel` decides then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tilemoe.kernels.triton.rounding_select import TOKENS
 MAX_EXPERTS = 4096  # as in the selection; `ADDED_PAIR` is above every expert
 _KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # logits of a program that makes keys, at a time; of one of its threads
 _WORDS_OF_WARP = 128  # of bits that this program makes, at a time
-_COUNTS = (512, 8)  # blocks and experts of a program that adds counts up, at a time
+_COUNTS = (512, 4)  # blocks and experts of a program that adds counts up, at a time
 _SUMS = 1024  # counts of earlier blocks at a time
 _BLOCKS = 1024  # of these an expert's best keys stay in registers
 _ELEMENTS = 1024  # tokens of the found blocks at a time
@@ -120,19 +120,17 @@ def round_launches(
         "capacity": spec.capacity,
     }
     known = {**rows._asdict(), **scratch, **inputs}
-    launches = [*_counting(known, spec), _rounding(known, spec, "down" if spec.mode == "nearest_score" else spec.mode)]
-    launches.append(
-        _launch(
-            place_kernel,
-            ceil_div(expert_ids.numel(), _PAIRS),
-            known,
-            {"K": expert_ids.shape[1], "BLOCK": _PAIRS},
-            num_warps=4,
-        )
-    )
+    listing = {"K": expert_ids.shape[1], "BLOCK": _PAIRS}
+    launches = [
+        *_counting(known, spec),
+        _launch(place_kernel, ceil_div(expert_ids.numel(), _PAIRS), known, listing, num_warps=4),
+    ]
     if spec.mode == "nearest_score":
-        search = _search(num_experts, spec)
-        launches += [_launch(margin_kernel, num_experts, known, search, num_warps=8), _rounding(known, spec, spec.mode)]
+        of_all = {"TILE": spec.tile, "BLOCK_E": max(32, power_of_two(num_experts))}
+        launches += [
+            _launch(margin_kernel, num_experts, known, _search(num_experts, spec), num_warps=8),
+            _launch(round_kernel, 1, known, of_all, num_warps=4),
+        ]
     return [*launches, *_emission(known, spec)], rows
 
 
@@ -177,6 +175,7 @@ def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict
         "pairs_of_block": num_blocks,
         "real_of_block": num_blocks,
         "num_real": 1,
+        "programs_done": 1,
         "chosen_start": num_experts,
         "list_key": num_pairs,
         "list_token": num_pairs,
@@ -226,17 +225,16 @@ def _counting(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
             count_kernel,
             ceil_div(num_experts, columns_of_count) + 1,
             known,
-            {"ROWS": rows, "COLUMNS": columns_of_count},
+            {
+                "MODE": "down" if spec.mode == "nearest_score" else spec.mode,
+                "TILE": spec.tile,
+                "BLOCK_E": columns,
+                "ROWS": rows,
+                "COLUMNS": columns_of_count,
+            },
             num_warps=8,
         ),
     ]
-
-
-def _rounding(known: dict[str, Any], spec: RoundingSpec, mode: str) -> Launch:
-    constants = {"MODE": mode, "TILE": spec.tile, "BLOCK_E": max(32, power_of_two(known["num_experts"]))}
-    if mode != "nearest_score":
-        known = {**known, "lost": None, "gained": None}
-    return _launch(round_kernel, 1, known, constants, num_warps=4)
 
 
 def _search(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:

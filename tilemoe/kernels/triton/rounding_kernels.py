@@ -34,19 +34,21 @@ ADDED_PAIR = tl.constexpr(1 << 14)  # in `code_of_pair`, beside the expert
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def key_kernel(
-    logits, expert_ids, token_mask, norm, best, block_bits, token_bits, pairs_of_block, real_of_block,
+    logits, expert_ids, token_mask, norm, best, block_bits, token_bits, pairs_of_block, real_of_block, programs_done,
     num_tokens, num_experts, num_words, tokens_of_block,
     K: tl.constexpr, SOFTMAX: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, LANES: tl.constexpr,
     WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """norm (T, 2): the maximum and 1 / sum of a token's softmax; best, block_bits (B, E); the bits of token_bits;
-    pairs_of_block, real_of_block (B): pairs and real tokens. One program for each block.
+    pairs_of_block, real_of_block (B): pairs and real tokens; programs_done is none yet. One program for each block.
 
     A tile is (LANES, BLOCK_T, CHUNKS, 4): tokens times experts, of which a thread has four neighbours in every chunk.
     So a warp has all of a token's experts where there are up to 512, and nothing of a token passes through shared
     memory; over tokens only what the whole block ends with is summed.
     """
     block = tl.program_id(0)
+    if block == 0:
+        tl.store(programs_done, 0)
     chunk = tl.arange(0, CHUNKS)[None, None, :, None] * (LANES * 4)
     lane = tl.arange(0, LANES)[:, None, None, None] * 4
     expert = chunk + lane + tl.arange(0, 4)[None, None, None, :]
@@ -127,10 +129,13 @@ def _store_words(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def count_kernel(
-    block_bits, real_of_block, pairs_before, pairs_of_expert, num_real, num_blocks, num_experts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    block_bits, real_of_block, uniform, pairs_before, pairs_of_expert, num_real, programs_done, row_start_of_expert,
+    chosen_start, num_blocks, num_experts,
+    MODE: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """pairs_before (B, E): an expert's pairs of earlier blocks; pairs_of_expert (E), f; the last program: num_real."""
+    """pairs_before (B, E): an expert's pairs of earlier blocks; pairs_of_expert (E), f; num_real. The program that is
+    done last rounds.
+    """
     if tl.program_id(0) == tl.num_programs(0) - 1:
         part = tl.zeros((ROWS,), dtype=tl.int32)
         for first in range(0, num_blocks, ROWS):
@@ -148,10 +153,28 @@ def count_kernel(
             tl.store(pairs_before + place, total[None, :] + tl.cumsum(count, axis=0) - count, mask=inside)
             total += tl.sum(count, axis=0)
         tl.store(pairs_of_expert + expert, total, mask=expert < num_experts)
+    tl.debug_barrier()  # what all threads have stored comes before the count, and what the last one loads after it
+    if tl.atomic_add(programs_done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        _round(
+            pairs_of_expert, num_real, uniform, None, None, row_start_of_expert, chosen_start, num_experts, MODE, TILE,
+            BLOCK_E,
+        )  # fmt: skip
 
 
 @triton.jit
 def round_kernel(
+    pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
+    TILE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """What `count_kernel` left, anew: by the scores around f."""
+    _round(
+        pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
+        "nearest_score", TILE, BLOCK_E,
+    )  # fmt: skip
+
+
+@triton.jit
+def _round(
     pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
     MODE: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
