@@ -191,6 +191,39 @@ def check_nothing_anywhere() -> None:
             assert not tensor.any()
 
 
+def check_gradients_that_change_on_their_way() -> None:
+    """The gradient of x leaves before autograd hands it over: where that is another one, it leaves again."""
+    rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
+    weights = make_weights(torch.float64).of(experts_of(rank))
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    # The second: no token has an expert of the last rank, whose x is empty then.
+    for ids in (ids_spread(rank, tokens), ids_of_no_expert_of_the_last_rank(rank, tokens)):
+        plan = tilemoe.plan_topk(ids, E)
+
+        def gradients(change: Callable[[Tensor], Tensor | None], second_use: float = 0.0) -> tuple[Tensor, ...]:
+            x, scores = ones(tokens, D).double().requires_grad_(), ones(tokens, K).double().requires_grad_()
+            here = dispatcher.dispatch(x, plan, scores)  # noqa: B023
+            for given in (here.x, here.scores):
+                given.register_hook(change)
+            w1, w2, b1, b2 = weights
+            sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2)
+            o = dispatcher.combine(sums, here)
+            loss = o.square().sum() + (second_use * here.x.sum() if second_use else 0.0)
+            dx, ds = torch.autograd.grad(loss, (x, scores))
+            assert here.sent is not None
+            copies = (here.sent.copy_of_token.view(tokens, world()) >= 0).sum(1, keepdim=True)
+            return dx, ds, copies * ones(tokens, D).double()
+
+        dx, ds, copies = gradients(lambda grad: None)
+        for change in (lambda grad: 2 * grad, lambda grad: grad.mul_(2)):
+            changed = gradients(change)
+            assert torch.equal(changed[0], 2 * dx)
+            assert torch.equal(changed[1], 2 * ds)
+        used_twice = gradients(lambda grad: None, 0.5)
+        assert_error("dx", used_twice[0], dx + 0.5 * copies, 1e-12)
+        assert torch.equal(used_twice[1], ds)
+
+
 @contextmanager
 def counted() -> Iterator[list[tuple[int, int]]]:
     """(bytes sent to other ranks, elements of a row) of every exchange in the block."""

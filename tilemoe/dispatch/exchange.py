@@ -9,7 +9,7 @@ What is for this rank itself is copied here, while the rest travels: no message 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +63,10 @@ class _ToExperts(torch.autograd.Function):
         plan, s = _plan_of(pairs.rows, sizes, routed, len(tokens.rows))  # while the tokens travel
         tokens.arrival.wait()
 
-        ctx.way_back, ctx.scores_are = WayBack(sent), (scores.shape, scores.dtype)
-        ctx.input_grad_is_made = ctx.way_back.begin
         needs_x, needs_scores = ctx.needs_input_grad[:2]
+        ctx.sent, ctx.scores_are = sent, (scores.shape, scores.dtype)
+        ctx.tokens_back, ctx.pairs_back = _tokens_back(sent), _pairs_back(sent)
+        ctx.input_grads_are_made = partial(_begin, ctx.tokens_back, ctx.pairs_back)
         ctx.mark_non_differentiable(*([] if needs_x else [tokens.rows]), *([] if needs_scores else [s]))
         return tokens.rows, s, plan, sent
 
@@ -73,25 +74,25 @@ class _ToExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, ds: Tensor, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:
         needs_x, needs_scores = ctx.needs_input_grad[:2]
-        sent: Sent = ctx.way_back.sent
+        sent: Sent = ctx.sent
+        _begin(ctx.tokens_back, ctx.pairs_back, dx if needs_x else None, ds if needs_scores else None)
+        dx_home = dscores = None
         if needs_x:
-            ctx.way_back.begin_unless_begun(dx)
-        dscores = None
+            dx_home = _summed(ctx.tokens_back, sent)
         if needs_scores:
-            home = _return(ds, sent.pairs_in, sent.own_pairs, sent.pairs_out, sent.group)
-            home.arrival.wait()
             shape, dtype = ctx.scores_are
-            dscores = ds.new_zeros(shape.numel()).index_add_(0, sent.position_of_pair, home.rows).to(dtype).view(shape)
-        return ctx.way_back.finish() if needs_x else None, dscores, None, None
+            of_pairs = ctx.pairs_back.arrived()
+            dscores = ds.new_zeros(shape.numel()).index_add_(0, sent.position_of_pair, of_pairs).to(dtype).view(shape)
+        return dx_home, dscores, None, None
 
 
 class _FromExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: Tensor, sent: Sent) -> Tensor:
         ctx.sent = sent
-        way_back = WayBack(sent)
-        way_back.begin(o)
-        return way_back.finish()
+        tokens_back = _tokens_back(sent)
+        tokens_back.begin(o)
+        return _summed(tokens_back, sent)
 
     @staticmethod
     @once_differentiable
@@ -113,32 +114,62 @@ class Travelling(NamedTuple):
 
 
 class WayBack:
-    """Of M rows to the tokens that they were made of: what each rank made of a token is summed.
+    """Of rows that came here, or of what was made of them, to the ranks that they are from.
 
-    It begins as soon as the rows are there, which for the gradient of x is before those of the weights are.
+    It begins as soon as the rows are there, which for gradients of the layer's inputs is before those of the weights.
     """
 
-    def __init__(self, sent: Sent) -> None:
-        self.sent = sent
-        self._begun: tuple[Tensor, Travelling] | None = None
+    def __init__(self, out: list[int], own: int, into: list[int], group: dist.ProcessGroup) -> None:
+        self._sizes = out, own, into, group
+        self._begun: tuple[Tensor, int, Travelling] | None = None
 
     def begin(self, rows: Tensor) -> None:
-        """rows (M, d)"""
-        sent = self.sent
-        self._begun = rows, _return(rows, sent.tokens_in, sent.own_tokens, sent.tokens_out, sent.group)
+        """Send rows, which came from others, then own ones; again where something has changed, or added to, those that
+        were sent before.
+        """
+        if self._begun is not None:
+            earlier, version, _ = self._begun
+            if _storage(earlier) == _storage(rows) and earlier.shape == rows.shape and version == rows._version:
+                return
+        out, own, into, group = self._sizes
+        whole = rows.contiguous()
+        travelling = _leave(whole, out, own, into, group)
+        _keep(whole, own, out, travelling)
+        self._begun = rows, rows._version, travelling
 
-    def begin_unless_begun(self, rows: Tensor) -> None:
-        """Also where other rows were begun with, which something has changed since, or added to."""
-        if self._begun is None or self._begun[0] is not rows:
-            self.begin(rows)
-
-    def finish(self) -> Tensor:
-        """(T, d)"""
+    def arrived(self) -> Tensor:
+        """What came back: from other ranks, in their order, then own."""
         assert self._begun is not None, "begin comes first"
-        (_, copies), self._begun = self._begun, None
-        copies.arrival.wait()
-        sent = self.sent
-        return sum_copies(copies.rows, sent.token_of_copy, sent.copy_of_token, sent.first_copy)
+        (_, _, travelling), self._begun = self._begun, None
+        travelling.arrival.wait()
+        return travelling.rows
+
+
+def _begin(tokens_back: WayBack, pairs_back: WayBack, dx: Tensor | None, ds: Tensor | None) -> None:
+    """All ranks in one order. None: nobody wants that gradient."""
+    if dx is not None:
+        tokens_back.begin(dx)
+    if ds is not None:
+        pairs_back.begin(ds)
+
+
+def _storage(rows: Tensor) -> int:
+    """The same of two tensors in use only if they are the same memory, even if that is none: all ranks judge alike."""
+    storage: int = rows.untyped_storage()._cdata
+    return storage
+
+
+def _tokens_back(sent: Sent) -> WayBack:
+    return WayBack(sent.tokens_in, sent.own_tokens, sent.tokens_out, sent.group)
+
+
+def _pairs_back(sent: Sent) -> WayBack:
+    return WayBack(sent.pairs_in, sent.own_pairs, sent.pairs_out, sent.group)
+
+
+def _summed(tokens_back: WayBack, sent: Sent) -> Tensor:
+    """(T, d): of each token what became of it on all its ranks."""
+    return sum_copies(tokens_back.arrived(), sent.token_of_copy, sent.copy_of_token, sent.first_copy)
 
 
 def _leave(rows: Tensor, out: list[int], own: int, into: list[int], group: dist.ProcessGroup) -> Travelling:
@@ -149,14 +180,6 @@ def _leave(rows: Tensor, out: list[int], own: int, into: list[int], group: dist.
     return Travelling(
         arriving, dist.all_to_all_single(arriving[:coming], left, into, out, group=group, async_op=True), left
     )
-
-
-def _return(rows: Tensor, out: list[int], own: int, into: list[int], group: dist.ProcessGroup) -> Travelling:
-    """As `_leave`, of contiguous rows whose last ``own`` are this rank's: these are copied."""
-    rows = rows.contiguous()
-    travelling = _leave(rows, out, own, into, group)
-    _keep(rows, own, out, travelling)
-    return travelling
 
 
 def _keep(rows: Tensor, own: int, out: list[int], travelling: Travelling) -> None:

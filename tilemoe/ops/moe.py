@@ -139,21 +139,22 @@ def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ..
             db1 = library.up_proj_bias_grad(dh, *tail).to(b1.dtype)
         if need_x:  # before dw1: dx_rows is alive beside every gradient made so far
             dx = library.up_proj_input_grad(dh, w1, *tail)
-            _announce(ctx, dx)
+            _announce(ctx, dx, ds if need_s else None)
         if need_w1:
             dw1 = library.up_proj_weight_grad(x, dh, *tail)
     return (dx, dw1, dw2, ds if need_s else None, db1, db2, *no_grad_of_rest)
 
 
-def _announce(ctx: Any, dx: Tensor) -> None:
-    """Say that x's gradient is made to the node that made x, if it asks: it may send dx away beside the weights' GEMMs.
+def _announce(ctx: Any, dx: Tensor, ds: Tensor | None) -> None:
+    """Say that the gradients of x and, if it is wanted, of s are made to the node that made x, if it asks: it may send
+    them away beside the weights' GEMMs.
 
-    The node gets dx from autograd all the same, and something else if x has other uses or a hook.
+    The node gets them from autograd all the same, and something else where they have other uses or a hook.
     """
     node, _ = ctx.next_functions[0]
-    is_made = getattr(node, "input_grad_is_made", None)
-    if is_made is not None:
-        is_made(dx)
+    are_made = getattr(node, "input_grads_are_made", None)
+    if are_made is not None:
+        are_made(dx, ds)
 
 
 class _DependentOnInputs(torch.autograd.Function):
