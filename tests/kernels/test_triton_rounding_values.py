@@ -173,7 +173,7 @@ def test_lists_longer_than_registers_hold(
 ) -> None:
     """Every list of keys is read in several parts, of scores that differ and of many that are equal."""
     monkeypatch.setattr(triton_rounding, "_BLOCKS", 4)
-    monkeypatch.setattr(triton_rounding, "_ELEMENTS", 64)
+    monkeypatch.setattr(triton_rounding, "_ELEMENTS_OF_WARP", 8)
     monkeypatch.setattr(triton_rounding, "_NEAR", 16)
     monkeypatch.setattr(triton_rounding, "_LIST", dict.fromkeys((4, 8), 32))
     assert_equals_torch(random_logits(tokens, experts), config(mode, experts, k, tile=tile), seed=3)

@@ -6,8 +6,8 @@ T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B 
 2. `count_kernel`: f of every expert, its pairs in earlier blocks, the number of real tokens; then r of every expert,
    its first row, and its place in the list of chosen pairs.
 3. `place_kernel`: that list, by expert.
-4. `row_kernel`: a program for each expert finds which tokens it drops or adds, and writes its rows.
-5. `token_kernel`, `pair_kernel`: the same pairs by token.
+4. `row_kernel`: a program for each expert finds which tokens it drops or adds.
+5. `token_kernel`, `pair_kernel`: the places of all pairs by token, and what is in them and in their rows.
 
 "nearest_score" needs the scores around f to decide r: `margin_kernel` finds them once the chosen pairs are listed, and
 `round_kernel` decides then.
@@ -40,12 +40,12 @@ _WORDS_OF_WARP = 128  # of bits that this program makes, at a time
 _COUNTS = (512, 4)  # blocks and experts of a program that adds counts up, at a time
 _SUMS = 1024  # counts of earlier blocks at a time
 _BLOCKS = 1024  # of these an expert's best keys stay in registers
-_ELEMENTS = 1024  # tokens of the found blocks at a time
+_ELEMENTS_OF_WARP = 256  # tokens of the found blocks at a time
 _NEAR = 256  # of these the keys that may be added stay in registers
 _LIST = {4: 1024, 8: 4096}  # of these the keys of chosen pairs stay in registers, by an expert's warps
 _MANY_EXPERTS = 128  # above it a multiprocessor has several, with short lists, and less room for each
 _PAIRS = 512  # of a program, one after another
-_TOKEN_WORDS = 2048  # of a program that looks for the pairs of tokens
+_TOKEN_WORDS = 512  # of a program that looks for the pairs of tokens
 
 
 class RoundingSpec(NamedTuple):
@@ -176,16 +176,17 @@ def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict
         "real_of_block": num_blocks,
         "num_real": 1,
         "programs_done": 1,
-        "chosen_start": num_experts,
+        "chosen_start": num_experts + 1,
         "list_key": num_pairs,
         "list_token": num_pairs,
         "found_blocks": found,
         "near_key": found * int(TOKENS),
         "near_token": found * int(TOKENS),
-        "added": num_experts * spec.tile,
+        "changed": num_experts * spec.tile,
+        "added_row": num_experts * spec.tile,
     }
     scratch: dict[str, Tensor | None] = dict(zip(lengths, int32_vectors(logits, *lengths.values()), strict=True))
-    scratch["code_of_row"] = torch.empty(spec.capacity, dtype=torch.int16, device=logits.device)
+    scratch["list_expert"] = torch.empty(num_pairs, dtype=torch.int16, device=logits.device)
     for name in ("lost", "gained"):
         is_needed = spec.mode == "nearest_score"
         scratch[name] = logits.new_empty(num_experts, dtype=torch.float64) if is_needed else None
@@ -242,7 +243,7 @@ def _search(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:
     return {
         "SOFTMAX": spec.score != "sigmoid",
         "TILE": spec.tile,
-        "ELEMENTS": _ELEMENTS,
+        "ELEMENTS": _ELEMENTS_OF_WARP * _warps_of_expert(num_experts),
         "BLOCK_B": _BLOCKS,
         "NEAR": _NEAR,
         "BLOCK": _LIST[_warps_of_expert(num_experts)],
@@ -267,7 +268,13 @@ def _emission(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
             {"BLOCK_T": block_t, "WORDS": words, "BLOCK": _SUMS},
             num_warps=4,
         ),
-        _launch(pair_kernel, ceil_div(spec.capacity, _PAIRS), known, {"BLOCK": _PAIRS}, num_warps=4),
+        _launch(
+            pair_kernel,
+            ceil_div(max(spec.capacity, known["num_pairs"], num_experts * spec.tile), _PAIRS),
+            known,
+            {"TILE": spec.tile, "BLOCK": _PAIRS},
+            num_warps=4,
+        ),
     ]
 
 

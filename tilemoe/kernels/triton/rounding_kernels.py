@@ -178,7 +178,7 @@ def _round(
     pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
     MODE: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """row_start_of_expert (E+1): the running sum of r; chosen_start (E): that of f."""
+    """row_start_of_expert (E+1): the running sum of r; chosen_start (E+1): that of f."""
     expert = tl.arange(0, BLOCK_E)
     valid = expert < num_experts
     f = tl.load(pairs_of_expert + expert, mask=valid, other=0)
@@ -205,7 +205,8 @@ def _round(
     r = tl.where(most == 0, f, r)
     tl.store(row_start_of_expert, 0)
     tl.store(row_start_of_expert + 1 + expert, tl.cumsum(tl.where(valid, r, 0), axis=0), mask=valid)
-    tl.store(chosen_start + expert, tl.cumsum(f, axis=0) - f, mask=valid)
+    tl.store(chosen_start, 0)
+    tl.store(chosen_start + 1 + expert, tl.cumsum(f, axis=0), mask=valid)
 
 
 @triton.jit
@@ -216,10 +217,10 @@ def _deviation(remainders, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(
-    expert_ids, kept_scores, block_bits, pairs_before, chosen_start, list_key, list_token, num_pairs, num_experts,
-    K: tl.constexpr, BLOCK: tl.constexpr,
+    expert_ids, kept_scores, block_bits, pairs_before, chosen_start, list_key, list_token, list_expert, num_pairs,
+    num_experts, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """list_key, list_token (T * K): the chosen pairs by expert, then by token."""
+    """list_key, list_token, list_expert (T * K): the chosen pairs by expert, then by token."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < num_pairs
     expert = tl.load(expert_ids + pair, mask=inside, other=-1).to(tl.int32)
@@ -234,6 +235,7 @@ def place_kernel(
     inside &= ((bits >> inner) & 1) != 0  # not for a token that the mask leaves out
     tl.store(list_key + to, score.to(tl.int32, bitcast=True) & 0x7FFFFFFF, mask=inside)
     tl.store(list_token + to, token, mask=inside)
+    tl.store(list_expert + to, expert.to(tl.int16), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "most_blocks"])
@@ -283,49 +285,59 @@ def _space_of(expert, most_blocks, found_blocks, near_key, near_token):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "most_blocks"])
 def row_kernel(
-    logits, norm, token_mask, block_bits, pairs_before, best, found_blocks, near_key, near_token, added, list_key,
-    list_token, chosen_start, pairs_of_expert, row_start_of_expert, token_bits, pairs_of_block, token_of_row,
-    code_of_row, scores, num_tokens, num_blocks, num_experts, num_words, most_blocks, scale,
+    logits, norm, token_mask, block_bits, pairs_before, best, found_blocks, near_key, near_token, list_key, list_token,
+    chosen_start, row_start_of_expert, token_bits, pairs_of_block, changed, added_row, token_of_row, scores,
+    num_tokens, num_blocks, num_experts, num_words, most_blocks, scale,
     SOFTMAX: tl.constexpr, TILE: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """token_of_row, code_of_row, scores (R_max) of the rows that are used; added (E, TILE): the tokens added, in
-    order; token_bits and pairs_of_block follow what is dropped and added. One program for each expert.
+    """changed (E, TILE): the tokens that the expert drops or adds, in order; of those added added_row (E, TILE) and
+    their rows. token_bits and pairs_of_block follow. One program for each expert.
     """
     expert = tl.program_id(0)
     start = tl.load(row_start_of_expert + expert)
     r = tl.load(row_start_of_expert + expert + 1) - start
-    f = tl.load(pairs_of_expert + expert)
     begin = tl.load(chosen_start + expert)
-    chosen = (list_key + begin, list_token + begin)
-    rows = (token_of_row + start, code_of_row + start, scores + start)
+    f = tl.load(chosen_start + expert + 1) - begin
     by_token = (token_bits, pairs_of_block, num_words)
-    added += expert.to(tl.int64) * TILE
-    line = tl.full((), -1, dtype=tl.int32)
-    ties = tl.zeros((), dtype=tl.int32)
+    changed += expert.to(tl.int64) * TILE
     if r < f:
-        line, ties = line_of_chosen(chosen[0], f, r, BLOCK)
+        _drop(list_key + begin, list_token + begin, f, r, changed, by_token, expert, BLOCK)
     elif r > f:
         scored, sizes = (logits, norm, token_mask), (num_tokens, num_blocks, num_experts)
         space = _space_of(expert, most_blocks, found_blocks, near_key, near_token)
-        low, equal, count = line_of_others(
+        line, ties, count = line_of_others(
             scored, block_bits, best, space, expert, r - f, sizes, SOFTMAX, ELEMENTS, BLOCK_B, NEAR
         )
-        near = (space[1], space[2], count)
-        before = (block_bits, pairs_before)
-        _write_added(near, low, equal, before, added, rows, by_token, expert, num_experts, scale, NEAR)
-        tl.debug_barrier()  # other threads read the added tokens
-    _write_chosen(chosen, f, r, line, ties, added, rows, by_token, expert, BLOCK)
+        near, before = (space[1], space[2], count), (block_bits, pairs_before)
+        rows = (start, added_row + expert.to(tl.int64) * TILE, token_of_row, scores)
+        _add(near, line, ties, before, changed, rows, by_token, expert, num_experts, scale, NEAR)
 
 
 @triton.jit
-def _write_added(
-    near, line, ties, before, added, rows, by_token, expert, num_experts, scale, NEAR: tl.constexpr
+def _drop(list_key, list_token, f, r, changed, by_token, expert, BLOCK: tl.constexpr):
+    """The chosen pairs but for the r best."""
+    line, ties = line_of_chosen(list_key, f, r, BLOCK)
+    above, level = 0, 0
+    for first in range(0, f, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < f
+        key = tl.load(list_key + at, mask=inside, other=0)
+        keep, place, above, level = first_of(key, inside, line, ties, above, level)
+        drop = inside & (keep == 0)
+        token = tl.load(list_token + at, mask=drop, other=0)
+        tl.store(changed + at - place, token, mask=drop)
+        _turn_pairs(by_token, token, expert, -1, drop)
+
+
+@triton.jit
+def _add(
+    near, line, ties, before, changed, rows, by_token, expert, num_experts, scale, NEAR: tl.constexpr
 ):  # fmt: skip
-    """Rows of the tokens above the line and the first ``ties`` at it, each after those of the earlier chosen tokens."""
+    """The tokens above the line and the first ``ties`` at it, each in the row after those of the earlier tokens."""
     near_key, near_token, count = near
     block_bits, pairs_before = before
-    token_of_row, code_of_row, scores = rows
+    start, added_row, token_of_row, scores = rows
     above, level = 0, 0
     for first in range(0, count, NEAR):
         at = first + tl.arange(0, NEAR)
@@ -334,45 +346,13 @@ def _write_added(
         keep, place, above, level = first_of(key, at < count, line, ties, above, level)
         here = (token // TOKENS).to(tl.int64) * num_experts + expert
         bits = tl.load(block_bits + here, mask=keep, other=0)
-        row = place + tl.load(pairs_before + here, mask=keep, other=0)
+        row = start + place + tl.load(pairs_before + here, mask=keep, other=0)
         row += popcount(bits & ((1 << (token % TOKENS)) - 1))
-        tl.store(added + place, token, mask=keep)
+        tl.store(changed + place, token, mask=keep)
+        tl.store(added_row + place, row, mask=keep)
         tl.store(token_of_row + row, token, mask=keep)
-        tl.store(code_of_row + row, (tl.zeros_like(row) + (expert + ADDED_PAIR)).to(tl.int16), mask=keep)
         tl.store(scores + row, score_of_other(key) * scale, mask=keep)
         _turn_pairs(by_token, token, expert, 1, keep)
-
-
-@triton.jit
-def _write_chosen(
-    chosen, f, r, line, ties, added, rows, by_token, expert, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Rows of the chosen pairs above the line and the first ``ties`` at it, each after the earlier tokens added."""
-    list_key, list_token = chosen
-    token_of_row, code_of_row, scores = rows
-    num_added = tl.maximum(r - f, 0)
-    above, level = 0, 0
-    for first in range(0, f, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        key = tl.load(list_key + at, mask=at < f, other=0)
-        token = tl.load(list_token + at, mask=at < f, other=0)
-        keep, row, above, level = first_of(key, at < f, line, ties, above, level)
-        if num_added > 0:
-            lowest, highest = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32) + num_added
-            most_left = num_added
-            while most_left > 0:
-                middle = (lowest + highest) // 2
-                is_open = lowest < highest
-                is_before = tl.load(added + middle, mask=is_open & keep, other=0) < token
-                lowest = tl.where(is_open & is_before, middle + 1, lowest)
-                highest = tl.where(is_open & (is_before == 0), middle, highest)
-                most_left //= 2
-            row += lowest
-        tl.store(token_of_row + row, token, mask=keep)
-        tl.store(code_of_row + row, (tl.zeros_like(row) + expert).to(tl.int16), mask=keep)
-        tl.store(scores + row, key.to(tl.float32, bitcast=True), mask=keep)
-        if r < f:
-            _turn_pairs(by_token, token, expert, -1, (at < f) & (keep == 0))
 
 
 @triton.jit
@@ -414,25 +394,71 @@ def token_kernel(
 
 @triton.jit(do_not_specialize=["capacity"])
 def pair_kernel(
-    token_bits, row_start_of_expert, token_of_row, code_of_row, pair_of_row, row_of_pair, code_of_pair, scores,
-    capacity, num_experts, num_words, BLOCK: tl.constexpr,
+    list_key, list_token, list_expert, chosen_start, row_start_of_expert, changed, added_row, token_bits, token_of_row,
+    pair_of_row, row_of_pair, code_of_pair, scores, capacity, num_experts, num_words,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """pair_of_row, row_of_pair, code_of_pair (R_max): the expert, and ADDED_PAIR if added; and the tails of what has
-    R_max places, but for code_of_pair.
+    """What is in R_max places: of the chosen pairs that are kept, of the pairs added (whose rows are written), and the
+    tails, but for that of code_of_pair (the expert, and ADDED_PAIR if added). A program takes BLOCK of each.
     """
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    used = row < tl.load(row_start_of_expert + num_experts)
-    token = tl.load(token_of_row + row, mask=used, other=0)
-    code = tl.load(code_of_row + row, mask=used, other=0)
-    expert = code.to(tl.int32) & (ADDED_PAIR - 1)
-    place = (token.to(tl.int64) * num_words + (expert >> 5)) * 2
-    bits = tl.load(token_bits + place, mask=used, other=0)
-    pair = tl.load(token_bits + place + 1, mask=used, other=0) + popcount(bits & ((1 << (expert & 31)) - 1))
-    tl.store(row_of_pair + pair, row, mask=used)
-    tl.store(code_of_pair + pair, code, mask=used)
-    inside = row < capacity
-    tl.store(pair_of_row + row, tl.where(used, row, 0), mask=inside)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    by_pair = (token_bits, num_words, row_of_pair, code_of_pair)
+    inside = at < tl.load(chosen_start + num_experts)
+    expert = tl.load(list_expert + at, mask=inside, other=0).to(tl.int32)
+    token = tl.load(list_token + at, mask=inside, other=0)
+    key = tl.load(list_key + at, mask=inside, other=0)
+    begin, start, more = _expert_of(chosen_start, row_start_of_expert, expert, inside)
+    change, is_dropped = _changes_before(changed + expert.to(tl.int64) * TILE, token, more)
+    row, keep = start + at - begin + change, inside & (is_dropped == 0)
+    tl.store(token_of_row + row, token, mask=keep)
+    tl.store(scores + row, key.to(tl.float32, bitcast=True), mask=keep)
+    _store_pairs(by_pair, row, token, expert, expert, keep)
+    if tl.program_id(0) * BLOCK < num_experts * TILE:
+        expert = at // TILE
+        inside = expert < num_experts
+        _, _, more = _expert_of(chosen_start, row_start_of_expert, expert, inside)
+        is_added = inside & (at % TILE < more)
+        token = tl.load(changed + at, mask=is_added, other=0)
+        row = tl.load(added_row + at, mask=is_added, other=0)
+        _store_pairs(by_pair, row, token, expert, expert + ADDED_PAIR, is_added)
+    used, inside = at < tl.load(row_start_of_expert + num_experts), at < capacity
+    tl.store(pair_of_row + at, tl.where(used, at, 0), mask=inside)
     unused = inside & (used == 0)
-    tl.store(token_of_row + row, 0, mask=unused)
-    tl.store(row_of_pair + row, -1, mask=unused)
-    tl.store(scores + row, 0.0, mask=unused)
+    tl.store(token_of_row + at, 0, mask=unused)
+    tl.store(row_of_pair + at, -1, mask=unused)
+    tl.store(scores + at, 0.0, mask=unused)
+
+
+@triton.jit
+def _expert_of(chosen_start, row_start_of_expert, expert, mask):
+    """(first place in the list, first row, r - f)."""
+    begin = tl.load(chosen_start + expert, mask=mask, other=0)
+    start = tl.load(row_start_of_expert + expert, mask=mask, other=0)
+    f = tl.load(chosen_start + expert + 1, mask=mask, other=0) - begin
+    return begin, start, tl.load(row_start_of_expert + expert + 1, mask=mask, other=0) - start - f
+
+
+@triton.jit
+def _changes_before(changed, token, more):
+    """(rows more or fewer before the token, whether it is dropped itself), by bisection of changed (|more|,)."""
+    lowest, highest = tl.zeros_like(token), tl.abs(more)
+    most_left = tl.max(highest, axis=0)
+    while most_left > 0:
+        middle = (lowest + highest) // 2
+        is_open = lowest < highest
+        is_before = tl.load(changed + middle, mask=is_open, other=0) < token
+        lowest = tl.where(is_open & is_before, middle + 1, lowest)
+        highest = tl.where(is_open & (is_before == 0), middle, highest)
+        most_left //= 2
+    is_dropped = tl.load(changed + lowest, mask=lowest < -more, other=-1) == token
+    return tl.where(more > 0, lowest, -lowest), is_dropped
+
+
+@triton.jit
+def _store_pairs(by_pair, row, token, expert, code, mask):
+    token_bits, num_words, row_of_pair, code_of_pair = by_pair
+    place = (token.to(tl.int64) * num_words + (expert >> 5)) * 2
+    bits = tl.load(token_bits + place, mask=mask, other=0)
+    pair = tl.load(token_bits + place + 1, mask=mask, other=0) + popcount(bits & ((1 << (expert & 31)) - 1))
+    tl.store(row_of_pair + pair, row, mask=mask)
+    tl.store(code_of_pair + pair, code.to(tl.int16), mask=mask)

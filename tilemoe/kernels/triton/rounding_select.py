@@ -74,6 +74,8 @@ def nth_largest(keys, stride, size, want, lowest, BLOCK: tl.constexpr):
     for first in range(BLOCK, size, BLOCK):
         last = tl.maximum(last, tl.max(_load_keys(keys, stride, size, first, BLOCK), axis=0))
     line = lowest
+    if size <= BLOCK:  # scores lie close together: below the least is most of key space
+        line = tl.maximum(line, tl.min(tl.where(tl.arange(0, BLOCK) < size, held, last), axis=0))
     while line < last:
         middle = line + (last - line + 1) // 2
         count = _count_above(held, keys, stride, size, middle - 1, BLOCK)
