@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -135,6 +136,24 @@ def test_four_processes_train_as_one_does_and_any_number_goes_on(
     assert main(["eval", "--checkpoint", sharded]) == 0
     assert main(["export", "--checkpoint", sharded, "--out", str(tmp_path / "out")]) == 2
     assert "selection_bias=True has no place" in capsys.readouterr().err, "the model has one, and was read whole"
+
+
+@pytest.mark.dist
+def test_weights_that_stay_whole_are_evaluated_saved_and_gone_on_from(
+    recipe: Recipe, uninterrupted: list[float], tmp_path: Path
+) -> None:
+    """An evaluation gathers weights that a checkpoint is made of, and that the next step changes."""
+    run = tmp_path / "run"
+    parallel = replace(recipe.parallel, reshard_after_forward=False, between_micro_batches="weights_and_gradients")
+    settings = {"out_dir": str(run), "eval_every": 1, "save_every": 1, "keep_last": STEPS}
+    path = written(replace(recipe, parallel=parallel), tmp_path, **settings)
+    for _ in range(2):
+        done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path, "--resume", "auto")
+        assert done.returncode == 0, done.stderr
+        assert losses(run) == pytest.approx(uninterrupted, rel=1e-5)
+        for later in list_checkpoints(run)[2:]:
+            shutil.rmtree(later)
+    assert "resuming from" in done.stdout
 
 
 @pytest.fixture
