@@ -26,21 +26,21 @@ def test_the_interpreter_agrees_with_torch() -> None:
     assert passed_in_the_interpreter("test_triton_exchange_values.py") >= 26
 
 
-def plans() -> list[RoutingPlan]:
-    ids = torch.arange(TOKENS * PER_TOKEN).view(TOKENS, PER_TOKEN) % EXPERTS
-    token = torch.arange(TOKENS).repeat_interleave(PER_TOKEN)
-    return [plan_topk(ids, EXPERTS), plan_pairs(token, ids.flatten(), TOKENS, EXPERTS)]
+def plans(tokens: int = TOKENS) -> list[RoutingPlan]:
+    ids = torch.arange(tokens * PER_TOKEN).view(tokens, PER_TOKEN) % EXPERTS
+    token = torch.arange(tokens).repeat_interleave(PER_TOKEN)
+    return [plan_topk(ids, EXPERTS), plan_pairs(token, ids.flatten(), tokens, EXPERTS)]
 
 
-def launches(device: Device, plan: RoutingPlan, ranks: int, dtype: torch.dtype) -> list[Launch]:
+def launches(device: Device, plan: RoutingPlan, ranks: int, dtype: torch.dtype, here: int = 1) -> list[Launch]:
     arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
-    routed = Routed(*arrays, plan.num_tokens, ranks, 1)
-    x, scores = torch.zeros(TOKENS, 1536, dtype=dtype), torch.zeros(TOKENS * PER_TOKEN)
+    routed = Routed(*arrays, plan.num_tokens, ranks, here)
+    x, scores = torch.zeros(plan.num_tokens, 1536, dtype=dtype), torch.zeros(plan.num_pairs)
     scores = scores.double() if dtype == torch.float64 else scores
     with recorded_launches(device) as found:
         sizes, before = exchange.count_sent(routed)
         _, _, _, words, *_ = exchange.place_sent(x, scores, sizes, before, routed)
-        exchange.plan_received(words, sizes, 1, EXPERTS // ranks, TOKENS)
+        exchange.plan_received(words, sizes, here, EXPERTS // ranks, plan.num_tokens)
     return found
 
 
@@ -58,6 +58,21 @@ def test_kernels_compile(ranks: int, dtype: torch.dtype, capability: int, tmp_pa
                 assert "ld.global.v4.b32" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"]
     own = {name for name, value in vars(exchange).items() if isinstance(value, JITFunction) and "_kernel" in name}
     assert own <= names, "a kernel is left out"
+
+
+def compiled_by(launch: Launch) -> tuple[object, ...]:
+    """What of the numbers among a launch's arguments is compiled into the kernel."""
+    specialised = {parameter.name for parameter in launch.kernel.params if not parameter.do_not_specialize}
+    numbers = [(name, value) for name, value in launch.args.items() if isinstance(value, int) and name in specialised]
+    return launch.kernel, numbers, launch.constants, launch.options
+
+
+def test_other_numbers_of_tokens_and_other_ranks_compile_nothing() -> None:
+    for first, *others in zip(*(plans(tokens) for tokens in (TOKENS, 1, 77, 200)), strict=True):
+        known = list(map(compiled_by, launches(NVIDIA[90], first, 4, torch.bfloat16)))
+        assert len(known) == 8
+        for here, plan in enumerate(others):
+            assert list(map(compiled_by, launches(NVIDIA[90], plan, 4, torch.bfloat16, here))) == known
 
 
 def test_kernels_compile_for_amd() -> None:
