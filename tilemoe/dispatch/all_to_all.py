@@ -30,8 +30,9 @@ class AllToAllDispatcher:
     The gradient of an expert is that of all W processes' tokens, summed.
 
     Memory, beside that of `tilemoe.moe` for M tokens: M d elements received, kept for backward as the layer's x, and
-    for a moment the copies sent, at most ``min(W, experts of a token) T d``. Every token of every rank may choose
-    experts of one, so M is at most the sum of T over the group, whatever the number of experts per token.
+    for a moment the copies sent, in room for ``min(W - 1, experts of a token) T d``; in backward those that come back,
+    at most ``min(W, experts of a token) T d``, beside dw1. Every token of every rank may choose experts of one, so M
+    is at most the sum of T over the group, whatever the number of experts per token.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
