@@ -224,6 +224,20 @@ def check_gradients_that_change_on_their_way() -> None:
         assert torch.equal(used_twice[1], ds)
 
 
+def check_without_gradients() -> None:
+    rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    w1, w2, b1, b2 = (weight.detach() for weight in make_weights(torch.float64).of(experts_of(rank)))
+    x, scores = ones(tokens, D).double().cumsum(0), ones(tokens, K).double()
+    found = []
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            here = dispatcher.dispatch(x, tilemoe.plan_topk(ids_spread(rank, tokens), E), scores)
+            sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2)
+            found.append(dispatcher.combine(sums, here))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @contextmanager
 def counted() -> Iterator[list[tuple[int, int]]]:
     """(bytes sent to other ranks, elements of a row) of every exchange in the block."""

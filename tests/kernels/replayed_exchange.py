@@ -42,11 +42,13 @@ def launched(operator: exchange.Replayed) -> int:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_what_is_sent(pairs: bool) -> None:
+@pytest.mark.parametrize("columns_apart", [False, True])
+def test_what_is_sent(pairs: bool, columns_apart: bool) -> None:
     assert launched(assert_repeated(exchange._run_count_sent, lambda: routed_args(pairs))) == 2
 
     def make() -> Args:
         x, scores = torch.zeros(TOKENS, D, dtype=BF16), torch.zeros(2 * TOKENS)
+        x = x.t().contiguous().t() if columns_apart else x
         return (x, scores, indices(2, RANKS, 2), indices(2 * RANKS), *routed_args(pairs))
 
     assert launched(assert_repeated(exchange._run_place_sent, make)) == 2

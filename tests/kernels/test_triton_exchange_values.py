@@ -135,6 +135,13 @@ def test_columns_of_a_wider_x_and_what_lies_past_the_last_pair() -> None:
     assert_same(sent(by_triton, routed, x, scores), sent(by_torch, routed, x, scores))
 
 
+@pytest.mark.parametrize("width", [1, 37])
+def test_an_x_whose_columns_are_apart(width: int) -> None:
+    scores, routed = torch.rand(18, device=DEVICE), routed_of(plan_topk(ids_of(0, 9, 2, 8), 8), 2, 1)
+    for x in (torch.randn(width, 9, device=DEVICE).t(), torch.randn(9, 1, device=DEVICE).expand(9, width)):
+        assert_same(sent(by_triton, routed, x, scores), sent(by_torch, routed, x, scores))
+
+
 def test_what_the_kernels_do_not_serve() -> None:
     assert by_triton.unsupported(1, 1, 1, 1) is None
     assert by_triton.unsupported(1000, 8000, by_triton.MAX_EXPERTS, by_triton.MAX_RANKS) is None

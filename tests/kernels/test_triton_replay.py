@@ -16,7 +16,7 @@ def test_what_is_repeated_is_what_an_operator_does_by_itself() -> None:
 
 
 def test_what_prepares_an_exchange_is_repeated() -> None:
-    assert passed_in_a_process("replayed_exchange.py") >= 5
+    assert passed_in_a_process("replayed_exchange.py") >= 7
 
 
 def test_which_recording_serves_and_who_else_takes_part() -> None:

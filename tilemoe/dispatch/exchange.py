@@ -128,14 +128,15 @@ class WayBack:
         were sent before.
         """
         if self._begun is not None:
-            earlier, version, _ = self._begun
-            if _storage(earlier) == _storage(rows) and earlier.shape == rows.shape and version == rows._version:
+            earlier, version, travelling = self._begun
+            if _storage(earlier) == _storage(rows) and earlier.shape == rows.shape and version == _version(rows):
                 return
+            travelling.arrival.wait()  # what it reads and writes is freed here
         out, own, into, group = self._sizes
         whole = rows.contiguous()
         travelling = _leave(whole, out, own, into, group)
         _keep(whole, own, out, travelling)
-        self._begun = rows, rows._version, travelling
+        self._begun = rows, _version(rows), travelling
 
     def arrived(self) -> Tensor:
         """What came back: from other ranks, in their order, then own."""
@@ -157,6 +158,11 @@ def _storage(rows: Tensor) -> int:
     """The same of two tensors in use only if they are the same memory, even if that is none: all ranks judge alike."""
     storage: int = rows.untyped_storage()._cdata
     return storage
+
+
+def _version(rows: Tensor) -> int:
+    """How often it was changed in place; tensors of inference mode do not count, and leave once."""
+    return 0 if rows.is_inference() else rows._version
 
 
 def _tokens_back(sent: Sent) -> WayBack:

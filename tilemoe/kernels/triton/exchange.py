@@ -99,6 +99,7 @@ def place_sent(
         num_stages=1,
     ).run()
     if copies.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()  # the kernel walks along a token
         _copy_launch(x, token_of_copy, sizes, copies, routed).run()
     return token_of_copy, copy_of_token, first_copy, words, position_of_pair, copies
 
