@@ -224,6 +224,25 @@ def check_gradients_that_change_on_their_way() -> None:
         assert torch.equal(used_twice[1], ds)
 
 
+def check_gradients_taken_again_and_in_part() -> None:
+    """What has left for one backward is neither taken for another's, nor left behind by one that wants less."""
+    rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
+    w1, w2, b1, b2 = make_weights(torch.float64).of(experts_of(rank))
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    x, scores = ones(tokens, D).double().requires_grad_(), ones(tokens, K).double().requires_grad_()
+    here = dispatcher.dispatch(x, tilemoe.plan_topk(ids_spread(rank, tokens), E), scores)
+    sums = [tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2) for _ in range(2)]
+    once, twice = dispatcher.combine(sums[0], here).sum(), dispatcher.combine(sums[0] + sums[1], here).sum()
+    inputs = (x, scores, w1, w2)
+    whole = torch.autograd.grad(once, inputs, retain_graph=True)
+    for part in ((0,), (1,), (2,), (0, 3), (0, 1, 2, 3)):
+        found = torch.autograd.grad(once, [inputs[i] for i in part], retain_graph=True)
+        for got, i in zip(found, part, strict=True):
+            assert_error("gradient", got, whole[i], 1e-12)
+    for got, want in zip(torch.autograd.grad(twice, inputs), whole, strict=True):
+        assert_error("gradient", got, 2 * want, 1e-12)
+
+
 def check_without_gradients() -> None:
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
     dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
@@ -235,7 +254,8 @@ def check_without_gradients() -> None:
             here = dispatcher.dispatch(x, tilemoe.plan_topk(ids_spread(rank, tokens), E), scores)
             sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2)
             found.append(dispatcher.combine(sums, here))
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    for o in found[1:]:
+        assert_error("o", o, found[0], 1e-12)
 
 
 @contextmanager
