@@ -90,6 +90,15 @@ def test_low_precision_gradients_are_not_scaled_off(divisor: int) -> None:
     assert abs(projection - 1) < 5e-4
 
 
+def test_a_sum_over_tokens_may_leave_the_range_of_fp16() -> None:
+    tokens = 20_000
+    hidden, weight = torch.full((tokens, 2), 8.0).half(), torch.zeros(4, 2).half().requires_grad_()
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    chunked_cross_entropy(hidden, weight, labels, max_chunk_logits=4 * 5000).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.tensor([[-6.0], [2.0], [2.0], [2.0]]).half().expand(4, 2))
+
+
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_no_labels_at_all_is_zero(tokens: int) -> None:
     hidden, weight, _ = make(tokens=tokens)

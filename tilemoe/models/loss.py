@@ -68,7 +68,8 @@ class _MeanLoss(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, _, scale, d_hidden, d_weight = inputs
+        _, weight, _, scale, d_hidden, d_weight = inputs
+        ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(scale, d_hidden, d_weight)
 
     @staticmethod
@@ -76,12 +77,14 @@ class _MeanLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         scale, d_hidden, d_weight = ctx.saved_tensors
         factor = d_loss * scale
-        return _scaled(d_hidden, factor), _scaled(d_weight, factor), None, None, None, None
+        dx = None if d_hidden is None else _scaled(d_hidden, factor, d_hidden.dtype)
+        dw = None if d_weight is None else _scaled(d_weight, factor, ctx.weight_dtype)
+        return dx, dw, None, None, None, None
 
 
-def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient * factor``, in factor's dtype: a factor rounded to bf16 would be off by up to 0.4 % throughout."""
-    return None if gradient is None else (gradient.to(factor.dtype) * factor).to(gradient.dtype)
+    return (gradient.to(factor.dtype) * factor).to(dtype)
 
 
 def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chunk_logits: int | None) -> _Sums:
@@ -111,7 +114,9 @@ def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chun
             if want_weight:
                 d_weight = _sum_of_products(d_weight, d_logits.t(), part, accumulate)
         if want_weight:
-            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
+            if weight.dtype != torch.float16:  # whose range a sum over many tokens leaves, if it is not scaled yet
+                d_weight = d_weight.to(weight.dtype)
         return _Sums(loss, (labels != IGNORED).sum(), d_hidden, d_weight)
 
 
