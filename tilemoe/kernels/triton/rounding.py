@@ -128,7 +128,7 @@ def round_launches(
     if spec.mode == "nearest_score":
         of_all = {"TILE": spec.tile, "BLOCK_E": max(32, power_of_two(num_experts))}
         launches += [
-            _launch(margin_kernel, num_experts, known, _search(num_experts, spec), num_warps=8),
+            _launch(margin_kernel, num_experts, known, _margin(num_experts, spec), num_warps=8),
             _launch(round_kernel, 1, known, of_all, num_warps=4),
         ]
     return [*launches, *_emission(known, spec)], rows
@@ -248,6 +248,12 @@ def _search(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:
         "NEAR": _NEAR,
         "BLOCK": _LIST[_warps_of_expert(num_experts)],
     }
+
+
+def _margin(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:
+    """As `_search`; beside the listed keys there are sums in fp64, so half as many at a time."""
+    constants = _search(num_experts, spec)
+    return {**constants, "BLOCK": constants["BLOCK"] // 2}
 
 
 def _warps_of_expert(num_experts: int) -> int:

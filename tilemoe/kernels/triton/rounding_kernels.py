@@ -252,28 +252,31 @@ def margin_kernel(
     scored, sizes = (logits, norm, token_mask), (num_tokens, num_blocks, num_experts)
     space = _space_of(expert, most_blocks, found_blocks, near_key, near_token)
     down = f // TILE * TILE
-    sum_lost = tl.zeros((BLOCK,), dtype=tl.float64)
-    sum_gained = tl.zeros((NEAR,), dtype=tl.float64)
     if (f > down) & (down + TILE <= tl.load(num_real) // TILE * TILE):
         line, ties = line_of_chosen(list_key, f, down, BLOCK)
         above, level = 0, 0
+        sum_lost = tl.zeros((BLOCK,), dtype=tl.float64)
         for first in range(0, f, BLOCK):
             at = first + tl.arange(0, BLOCK)
             key = tl.load(list_key + at, mask=at < f, other=0)
             keep, _, above, level = first_of(key, at < f, line, ties, above, level)
             score = key.to(tl.float32, bitcast=True)
             sum_lost += tl.where((at < f) & (keep == 0), score, 0.0).to(tl.float64)
+        tl.store(lost + expert, tl.sum(sum_lost, axis=0))  # at once: the search below needs the registers
         line, ties, count = line_of_others(
             scored, block_bits, best, space, expert, down + TILE - f, sizes, SOFTMAX, ELEMENTS, BLOCK_B, NEAR
         )
         above, level = 0, 0
+        sum_gained = tl.zeros((NEAR,), dtype=tl.float64)
         for first in range(0, count, NEAR):
             at = first + tl.arange(0, NEAR)
             key = tl.load(space[1] + at, mask=at < count, other=OUT)
             keep, _, above, level = first_of(key, at < count, line, ties, above, level)
             sum_gained += tl.where(keep, score_of_other(key) * scale, 0.0).to(tl.float64)
-    tl.store(lost + expert, tl.sum(sum_lost, axis=0))
-    tl.store(gained + expert, tl.sum(sum_gained, axis=0))
+        tl.store(gained + expert, tl.sum(sum_gained, axis=0))
+    else:
+        tl.store(lost + expert, 0.0)
+        tl.store(gained + expert, 0.0)
 
 
 @triton.jit
