@@ -318,8 +318,8 @@ class Collectives(TorchDispatchMode):
 
 
 def check_between_micro_batches() -> None:
-    """Whatever stays whole between three micro-batches, two steps make the same gradients, by fewer collectives."""
-    for config in (FSDP, EP_FSDP, *([HSDP] if world() == 4 else [])):
+    """Whatever stays whole between two micro-batches, two steps make the same gradients, by fewer collectives."""
+    for config in (EP_FSDP, HSDP if world() == 4 else FSDP):
         first: list[Result] = []
         counts = {}
         for kept in KEPT_BETWEEN_MICRO_BATCHES:
@@ -330,9 +330,8 @@ def check_between_micro_batches() -> None:
             steps = []
             for _ in range(2):
                 with Collectives() as seen:
-                    for _ in range(2):
-                        begin_micro_batch(model, held, is_last=False)
-                        shared_backward(model, SEQUENCES)
+                    begin_micro_batch(model, held, is_last=False)
+                    shared_backward(model, SEQUENCES)
                     begin_micro_batch(model, held, is_last=True)
                     steps.append(shared_batch(model, SEQUENCES[::-1]))
                 optimizer.step()
@@ -342,9 +341,9 @@ def check_between_micro_batches() -> None:
                 assert_same(got, want, LIMIT_64)
             counts[kept] = seen.gathers, seen.reduces
         groups = sum(isinstance(module, FSDPModule) for module in model.modules())
-        assert counts["nothing"][0] > 3 * groups
-        assert counts["nothing"][1] == 3 * groups
-        assert counts["weights"] == (groups, 3 * groups)
+        assert counts["nothing"][0] > 2 * groups
+        assert counts["nothing"][1] == 2 * groups
+        assert counts["weights"] == (groups, 2 * groups)
         assert counts["weights_and_gradients"] == (groups, groups)
 
 
