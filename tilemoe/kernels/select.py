@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.base import KernelSet
@@ -66,6 +67,16 @@ def name_for(device: torch.device, dtype: torch.dtype, *widths: int) -> str:
     """The name of the KernelSet that `select_for_widths` gives. Traceable, widths may be symbolic."""
     name = _name_on(device, dtype)
     return name if problem_of_widths(*widths) is None else TORCH_KERNELS.name
+
+
+def takes_a_triton_kernel(x: Tensor) -> bool:
+    """Whether a Triton kernel that is no KernelSet's may take ``x`` here and now.
+
+    Not where torch.compile makes a kernel of its own, nor for what is no tensor on a GPU but stands for one.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cuda:
+        return False
+    return name_for(x.device, torch.bfloat16) in BY_TRITON
 
 
 @constant_when_traced

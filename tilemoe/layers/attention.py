@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilemoe.config import ModelConfig
-from tilemoe.kernels.select import name_for
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.kernels.select import takes_a_triton_kernel
 from tilemoe.layers.norm import RMSNorm
 
 
@@ -105,14 +104,9 @@ class _Rotation(torch.autograd.Function):
 
 
 def _is_one_kernel(x: Tensor, cos: Tensor) -> bool:
-    """Whether Triton turns ``x`` in one pass, where PyTorch takes four, slow ones for their mixture of dtypes.
-
-    Not where torch.compile makes a kernel of its own, nor for what is no tensor on a GPU but stands for one.
-    """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cuda or x.ndim != 4:
-        return False
+    """Whether Triton turns ``x`` in one pass, where PyTorch takes four, slow ones for their mixture of dtypes."""
     is_fp32 = cos.dtype == torch.float32 == torch.promote_types(x.dtype, torch.float32)
-    return is_fp32 and name_for(x.device, torch.bfloat16) != TORCH_KERNELS.name
+    return is_fp32 and x.ndim == 4 and takes_a_triton_kernel(x)
 
 
 def _by_one_kernel(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:

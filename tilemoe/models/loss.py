@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilemoe.kernels.select import name_for
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.kernels.select import takes_a_triton_kernel
 
 IGNORED = -100
 _CHUNK_BYTES = 1 << 29  # large enough a chunk for the GEMMs, small beside a training step's rest
@@ -121,10 +120,8 @@ def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chun
 
 
 def _is_one_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:
-    """Whether Triton makes the gradient of logits in ``dtype`` where they lie; torch.compile makes its own kernels."""
-    if torch.compiler.is_compiling() or type(hidden) is not Tensor or not hidden.is_cuda:
-        return False
-    return dtype != torch.float64 and name_for(hidden.device, torch.bfloat16) != TORCH_KERNELS.name
+    """Whether Triton makes the gradient of logits in ``dtype`` where they lie."""
+    return dtype != torch.float64 and takes_a_triton_kernel(hidden)
 
 
 def _chunk_loss_in_place(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

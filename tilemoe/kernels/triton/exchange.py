@@ -225,6 +225,22 @@ def pairs_for_ranks(row_of_pair, first, count, start, end, BLOCK: tl.constexpr, 
     return pairs
 
 
+@triton.jit
+def destinations_of_block(
+    row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank,
+    RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """(ranks, this program's tokens, their first pairs and numbers of pairs, the ranks' first rows and ends, each
+    token's pairs for each rank).
+    """
+    rank = tl.arange(0, BLOCK_W)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first, count = pairs_of_tokens(pair_start_of_token, token, num_tokens, PAIRS_PER_TOKEN)
+    start, end = rows_of_ranks(row_start_of_expert, experts_per_rank, rank, RANKS)
+    pairs = pairs_for_ranks(row_of_pair, first, count, start, end, BLOCK, BLOCK_W)
+    return rank, token, first, count, start, end, pairs
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def count_sent_kernel(
     row_of_pair,
@@ -239,11 +255,10 @@ def count_sent_kernel(
     BLOCK: tl.constexpr,
 ):
     """counts (B, W, 2): of each block of tokens, those that go to each rank, and their pairs."""
-    rank = tl.arange(0, BLOCK_W)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first, count = pairs_of_tokens(pair_start_of_token, token, num_tokens, PAIRS_PER_TOKEN)
-    start, end = rows_of_ranks(row_start_of_expert, experts_per_rank, rank, RANKS)
-    pairs = pairs_for_ranks(row_of_pair, first, count, start, end, BLOCK, BLOCK_W)
+    rank, _token, _first, _count, _start, _end, pairs = destinations_of_block(
+        row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
+        BLOCK, BLOCK_W,
+    )  # fmt: skip
     out = counts + tl.program_id(0).to(tl.int64) * (2 * RANKS) + 2 * rank
     tl.store(out, tl.sum((pairs > 0).to(tl.int32), axis=0), mask=rank < RANKS)
     tl.store(out + 1, tl.sum(pairs, axis=0), mask=rank < RANKS)
@@ -282,11 +297,10 @@ def place_sent_kernel(
     BLOCK: tl.constexpr,
 ):
     """All that `place_sent` gives but for the copies; STEPS halve the experts of a rank to one."""
-    rank = tl.arange(0, BLOCK_W)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first, count = pairs_of_tokens(pair_start_of_token, token, num_tokens, PAIRS_PER_TOKEN)
-    start, end = rows_of_ranks(row_start_of_expert, experts_per_rank, rank, RANKS)
-    pairs = pairs_for_ranks(row_of_pair, first, count, start, end, BLOCK, BLOCK_W)
+    rank, token, first, count, start, end, pairs = destinations_of_block(
+        row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
+        BLOCK, BLOCK_W,
+    )  # fmt: skip
     block_before = before + tl.program_id(0).to(tl.int64) * (2 * RANKS) + 2 * rank
 
     goes = (pairs > 0).to(tl.int32)
