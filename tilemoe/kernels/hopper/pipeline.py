@@ -72,7 +72,8 @@ def acquire(ring, step):
 def publish_copies(ring, step):
     """End ``step``'s cp.async copies, and announce those of a few steps ago, which have arrived by now.
 
-    The fence makes them visible to the matrix units. Here it costs nothing; in a consumer it would cost a tenth.
+    The fence makes them visible to the matrix units. In the consumers, where the producer need not wait for copies, it
+    was no faster (docs/notes/power.md).
     """
     _left, _right, ready, _empty = ring
     STAGES: gl.constexpr = ready.shape[0]
