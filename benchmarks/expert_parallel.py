@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tilemoe.config import MoEConfig
+from tilemoe.config import EXCHANGES, MoEConfig
+from tilemoe.dispatch.choose import Transports
 from tilemoe.layers.moe import MoE
 from tilemoe.ops.moe import moe
 from tilemoe.parallel.expert import apply_expert_parallel
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--cases", default="7B-n256,Qwen3-Next")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=5, help="calls of a round")
+    parser.add_argument("--exchange", choices=EXCHANGES, default="auto")
     parser.add_argument("--link-gb-per-s", type=float, default=370.0)
     parser.add_argument("--profile", type=Path, help="append one more call's kernels, of rank 0, to this file")
     options = parser.parse_args()
@@ -52,7 +54,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     for name, shape in cases.find(options.cases).items():
-        row, steps = measure(shape, options.rounds, options.calls, options.link_gb_per_s)
+        row, steps = measure(shape, options.rounds, options.calls, options.link_gb_per_s, options.exchange)
         if dist.get_rank() == 0:
             print(name, row, flush=True)
             record.append("expert_parallel", [{"case": name, "mode": "sustained", **row}])
@@ -67,7 +69,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(shape: MoEShape, rounds: int, calls: int, link: float) -> tuple[dict[str, Any], Steps]:
+def measure(
+    shape: MoEShape, rounds: int, calls: int, link: float, exchange: str = "auto"
+) -> tuple[dict[str, Any], Steps]:
     """One row of the results, and what it timed; all processes call it. AssertionError: the layer fails its gate."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
@@ -77,7 +81,9 @@ def measure(shape: MoEShape, rounds: int, calls: int, link: float) -> tuple[dict
     x, do = torch.randn(2, shape.num_tokens, shape.hidden_size, device=device).bfloat16()
     x.requires_grad_()
     expected = _step(layer, x, do)
-    apply_expert_parallel(layer, init_device_mesh(device.type, (dist.get_world_size(),)))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    transports = Transports(mesh.get_group(), exchange)
+    apply_expert_parallel(layer, mesh, transports)
     for got, want in zip(_step(layer, x, do), expected, strict=True):
         error = float((got.float() - want.float()).norm() / want.float().norm())
         assert error < _GATE, f"the layer is off by {error}: not timed"
@@ -94,6 +100,7 @@ def measure(shape: MoEShape, rounds: int, calls: int, link: float) -> tuple[dict
     link_ms = most.item() / link / 1e6
     row = {
         "ranks": dist.get_world_size(),
+        "transport": type(transports.of(device)).__name__,
         "layer_ms": timing.summary(found["layer"]),
         "compute_ms": timing.summary(found["compute"]),
         "bytes": int(most.item()),
@@ -134,8 +141,7 @@ def _compute_alone(layer: MoE, x: Tensor, do: Tensor) -> tuple[Callable[[], obje
         weights = (experts.dispatcher.local_weight(weight) for weight in (experts.w1, experts.w2))
         moe(there, *weights, here.plan, scores, cfg.activation, cfg.gate_up).backward(d_there)
 
-    away = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    copies = 2 * sum(here.sent.tokens_out[rank] + here.sent.tokens_in[rank] for rank in away)  # x and do; o and dx
+    copies = 2 * (sum(here.sent.tokens.out) + sum(here.sent.tokens.into))  # x and do; o and dx
     return run, copies * x.shape[1] * x.element_size()
 
 

@@ -19,6 +19,7 @@ UNGATED_ACTIVATIONS = frozenset({"gelu", "gelu_tanh", "relu", "relu2", "silu"})
 ACTIVATIONS = GATED_ACTIVATIONS | UNGATED_ACTIVATIONS
 GATE_UP_LAYOUTS = ("concatenated", "interleaved")
 CHECKPOINTING_MODES = ("none", "attention", "block")
+EXCHANGES = ("auto", "collective", "symmetric")
 KEPT_BETWEEN_MICRO_BATCHES = ("nothing", "weights", "weights_and_gradients")
 PARALLEL_DTYPES = ("bfloat16", "float32")
 QK_NORMS = ("head", "full", "none")
@@ -304,6 +305,9 @@ class ParallelConfig:
     ``checkpointing``          what is computed again in backward: "none", each block's "attention", or each whole
                                "block". With the first two, ``recompute="up_proj"`` saves the experts' part; in a
                                repeated block it would repeat a GEMM once more, and is left out.
+    ``exchange``               how tokens reach the experts of other processes: "collective", by ``all_to_all_single``;
+                               "symmetric", by reading the memory of the other GPUs of one host; or "auto", the latter
+                               where it is possible.
     """
 
     replicate: int = 1
@@ -314,6 +318,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     between_micro_batches: Literal["nothing", "weights", "weights_and_gradients"] = "nothing"
     checkpointing: Literal["none", "attention", "block"] = "none"
+    exchange: Literal["auto", "collective", "symmetric"] = "auto"
 
     def __post_init__(self) -> None:
         require_int("parallel.replicate", self.replicate, 1)
@@ -330,6 +335,7 @@ class ParallelConfig:
                 "parallel.reshard_after_forward frees them; set the latter to False"
             )
         require_choice("parallel.checkpointing", self.checkpointing, CHECKPOINTING_MODES)
+        require_choice("parallel.exchange", self.exchange, EXCHANGES)
 
     def for_job(self, world_size: int, model: ModelConfig) -> ParallelConfig:
         """This with ``shard`` filled in for a job of ``world_size`` processes.

@@ -5,23 +5,30 @@ T tokens of a rank · d hidden_size · n intermediate_size · E experts · K exp
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from file_window import NAMES, FileTransports
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tilemoe
 from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
+from tilemoe.dispatch import exchange
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
+from tilemoe.dispatch.choose import Transports
+from tilemoe.dispatch.pull import Pull
+from tilemoe.dispatch.transport import Arrival, Collective, Way
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel.expert import apply_expert_parallel
 from tilemoe.routing.plan import RoutingPlan
@@ -29,11 +36,19 @@ from tilemoe.testing.ranks import device_of_rank
 
 D, N, E, K = 24, 16, 8, 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+EXCHANGE = os.environ.get("EXCHANGE_UNDER_TEST", "collective")
 TOKENS = (5, 0, 13, 1)  # of each rank: odd numbers, and a rank without any
 
 
 def world() -> int:
     return dist.get_world_size()
+
+
+def transports() -> Transports:
+    """By what the job's tests ask for; the checks are the same."""
+    if EXCHANGE == "files":
+        return FileTransports(dist.group.WORLD, Path(os.environ["WINDOWS"]), NAMES)
+    return Transports(dist.group.WORLD, EXCHANGE)
 
 
 def experts_of(rank: int) -> slice:
@@ -124,7 +139,7 @@ def assert_as_one_process(ids_of: Callable[[int, int], Tensor], dtype: torch.dty
         whole = weights.of(slice(None))
         mine = weights.of(experts_of(rank))
         expected = run(LocalDispatcher(), whole, x, plan, scores, do)
-        got = run(AllToAllDispatcher(dist.group.WORLD, E), mine, x, plan, scores, do)
+        got = run(AllToAllDispatcher(transports(), E), mine, x, plan, scores, do)
         for name, a, b in zip(("o", "dx", "ds"), got, expected, strict=True):
             assert_error(name, a, b, TOLERANCE[dtype])
         for index, (a, b) in enumerate(zip(mine, whole, strict=True)):
@@ -144,7 +159,7 @@ def check_all_on_one_rank() -> None:
         assert_as_one_process(ids_all_on_one_rank, dtype)
     tokens = TOKENS[dist.get_rank()]
     plan = tilemoe.plan_topk(ids_all_on_one_rank(0, tokens), E)
-    here = AllToAllDispatcher(dist.group.WORLD, E).dispatch(ones(tokens, D), plan, ones(tokens, K))
+    here = AllToAllDispatcher(transports(), E).dispatch(ones(tokens, D), plan, ones(tokens, K))
     # The most there can be: every token of every rank, once each, though it has three pairs.
     assert here.x.shape[0] == (sum(TOKENS[: world()]) if dist.get_rank() == 0 else 0)
     assert here.plan.capacity == K * here.x.shape[0]
@@ -163,7 +178,7 @@ def check_sentinels() -> None:
 def check_plan() -> None:
     """The plan of what came is the one that `plan_pairs` would build."""
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    dispatcher = AllToAllDispatcher(transports(), E)
     plan = dispatcher.dispatch(
         ones(tokens, D), tilemoe.plan_topk(ids_with_sentinels(rank, tokens), E), ones(tokens, K)
     ).plan
@@ -180,7 +195,7 @@ def check_plan() -> None:
 
 def check_nothing_anywhere() -> None:
     """No rank has a token, and then no token has an expert."""
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    dispatcher = AllToAllDispatcher(transports(), E)
     for tokens in (0, 3):
         mine = make_weights(torch.float32).of(experts_of(0))
         plan = tilemoe.plan_topk(torch.full((tokens, K), E, device=device_of_rank()), E)
@@ -195,7 +210,7 @@ def check_gradients_that_change_on_their_way() -> None:
     """The gradient of x leaves before autograd hands it over: where that is another one, it leaves again."""
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
     weights = make_weights(torch.float64).of(experts_of(rank))
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    dispatcher = AllToAllDispatcher(transports(), E)
     # The second: no token has an expert of the last rank, whose x is empty then.
     for ids in (ids_spread(rank, tokens), ids_of_no_expert_of_the_last_rank(rank, tokens)):
         plan = tilemoe.plan_topk(ids, E)
@@ -228,7 +243,7 @@ def check_gradients_taken_again_and_in_part() -> None:
     """What has left for one backward is neither taken for another's, nor left behind by one that wants less."""
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
     w1, w2, b1, b2 = make_weights(torch.float64).of(experts_of(rank))
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    dispatcher = AllToAllDispatcher(transports(), E)
     x, scores = ones(tokens, D).double().requires_grad_(), ones(tokens, K).double().requires_grad_()
     here = dispatcher.dispatch(x, tilemoe.plan_topk(ids_spread(rank, tokens), E), scores)
     sums = [tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2) for _ in range(2)]
@@ -245,7 +260,7 @@ def check_gradients_taken_again_and_in_part() -> None:
 
 def check_without_gradients() -> None:
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    dispatcher = AllToAllDispatcher(transports(), E)
     w1, w2, b1, b2 = (weight.detach() for weight in make_weights(torch.float64).of(experts_of(rank)))
     x, scores = ones(tokens, D).double().cumsum(0), ones(tokens, K).double()
     found = []
@@ -262,20 +277,24 @@ def check_without_gradients() -> None:
 def counted() -> Iterator[list[tuple[int, int]]]:
     """(bytes sent to other ranks, elements of a row) of every exchange in the block."""
     log: list[tuple[int, int]] = []
-    exchange = dist.all_to_all_single
+    tell_sizes, carrier = exchange.tell_all, Collective if EXCHANGE == "collective" else Pull
+    send = carrier.send
 
-    def counting(out: Tensor, rows: Tensor, rows_in: Any = None, rows_out: Any = None, **options: Any) -> Any:
-        sizes = rows_out if rows_out is not None else [rows.shape[0] // world()] * world()
-        row = rows[0].numel() if rows.shape[0] else 0
-        remote = sum(size for rank, size in enumerate(sizes) if rank != dist.get_rank())
-        log.append((remote * row * rows.element_size(), row))
-        return exchange(out, rows, rows_in, rows_out, **options)
+    def counting(transport: Any, rows: Tensor, arriving: Tensor, way: Way) -> Arrival:
+        row = rows.shape[1:].numel()
+        assert rows.shape[0] == sum(way.out)
+        assert way.out[dist.get_rank()] == 0
+        log.append((rows.nbytes, row))
+        return send(transport, rows, arriving, way)
 
-    dist.all_to_all_single = counting
-    try:
+    def counting_sizes(out: Tensor, sizes: Tensor, **options: Any) -> Any:
+        log.append((sizes.nbytes * (world() - 1), sizes.shape[1]))
+        return tell_sizes(out, sizes, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carrier, "send", counting)
+        patch.setattr(exchange, "tell_all", counting_sizes)
         yield log
-    finally:
-        dist.all_to_all_single = exchange
 
 
 def check_volume() -> None:
@@ -290,7 +309,7 @@ def check_volume() -> None:
     device = device_of_rank()
     x = torch.randn(tokens, width, generator=generator).bfloat16().to(device).requires_grad_()
     scores = torch.rand(tokens, per_token, generator=generator).to(device).requires_grad_()
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, experts)
+    dispatcher = AllToAllDispatcher(transports(), experts)
     with counted() as forward:
         here = dispatcher.dispatch(x, tilemoe.plan_topk(ids.to(device), experts), scores)
         o = dispatcher.combine(here.x * here.scores.sum().to(here.x.dtype), here)
@@ -299,12 +318,28 @@ def check_volume() -> None:
     assert [row for _, row in forward] == [2, 2, width, width]
     assert [row for _, row in backward] == [width, width, 1]  # the sizes are not exchanged again
     assert here.sent is not None
-    returned = sum(size for source, size in enumerate(here.sent.tokens_in) if source != rank) * width * 2
+    returned = sum(size for source, size in enumerate(here.sent.tokens.into) if source != rank) * width * 2
     assert [size for size, row in forward if row == width] == [least, returned]
     assert [size for size, row in backward if row == width] == [least, returned]
     everything = torch.tensor([sum(size for size, _ in forward + backward), 4 * least])
     dist.all_reduce(everything)
     assert everything[1] < everything[0] <= 1.02 * everything[1]
+
+
+def check_windows_that_grow() -> None:
+    """Each batch is larger than the one before, then smaller: what comes is what the collective brings."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    mine = transports().of(device_of_rank())
+    reference = Collective(group)
+    for size in (1, 700, 3, 1500, 0, 2):
+        counts = [[0 if a == b else size * (1 + (a + 2 * b) % 3) for b in range(world())] for a in range(world())]
+        way = Way(tuple(map(tuple, counts)), rank, 0)
+        for turned in (way, way.back()):
+            rows = torch.randn(sum(turned.out), 999, generator=torch.Generator().manual_seed(rank)).to(device_of_rank())
+            found = [rows.new_full((sum(turned.into), 999), -1) for _ in range(2)]
+            for transport, arriving in zip((mine, reference), found, strict=True):
+                transport.send(rows, arriving, turned).wait()
+            assert torch.equal(*found)
 
 
 def layer_config(**options: Any) -> MoEConfig:
@@ -318,7 +353,7 @@ def make_layers(cfg: MoEConfig, dtype: torch.dtype, recompute: str | None = None
     for _ in range(2):
         torch.manual_seed(0)
         layers.append(MoE(cfg, dtype=dtype, recompute=recompute).to(device_of_rank()))
-    apply_expert_parallel(layers[1], init_device_mesh(device_of_rank().type, (world(),)))
+    apply_expert_parallel(layers[1], init_device_mesh(device_of_rank().type, (world(),)), transports())
     return layers[0], layers[1]
 
 
@@ -387,7 +422,7 @@ def check_autocast_sends_its_dtype() -> None:
 def check_errors() -> None:
     message = rf"num_experts \(7\) must be divisible by the {world()} processes"
     with pytest.raises(ValueError, match=message):
-        AllToAllDispatcher(dist.group.WORLD, 7)
+        AllToAllDispatcher(transports(), 7)
     layer = MoE(MoEConfig(D, N, 7, K))
     with pytest.raises(ValueError, match=message):
         apply_expert_parallel(layer, init_device_mesh(device_of_rank().type, (world(),)))
@@ -397,7 +432,7 @@ def check_errors() -> None:
 def on_gpu_the_host_reads_once() -> None:
     """In the forward, for the sizes; and never in the backward."""
     tokens = 64
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    dispatcher = AllToAllDispatcher(transports(), E)
     mine = [w.detach().bfloat16().requires_grad_() for w in make_weights(torch.float32).of(experts_of(0))]
     x = torch.randn(tokens, D).bfloat16().to(device_of_rank()).requires_grad_()
     plan, scores = tilemoe.plan_topk(ids_spread(dist.get_rank(), tokens), E), ones(tokens, K).requires_grad_()

@@ -12,10 +12,14 @@ from tilemoe.testing.ranks import run_on_ranks
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+@pytest.fixture(scope="module", params=["collective", "files"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """``files`` stands for symmetric memory: the same transport, over windows that processes have without GPUs."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return run_on_ranks(CHECKS, 4, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXCHANGE_UNDER_TEST", request.param)
+        patch.setenv("WINDOWS", str(folder))
+        return run_on_ranks(CHECKS, 4, folder)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])

@@ -1,4 +1,4 @@
-"""On two or four GPUs, through NCCL, what `dispatch_checks` checks on the host and what only a GPU can show."""
+"""On two or four GPUs, by NCCL and by symmetric memory: what `dispatch_checks` checks, and what only a GPU can show."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 ALL_CHECKS = [*CHECKS, *GPU_CHECKS]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+@pytest.fixture(scope="module", params=["collective", "symmetric"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ranks = 4 if torch.cuda.device_count() >= 4 else 2
-    return run_on_ranks(ALL_CHECKS, ranks, tmp_path_factory.mktemp("gpu_ranks"), "cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXCHANGE_UNDER_TEST", request.param)
+        return run_on_ranks(ALL_CHECKS, ranks, tmp_path_factory.mktemp("gpu_ranks"), "cuda")
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in ALL_CHECKS])

@@ -51,6 +51,7 @@ def test_a_dense_model_has_no_experts_to_divide() -> None:
         ({"expert": True}, "parallel.expert must be an integer >= 1, got True"),
         ({"param_dtype": "float8"}, "parallel.param_dtype must be one of bfloat16, float32; got 'float8'"),
         ({"reduce_dtype": "int8"}, "parallel.reduce_dtype must be one of"),
+        ({"exchange": "nccl"}, "parallel.exchange must be one of auto, collective, symmetric; got 'nccl'"),
         ({"checkpointing": "all"}, "parallel.checkpointing must be one of attention, block, none; got 'all'"),
         ({"reshard_after_forward": 1}, "parallel.reshard_after_forward must be True or False"),
         (

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilemoe.dispatch.base import Dispatched
+from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.exchange import sums_from_experts, tokens_to_experts
 from tilemoe.kernels.torch.exchange import Routed
 from tilemoe.routing.plan import RoutingPlan
@@ -32,11 +33,15 @@ class AllToAllDispatcher:
     Memory, beside that of `tilemoe.moe` for M tokens: M d elements received, kept for backward as the layer's x, and
     for a moment the copies sent, in room for ``min(W - 1, experts of a token) T d``; in backward those that come back,
     at most ``min(W, experts of a token) T d``, beside dw1. Every token of every rank may choose experts of one, so M
-    is at most the sum of T over the group, whatever the number of experts per token.
+    is at most the sum of T over the group, whatever the number of experts per token. ``transports`` may hold more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        """ValueError: the group's ranks do not divide ``num_experts``."""
+    def __init__(self, transports: Transports, num_experts: int) -> None:
+        """``transports``: a group's, which the layers of a model share.
+
+        ValueError: the group's ranks do not divide ``num_experts``.
+        """
+        group = transports.group
         ranks = dist.get_world_size(group)
         if num_experts % ranks:
             raise ValueError(
@@ -44,6 +49,7 @@ class AllToAllDispatcher:
                 "choose an expert-parallel size that divides it"
             )
         self.group, self.num_experts, self.ranks = group, num_experts, ranks
+        self.transports = transports
         self.experts_per_rank, self.here = num_experts // ranks, dist.get_rank(group)
 
     # Sizes that the host reads are no part of a graph, and an exchange would end one anyway.
@@ -55,7 +61,7 @@ class AllToAllDispatcher:
             x = x.to(torch.get_autocast_dtype(kind))  # as the experts would: before it is sent
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         routed = Routed(*arrays, plan.num_tokens, self.ranks, self.here)
-        tokens, scores, here, sent = tokens_to_experts(x, scores, routed, self.group)
+        tokens, scores, here, sent = tokens_to_experts(x, scores, routed, self.group, self.transports.of(x.device))
         return Dispatched(tokens, here, scores, sent)
 
     @torch.compiler.disable

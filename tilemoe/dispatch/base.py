@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
+from tilemoe.dispatch.transport import Transport, Way
 from tilemoe.routing.plan import RoutingPlan
 
 
@@ -24,22 +24,18 @@ class Sent:
     token_of_copy (C)      the token · copy_of_token (T * W)  token-major, -1 where it does not go
     first_copy (W + 1)     where the copies for a rank begin, in that order
     position_of_pair (P)   of each pair sent, the place of its score among the scores
-    tokens_out             copies sent to each rank, none to this one · tokens_in  received from each
-    pairs_out              (token, expert) pairs sent to each rank · pairs_in  received from each
-    own_tokens, own_pairs  copies and pairs of this rank's own
+    tokens                 how many copies of tokens go from each rank to each
+    pairs                  how many (token, expert) pairs do
+    transport              what brings them there and back
     """
 
     token_of_copy: Tensor
     copy_of_token: Tensor
     first_copy: Tensor
     position_of_pair: Tensor
-    tokens_out: list[int]
-    tokens_in: list[int]
-    own_tokens: int
-    pairs_out: list[int]
-    pairs_in: list[int]
-    own_pairs: int
-    group: dist.ProcessGroup
+    tokens: Way
+    pairs: Way
+    transport: Transport
 
 
 class Dispatched(NamedTuple):

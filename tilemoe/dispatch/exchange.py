@@ -18,19 +18,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilemoe.dispatch.base import Sent
+from tilemoe.dispatch.transport import Arrival, Transport, Way
 from tilemoe.kernels.base import compute_dtype
 from tilemoe.kernels.torch.exchange import Routed
 from tilemoe.ops.exchange import count_sent, place_sent, plan_received, sum_copies
 from tilemoe.routing.plan import ROWS_PER_EXPERT, RoutingPlan
 
+tell_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until PyTorch 2.12
+
 
 def tokens_to_experts(
-    x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup
+    x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup, transport: Transport
 ) -> tuple[Tensor, Tensor, RoutingPlan, Sent]:
     """x (T, d), scores as the plan asks -> those at the experts here: tokens (M, d), scores (Q,) fp32 or fp64, their
     plan; and what was sent.
     """
-    arrived: tuple[Tensor, Tensor, RoutingPlan, Sent] = _ToExperts.apply(x, scores, routed, group)
+    arrived: tuple[Tensor, Tensor, RoutingPlan, Sent] = _ToExperts.apply(x, scores, routed, group, transport)
     return arrived
 
 
@@ -42,22 +45,25 @@ def sums_from_experts(o: Tensor, sent: Sent) -> Tensor:
 class _ToExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup
+        ctx: Any, x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup, transport: Transport
     ) -> tuple[Tensor, Tensor, RoutingPlan, Sent]:
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
         sizes, before = count_sent(routed)
         beside = _beside(x.device)
         with beside:
-            arrival = dist.all_to_all_single(sizes[1], sizes[0], group=group, async_op=True)
+            told = sizes.new_empty(routed.ranks * routed.ranks, 2)
+            arrival = tell_all(told, sizes[0], group=group, async_op=True)
         # All that does not need the sizes is begun before the host waits for them.
         *places, words, position_of_pair, copies = place_sent(x, s, sizes, before, routed)
         with beside:
             arrival.wait()
-            sent = _sent(sizes.tolist(), places, position_of_pair, routed, group)  # the one read from the device
+            between = told.view(routed.ranks, routed.ranks, 2)
+            sizes[1] = between[:, routed.here]
+            sent = _sent(between.tolist(), places, position_of_pair, routed, transport)  # the one read from the device
 
-        pairs = _leave(words, sent.pairs_out, sent.own_pairs, sent.pairs_in, group)
-        tokens = _leave(copies, sent.tokens_out, sent.own_tokens, sent.tokens_in, group)
-        _keep(words, sent.own_pairs, sent.pairs_out, pairs)
+        pairs = _leave(words, sent.pairs, transport)
+        tokens = _leave(copies, sent.tokens, transport)
+        _keep(words, sent.pairs, pairs)
         _gather_own(x, sent, tokens)
         pairs.arrival.wait()
         plan, s = _plan_of(pairs.rows, sizes, routed, len(tokens.rows))  # while the tokens travel
@@ -65,14 +71,14 @@ class _ToExperts(torch.autograd.Function):
 
         needs_x, needs_scores = ctx.needs_input_grad[:2]
         ctx.sent, ctx.scores_are = sent, (scores.shape, scores.dtype)
-        ctx.tokens_back, ctx.pairs_back = _tokens_back(sent), _pairs_back(sent)
+        ctx.tokens_back, ctx.pairs_back = _tokens_back(sent), WayBack(sent.pairs.back(), sent.transport)
         ctx.input_grads_are_made = partial(_begin, ctx.tokens_back, ctx.pairs_back)
         ctx.mark_non_differentiable(*([] if needs_x else [tokens.rows]), *([] if needs_scores else [s]))
         return tokens.rows, s, plan, sent
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor, ds: Tensor, *_: None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dx: Tensor, ds: Tensor, *_: None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         needs_x, needs_scores = ctx.needs_input_grad[:2]
         sent: Sent = ctx.sent
         _begin(ctx.tokens_back, ctx.pairs_back, dx if needs_x else None, ds if needs_scores else None)
@@ -83,7 +89,7 @@ class _ToExperts(torch.autograd.Function):
             shape, dtype = ctx.scores_are
             of_pairs = ctx.pairs_back.arrived()
             dscores = ds.new_zeros(shape.numel()).index_add_(0, sent.position_of_pair, of_pairs).to(dtype).view(shape)
-        return dx_home, dscores, None, None
+        return dx_home, dscores, None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -98,8 +104,8 @@ class _FromExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:
         sent: Sent = ctx.sent
-        copies = do.index_select(0, sent.token_of_copy[: sum(sent.tokens_out)])
-        tokens = _leave(copies, sent.tokens_out, sent.own_tokens, sent.tokens_in, sent.group)
+        copies = do.index_select(0, sent.token_of_copy[: sum(sent.tokens.out)])
+        tokens = _leave(copies, sent.tokens, sent.transport)
         _gather_own(do, sent, tokens)
         tokens.arrival.wait()
         return tokens.rows, None
@@ -109,7 +115,7 @@ class Travelling(NamedTuple):
     """Rows on their way here, this rank's own among them; nothing may read the others before ``arrival.wait()``."""
 
     rows: Tensor
-    arrival: dist.Work
+    arrival: Arrival
     left: Tensor  # what was sent, which must not be freed before
 
 
@@ -119,8 +125,8 @@ class WayBack:
     It begins as soon as the rows are there, which for gradients of the layer's inputs is before those of the weights.
     """
 
-    def __init__(self, out: list[int], own: int, into: list[int], group: dist.ProcessGroup) -> None:
-        self._sizes = out, own, into, group
+    def __init__(self, way: Way, transport: Transport) -> None:
+        self._way, self._transport = way, transport
         self._begun: tuple[Tensor, int, Travelling] | None = None
 
     def begin(self, rows: Tensor) -> None:
@@ -132,10 +138,9 @@ class WayBack:
             if _storage(earlier) == _storage(rows) and earlier.shape == rows.shape and version == _version(rows):
                 return
             travelling.arrival.wait()  # what it reads and writes is freed here
-        out, own, into, group = self._sizes
         whole = rows.contiguous()
-        travelling = _leave(whole, out, own, into, group)
-        _keep(whole, own, out, travelling)
+        travelling = _leave(whole, self._way, self._transport)
+        _keep(whole, self._way, travelling)
         self._begun = rows, _version(rows), travelling
 
     def arrived(self) -> Tensor:
@@ -166,11 +171,7 @@ def _version(rows: Tensor) -> int:
 
 
 def _tokens_back(sent: Sent) -> WayBack:
-    return WayBack(sent.tokens_in, sent.own_tokens, sent.tokens_out, sent.group)
-
-
-def _pairs_back(sent: Sent) -> WayBack:
-    return WayBack(sent.pairs_in, sent.own_pairs, sent.pairs_out, sent.group)
+    return WayBack(sent.tokens.back(), sent.transport)
 
 
 def _summed(tokens_back: WayBack, sent: Sent) -> Tensor:
@@ -178,56 +179,51 @@ def _summed(tokens_back: WayBack, sent: Sent) -> Tensor:
     return sum_copies(tokens_back.arrived(), sent.token_of_copy, sent.copy_of_token, sent.first_copy)
 
 
-def _leave(rows: Tensor, out: list[int], own: int, into: list[int], group: dist.ProcessGroup) -> Travelling:
-    """``rows`` for other ranks set out, ``out`` of them for each, and ``into`` come; there is room for ``own`` more."""
-    leaving, coming = sum(out), sum(into)
-    arriving = rows.new_empty(coming + own, *rows.shape[1:])
+def _leave(rows: Tensor, way: Way, transport: Transport) -> Travelling:
+    """``rows`` for other ranks set out; where theirs come there is room for this rank's own, behind them."""
+    leaving, coming = sum(way.out), sum(way.into)
+    arriving = rows.new_empty(coming + way.own, *rows.shape[1:])
     left = rows[:leaving]
-    return Travelling(
-        arriving, dist.all_to_all_single(arriving[:coming], left, into, out, group=group, async_op=True), left
-    )
+    return Travelling(arriving, transport.send(left, arriving[:coming], way), left)
 
 
-def _keep(rows: Tensor, own: int, out: list[int], travelling: Travelling) -> None:
+def _keep(rows: Tensor, way: Way, travelling: Travelling) -> None:
     """This rank's own of ``rows``, which lie behind those for the others, to where the others' come."""
-    first = sum(out)
-    arriving = travelling.rows
-    arriving[len(arriving) - own :].copy_(rows[first : first + own])
+    first, arriving = sum(way.out), travelling.rows
+    arriving[len(arriving) - way.own :].copy_(rows[first : first + way.own])
 
 
 def _gather_own(x: Tensor, sent: Sent, travelling: Travelling) -> None:
     arriving = travelling.rows
-    own = arriving[len(arriving) - sent.own_tokens :]
-    torch.index_select(x.detach(), 0, sent.token_of_copy[sum(sent.tokens_out) :], out=own)
+    own = arriving[len(arriving) - sent.tokens.own :]
+    torch.index_select(x.detach(), 0, sent.token_of_copy[sum(sent.tokens.out) :], out=own)
 
 
 def _sent(
-    sizes: list[list[list[int]]],
+    between: list[list[list[int]]],
     places: list[Tensor],
     position_of_pair: Tensor,
     routed: Routed,
-    group: dist.ProcessGroup,
+    transport: Transport,
 ) -> Sent:
-    """From the tokens and pairs for each rank and of each, and the first three tensors of `place_sent`."""
-    counts = [[size[column] for size in way] for column in range(2) for way in sizes]
-    own_tokens, _, own_pairs, _ = (count[routed.here] for count in counts)
-    for count in counts:
-        count[routed.here] = 0
-    tokens_out, tokens_in, pairs_out, pairs_in = counts
+    """From the tokens and pairs of each rank for each, and the first three tensors of `place_sent`."""
+    tokens, pairs = (_way([[size[column] for size in sent] for sent in between], routed.here) for column in range(2))
     token_of_copy, copy_of_token, first_copy = places
     return Sent(
-        token_of_copy[: sum(tokens_out) + own_tokens],
+        token_of_copy[: sum(tokens.out) + tokens.own],
         copy_of_token,
         first_copy,
-        position_of_pair[: sum(pairs_out) + own_pairs],
-        tokens_out,
-        tokens_in,
-        own_tokens,
-        pairs_out,
-        pairs_in,
-        own_pairs,
-        group,
+        position_of_pair[: sum(pairs.out) + pairs.own],
+        tokens,
+        pairs,
+        transport,
     )
+
+
+def _way(between: list[list[int]], here: int) -> Way:
+    own = between[here][here]
+    others = (tuple(0 if a == b else count for b, count in enumerate(sent)) for a, sent in enumerate(between))
+    return Way(tuple(others), here, own)
 
 
 def _plan_of(words: Tensor, sizes: Tensor, routed: Routed, num_tokens: int) -> tuple[RoutingPlan, Tensor]:

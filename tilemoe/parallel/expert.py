@@ -11,20 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.choose import Transports
 from tilemoe.layers.experts import Experts
 
 
-def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh, transports: Transports | None = None) -> None:
     """Divide the experts of every MoE layer in ``module`` over the 1-D ``mesh``, evenly and in order.
 
     Their parameters, the same (E, ...) in every process, become DTensors sharded on E: checkpoints that know DTensors
     can load them on another mesh. From then on the mesh's processes call every layer together, each with tokens of
     its own, and an expert's gradient is the sum over all of them.
+    ``transports``: the mesh's, which all layers of a model should share; None: one for ``module``.
 
     ValueError: the mesh does not divide a layer's experts; then nothing has changed.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, Experts)]
-    dispatchers = [AllToAllDispatcher(mesh.get_group(), layer.cfg.num_experts) for layer in layers]
+    transports = transports or Transports(mesh.get_group())
+    dispatchers = [AllToAllDispatcher(transports, layer.cfg.num_experts) for layer in layers]
     for layer, dispatcher in zip(layers, dispatchers, strict=True):
         first = mesh.get_local_rank() * dispatcher.experts_per_rank
         for name, parameter in list(layer.named_parameters()):

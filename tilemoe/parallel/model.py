@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tilemoe.dispatch.choose import Transports
 from tilemoe.models.decoder import Block, DecoderLM
 from tilemoe.parallel.expert import apply_expert_parallel
 from tilemoe.parallel.fsdp import shard_block, shard_rest
@@ -38,12 +39,13 @@ def parallelize(
         model.reset_embeddings(generator)
     model.set_checkpointing(config.checkpointing)
     blocks = [block for block in model.blocks if isinstance(block, Block)]
+    transports = None if meshes.expert is None else Transports(meshes.expert.get_group(), config.exchange)
     for block in blocks:
         if is_meta:
             _materialise(block, device)
             block.reset_parameters(generator)
         if meshes.expert is not None:
-            apply_expert_parallel(block, meshes.expert)
+            apply_expert_parallel(block, meshes.expert, transports)
         if compile_backend is not None:
             block.compile_body(compile_backend)
         shard_block(block, meshes, is_last=block is blocks[-1])

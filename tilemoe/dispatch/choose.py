@@ -1,0 +1,46 @@
+"""Which transport carries a group's rows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from tilemoe.config import EXCHANGES
+from tilemoe.dispatch.pull import Pull
+from tilemoe.dispatch.transport import Collective, Transport
+
+
+class Transports:
+    """The transport of one group, made when rows are first sent, since their device decides.
+
+    ``exchange``: "collective", by ``all_to_all_single``; "symmetric", by reading the other GPUs' memory, which takes
+    2.5 times the most bytes that a rank sends at once, shared by all layers; "auto", the latter where it is possible.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
+        """ValueError: ``exchange`` is none of these."""
+        if exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}; got {exchange!r}")
+        self.group, self.exchange = group, exchange
+        self._made: Transport | None = None
+
+    def of(self, device: torch.device) -> Transport:
+        """ValueError: symmetric memory was asked for and is not possible, with the reason."""
+        if self._made is None:
+            self._made = self._make(device)
+        return self._made
+
+    def _make(self, device: torch.device) -> Transport:
+        if self.exchange == "collective" or (self.exchange == "auto" and device.type != "cuda"):
+            return Collective(self.group)
+        from tilemoe.dispatch import symmetric  # not in every build of PyTorch
+
+        reason = symmetric.reason_against(self.group, device)
+        if reason is None:
+            window = partial(symmetric.SymmetricWindow, self.group, device)
+            return Pull(dist.get_rank(self.group), dist.get_world_size(self.group), window)
+        if self.exchange == "symmetric":
+            raise ValueError(f"exchange='symmetric': {reason}; pass 'auto' or 'collective'")
+        return Collective(self.group)

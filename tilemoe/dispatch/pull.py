@@ -1,0 +1,92 @@
+"""Rows fetched by those who want them: each rank lays its own in memory that all can read, and copies the others'.
+
+W ranks · a window is memory of every rank that all of a group can read, with two slots for rows, used in turn
+
+One exchange: a rank copies what it sends into its slot, says so, waits until all have said so, and copies its rows from
+every other rank's slot. It may write a slot again two exchanges later: a rank that has said so for the exchange between
+them has, by the order of its own work, fetched its rows from the slot before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Protocol
+
+from torch import Tensor
+
+from tilemoe.dispatch.transport import Arrival, Way
+
+SLOTS = 2
+_ROOM = 1 << 21  # bytes: a slot's size is a multiple
+
+
+class Window(Protocol):
+    """Memory of all ranks of a group, `SLOTS` times ``slot_bytes`` of each; made and closed by all of them together."""
+
+    slot_bytes: int
+
+    def begin(self) -> None:
+        """What is asked for from now on follows what the caller has begun, and runs beside what it begins later."""
+        ...
+
+    def put(self, turn: int, rows: Tensor) -> None:
+        """Copy ``rows`` into this rank's slot for ``turn``."""
+        ...
+
+    def tell(self, turn: int) -> None:
+        """Say to the other ranks that this one has done, up to here, its part of ``turn``; turns count from 1."""
+        ...
+
+    def wait_for_all(self, turn: int) -> None:
+        """What follows waits until every other rank has told of ``turn``."""
+        ...
+
+    def fetch(self, turn: int, rank: int, first: int, rows: Tensor, start: int, count: int) -> None:
+        """Copy ``count`` bytes of another rank's slot, from byte ``first`` on, to byte ``start`` and on of ``rows``."""
+        ...
+
+    def arrival(self) -> Arrival:
+        """Of all that has been asked for."""
+        ...
+
+    def close(self) -> None:
+        """Wait until no rank uses it."""
+        ...
+
+
+class Pull:
+    """The `Transport` over a window, which ``open_window(slot_bytes)`` makes; it is made anew when rows outgrow it."""
+
+    def __init__(self, here: int, ranks: int, open_window: Callable[[int], Window]) -> None:
+        self._here, self._ranks, self._open = here, ranks, open_window
+        self._window: Window | None = None
+        self._turn = 0
+
+    def send(self, leaving: Tensor, arriving: Tensor, way: Way) -> Arrival:
+        row = arriving.element_size() * arriving.shape[1:].numel()
+        window = self._with_room(way.most_out * row)
+        self._turn += 1
+        window.begin()
+        window.put(self._turn, leaving)
+        window.tell(self._turn)
+        window.wait_for_all(self._turn)
+        start_of = list(accumulate(way.into, initial=0))
+        # Each rank begins with its neighbour: nobody's memory is read by all at once.
+        for step in range(1, self._ranks):
+            rank = (self._here + step) % self._ranks
+            if way.into[rank]:
+                first, start, count = way.first_there[rank] * row, start_of[rank] * row, way.into[rank] * row
+                window.fetch(self._turn, rank, first, arriving, start, count)
+        return window.arrival()
+
+    def _with_room(self, slot_bytes: int) -> Window:
+        """All ranks know the same ``slot_bytes``, so they make a new window together."""
+        if self._window is None or self._window.slot_bytes < slot_bytes:
+            if self._window is not None:
+                self._window.close()
+                self._window = None  # its memory is given back before more is taken
+            # A quarter more than asked, for the next batches, whose routing differs.
+            self._window = self._open(-(-(slot_bytes + slot_bytes // 4) // _ROOM) * _ROOM or _ROOM)
+            self._turn = 0
+        return self._window

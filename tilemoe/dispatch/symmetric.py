@@ -1,0 +1,137 @@
+"""A window (`tilemoe.dispatch.pull`) in PyTorch's symmetric memory: GPUs of one host that read each other's by NVLink.
+
+Rows are moved by the GPUs' copy engines, and ranks wait for each other by operations of the stream: neither takes a
+multiprocessor. NCCL's kernels do, and wait for one where a persistent GEMM holds all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from tilemoe.dispatch.pull import SLOTS
+from tilemoe.dispatch.transport import Arrival
+
+_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_FLAG_BYTES = 4
+
+
+def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why this group's ranks cannot exchange rows so, in a few words; None if they can. All ranks get one answer."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "symmetric memory needs NVIDIA GPUs"
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    hosts = {rank // per_host for rank in dist.get_process_group_ranks(group)} if per_host else set[int]()
+    if len(hosts) != 1:
+        return "symmetric memory needs the ranks on one host, as torchrun's LOCAL_WORLD_SIZE counts them"
+    gpus = range(torch.cuda.device_count())
+    if len(gpus) < dist.get_world_size(group):
+        return "symmetric memory needs every process to see the GPUs of all ranks"
+    if not all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b):
+        return "symmetric memory needs GPUs that read each other's memory"
+    return None
+
+
+class SymmetricWindow:
+    """See `tilemoe.dispatch.pull.Window`. Behind the slots lies a flag for each rank: the last turn it told of."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._here, self._device = dist.get_rank(group), device
+        ranks = dist.get_world_size(group)
+        self._others = [rank for rank in range(ranks) if rank != self._here]
+        self._flags_at = SLOTS * slot_bytes
+        memory = symm_mem.empty(self._flags_at + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
+        memory[self._flags_at :].zero_()
+        self._memory, self._handle = memory, symm_mem.rendezvous(memory, group)
+        self._addresses = list(self._handle.buffer_ptrs)
+        self._stream, self._entry = torch.cuda.Stream(device, priority=-1), torch.cuda.Event()
+        self.close()  # until all flags are 0
+
+    def begin(self) -> None:
+        self._entry.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._entry)
+
+    def put(self, turn: int, rows: Tensor) -> None:
+        if rows.nbytes:
+            _driver().copy(self._slot(self._here, turn), rows.data_ptr(), rows.nbytes, self._stream.cuda_stream)
+
+    def tell(self, turn: int) -> None:
+        for rank in self._others:
+            _driver().write(self._stream.cuda_stream, self._flag(rank, self._here), turn)
+
+    def wait_for_all(self, turn: int) -> None:
+        for rank in self._others:
+            _driver().wait(self._stream.cuda_stream, self._flag(self._here, rank), turn)
+
+    def fetch(self, turn: int, rank: int, first: int, rows: Tensor, start: int, count: int) -> None:
+        source = self._slot(rank, turn) + first
+        _driver().copy(rows.data_ptr() + start, source, count, self._stream.cuda_stream)
+
+    def arrival(self) -> Arrival:
+        return _OnStream(self._stream)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._handle.barrier()
+        torch.cuda.synchronize(self._device)
+
+    def _slot(self, rank: int, turn: int) -> int:
+        """Address, in this process, of a rank's slot."""
+        address: int = self._addresses[rank] + turn % SLOTS * self.slot_bytes
+        return address
+
+    def _flag(self, of_rank: int, from_rank: int) -> int:
+        """Address, in this process, of the flag in ``of_rank``'s memory that ``from_rank`` sets."""
+        address: int = self._addresses[of_rank] + self._flags_at + _FLAG_BYTES * from_rank
+        return address
+
+
+class _OnStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = stream.record_event()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class _Driver:
+    """Three calls of CUDA's driver on raw addresses. PyTorch has none for the last two; its own copy of a slice of a
+    tensor takes the host ten times as long, of which a layer has a dozen.
+    """
+
+    def __init__(self) -> None:
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._copy, self._write = driver.cuMemcpyDtoDAsync_v2, driver.cuStreamWriteValue32_v2
+        self._wait = driver.cuStreamWaitValue32_v2
+        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        for call in (self._write, self._wait):
+            call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Of this GPU's memory, or of one that it can read."""
+        _check(self._copy(target, source, size, stream))
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Once all before it in the stream is done, and can be seen by other GPUs."""
+        _check(self._write(stream, address, value, 0))
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """Until there is at least ``value`` (32 bits, as a cyclic difference)."""
+        _check(self._wait(stream, address, value, _WAIT_UNTIL_AT_LEAST))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise RuntimeError(f"an exchange through symmetric memory failed with CUDA's error {result}")
+
+
+@cache
+def _driver() -> _Driver:
+    return _Driver()
