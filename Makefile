@@ -20,7 +20,7 @@ TRACED := --ignore tests/integrations/test_titan_moe.py $(addprefix tests/,ops l
 INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py few_rows.py)
 
-.PHONY: env demo test newest-triton oldest-transformers oldest-torch check lint types wheel clean
+.PHONY: env demo test newest-triton oldest-transformers oldest-torch check checks lint types wheel clean
 
 env: $(STAMP)
 
@@ -81,8 +81,12 @@ oldest-torch: env $(OLD_TORCH)
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)")'
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -m pytest -m "not gpu" $(TRACED)
 
-# The tests come last: their closing line ends the output.
-check: lint types newest-triton oldest-transformers test
+# What uses one core goes two at a time. The tests come last, and alone, because some of them wait for processes of
+# theirs only so long; their closing line ends the output.
+check: checks test
+
+checks: env
+	$(MAKE) --jobs 2 --output-sync lint types newest-triton oldest-transformers
 
 wheel: env
 	$(BIN)/python -m build --wheel --outdir dist .

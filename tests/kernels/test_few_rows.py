@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from interpreter import passed_in_the_interpreter
 from triton_checks import turn
-from triton_compile import GFX942, MI300, NVIDIA, compile_launch, stack_bytes
+from triton_compile import GFX942, MI300, NVIDIA, compile_launches, stack_bytes
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.tiling import Device, choose_few_rows_tile, few_rows, shared_bytes
@@ -69,8 +70,7 @@ def test_weights_of_every_layout_are_loaded_ahead_and_wide(
     activation: str, gate_up: str, turned: bool, tokens: int, capability: int, tmp_path: Path
 ) -> None:
     device = NVIDIA[capability]
-    for launch in launches(tokens, device, activation, gate_up, turned):
-        compiled = compile_launch(launch, capability)
+    for launch, compiled in compile_launches(launches(tokens, device, activation, gate_up, turned), capability):
         ptx, tile = compiled.asm["ptx"], launch.constants
         copies = re.findall(r"cp\.async\.\w+\.shared\.global [^;]*, 0x([0-9a-f]+)", ptx)
         assert len(copies) >= 3 * tile["BLOCK_K"] * tile["BLOCK_N"] // (8 * 32 * launch.num_warps), "stages in flight"
@@ -83,19 +83,17 @@ def test_weights_of_every_layout_are_loaded_ahead_and_wide(
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_and_uneven_widths(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
-    for tokens in (1, 60):
-        for launch in launches(tokens, NVIDIA[capability], dtype=dtype, widths=(200, 72)):
-            assert not launch.constants["EVEN"]
-            assert stack_bytes(compile_launch(launch, capability), tmp_path) <= NO_SPILL
+    both = (launches(tokens, NVIDIA[capability], dtype=dtype, widths=(200, 72)) for tokens in (1, 60))
+    for launch, compiled in compile_launches(chain(*both), capability):
+        assert not launch.constants["EVEN"]
+        assert stack_bytes(compiled, tmp_path) <= NO_SPILL
 
 
 def test_amd() -> None:
-    for tokens in (1, 60):
-        for launch in launches(tokens, MI300):
-            compiled = compile_launch(launch, GFX942)
-            assert re.search(r"v_mfma_f32_\w+bf16", compiled.asm["amdgcn"])
-            assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
-            assert compiled.metadata.shared <= MI300.shared_bytes
+    for _, compiled in compile_launches(chain(*(launches(tokens, MI300) for tokens in (1, 60))), GFX942):
+        assert re.search(r"v_mfma_f32_\w+bf16", compiled.asm["amdgcn"])
+        assert re.search(r"\.vgpr_spill_count: +0\b", compiled.asm["amdgcn"])
+        assert compiled.metadata.shared <= MI300.shared_bytes
 
 
 def test_the_number_of_tokens_chooses_between_two_tiles_and_is_in_no_other_key() -> None:

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 from triton_checks import turn
-from triton_compile import GFX942, MI300, NVIDIA, compile_launch, recorded_launches, stack_bytes
+from triton_compile import GFX942, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
 from tilemoe.kernels.tiling import Device
 from tilemoe.kernels.triton import combine, mlp, rounding, router, tiles
@@ -104,9 +104,9 @@ def test_no_kernel_is_left_out() -> None:
 @pytest.mark.parametrize("capability", NVIDIA)
 def test_every_dtype_on_nvidia(capability: int, dtype_name: str, tmp_path: Path) -> None:
     device = NVIDIA[capability]
-    for launch in one_of_each(layer_launches(device, DTYPES[dtype_name], bias=True)):
+    launches = one_of_each(layer_launches(device, DTYPES[dtype_name], bias=True))
+    for launch, compiled in compile_launches(launches, capability):
         where = f"{name_of(launch)} in {dtype_name} for sm_{capability}"
-        compiled = compile_launch(launch, capability)
         assert compiled.metadata.shared <= device.shared_bytes, where
         assert stack_bytes(compiled, tmp_path) <= STACK.get(name_of(launch), NO_SPILL), where
         used = set(re.findall(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*", compiled.asm["ptx"]))
@@ -131,8 +131,8 @@ def test_every_dtype_on_nvidia(capability: int, dtype_name: str, tmp_path: Path)
 )
 def test_every_layout_on_hopper(activation: str, gate_up: str, bias: bool, turned: bool, tmp_path: Path) -> None:
     bounds = STACK | ({"up_proj_act_kernel": STACK_OF_OAI} if activation == "swiglu_oai" else {})
-    for launch in layer_launches(NVIDIA[90], torch.bfloat16, activation, gate_up, bias, turned):
-        compiled = compile_launch(launch, 90)
+    launches = layer_launches(NVIDIA[90], torch.bfloat16, activation, gate_up, bias, turned)
+    for launch, compiled in compile_launches(launches, 90):
         assert compiled.metadata.shared <= NVIDIA[90].shared_bytes, name_of(launch)
         assert stack_bytes(compiled, tmp_path) <= bounds.get(name_of(launch), NO_SPILL), name_of(launch)
         for promised in ("wgmma.mma_async", "cp.async.bulk.tensor"):
@@ -140,8 +140,7 @@ def test_every_layout_on_hopper(activation: str, gate_up: str, bias: bool, turne
 
 
 def test_amd() -> None:
-    for launch in layer_launches(MI300, torch.bfloat16, bias=True):
-        compiled = compile_launch(launch, GFX942)
+    for launch, compiled in compile_launches(layer_launches(MI300, torch.bfloat16, bias=True), GFX942):
         code = compiled.asm["amdgcn"]
         assert bool(re.search(r"v_mfma_f32_\w+bf16", code)) == is_gemm(launch), name_of(launch)
         assert compiled.metadata.shared <= MI300.shared_bytes, name_of(launch)

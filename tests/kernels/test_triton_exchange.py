@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from interpreter import passed_in_the_interpreter
 from triton.runtime.jit import JITFunction
-from triton_compile import GFX942, MI300, NVIDIA, compile_launch, recorded_launches, stack_bytes
+from triton_compile import GFX942, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
 from tilemoe.kernels.select_exchange import select_exchange
 from tilemoe.kernels.tiling import Device
@@ -48,14 +49,13 @@ def launches(device: Device, plan: RoutingPlan, ranks: int, dtype: torch.dtype, 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (8, torch.float64), (64, torch.bfloat16)])
 def test_kernels_compile(ranks: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     device, names = NVIDIA[capability], set()
-    for plan in plans():
-        for launch in launches(device, plan, ranks, dtype):
-            compiled = compile_launch(launch, capability)
-            names.add(launch.kernel.fn.__name__)
-            assert compiled.metadata.shared <= 48 * 1024, launch.kernel
-            assert stack_bytes(compiled, tmp_path) <= STACK, f"{launch.kernel} spills"
-            if launch.kernel is exchange.copy_tokens_kernel:
-                assert "ld.global.v4.b32" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"]
+    of_all = chain(*(launches(device, plan, ranks, dtype) for plan in plans()))
+    for launch, compiled in compile_launches(of_all, capability):
+        names.add(launch.kernel.fn.__name__)
+        assert compiled.metadata.shared <= 48 * 1024, launch.kernel
+        assert stack_bytes(compiled, tmp_path) <= STACK, f"{launch.kernel} spills"
+        if launch.kernel is exchange.copy_tokens_kernel:
+            assert "ld.global.v4.b32" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"]
     own = {name for name, value in vars(exchange).items() if isinstance(value, JITFunction) and "_kernel" in name}
     assert own <= names, "a kernel is left out"
 
@@ -76,9 +76,9 @@ def test_other_numbers_of_tokens_and_other_ranks_compile_nothing() -> None:
 
 
 def test_kernels_compile_for_amd() -> None:
-    for plan in plans():
-        for launch in launches(MI300, plan, 2, torch.bfloat16):
-            assert "s_endpgm" in compile_launch(launch, GFX942).asm["amdgcn"]
+    of_all = chain(*(launches(MI300, plan, 2, torch.bfloat16) for plan in plans()))
+    for _, compiled in compile_launches(of_all, GFX942):
+        assert "s_endpgm" in compiled.asm["amdgcn"]
 
 
 def test_choice() -> None:

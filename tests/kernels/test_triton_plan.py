@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import passed_in_the_interpreter
-from triton_compile import compile_launch, count_spill_loads
+from triton_compile import compile_launch, compile_launches, count_spill_loads
 
 from tilemoe.kernels.select_plan import select_inference_plan_topk, select_plan_topk
 from tilemoe.kernels.torch.plan import plan_topk as torch_plan_topk
@@ -49,8 +49,7 @@ def test_combine_of_pairs_compiles(capability: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("experts", [128, MAX_EXPERTS])
 def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> None:
     launches, _ = plan_topk_launches(torch.zeros(600, 8, dtype=torch.int64), experts)
-    for launch in launches:
-        compiled = compile_launch(launch, capability)
+    for launch, compiled in compile_launches(launches, capability):
         assert count_spill_loads(compiled, tmp_path) == 0, f"{launch.kernel} spills"
         assert compiled.metadata.shared <= 48 * 1024
 

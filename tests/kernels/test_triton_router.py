@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import passed_in_the_interpreter
-from triton_compile import compile_launch, count_spill_loads
+from triton_compile import compile_launches, count_spill_loads
 
 from tilemoe.kernels.select_router import select_router
 from tilemoe.kernels.triton.router import (
@@ -46,8 +46,8 @@ def test_kernels_compile_without_spills(experts: int, spec: RouterSpec, capabili
     forward = select_launch(logits, None, None, spec)
     ids, scores = forward.args["expert_ids"], forward.args["scores"]
     sums = (each if spec.balance else None, one if spec.z else None)
-    for launch in (forward, select_grad_launch(logits, ids, None, scores, *sums, spec)):
-        compiled = compile_launch(launch, capability)
+    backward = select_grad_launch(logits, ids, None, scores, *sums, spec)
+    for launch, compiled in compile_launches((forward, backward), capability):
         assert count_spill_loads(compiled, tmp_path) == 0, f"{launch.kernel} spills"
         assert "ld.global.v4.b32" in compiled.asm["ptx"], "logits are read 16 bytes at a time"
         assert compiled.metadata.shared <= 48 * 1024

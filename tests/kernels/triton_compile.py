@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 from tilemoe.kernels.tiling import Device
+from tilemoe.kernels.triton import ahead
 from tilemoe.kernels.triton.launch import Launch
 
 KB = 1024
@@ -53,6 +56,30 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
 
 def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
     """Triton's compiled kernel, specialised on the arguments as a launch would be. An int: an NVIDIA capability."""
+    return _compile(_source_of(launch), launch.options, target)
+
+
+def compile_launches(launches: Iterable[Launch], target: int | GPUTarget) -> list[tuple[Launch, Any]]:
+    """Each with what `compile_launch` makes of it: at the same time, as before a layer's first call, and none twice."""
+    begun: dict[tuple[str, str], Future[None]] = {}
+    code: dict[tuple[str, str], Any] = {}
+    found = []
+
+    def compile_one(key: tuple[str, str], source: Any, options: dict[str, Any]) -> None:
+        code[key] = _compile(source, options, target)
+
+    for launch in launches:
+        source = _source_of(launch)
+        key = (source.hash(), str(launch.options))
+        if key not in begun:
+            begun[key] = ahead.begin(partial(compile_one, key, source, launch.options))
+        found.append((launch, key))
+    for future in begun.values():
+        future.result()
+    return [(launch, code[key]) for launch, key in found]
+
+
+def _source_of(launch: Launch) -> Any:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -67,10 +94,13 @@ def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
         if (isinstance(value, Tensor) and value.data_ptr() % 16 == 0) or (specialised and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return source(launch.kernel, signature, constants, attributes)
+
+
+def _compile(source: Any, options: dict[str, Any], target: int | GPUTarget) -> Any:
+    ahead.announce_ir(source)
     return triton.compile(
-        source(launch.kernel, signature, constants, attributes),
-        target=target if isinstance(target, GPUTarget) else GPUTarget("cuda", target, 32),
-        options=launch.options,
+        source, target=target if isinstance(target, GPUTarget) else GPUTarget("cuda", target, 32), options=options
     )
 
 
