@@ -70,20 +70,23 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
         """x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d) in x's dtype, under autocast in autocast's."""
+        # Before the tokens leave: so the backward sends their gradients before it hands over those of the weights.
         local = self.dispatcher.local_weight
+        w1, w2 = local(self.w1), local(self.w2)
+        b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
         here = self.dispatcher.dispatch(x, plan, scores)
         o = moe(
             here.x,
-            local(self.w1),
-            local(self.w2),
+            w1,
+            w2,
             here.plan,
             here.scores,
             activation=self.cfg.activation,
             activation_limit=self.cfg.activation_limit,
             activation_alpha=self.cfg.activation_alpha,
             gate_up=self.cfg.gate_up,
-            b1=None if self.b1 is None else local(self.b1),
-            b2=None if self.b2 is None else local(self.b2),
+            b1=b1,
+            b2=b2,
             recompute=self.recompute,
             kernels=self.kernels,
         )
