@@ -309,12 +309,12 @@ def check_training() -> None:
 
 
 class Collectives(TorchDispatchMode):
-    """How often FSDP gathers weights and reduces gradients."""
+    """How often FSDP gathers weights and reduces gradients; integers are the sizes that experts' processes exchange."""
 
     gathers = reduces = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.gathers += func is torch.ops.c10d._allgather_base_.default
+        self.gathers += func is torch.ops.c10d._allgather_base_.default and args[0].is_floating_point()
         self.reduces += func is torch.ops.c10d._reduce_scatter_base_.default
         return func(*args, **(kwargs or {}))
 

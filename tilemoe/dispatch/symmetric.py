@@ -47,6 +47,7 @@ class SymmetricWindow:
         ranks = dist.get_world_size(group)
         self._others = [rank for rank in range(ranks) if rank != self._here]
         self._flags_at = SLOTS * slot_bytes
+        torch.cuda.empty_cache()  # this memory is not the caching allocator's, which may hold all there is
         memory = symm_mem.empty(self._flags_at + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
         memory[self._flags_at :].zero_()
         self._memory, self._handle = memory, symm_mem.rendezvous(memory, group)
@@ -94,11 +95,19 @@ class SymmetricWindow:
 
 
 class _OnStream:
+    """Of all that a stream was asked for until now."""
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = stream.record_event()
+        self._event, self._is_awaited = stream.record_event(), False
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+        self._is_awaited = True
+
+    def __del__(self) -> None:
+        """After an error nobody has waited: then the copies' memory must not be another's before they end."""
+        if not self._is_awaited:
+            self.wait()
 
 
 class _Driver:
