@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -33,8 +34,8 @@ class FileWindow:
         self._flags = [memory[SLOTS * slot_bytes :].view(torch.int32) for memory in self._memory]
         self._random = random.Random(self._here)
 
-    def begin(self) -> None:
-        pass
+    def begin(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def put(self, turn: int, rows: Tensor) -> None:
         self._slot(self._here, turn, 0, rows.nbytes).copy_(_bytes(rows))

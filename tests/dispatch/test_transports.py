@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tilemoe.dispatch import symmetric
 from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.pull import Pull
 from tilemoe.dispatch.symmetric import reason_against
@@ -27,13 +29,10 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def see_gpus(patch: pytest.MonkeyPatch, count: int, *, peers: bool = True, per_host: int | None = 1) -> None:
+def see_gpus(patch: pytest.MonkeyPatch, count: int, *, peers: bool = True) -> None:
     patch.setattr(torch.cuda, "device_count", lambda: count)
     patch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
     patch.setattr(torch.version, "hip", None)
-    patch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if per_host is not None:
-        patch.setenv("LOCAL_WORLD_SIZE", str(per_host))
 
 
 def test_ways() -> None:
@@ -58,28 +57,34 @@ def test_an_unknown_one(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "peers", "per_host", "word"),
-    [
-        (2, True, None, "LOCAL_WORLD_SIZE"),
-        (0, True, 1, "see the GPUs of all ranks"),
-        (2, False, 1, "read each other's memory"),
-    ],
+    ("gpus", "peers", "word"), [(0, True, "see the GPUs of all ranks"), (2, False, "read each other's memory")]
 )
 def test_reasons_against_symmetric_memory(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, gpus: int, peers: bool, per_host: int | None, word: str
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, gpus: int, peers: bool, word: str
 ) -> None:
-    see_gpus(monkeypatch, gpus, peers=peers, per_host=per_host)
+    see_gpus(monkeypatch, gpus, peers=peers)
     assert word in (reason_against(group, GPU) or "")
     assert isinstance(Transports(group).of(GPU), Collective)
     with pytest.raises(ValueError, match="exchange='symmetric'"):
         Transports(group, "symmetric").of(GPU)
 
 
-def test_ranks_of_two_hosts(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_gpus(monkeypatch, 8, per_host=4)
-    for ranks, fits in (([0, 1, 2, 3], True), ([4, 7], True), ([3, 4], False)):
-        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, ranks=ranks: ranks)
-        assert (reason_against(group, GPU) is None) == fits
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ([("here", None)], None),
+        ([("there", None)], "symmetric memory needs all ranks on one host"),
+        ([("here", "only I see why")], "only I see why"),
+    ],
+)
+def test_all_ranks_get_one_answer(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, others: list[Any], reason: str | None
+) -> None:
+    see_gpus(monkeypatch, 2)
+    monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
+    for told in (lambda mine: [mine, *others], lambda mine: [*others, mine]):
+        monkeypatch.setattr(symmetric, "_told", lambda group, mine, told=told: told(mine))
+        assert reason_against(group, GPU) == reason
 
 
 def test_symmetric_memory_where_it_is_possible(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

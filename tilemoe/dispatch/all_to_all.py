@@ -33,7 +33,8 @@ class AllToAllDispatcher:
     Memory, beside that of `tilemoe.moe` for M tokens: M d elements received, kept for backward as the layer's x, and
     for a moment the copies sent, in room for ``min(W - 1, experts of a token) T d``; in backward those that come back,
     at most ``min(W, experts of a token) T d``, beside dw1. Every token of every rank may choose experts of one, so M
-    is at most the sum of T over the group, whatever the number of experts per token. ``transports`` may hold more.
+    is at most the sum of T over the group, whatever the number of experts per token. ``transports`` may hold
+    more, outside of PyTorch's allocator, and stops the device when it must grow.
     """
 
     def __init__(self, transports: Transports, num_experts: int) -> None:

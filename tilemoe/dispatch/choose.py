@@ -13,7 +13,7 @@ from tilemoe.dispatch.transport import Collective, Transport
 
 
 class Transports:
-    """The transport of one group, made when rows are first sent, since their device decides.
+    """The transport of one group, made when rows are first sent, by all ranks together, since their device decides.
 
     ``exchange``: "collective", by ``all_to_all_single``; "symmetric", by reading the other GPUs' memory, which takes
     2.5 times the most bytes that a rank sends at once, shared by all layers; "auto", the latter where it is possible.
@@ -24,18 +24,18 @@ class Transports:
         if exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}; got {exchange!r}")
         self.group, self.exchange = group, exchange
-        self._made: Transport | None = None
+        self._made: dict[torch.device, Transport] = {}
 
     def of(self, device: torch.device) -> Transport:
         """ValueError: symmetric memory was asked for and is not possible, with the reason."""
-        if self._made is None:
-            self._made = self._make(device)
-        return self._made
+        if device not in self._made:
+            self._made[device] = self._make(device)
+        return self._made[device]
 
     def _make(self, device: torch.device) -> Transport:
         if self.exchange == "collective" or (self.exchange == "auto" and device.type != "cuda"):
             return Collective(self.group)
-        from tilemoe.dispatch import symmetric  # not in every build of PyTorch
+        from tilemoe.dispatch import symmetric  # for GPUs alone
 
         reason = symmetric.reason_against(self.group, device)
         if reason is None:

@@ -115,8 +115,8 @@ class Travelling(NamedTuple):
     """Rows on their way here, this rank's own among them; nothing may read the others before ``arrival.wait()``."""
 
     rows: Tensor
-    arrival: Arrival
     left: Tensor  # what was sent, which must not be freed before
+    arrival: Arrival  # last, for it is let go first: after an error it must still be waited for
 
 
 class WayBack:
@@ -184,7 +184,7 @@ def _leave(rows: Tensor, way: Way, transport: Transport) -> Travelling:
     leaving, coming = sum(way.out), sum(way.into)
     arriving = rows.new_empty(coming + way.own, *rows.shape[1:])
     left = rows[:leaving]
-    return Travelling(arriving, transport.send(left, arriving[:coming], way), left)
+    return Travelling(arriving, left, transport.send(left, arriving[:coming], way))
 
 
 def _keep(rows: Tensor, way: Way, travelling: Travelling) -> None:

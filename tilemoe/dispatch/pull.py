@@ -10,6 +10,7 @@ them has, by the order of its own work, fetched its rows from the slot before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Protocol
 
@@ -26,8 +27,8 @@ class Window(Protocol):
 
     slot_bytes: int
 
-    def begin(self) -> None:
-        """What is asked for from now on follows what the caller has begun, and runs beside what it begins later."""
+    def begin(self) -> AbstractContextManager[object]:
+        """What is asked for in the block follows what the caller has begun, and runs beside what it begins later."""
         ...
 
     def put(self, turn: int, rows: Tensor) -> None:
@@ -47,7 +48,7 @@ class Window(Protocol):
         ...
 
     def arrival(self) -> Arrival:
-        """Of all that has been asked for."""
+        """Of all that has been asked for, to whoever began it."""
         ...
 
     def close(self) -> None:
@@ -67,26 +68,28 @@ class Pull:
         row = arriving.element_size() * arriving.shape[1:].numel()
         window = self._with_room(way.most_out * row)
         self._turn += 1
-        window.begin()
-        window.put(self._turn, leaving)
-        window.tell(self._turn)
-        window.wait_for_all(self._turn)
-        start_of = list(accumulate(way.into, initial=0))
-        # Each rank begins with its neighbour: nobody's memory is read by all at once.
-        for step in range(1, self._ranks):
-            rank = (self._here + step) % self._ranks
-            if way.into[rank]:
-                first, start, count = way.first_there[rank] * row, start_of[rank] * row, way.into[rank] * row
-                window.fetch(self._turn, rank, first, arriving, start, count)
-        return window.arrival()
+        with window.begin():
+            window.put(self._turn, leaving)
+            window.tell(self._turn)
+            window.wait_for_all(self._turn)
+            start_of = list(accumulate(way.into, initial=0))
+            # Each rank begins with its neighbour: nobody's memory is read by all at once.
+            for step in range(1, self._ranks):
+                rank = (self._here + step) % self._ranks
+                if way.into[rank]:
+                    first, start, count = way.first_there[rank] * row, start_of[rank] * row, way.into[rank] * row
+                    window.fetch(self._turn, rank, first, arriving, start, count)
+            return window.arrival()
 
     def _with_room(self, slot_bytes: int) -> Window:
         """All ranks know the same ``slot_bytes``, so they make a new window together."""
         if self._window is None or self._window.slot_bytes < slot_bytes:
+            # More than asked, for the next batches, whose routing differs, and seldom: it stops the device.
+            room = slot_bytes + slot_bytes // 4
             if self._window is not None:
+                room = max(room, self._window.slot_bytes + self._window.slot_bytes // 2)
                 self._window.close()
                 self._window = None  # its memory is given back before more is taken
-            # A quarter more than asked, for the next batches, whose routing differs.
-            self._window = self._open(-(-(slot_bytes + slot_bytes // 4) // _ROOM) * _ROOM or _ROOM)
+            self._window = self._open(-(-room // _ROOM) * _ROOM or _ROOM)
             self._turn = 0
         return self._window

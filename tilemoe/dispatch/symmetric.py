@@ -1,4 +1,4 @@
-"""A window (`tilemoe.dispatch.pull`) in PyTorch's symmetric memory: GPUs of one host that read each other's by NVLink.
+"""A window (`tilemoe.dispatch.pull`) in PyTorch's symmetric memory: GPUs of one host that read each other's.
 
 Rows are moved by the GPUs' copy engines, and ranks wait for each other by operations of the stream: neither takes a
 multiprocessor. NCCL's kernels do, and wait for one where a persistent GEMM holds all of them.
@@ -7,8 +7,10 @@ multiprocessor. NCCL's kernels do, and wait for one where a persistent GEMM hold
 from __future__ import annotations
 
 import ctypes
-import os
+import socket
+from contextlib import AbstractContextManager
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,18 +20,25 @@ from torch import Tensor
 from tilemoe.dispatch.pull import SLOTS
 from tilemoe.dispatch.transport import Arrival
 
+T = TypeVar("T")
 _WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _FLAG_BYTES = 4
 
 
 def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why this group's ranks cannot exchange rows so, in a few words; None if they can. All ranks get one answer."""
+    """Why the group's ranks cannot exchange rows so, in a few words; None if they can.
+
+    All ranks call it and get one answer: each tells the others what it sees.
+    """
+    found = _told(group, (socket.gethostname(), _reason_here(group, device)))
+    if len({host for host, _ in found}) > 1:
+        return "symmetric memory needs all ranks on one host"
+    return next((reason for _, reason in found if reason is not None), None)
+
+
+def _reason_here(group: dist.ProcessGroup, device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return "symmetric memory needs NVIDIA GPUs"
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    hosts = {rank // per_host for rank in dist.get_process_group_ranks(group)} if per_host else set[int]()
-    if len(hosts) != 1:
-        return "symmetric memory needs the ranks on one host, as torchrun's LOCAL_WORLD_SIZE counts them"
     gpus = range(torch.cuda.device_count())
     if len(gpus) < dist.get_world_size(group):
         return "symmetric memory needs every process to see the GPUs of all ranks"
@@ -38,26 +47,35 @@ def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None
     return None
 
 
+def _told(group: dist.ProcessGroup, mine: T) -> list[T]:
+    """What each rank says."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 class SymmetricWindow:
     """See `tilemoe.dispatch.pull.Window`. Behind the slots lies a flag for each rank: the last turn it told of."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self._here, self._device = dist.get_rank(group), device
-        ranks = dist.get_world_size(group)
+        """RuntimeError on all ranks: one has no room for it."""
+        self.slot_bytes, self._group, self._device = slot_bytes, group, device
+        self._here, ranks = dist.get_rank(group), dist.get_world_size(group)
         self._others = [rank for rank in range(ranks) if rank != self._here]
         self._flags_at = SLOTS * slot_bytes
-        torch.cuda.empty_cache()  # this memory is not the caching allocator's, which may hold all there is
-        memory = symm_mem.empty(self._flags_at + _FLAG_BYTES * ranks, dtype=torch.uint8, device=device)
-        memory[self._flags_at :].zero_()
-        self._memory, self._handle = memory, symm_mem.rendezvous(memory, group)
+        self._memory = _memory_of_all(group, self._flags_at + _FLAG_BYTES * ranks, device)
+        self._memory[self._flags_at :].zero_()
+        self._handle = symm_mem.rendezvous(self._memory, group)
         self._addresses = list(self._handle.buffer_ptrs)
-        self._stream, self._entry = torch.cuda.Stream(device, priority=-1), torch.cuda.Event()
+        self._stream, self._entry = _copying_stream(device), torch.cuda.Event()
+        self._caller = torch.cuda.current_stream(device)
         self.close()  # until all flags are 0
 
-    def begin(self) -> None:
-        self._entry.record(torch.cuda.current_stream(self._device))
+    def begin(self) -> AbstractContextManager[object]:
+        self._caller = torch.cuda.current_stream(self._device)
+        self._entry.record(self._caller)
         self._stream.wait_event(self._entry)
+        return torch.cuda.device(self._device)  # which the driver's calls are for
 
     def put(self, turn: int, rows: Tensor) -> None:
         if rows.nbytes:
@@ -76,11 +94,11 @@ class SymmetricWindow:
         _driver().copy(rows.data_ptr() + start, source, count, self._stream.cuda_stream)
 
     def arrival(self) -> Arrival:
-        return _OnStream(self._stream)
+        return _OnStream(self._stream, self._caller)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._handle.barrier()
+        dist.barrier(self._group)
         torch.cuda.synchronize(self._device)
 
     def _slot(self, rank: int, turn: int) -> int:
@@ -95,19 +113,44 @@ class SymmetricWindow:
 
 
 class _OnStream:
-    """Of all that a stream was asked for until now."""
+    """Of all that a stream was asked for until now; who waits is the stream that asked."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event, self._is_awaited = stream.record_event(), False
+    def __init__(self, stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> None:
+        self._caller, self._is_awaited = caller, True
+        self._event = stream.record_event()
+        self._is_awaited = False
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self._caller.wait_event(self._event)
         self._is_awaited = True
 
     def __del__(self) -> None:
         """After an error nobody has waited: then the copies' memory must not be another's before they end."""
         if not self._is_awaited:
             self.wait()
+
+
+def _memory_of_all(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
+    """(size) uint8 that other processes can map. RuntimeError on all ranks where one has no room."""
+    torch.cuda.empty_cache()  # this memory is not the caching allocator's, which may hold all there is
+    memory, problem = None, None
+    try:
+        memory = symm_mem.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        problem = (str(error).splitlines() or ["no reason given"])[0]
+    problems = _told(group, problem)
+    if memory is None or any(problems):
+        rank, found = next((rank, found) for rank, found in enumerate(problems) if found)
+        raise RuntimeError(
+            f"rank {rank} of those that share experts has no {size} bytes of symmetric memory for what it sends: "
+            f"{found}; take smaller batches, or exchange='collective' (--parallel.exchange collective)"
+        )
+    return memory
+
+
+@cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class _Driver:

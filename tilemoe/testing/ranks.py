@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +61,6 @@ def _passed(folder: Path, check: Check, rank: int) -> Path:
 
 def _worker(rank: int, checks: list[Check], ranks: int, folder: Path, device_type: str) -> None:
     torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # as torchrun says
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
