@@ -42,16 +42,14 @@ class AllToAllDispatcher:
 
         ValueError: the group's ranks do not divide ``num_experts``.
         """
-        group = transports.group
-        ranks = dist.get_world_size(group)
+        ranks = dist.get_world_size(transports.group)
         if num_experts % ranks:
             raise ValueError(
                 f"num_experts ({num_experts}) must be divisible by the {ranks} processes that share the experts; "
                 "choose an expert-parallel size that divides it"
             )
-        self.group, self.num_experts, self.ranks = group, num_experts, ranks
-        self.transports = transports
-        self.experts_per_rank, self.here = num_experts // ranks, dist.get_rank(group)
+        self.transports, self.num_experts, self.ranks = transports, num_experts, ranks
+        self.experts_per_rank, self.here = num_experts // ranks, dist.get_rank(transports.group)
 
     # Sizes that the host reads are no part of a graph, and an exchange would end one anyway.
     @torch.compiler.disable
@@ -62,7 +60,8 @@ class AllToAllDispatcher:
             x = x.to(torch.get_autocast_dtype(kind))  # as the experts would: before it is sent
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         routed = Routed(*arrays, plan.num_tokens, self.ranks, self.here)
-        tokens, scores, here, sent = tokens_to_experts(x, scores, routed, self.group, self.transports.of(x.device))
+        group, transport = self.transports.group, self.transports.of(x.device)
+        tokens, scores, here, sent = tokens_to_experts(x, scores, routed, group, transport)
         return Dispatched(tokens, here, scores, sent)
 
     @torch.compiler.disable

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from tilemoe.config import EXCHANGES
+from tilemoe.config import EXCHANGES, require_choice
 from tilemoe.dispatch.pull import Pull
 from tilemoe.dispatch.transport import Collective, Transport
 
@@ -16,13 +16,13 @@ class Transports:
     """The transport of one group, made when rows are first sent, by all ranks together, since their device decides.
 
     ``exchange``: "collective", by ``all_to_all_single``; "symmetric", by reading the other GPUs' memory, which takes
-    2.5 times the most bytes that a rank sends at once, shared by all layers; "auto", the latter where it is possible.
+    2.5 to 3 times the most bytes that a rank sends at once, shared by all layers; "auto", the latter where it is
+    possible.
     """
 
     def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
         """ValueError: ``exchange`` is none of these."""
-        if exchange not in EXCHANGES:
-            raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}; got {exchange!r}")
+        require_choice("exchange", exchange, EXCHANGES)
         self.group, self.exchange = group, exchange
         self._made: dict[torch.device, Transport] = {}
 

@@ -24,7 +24,7 @@ from tilemoe.kernels.torch.exchange import Routed
 from tilemoe.ops.exchange import count_sent, place_sent, plan_received, sum_copies
 from tilemoe.routing.plan import ROWS_PER_EXPERT, RoutingPlan
 
-tell_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until PyTorch 2.12
+tell_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in PyTorch 2.11
 
 
 def tokens_to_experts(

@@ -42,7 +42,7 @@ def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
     parallelism those of all processes that share its layers' experts, which all call it.
     """
     dispatchers = (layer.dispatcher for layer in module.modules() if isinstance(layer, Experts))
-    groups = [dispatcher.group for dispatcher in dispatchers if isinstance(dispatcher, AllToAllDispatcher)]
+    groups = [dispatcher.transports.group for dispatcher in dispatchers if isinstance(dispatcher, AllToAllDispatcher)]
     if not groups:
         return tokens_per_expert
     rows = tokens_per_expert.clone()
