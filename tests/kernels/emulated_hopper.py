@@ -168,13 +168,14 @@ PROTOCOL = "deadlock|more arrivals"
 FENCE = "before a fence"
 NUMBERS = "RMS-relative error|not finite"
 SOONER = f"{PROTOCOL}|{FENCE}"
+STAGE_BEFORE = "empty.index((step + STAGES - 1) % STAGES)"
 GIVE = "mbarrier.arrive(turn_of_other, count=1)"
 FAULTS = {
     "a stage is filled while it is read": ("acquire", "mbarrier.wait(empty.", "(empty.", PROTOCOL),
     "the producer's first phase": ("acquire", " & 1) ^ 1)", " & 1))", PROTOCOL),
     "a stage is read before it is full": ("multiply", "mbarrier.wait(ready.index(stage), (", "((", SOONER),
-    "the consumer's phase": ("multiply", "(step // STAGES) & 1)", "step & 1)", PROTOCOL),
-    "a stage is left twice": ("multiply", "pred=k > 0", "pred=True", PROTOCOL),
+    "the consumer's phase": ("multiply", "(step // STAGES) & 1)", "step & 1)", SOONER),
+    "a stage is left twice": ("multiply", "pred=(k > 0) | owes", "pred=True", PROTOCOL),
     "a stage is left with its product in flight": ("multiply", "mma_wait(1,", "mma_wait(2,", NUMBERS),
     "copies are announced before they arrive": ("publish_copies", "(LAG)", "(LAG + 1)", f"{FENCE}|{NUMBERS}"),
     "copies without a fence": ("publish_copies", "fence_async_shared()", "pass", FENCE),
@@ -199,10 +200,26 @@ FAULTS = {
     "F2 overwrites a slice": ("store_block", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
     "F2 ends before its stores": ("finish_rows", "tma.store_wait(0)", "pass", "has not waited for"),
     "F2 stores past the expert's end": ("store_block", "end, last,", "end + 64, last - 64,", "stored twice"),
-    "B1 reads h before it is there": ("finish_slice", "mbarrier.wait(arrived, ", "(", f"{PROTOCOL}|{NUMBERS}"),
-    "B1's phase": ("finish_slice", "INDEX // PAIRS)", "0)", PROTOCOL),
-    "B1 overwrites a_scaled": ("finish_slice", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
-    "B1 overwrites dh by h": ("finish_slice", "tma.store_wait(0)", "pass", NUMBERS),
+    "B1 reads h before it is there": (
+        "finish_slice",
+        "mbarrier.wait(ready.index(stage), (",
+        "((",
+        SOONER + "|" + NUMBERS,
+    ),
+    "B1's phase": ("finish_slice", "(step // STAGES) & 1)", "step & 1)", PROTOCOL),
+    "B1 leaves a slice before its stores": ("finish_slice", "tma.store_wait(0)", "pass", NUMBERS),
+    "B1 leaves no slice": ("finish_slice", f"mbarrier.arrive({STAGE_BEFORE}, count=1)", "pass", "deadlock"),
+    "B1 leaves a tile before its stores": ("multiply", "tma.store_wait(0)", "pass", NUMBERS),
+    "B1 leaves no tile": ("finish_act_grad", "owes = True", "owes = False", "deadlock"),
+    "B1 passes by all but h": ("finish_act_grad", "steps + BN // SLICE, owes)", "steps, owes)", SOONER),
+    "B1 passes by and owes": ("finish_act_grad", "SLICE, owes)\n            owes = False", "SLICE, owes)", NUMBERS),
+    "B1 passes by what it owes": ("pass_by", "if owes:", "if False:", PROTOCOL),
+    "B1 passes by before its stores": ("pass_by", "tma.store_wait(0)", "pass", NUMBERS),
+    "B1 expects one consumer's h": ("load_gate_up", "GROUPS * h.", "1 * h.", "more bytes"),
+    "B1 expects more h": ("load_gate_up", "GROUPS * h.", "3 * h.", "deadlock"),
+    "B1 has the other consumer's h": ("load_gate_up", "pairs.index(group)", "pairs.index(1 - group)", NUMBERS),
+    "B1 has h of the first slice": ("load_gate_up", "col + i * SLICE", "col", NUMBERS),
+    "B1 does not announce h": ("load_gate_up", "publish_copies(ring, step)", "pass", "deadlock"),
     "B1 stores without a fence": ("finish_slice", "fence_async_shared()", "pass", FENCE),
     "B2 overwrites a slice": ("finish_weights", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
 }
@@ -211,7 +228,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name: str) -> None:
     function, text, fault, message = FAULTS[name]
-    case = replace(CASES[3], turned=function != "finish_act")
+    # Two tiles of columns, of the second one all four slices.
+    case = replace(CASES[3], turned=function != "finish_act", intermediate_size=456)
     # Loads late, that a missing wait shows; one program, that a buffer is used again.
     with emulated(programs=1, edits={function: (text, fault)}), pytest.raises(AssertionError, match=message):
         assert_kernels_agree(kernels_of(case), plan_of(130, 0, 70, 200, 5), case, TOLERANCE)

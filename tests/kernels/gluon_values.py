@@ -51,6 +51,14 @@ class Buffer:
     def permute(self, order: Sequence[int]) -> Buffer:
         return self._view(self.data.permute(list(order)))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Buffer:
+        require(dtype == self.data.dtype and math.prod(shape) <= self.data.numel(), "only another shape is emulated")
+        return self._view(self.data.view(-1)[: math.prod(shape)].view(list(shape)))
+
     def load(self, layout: Any) -> Registers:
         return self.data.clone().as_subclass(Registers)
 

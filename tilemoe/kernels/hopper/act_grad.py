@@ -2,9 +2,10 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · BN columns of a tile
 
-The tile of da' leaves a consumer in four slices of 64 columns. h comes by TMA, gate and up of a slice in one load: the
-first two slices while the tile is multiplied, the others as soon as the gradients that take their place have left.
-The scores are read before the products: afterwards, two loads that depend on each other would be waited for.
+The tile of da' leaves a consumer in four slices of 64 columns, each through a stage of the ring. Gate and up of a slice
+are there, loaded behind the tile's last operands; their gradients take their place, and a_scaled takes the left
+operand's. A consumer leaves such a stage a slice later, when the stores have read it, and a tile's last one beside the
+next tile's first product. So nobody waits for h or for a store, and the ring has all of the shared memory.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -15,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tilemoe.kernels.hopper.gemm_rows import gather_rows
-from tilemoe.kernels.hopper.names import load_tile, store_tile
+from tilemoe.kernels.hopper.names import store_tile
 from tilemoe.kernels.hopper.pipeline import (
     BK,
     GROUP_M,
@@ -23,6 +24,7 @@ from tilemoe.kernels.hopper.pipeline import (
     RAGGED_ROWS,
     SLICE,
     TILE_M,
+    blocks_of,
     halves,
     multiply,
     new_barriers,
@@ -31,100 +33,97 @@ from tilemoe.kernels.hopper.pipeline import (
 )
 from tilemoe.kernels.triton.activations import gated_grad
 
-PAIRS = gl.constexpr(2)  # buffers for gate and up of a slice that a consumer has
-
-
-@gluon.jit
-def load_gate_up(h, row, col, arrived, pair):
-    """Start loading a slice of gate and up; ``arrived`` opens when they are there."""
-    mbarrier.expect(arrived, h.block_type.nbytes)
-    load_tile(h, [0, row, col], arrived, pair)
-
 
 @gluon.jit
 def finish_slice(
-    da, score, h, dh, a_scaled, end, row, col, limit, alpha, arrived, pair, a_buffer,
-    INDEX: gl.constexpr, ACTIVATION: gl.constexpr,
+    da, score, dh, a_scaled, end, row, col, limit, alpha, ring, step,
+    GROUP: gl.constexpr, INDEX: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Slice INDEX of da' (GROUP_M, SLICE), its first column ``col``: (GROUP_M) of <da', a>."""
-    both = pair.reshape([2 * GROUP_M, SLICE])
-    gate_buffer, up_buffer = both.slice(0, GROUP_M), both.slice(GROUP_M, GROUP_M)
-    mbarrier.wait(arrived, INDEX // PAIRS)
+    """Slice INDEX of da' (GROUP_M, SLICE), its first column ``col``: (GROUP_M) of <da', a>. It uses stage ``step``."""
+    left, right, ready, empty = ring
+    STAGES: gl.constexpr = ready.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+    pair = blocks_of(right.index(stage), GROUPS, 2 * GROUP_M).index(GROUP)
+    gate_buffer, up_buffer = pair.slice(0, GROUP_M), pair.slice(GROUP_M, GROUP_M)
+    a_buffer = blocks_of(left.index(stage), GROUPS, GROUP_M).index(GROUP)
     gate = gate_buffer.load(da.type.layout).to(gl.float32)
     up = up_buffer.load(da.type.layout).to(gl.float32)
     a, dgate, dup = gated_grad(gate, up, da * score[:, None], limit, alpha, ACTIVATION, False)
-    if INDEX > 0:
-        tma.store_wait(1)  # the slice before stored a_scaled first
     up_buffer.store(dup.to(dh.dtype))
-    # Columns past n add nothing: there the weight, and so da', is zero. Between these two stores, this spills least.
-    ds = gl.sum(da * a, axis=1)
     gate_buffer.store(dgate.to(dh.dtype))
+    # Columns past n add nothing: there the weight, and so da', is zero. Between these stores, this spills least.
+    ds = gl.sum(da * a, axis=1)
     # Last: between the fence and the first TMA store, the compiler lets the threads meet only if that one's buffer was
     # written since they last met.
     a_buffer.store((a * score[:, None]).to(dh.dtype))
+    if INDEX > 0:
+        # Not before these stores: the compiler moves a wait ahead of mere arithmetic, which would then begin late.
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     last = RAGGED_ROWS - end + row
     fence_async_shared()
     store_tile(a_scaled, [RAGGED_ROWS, end, last, col], a_buffer.reshape(a_scaled.block_shape))
     store_tile(dh, [RAGGED_ROWS, end, 0, last, col], pair.reshape(dh.block_shape))
-    if INDEX < PAIRS:
-        tma.store_wait(0)
-        load_gate_up(h, row, col + PAIRS * SLICE, arrived, pair)
     return ds
 
 
 @gluon.jit
 def finish_act_grad(
-    h, dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha, ring, pairs, a_buffers,
-    arrived, GROUP: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr, ACTIVATION: gl.constexpr,
+    dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha, ring,
+    GROUP: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Consumer of B1."""
+    expert_of_tile, row_of_tile, row_start_of_expert = tiles
     column_tiles = gl.cdiv(n, BN)
     total = gl.load(num_tiles) * column_tiles
     steps = gl.cdiv(d, BK)
-    step = 0
-    first_arrived, second_arrived = arrived.index(PAIRS * GROUP), arrived.index(PAIRS * GROUP + 1)
-    first, second = pairs.index(PAIRS * GROUP), pairs.index(PAIRS * GROUP + 1)
-    a_buffer = a_buffers.index(GROUP)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    step, owes = 0, False
+    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
+    rows = GROUP * GROUP_M + gl.arange(0, GROUP_M, layout)
     _expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
+    pair = gl.load(pair_of_row + gl.maximum(gl.minimum(row + rows, end - 1), 0))
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        _next_expert, next_row, next_end, next_col = row_tile(
-            index + gl.num_programs(0), total, column_tiles, tiles, BN
-        )
-        row += GROUP * GROUP_M
-        if row < end:
-            rows = row + gl.arange(0, GROUP_M, gl.SliceLayout(1, layout))
-            score = gl.load(s + gl.load(pair_of_row + gl.minimum(rows, end - 1))).to(gl.float32)
-            tma.store_wait(0)
-            load_gate_up(h, row, col, first_arrived, first)
-            load_gate_up(h, row, col + SLICE, second_arrived, second)
-            acc, step = multiply(ring, step, steps, GROUP, BN, True, RIGHT_BY_N)
+        # What the next tile needs hangs by a chain of loads, each of which would be waited for if the one after it
+        # came at once: tile to expert to its end to pairs to scores. They are spread over this tile and the next.
+        score = gl.load(s + pair).to(gl.float32)
+        next_tile = index + gl.num_programs(0)
+        exists = next_tile < total
+        next_expert = gl.load(expert_of_tile + next_tile // column_tiles, mask=exists, other=0)
+        next_row = gl.load(row_of_tile + next_tile // column_tiles, mask=exists, other=0)
+        if row + GROUP * GROUP_M < end:
+            acc, step = multiply(ring, step, steps, owes, GROUP, BN, True, RIGHT_BY_N)
+            next_end = gl.load(row_start_of_expert + next_expert + 1)
             left_half, right_half = halves(acc, GROUP_M, BN)
             da0, da1 = halves(left_half, GROUP_M, BN // 2)
             da2, da3 = halves(right_half, GROUP_M, BN // 2)
             of_slice: gl.constexpr = gl.SliceLayout(1, da0.type.layout)
-            score = gl.convert_layout(score, of_slice)
-            ds = finish_slice(
-                da0, score, h, dh, a_scaled, end, row, col, limit, alpha, first_arrived, first, a_buffer, 0, ACTIVATION
+            scale = gl.convert_layout(score, of_slice)
+            first = row + GROUP * GROUP_M
+            ds = finish_slice(da0, scale, dh, a_scaled, end, first, col, limit, alpha, ring, step, GROUP, 0, ACTIVATION)
+            pair = gl.load(pair_of_row + gl.maximum(gl.minimum(next_row + rows, next_end - 1), 0))
+            ds += finish_slice(
+                da1, scale, dh, a_scaled, end, first, col + SLICE, limit, alpha, ring, step + 1, GROUP, 1, ACTIVATION
             )
             ds += finish_slice(
-                da1, score, h, dh, a_scaled, end, row, col + SLICE, limit, alpha, second_arrived, second, a_buffer, 1,
+                da2, scale, dh, a_scaled, end, first, col + 2 * SLICE, limit, alpha, ring, step + 2, GROUP, 2,
                 ACTIVATION,
             )  # fmt: skip
             ds += finish_slice(
-                da2, score, h, dh, a_scaled, end, row, col + 2 * SLICE, limit, alpha, first_arrived, first, a_buffer, 2,
+                da3, scale, dh, a_scaled, end, first, col + 3 * SLICE, limit, alpha, ring, step + 3, GROUP, 3,
                 ACTIVATION,
             )  # fmt: skip
-            ds += finish_slice(
-                da3, score, h, dh, a_scaled, end, row, col + 3 * SLICE, limit, alpha, second_arrived, second, a_buffer,
-                3, ACTIVATION,
-            )  # fmt: skip
-            rows = row + gl.arange(0, GROUP_M, of_slice)
+            step += BN // SLICE
+            owes = True
             column_tile = (index % column_tiles).to(gl.int64)
-            gl.store(partial + column_tile * capacity + rows, ds, mask=rows < end)
+            stored = first + gl.arange(0, GROUP_M, of_slice)
+            gl.store(partial + column_tile * capacity + stored, ds, mask=stored < end)
         else:
-            step = pass_by(ring, step, steps)
-        row, end, col = next_row, next_end, next_col
+            step = pass_by(ring, step, steps + BN // SLICE, owes)
+            owes = False
+            next_end = gl.load(row_start_of_expert + next_expert + 1)
+            pair = gl.load(pair_of_row + gl.maximum(gl.minimum(next_row + rows, next_end - 1), 0))
+        row, end, col = next_row, next_end, (next_tile % column_tiles) * BN
     tma.store_wait(0)
 
 
@@ -165,18 +164,16 @@ def act_grad_kernel(
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     left = gl.allocate_shared_memory(dtype, [STAGES, TILE_M, BK], swizzled)
     right = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
-    pairs = gl.allocate_shared_memory(dtype, [PAIRS * GROUPS] + h.block_shape, h.layout)  # noqa: RUF005
-    a_buffers = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_M, SLICE], swizzled)
-    arrived = new_barriers(PAIRS * GROUPS, 1)
     ring = (left, right, new_barriers(STAGES, 2), new_barriers(STAGES, GROUPS))
     tiles = (expert_of_tile, row_of_tile, row_start_of_expert)
     gl.warp_specialize(
         [
-            (finish_act_grad, (h, dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha,
-                               ring, pairs, a_buffers, arrived, 0, BN, RIGHT_BY_N, ACTIVATION)),
-            (finish_act_grad, (h, dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha,
-                               ring, pairs, a_buffers, arrived, 1, BN, RIGHT_BY_N, ACTIVATION)),
-            (gather_rows, (do, stride_do, token_of_row, weight, tiles, num_tiles, d, n, ring, BN, RIGHT_BY_N, EVEN_K)),
+            (finish_act_grad, (dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha,
+                               ring, 0, BN, RIGHT_BY_N, ACTIVATION)),
+            (finish_act_grad, (dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha,
+                               ring, 1, BN, RIGHT_BY_N, ACTIVATION)),
+            (gather_rows, (do, stride_do, token_of_row, weight, h, tiles, num_tiles, d, n, ring, BN, RIGHT_BY_N,
+                           EVEN_K)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

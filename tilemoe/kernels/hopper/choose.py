@@ -35,7 +35,7 @@ SHAPES: MappingProxyType[Kernel, Shape] = MappingProxyType(
         "up_proj_act": Shape(128, 256, 4, 224, 56),
         "down_proj": Shape(192, 128, 4, 240, 24),
         "up_proj_act_grad": Shape(192, 128, 4, 240, 24),
-        "down_proj_act_grad": Shape(128, 256, 3, 224, 56),
+        "down_proj_act_grad": Shape(128, 256, 4, 224, 56),
         "down_proj_weight_grad": Shape(128, 256, 4, 224, 56),
         "up_proj_weight_grad": Shape(128, 256, 4, 224, 56),
     }

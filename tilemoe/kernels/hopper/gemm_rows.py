@@ -23,6 +23,7 @@ from tilemoe.kernels.hopper.pipeline import (
     SLICE,
     TILE_M,
     acquire,
+    blocks_of,
     halves,
     multiply,
     new_barriers,
@@ -74,11 +75,30 @@ def gathered_steps(
 
 
 @gluon.jit
+def load_gate_up(ring, step, h, row, col, BN: gl.constexpr):
+    """Fill stages with a tile's gate and up, a slice each: one consumer's after the other's where the weight was.
+
+    h: descriptor of (2, R_max, n), blocks of (2, GROUP_M, SLICE).
+    """
+    _left, right, ready, _empty = ring
+    for i in gl.static_range(BN // SLICE):
+        stage = acquire(ring, step)
+        mbarrier.expect(ready.index(stage), GROUPS * h.block_type.nbytes)
+        pairs = blocks_of(right.index(stage), GROUPS, 2 * GROUP_M)
+        for group in gl.static_range(GROUPS):
+            place = [0, row + group * GROUP_M, col + i * SLICE]
+            load_tile(h, place, ready.index(stage), pairs.index(group).reshape(h.block_shape))
+        publish_copies(ring, step)
+        step += 1
+    return step
+
+
+@gluon.jit
 def gather_rows(
-    source, stride_source, token_of_row, weight, tiles, num_tiles, width_in, width_out, ring,
+    source, stride_source, token_of_row, weight, h, tiles, num_tiles, width_in, width_out, ring,
     BN: gl.constexpr, RIGHT_BY_N: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Producer: rows of ``source`` (T, width_in) by token, and the weight's tiles."""
+    """Producer: rows of ``source`` (T, width_in) by token, and the weight's tiles; then, if h is not None, h's."""
     # The compiler is told that they are multiples of 8, whence 16-byte copies.
     width_in, stride_source = width_in // 8 * 8, stride_source // 8 * 8
     column_tiles = gl.cdiv(width_out, BN)
@@ -104,6 +124,8 @@ def gather_rows(
         step = gathered_steps(
             ring, step, upper, lower, weight, expert, col, half, width_in, width_in, RIGHT_BY_N, EVEN_K
         )  # fmt: skip
+        if h is not None:
+            step = load_gate_up(ring, step, h, row, col, BN)
         expert, row, end, col = next_expert, next_row, next_end, next_col
     publish_last_copies(ring, step)
 
@@ -126,7 +148,7 @@ def finish_act(
         )
         row += GROUP * GROUP_M
         if row < end:
-            acc, step = multiply(ring, step, steps, GROUP, BN, True, True)
+            acc, step = multiply(ring, step, steps, False, GROUP, BN, True, True)
             last = RAGGED_ROWS - end + row
             gate, up = halves(acc, GROUP_M, BN)
             if KEEP_H:
@@ -142,7 +164,7 @@ def finish_act(
                 place = [RAGGED_ROWS, end, last, col + j * SLICE]
                 store_slice(a, place, first if j == 0 else second, staging.index(2 * GROUP + j))
         else:
-            step = pass_by(ring, step, steps)
+            step = pass_by(ring, step, steps, False)
         row, end, col = next_row, next_end, next_col
     tma.store_wait(0)
 
@@ -186,8 +208,9 @@ def up_proj_act_kernel(
         [
             (finish_act, (a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging, 0, BN, ACTIVATION, KEEP_H)),
             (finish_act, (a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging, 1, BN, ACTIVATION, KEEP_H)),
-            (gather_rows, (x, stride_x, token_of_row, weight, tiles, num_tiles, d, n, ring, BN // 2, True, EVEN_K)),
+            (gather_rows, (x, stride_x, token_of_row, weight, None, tiles, num_tiles, d, n, ring, BN // 2, True,
+                           EVEN_K)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    )  # fmt: skip

@@ -103,7 +103,7 @@ def finish_weights(
         next_expert, next_start, next_end, next_first, next_col = weight_tile(
             index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
         )
-        acc, step = multiply(ring, step, gl.cdiv(end - start, BK), GROUP, BN, False, False)
+        acc, step = multiply(ring, step, gl.cdiv(end - start, BK), False, GROUP, BN, False, False)
         row = first + GROUP * GROUP_M
         left_half, right_half = halves(acc, GROUP_M, BN)
         for i in gl.static_range(2):

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -118,6 +119,7 @@ def multiply(
     ring,
     step,
     steps,
+    owes,
     GROUP: gl.constexpr,
     BN: gl.constexpr,
     LEFT_BY_K: gl.constexpr,
@@ -125,7 +127,9 @@ def multiply(
 ):
     """(GROUP_M, BN) fp32 of this consumer's rows over ``steps`` stages, and the next step's number.
 
-    LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64). RIGHT_BY_N: see `right_operand`.
+    owes: whether it has still to leave the stage before the first, from which it has started stores: it does so
+    beside the first product. LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64). RIGHT_BY_N: see
+    `right_operand`.
     """
     left, right, ready, empty = ring
     STAGES: gl.constexpr = ready.shape[0]
@@ -139,8 +143,10 @@ def multiply(
             rows = left.index(GROUPS * stage + GROUP).permute([1, 0])
         columns = right_operand(right, stage, BN, RIGHT_BY_N)
         acc = warpgroup_mma(rows, columns, acc, is_async=True)
+        if owes & (k == 0):
+            tma.store_wait(0)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=(k > 0) | owes)
         step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
@@ -148,16 +154,26 @@ def multiply(
 
 
 @gluon.jit
-def pass_by(ring, step, steps):
-    """Leave ``steps`` stages to the other consumer; returns the next step's number."""
+def pass_by(ring, step, steps, owes):
+    """Leave ``steps`` stages to the other consumer; returns the next step's number. ``owes``: see `multiply`."""
     _left, _right, ready, empty = ring
     STAGES: gl.constexpr = ready.shape[0]
+    if owes:
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     for _ in range(steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return step
+
+
+@gluon.jit
+def blocks_of(buffer, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """The memory of ``buffer`` as COUNT blocks of (ROWS, SLICE)."""
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return buffer._reinterpret(buffer.dtype, [COUNT, ROWS, SLICE], swizzled)
 
 
 @gluon.jit
