@@ -34,7 +34,7 @@ class SwappedExperts(Experts):
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         w1, w2 = self.w1.to(dtype), self.w2.to(dtype)
         # What peers sort themselves is all that they take of our plan.
-        ids = torch.searchsorted(plan.row_start_of_expert[1:].contiguous(), plan.row_of_pair, right=True)
+        ids = torch.searchsorted(plan.row_start_of_expert, plan.row_of_pair, right=True) - 1
         return self.compute(x.to(dtype), scores, ids.view(scores.shape), w1, w2)
 
 
@@ -89,8 +89,7 @@ def _scattermoe() -> tuple[str, Compute | None]:
         a, scores = F.silu(gate) * up, scores.to(x.dtype)
         return parallel_linear(a, w2.transpose(1, 2), 1, *order, gates=scores, grouped_in=True)
 
-    # Traced, it fails: what its operators promise to return has another number of rows than what they do return.
-    return str(record.version("scattermoe")), torch.compiler.disable(compute)
+    return str(record.version("scattermoe")), compute
 
 
 def _grouped_mm() -> tuple[str, Compute | None]:
