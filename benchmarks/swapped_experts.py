@@ -19,7 +19,7 @@ from tilemoe.config import ModelConfig
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE
 from tilemoe.perf.shape import MoEShape
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.routing.plan import RoutingPlan, experts_of_rows
 
 # x (T, d), scores (T, K) fp32, ids (T, K), w1 (E, 2n, d) with rows [gate; up], w2 (E, d, n) -> (T, d)
 Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -34,7 +34,7 @@ class SwappedExperts(Experts):
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         w1, w2 = self.w1.to(dtype), self.w2.to(dtype)
         # What peers sort themselves is all that they take of our plan.
-        ids = torch.searchsorted(plan.row_start_of_expert, plan.row_of_pair, right=True) - 1
+        ids = experts_of_rows(plan.row_start_of_expert, plan.row_of_pair)
         return self.compute(x.to(dtype), scores, ids.view(scores.shape), w1, w2)
 
 

@@ -1,7 +1,7 @@
-"""Timing on one GPU: interleaved rounds in rotating order, by device events.
+"""Timing on one GPU: interleaved rounds in changing order, by device events.
 
-The clock moves by 10% with what ran before, so every contestant runs in every round, and each round starts with
-another one. "burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle.
+The clock moves by 10% with what ran before, so every contestant runs in every round, and after different ones.
+"burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle.
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[l
 
 
 def turn(names: list[str], index: int) -> list[str]:
-    """The order of round ``index``: each round starts with the next name."""
-    first = index % len(names)
-    return names[first:] + names[:first]
+    """The order of round ``index``: every other round it is turned by one, between them it runs backwards.
+
+    How much power a contestant draws is felt for a while after it: nobody may come after the same one in every round.
+    """
+    first = index // 2 % len(names)
+    order = names[first:] + names[:first]
+    return order[::-1] if index % 2 else order
 
 
 def summary(values: list[float]) -> dict[str, float]:

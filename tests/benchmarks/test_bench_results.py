@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,11 @@ def test_summary_and_ratio() -> None:
     assert timing.ratio([1.0, 4.0, 2.0], [3.0, 4.0, 5.0]) == 2.5
 
 
-def test_rounds_rotate() -> None:
-    orders = [timing.turn(["a", "b", "c"], index) for index in range(4)]
-    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+def test_rounds_rotate_and_turn_back() -> None:
+    orders = ["".join(timing.turn(["a", "b", "c"], index)) for index in range(7)]
+    assert orders == ["abc", "cba", "bca", "acb", "cab", "bac", "abc"]
+    followed = {pair for order in orders for pair in pairwise(order)}
+    assert len(followed) == 6  # everybody after everybody
 
 
 def test_layer_rows_compare_to_the_first() -> None:

@@ -196,6 +196,8 @@ class Emulator:
             self.partition.unfenced.append(target.extent)
 
         self.partition.open_group.append(arrive)
+        if self.random.random() >= self.late:
+            self.partition.open_group.pop()()
 
     def commit_group(self) -> None:
         copies, self.partition.open_group = self.partition.open_group, []

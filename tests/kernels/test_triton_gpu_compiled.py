@@ -11,6 +11,8 @@ from gpu_layers import LAYERS, make_input, make_layer, step
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import tilemoe
+from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.testing import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -63,3 +65,15 @@ def test_tokens_that_vary_compile_one_graph_more(name: str) -> None:
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1:] == [graphs[1]] * 4
     assert graphs[1] <= 2
+
+
+@pytest.mark.parametrize("mode", [None, "nearest"])
+def test_dense_scores(mode: str | None) -> None:
+    """Compiled, a search in a table from its second entry on begins at the first: see `experts_of_rows`."""
+    cfg = MoEConfig(64, 64, 8, 2, rounding=None if mode is None else TokenRounding(mode, tile=16))
+    logits = torch.randn(600, 8, device="cuda")
+
+    def dense(logits: Tensor) -> Tensor:
+        return tilemoe.route(logits, cfg).dense()
+
+    assert_close({"dense": torch.compile(dense)(logits)}, {"dense": dense(logits)}, str(mode))

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan
+from tilemoe.routing.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan, experts_of_rows
+from tilemoe.routing.topk import route
 
 
 def assert_plan(plan: RoutingPlan, token: list[int], expert: list[int], num_tokens: int, num_experts: int) -> None:
@@ -161,3 +165,28 @@ def test_check_raises_what_the_device_recorded(bits: int, message: str) -> None:
     plan = dataclasses.replace(plan_topk(ids(3, 2), 4), error_bits=torch.tensor(bits, dtype=torch.int32))
     with pytest.raises(ValueError, match=message):
         plan.check()
+
+
+def test_experts_of_rows() -> None:
+    starts = torch.tensor([0, 0, 3, 3, 5, 5], dtype=torch.int32)
+    rows = torch.tensor([-1, 0, 2, 3, 4, 5, 9], dtype=torch.int32)
+    assert experts_of_rows(starts, rows).tolist() == [-1, 1, 1, 3, 3, 5, 5]
+
+
+@pytest.mark.parametrize("mode", [None, "nearest"])
+def test_no_table_is_searched_from_its_middle(mode: str | None) -> None:
+    """What torch.compile does with such a search on a GPU is wrong (see `experts_of_rows`)."""
+    searches: list[int] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.searchsorted.Tensor:
+                searches.append(args[0].storage_offset())
+            return func(*args, **(kwargs or {}))
+
+    cfg = MoEConfig(64, 64, 4, 2, rounding=None if mode is None else TokenRounding(mode, tile=16))
+    logits = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
+    with See():
+        route(logits, cfg).dense()
+    assert searches
+    assert set(searches) == {0}

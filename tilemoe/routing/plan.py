@@ -74,6 +74,15 @@ class RoutingPlan:
             raise_for_bits(int(self.error_bits))
 
 
+def experts_of_rows(row_start_of_expert: Tensor, rows: Tensor) -> Tensor:
+    """The expert that each of ``rows`` belongs to, int64: E past the last one's rows, -1 for negative ones.
+
+    Of the whole table (E+1,), not of what follows its first entry: torch.searchsorted, compiled by torch.compile for
+    CUDA, would look such a view up from where its storage begins (seen with 2.11).
+    """
+    return torch.searchsorted(row_start_of_expert, rows, right=True) - 1
+
+
 def raise_for_bits(bits: int) -> None:
     """ValueError for the lowest error bit set in ``bits``; nothing for 0."""
     for bit, message in _MESSAGES.items():

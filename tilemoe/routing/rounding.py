@@ -17,7 +17,7 @@ from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.kernels.select import constant_when_traced
 from tilemoe.kernels.select_router import select_router
 from tilemoe.ops import rounding as rounding_ops
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.routing.plan import RoutingPlan, experts_of_rows
 
 _DRAWING = ("stochastic", "nearest_score")
 _MAX_ROWS = 2**30  # row numbers, a block of them further, are int32
@@ -165,7 +165,7 @@ def _scores_of_rows(
     padded = torch.nn.functional.pad(scaled_scores, (0, 1))  # a column for what is skipped
     carried = padded.scatter(1, expert_ids.long().clamp(max=experts), kept_scores)
     rows = torch.arange(token_of_row.shape[0], dtype=torch.int32, device=token_of_row.device)
-    expert_of_row = torch.searchsorted(row_start_of_expert[1:].contiguous(), rows, right=True)  # E past R
+    expert_of_row = experts_of_rows(row_start_of_expert, rows)  # E past R
     scores = carried.reshape(-1)[token_of_row.long() * (experts + 1) + expert_of_row]
     return scores.masked_fill(rows >= row_start_of_expert[-1], 0.0)
 

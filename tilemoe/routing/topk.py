@@ -17,7 +17,7 @@ from tilemoe.kernels.select_router import select_router
 from tilemoe.ops import router as router_ops
 from tilemoe.routing.balance import num_ranks, sum_over_ranks
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.routing.plan import RoutingPlan, experts_of_rows
 from tilemoe.routing.rounding import round_tokens, rounds
 
 _EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
@@ -44,7 +44,7 @@ class Routing:
         plan = self.plan
         rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
         # Rows past the last expert's fall into a column of their own, which is cut off.
-        expert_of_row = torch.searchsorted(plan.row_start_of_expert[1:].contiguous(), rows, right=True)
+        expert_of_row = experts_of_rows(plan.row_start_of_expert, rows)
         score_of_row = self.scores.reshape(-1)[plan.pair_of_row.long()]
         dense = self.scores.new_zeros(plan.num_tokens, plan.num_experts + 1)
         at = (plan.token_of_row.long(), expert_of_row)

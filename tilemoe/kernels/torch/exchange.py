@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.kernels.torch.plan import plan_topk
+from tilemoe.routing.plan import experts_of_rows
 
 
 class Routed(NamedTuple):
@@ -120,7 +121,7 @@ def _token_of_pair(routed: Routed) -> Tensor:
 def _experts_and_ranks(routed: Routed) -> tuple[Tensor, Tensor]:
     """(expert, rank) of each pair (P,) int64, in the plan's order; E and W for one that has no row."""
     row, experts = routed.row_of_pair, routed.row_start_of_expert.shape[0] - 1
-    expert = torch.searchsorted(routed.row_start_of_expert[1:].contiguous(), row, right=True)
+    expert = experts_of_rows(routed.row_start_of_expert, row)
     has_none = row < 0
     if routed.pair_start_of_token is not None:  # past its end nothing is said
         has_none |= torch.arange(row.shape[0], device=row.device) >= routed.pair_start_of_token[-1]
