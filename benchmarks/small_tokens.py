@@ -168,7 +168,7 @@ def measure(layers: list[nn.Module], tokens: int, rounds: int) -> list[dict[str,
                 steps[mode][name] = between_events(call)
             else:
                 wrong[mode][name] = found
-    # Of all together, in rotating order.
+    # Of all together, in changing order.
     together = {f"{mode} {name}": step for mode, of_mode in steps.items() for name, step in of_mode.items()}
     found_ms = timing.rounds(together, "sustained", rounds)
     of_weights = bytes_of_weights(layers, calls)

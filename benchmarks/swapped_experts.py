@@ -34,7 +34,7 @@ class SwappedExperts(Experts):
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         w1, w2 = self.w1.to(dtype), self.w2.to(dtype)
         # What peers sort themselves is all that they take of our plan.
-        ids = experts_of_rows(plan.row_start_of_expert, plan.row_of_pair)
+        ids = experts_of_rows(plan.row_start_of_expert, plan.row_of_pair).clamp(min=0)  # a skipped pair: any
         return self.compute(x.to(dtype), scores, ids.view(scores.shape), w1, w2)
 
 

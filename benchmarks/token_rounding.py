@@ -211,7 +211,7 @@ def measure(
     found: dict[str, Contestant], x: Tensor, do: Tensor, machine: Machine, args: Any
 ) -> tuple[dict[str, list[Row]], dict[str, Row]]:
     """Contestant to, for each round, the median milliseconds of the whole and of each part; and to what was measured
-    once. Each round starts with another contestant; within a round the layer settles, then come whole steps and parts.
+    once. Rounds differ in their order (`timing.turn`); in each the layer settles, then come whole steps and parts.
     """
     samples: dict[str, list[Row]] = {name: [] for name in found}
     host = {name: host_ms(entry, x, do, machine) for name, entry in found.items()}

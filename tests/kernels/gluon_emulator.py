@@ -393,4 +393,5 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         "copy_rows": emulator.copy_rows,
         "load_tile": emulator.load_tile,
         "store_tile": emulator.store_tile,
+        "reinterpret": lambda buffer, dtype, shape, layout: buffer.reinterpret(dtype, shape, layout),
     }

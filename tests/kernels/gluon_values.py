@@ -55,7 +55,7 @@ class Buffer:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Buffer:
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Buffer:
         require(dtype == self.data.dtype and math.prod(shape) <= self.data.numel(), "only another shape is emulated")
         return self._view(self.data.view(-1)[: math.prod(shape)].view(list(shape)))
 

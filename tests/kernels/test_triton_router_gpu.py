@@ -15,6 +15,7 @@ from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.select_router import select_router
 from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_kernel
 from tilemoe.layers.router import Router
+from tilemoe.routing.plan import experts_of_rows
 from tilemoe.routing.topk import Routing, route
 from tilemoe.testing import relative_error
 
@@ -199,5 +200,5 @@ def routed(call: Callable[[], Routing]) -> tuple[Tensor, Tensor]:
     routing = call()
     plan = routing.plan
     rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
-    expert_of_row = torch.searchsorted(plan.row_start_of_expert[1:].contiguous(), rows, right=True)
+    expert_of_row = experts_of_rows(plan.row_start_of_expert, rows)
     return routing.scores, expert_of_row[plan.row_of_pair.long()].view(plan.num_tokens, -1)

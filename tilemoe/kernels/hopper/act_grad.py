@@ -5,7 +5,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max row capac
 The tile of da' leaves a consumer in four slices of 64 columns, each through a stage of the ring. Gate and up of a slice
 are there, loaded behind the tile's last operands; their gradients take their place, and a_scaled takes the left
 operand's. A consumer leaves such a stage a slice later, when the stores have read it, and a tile's last one beside the
-next tile's first product. So nobody waits for h or for a store, and the ring has all of the shared memory.
+next tile's first product. So hardly anybody waits for h or for a store, and there are no other buffers.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -52,15 +52,15 @@ def finish_slice(
     a, dgate, dup = gated_grad(gate, up, da * score[:, None], limit, alpha, ACTIVATION, False)
     up_buffer.store(dup.to(dh.dtype))
     gate_buffer.store(dgate.to(dh.dtype))
-    # Columns past n add nothing: there the weight, and so da', is zero. Between these stores, this spills least.
+    if INDEX > 0:
+        # Not before stores: the compiler moves a wait ahead of mere arithmetic, which would then begin late.
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    # Columns past n add nothing: there the weight, and so da', is zero. At this place the sum spills least.
     ds = gl.sum(da * a, axis=1)
     # Last: between the fence and the first TMA store, the compiler lets the threads meet only if that one's buffer was
     # written since they last met.
     a_buffer.store((a * score[:, None]).to(dh.dtype))
-    if INDEX > 0:
-        # Not before these stores: the compiler moves a wait ahead of mere arithmetic, which would then begin late.
-        tma.store_wait(0)
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     last = RAGGED_ROWS - end + row
     fence_async_shared()
     store_tile(a_scaled, [RAGGED_ROWS, end, last, col], a_buffer.reshape(a_scaled.block_shape))

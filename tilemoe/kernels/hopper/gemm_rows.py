@@ -1,4 +1,4 @@
-"""F1, and what F1 and B1 have in common: rows gathered by token (cp.async), times each expert's weight.
+"""F1, and the producer of F1 and B1: rows gathered by token (cp.async), times each expert's weight.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · parts = 2 where gate and up are two
 halves of one tile, else 1 · BN columns of a tile

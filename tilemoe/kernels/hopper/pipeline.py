@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilemoe.kernels.hopper.names import store_tile
+from tilemoe.kernels.hopper.names import reinterpret, store_tile
 
 GROUPS = gl.constexpr(2)  # consumers
 GROUP_M = gl.constexpr(64)  # rows of each: what one matrix instruction of a warpgroup takes
@@ -128,7 +128,7 @@ def multiply(
     """(GROUP_M, BN) fp32 of this consumer's rows over ``steps`` stages, and the next step's number.
 
     owes: whether it has still to leave the stage before the first, from which it has started stores: it does so
-    beside the first product. LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64). RIGHT_BY_N: see
+    beside the first product, so there must be one. LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64). RIGHT_BY_N: see
     `right_operand`.
     """
     left, right, ready, empty = ring
@@ -173,7 +173,7 @@ def pass_by(ring, step, steps, owes):
 def blocks_of(buffer, COUNT: gl.constexpr, ROWS: gl.constexpr):
     """The memory of ``buffer`` as COUNT blocks of (ROWS, SLICE)."""
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return buffer._reinterpret(buffer.dtype, [COUNT, ROWS, SLICE], swizzled)
+    return reinterpret(buffer, buffer.dtype, [COUNT, ROWS, SLICE], swizzled)
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.routing.plan import RoutingPlan, experts_of_rows
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_STEP = 16  # rows: few enough to waste little, enough for row counts to recur
@@ -117,7 +117,7 @@ def expert_spans(plan: RoutingPlan) -> Iterator[tuple[int, slice]]:
 def expert_of_row(plan: RoutingPlan) -> Tensor:
     """(R_max) int32; rows past R name the last expert."""
     rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
-    return torch.searchsorted(plan.row_start_of_expert[1:-1], rows, right=True, out_int32=True)
+    return experts_of_rows(plan.row_start_of_expert, rows).clamp(max=plan.num_experts - 1).int()
 
 
 def _is_groupable(t: Tensor) -> bool:
