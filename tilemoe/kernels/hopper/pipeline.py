@@ -128,8 +128,8 @@ def multiply(
     """(GROUP_M, BN) fp32 of this consumer's rows over ``steps`` stages, and the next step's number.
 
     owes: whether it has still to leave the stage before the first, from which it has started stores: it does so
-    beside the first product, so there must be one. LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64). RIGHT_BY_N: see
-    `right_operand`.
+    beside the first product, so there must be one. LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64).
+    RIGHT_BY_N: see `right_operand`.
     """
     left, right, ready, empty = ring
     STAGES: gl.constexpr = ready.shape[0]
