@@ -126,7 +126,7 @@ def _compute_alone(layer: MoE, x: Tensor, do: Tensor) -> tuple[Callable[[], obje
     """(the layer's work with every token in place; the bytes of tokens that this process sends in a step)."""
     experts, cfg = layer.experts, layer.cfg
     with torch.no_grad():
-        routing = route(layer.router(x), cfg)
+        routing = route(layer.router(x).logits, cfg)
         here = experts.dispatcher.dispatch(x, routing.plan, routing.scores)
     assert here.sent is not None
     there, scores = here.x.requires_grad_(), here.scores.requires_grad_()
@@ -136,7 +136,7 @@ def _compute_alone(layer: MoE, x: Tensor, do: Tensor) -> tuple[Callable[[], obje
     def run() -> None:
         layer.zero_grad()
         x.grad = there.grad = scores.grad = None
-        own = route(layer.router(x), cfg)
+        own = route(layer.router(x).logits, cfg)
         own.scores.backward(d_scores)
         weights = (experts.dispatcher.local_weight(weight) for weight in (experts.w1, experts.w2))
         moe(there, *weights, here.plan, scores, cfg.activation, cfg.gate_up).backward(d_there)

@@ -97,14 +97,14 @@ def router_steps(
     """``logits``: the router's products. ``route``: from logits to scores and plan, and back to the logits."""
     moe = tilemoe.MoE(peers.layer_config(shape), device="meta")
     moe.router.weight = weights.router
-    logits = moe.router(x).detach().requires_grad_()
+    logits = moe.router(x).logits.detach().requires_grad_()
 
     def scores() -> Tensor:
         return tilemoe.route(logits, moe.cfg).scores
 
     d_logits, d_scores = torch.randn_like(logits), torch.randn_like(scores())
     return {
-        "logits": forward_and_backward(lambda: moe.router(x), [x, weights.router], d_logits, ahead),
+        "logits": forward_and_backward(lambda: moe.router(x).logits, [x, weights.router], d_logits, ahead),
         "route": forward_and_backward(scores, [logits], d_scores, ahead),
     }
 

@@ -136,7 +136,7 @@ def contestants(
     top_k = layer(None)
     with torch.no_grad():
         even = replace(top_k.cfg, rounding=TokenRounding("balance", machine.tile))
-        counts = tilemoe.route(top_k.router(x), even).tokens_per_expert
+        counts = tilemoe.route(top_k.router(x).logits, even).tokens_per_expert
         plan = tilemoe.plan_topk(full_tiles(counts, shape.num_tokens), shape.num_experts)
     wanted = {TOPK: Contestant(top_k), FULL: Contestant(top_k, plan)}
     for mode in modes:
@@ -163,7 +163,7 @@ def problem_of(contestant: Contestant, x: Tensor, do: Tensor) -> str | None:
     """None if its routing and its experts are right, else what is not."""
     layer = contestant.layer
     with torch.no_grad():
-        logits = layer.router(x)
+        logits = layer.router(x).logits
         plan, scores = routed(contestant, logits)
     problem = None if contestant.plan is not None else rounding_gate.problem_of_routing(logits, layer.cfg)
     return problem or rounding_gate.problem_of_experts(layer, x, do, plan, scores)
@@ -191,7 +191,7 @@ def parts_step(contestant: Contestant, x: Tensor, do: Tensor, machine: Machine) 
     """The same in six parts; the marks around them."""
     layer, mark = contestant.layer, machine.mark
     marks = [mark()]
-    logits = layer.router(x)
+    logits = layer.router(x).logits
     marks.append(mark())
     leaf = logits.detach().requires_grad_()
     plan, scores = routed(contestant, leaf)
@@ -363,7 +363,7 @@ def one_case(
     counts = {}
     for contestant, entry in found.items():
         with torch.no_grad():
-            counts[contestant] = routed(entry, entry.layer.router(x))[0].rows_per_expert.cpu()
+            counts[contestant] = routed(entry, entry.layer.router(x).logits)[0].rows_per_expert.cpu()
     ready = time.perf_counter()
     samples, once = measure(found, x, do, machine, args)
     rows = summarise(samples, once, counts, machine.tile)

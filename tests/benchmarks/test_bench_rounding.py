@@ -150,14 +150,14 @@ WRONG_ROUTING = {
 @pytest.mark.parametrize("message", WRONG_ROUTING)
 def test_wrong_routing_is_not_timed(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, _ = layer_of("nearest")
-    logits = layer.router(x).detach()
+    logits = layer.router(x).logits.detach()
     monkeypatch.setattr(tilemoe, "route", _spoilt(WRONG_ROUTING[message]))
     assert message in str(rounding_gate.problem_of_routing(logits, layer.cfg))
 
 
 def test_rows_of_other_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, _ = layer_of("nearest")
-    logits = layer.router(x).detach()
+    logits = layer.router(x).logits.detach()
     spoilt = _spoilt(_swapped)
     monkeypatch.setattr(tilemoe, "route", spoilt)
     monkeypatch.setattr(rounding_gate, "MAX_OTHER_PAIRS", 0)
@@ -166,7 +166,7 @@ def test_rows_of_other_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, do = layer_of("nearest")
-    routing = route(layer.router(x).detach(), layer.cfg)
+    routing = route(layer.router(x).logits.detach(), layer.cfg)
     arguments = (layer, x, do, routing.plan, routing.scores)
     assert rounding_gate.problem_of_experts(*arguments) is None
     right, calls = tilemoe.moe, []

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.select_router import select_router
+from tilemoe.kernels.triton.router_input import input_grad_kernel
 from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_kernel
 from tilemoe.layers.router import Router
 from tilemoe.routing.plan import experts_of_rows
@@ -41,10 +42,11 @@ def make(cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat16) -> Router:
 
 
 def run(router: Router, x: Tensor, weight: Tensor, cfg: MoEConfig = CFG) -> Results:
-    """Everything that the router gives, gradients included; also of the logits themselves."""
-    logits = router(x)
+    """Everything that the router gives, gradients included; also of the logits themselves, and of x handed on."""
+    logits, handed_on = router(x)
     routing = route(logits, cfg)
     total = (routing.scores * weight).sum() + routing.aux_loss + 1e-3 * logits.square().mean()
+    total = total + handed_on.float().sin().sum()
     grads = torch.autograd.grad(total, [x, *router.parameters()])
     return {
         "scores": routing.scores.detach(),
@@ -69,7 +71,7 @@ def test_logits_have_the_quality_of_fp32(experts: int, dtype: torch.dtype) -> No
     cfg = MoEConfig(1536, 64, experts, 4, router=RouterConfig(bias=True))
     router = make(cfg, dtype)
     x, _ = inputs(3000, cfg, dtype)
-    logits = router(x)
+    logits = router(x).logits
     leaves = (x, router.weight, router.bias)
     exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
     exact = torch.nn.functional.linear(*exact_leaves)
@@ -90,7 +92,7 @@ def test_logits_of_fp32_weights_stay_in_fp32_and_keep_no_copy_of_x() -> None:
     x, _ = inputs(500)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        logits = router(x)
+        logits = router(x).logits
     assert relative_error(logits.detach(), x.detach().double() @ router.weight.detach().double().t()) < 1e-6
     assert {t.data_ptr() for t in kept} == {x.data_ptr(), router.weight.data_ptr()}
 
@@ -99,15 +101,53 @@ def test_logits_of_fp32_weights_stay_in_fp32_and_keep_no_copy_of_x() -> None:
 def test_logits_under_autocast_are_the_same_bits(dtype: torch.dtype) -> None:
     router = make(dtype=dtype)
     x, _ = inputs(300, dtype=dtype)
-    expected = router(x)
+    expected = router(x).logits
     d_logits = random(300, 60)
     grads = torch.autograd.grad(expected, [x, router.weight], d_logits)
     for other in DTYPES:
         with torch.autocast("cuda", other):
-            logits = router(x)
+            logits = router(x).logits
             again = torch.autograd.grad(logits, [x, router.weight], d_logits)
         assert torch.equal(logits, expected)
         assert all(torch.equal(a, b) for a, b in zip(again, grads, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("used", ["both", "logits", "handed on"])
+def test_both_uses_of_x_reach_its_gradient(used: str, dtype: torch.dtype) -> None:
+    router = make(dtype=dtype)
+    x, _ = inputs(301, dtype=dtype)
+    logits, handed_on = router(x)
+    outputs = {"logits": (logits, random(301, 60)), "handed on": (handed_on, random(301, 256, seed=2).to(dtype))}
+    chosen = [pair for name, pair in outputs.items() if used in (name, "both")]
+    tensors, grads = zip(*chosen, strict=True)
+    (dx,) = torch.autograd.grad(tensors, [x], grads)
+    want = torch.zeros(301, 256, dtype=torch.float64, device="cuda")
+    if used != "handed on":
+        want += outputs["logits"][1].to(dtype).double() @ router.weight.detach().double()
+    if used != "logits":
+        want += outputs["handed on"][1].double()
+    assert relative_error(dx, want) < torch.finfo(dtype).eps / 2
+
+
+def test_gradients_that_were_given_are_left_as_they_are() -> None:
+    """A hook may have kept them."""
+    router = make()
+    x, _ = inputs(301)
+    logits, handed_on = router(x)
+    kept: list[Tensor] = []
+    handed_on.register_hook(kept.append)
+    given = random(301, 256, seed=2).bfloat16()
+    torch.autograd.grad((logits, handed_on), [x], (random(301, 60), given))
+    assert torch.equal(kept[0], random(301, 256, seed=2).bfloat16())
+
+
+def test_of_an_input_without_gradient_the_experts_make_none() -> None:
+    router = make()
+    x = inputs(301)[0].detach()
+    logits, handed_on = router(x)
+    assert logits.requires_grad
+    assert not handed_on.requires_grad
 
 
 def test_no_host_sync() -> None:
@@ -148,9 +188,9 @@ def test_compiled_in_one_graph() -> None:
     router = make()
 
     def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = router(x)
+        logits, handed_on = router(x)
         routing = route(logits, CFG)
-        return routing.scores, routing.aux_loss, routing.plan.row_of_pair
+        return routing.scores, routing.aux_loss + handed_on.float().sin().sum(), routing.plan.row_of_pair
 
     fast = torch.compile(step, fullgraph=True)
     for tokens in (300, 700):
@@ -166,14 +206,16 @@ def test_compiled_in_one_graph() -> None:
 def test_other_numbers_of_tokens_compile_nothing() -> None:
     def compiled() -> int:
         return sum(
-            len(cache[0]) for kernel in (select_kernel, select_grad_kernel) for cache in kernel.device_caches.values()
+            len(cache[0])
+            for kernel in (select_kernel, select_grad_kernel, input_grad_kernel)
+            for cache in kernel.device_caches.values()
         )
 
     router, counts = make(), []
     for tokens in (4096, 1, 1000, 1001, 77):
         run(router, *inputs(tokens))
         counts.append(compiled())
-    assert counts[0] >= 2
+    assert counts[0] >= 3
     assert counts == counts[:1] * 5
 
 

@@ -212,7 +212,7 @@ def test_layer_equals_the_reference(mode: str) -> None:
     x = random(70, 16, seed=4)
     out = layer(x, generator=seeded())
     routing = reference.route(
-        layer.router(x), layer.cfg, generator=seeded(), selection_bias=layer.router.selection_bias
+        layer.router(x).logits, layer.cfg, generator=seeded(), selection_bias=layer.router.selection_bias
     )
     token, expert = routing.scores.nonzero(as_tuple=True)
     plan = tilemoe.plan_pairs(token, expert, 70, 6)

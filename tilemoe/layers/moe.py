@@ -104,7 +104,7 @@ class MoE(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         if isinstance(self.experts, Experts):  # not with adapters
             self.experts.compile_ahead(flat)
-        logits = self.router(flat)
+        logits, x_of_experts = self.router(flat)
         routing = route(
             logits,
             self.cfg,
@@ -113,7 +113,7 @@ class MoE(nn.Module):
             selection_bias=self.router.selection_bias,
             token_mask=_flat_mask(token_mask, x),
         )
-        hidden = self.experts(flat, routing.plan, routing.scores)
+        hidden = self.experts(x_of_experts, routing.plan, routing.scores)
         if self.shared is not None:
             hidden = hidden + self._shared(flat, self.shared)
         return MoEOutput(hidden.view(x.shape), routing.aux_loss, routing.tokens_per_expert, logits)

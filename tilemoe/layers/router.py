@@ -6,7 +6,7 @@ T tokens · d hidden_size · E experts
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.select import constant_when_traced
+from tilemoe.ops import router as ops
 
 
 class _UpcastLinear(torch.autograd.Function):
@@ -41,33 +42,40 @@ class _UpcastLinear(torch.autograd.Function):
 
 
 class _HalfLinear(torch.autograd.Function):
-    """As `_UpcastLinear` in fp32, for operands of one 16-bit dtype on a GPU: on its 16-bit matrix units.
+    """As `_UpcastLinear` in fp32, for operands of one 16-bit dtype on a GPU: on its 16-bit matrix units. And x again.
 
     fp32 holds the product of two 16-bit numbers exactly (of fp16 ones too), and the units add in fp32: so these are
     the logits of the upcast operands but for the order of the sums, at a tenth of the time. The gradient is rounded
     once to the operands' dtype, which is what autograd does for any 16-bit linear layer.
+
+    The gradient of what else x is used for comes in through the second output and is added in the product that makes
+    the router's share of dx: autograd's own sum would read both and write a third.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
             logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
             # Not in place: torch.compile would lose the gradient.
-            return logits if bias is None else logits + bias
+            return logits if bias is None else logits + bias, x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logits: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_logits is None:
+            return dx, None, None
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
             rounded = d_logits.to(x.dtype)
-            dx = torch.mm(rounded, weight) if need_x else None
+            if need_x:
+                dx = torch.mm(rounded, weight) if dx is None else ops.input_grad(rounded, weight, dx)
             # The sum over all tokens may be split among programs: their parts are kept in fp32 too.
             d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
-        return dx, d_weight, d_bias
+        return dx if need_x else None, d_weight, d_bias
 
 
 @constant_when_traced
@@ -94,6 +102,15 @@ def _refuse_transforms(*tensors: Tensor) -> None:
             "tilemoe.MoE does not go through torch.vmap or torch.func. Pass a batch as further tokens, (B, T, d), and "
             "differentiate with torch.autograd; or use tilemoe.reference."
         )
+
+
+class RouterOutput(NamedTuple):
+    """logits (T, E) fp32, or fp64 · x (T, d): the input, to be handed on to the experts, so that the gradients of the
+    two meet where the router makes its own.
+    """
+
+    logits: Tensor
+    x: Tensor
 
 
 class Router(nn.Module):
@@ -123,15 +140,17 @@ class Router(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (T, d) -> logits (T, E). ValueError: x is on another device than the weights."""
+    def forward(self, x: Tensor) -> RouterOutput:
+        """x (T, d). ValueError: it is on another device than the weights."""
         _refuse_transforms(x, self.weight)
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
         if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):
-            return _HalfLinear.apply(x, self.weight, self.bias)
+            ops.compile_ahead(x, self.weight)
+            logits, handed_on = _HalfLinear.apply(x, self.weight, self.bias)
+            return RouterOutput(logits, handed_on if x.requires_grad else x)  # else the experts would make a dx
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        return _UpcastLinear.apply(x, self.weight, self.bias, dtype)
+        return RouterOutput(_UpcastLinear.apply(x, self.weight, self.bias, dtype), x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Keep the selection bias in fp32 through ``module.to(torch.bfloat16)``: it moves by steps bf16 would lose."""

@@ -1,6 +1,6 @@
-"""torch.library registration of the fused top-K selection: opaque to torch.compile, differentiable once.
+"""torch.library registration of the router's kernels: opaque to torch.compile, differentiable once.
 
-T tokens · E experts · K experts per token
+T tokens · d hidden_size · E experts · K experts per token
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import MoEConfig
+from tilemoe.kernels.select_router import select_router
 from tilemoe.ops.ahead import Ahead
-from tilemoe.ops.eager import Operator
-from tilemoe.ops.replayed import Replayed
+from tilemoe.ops.eager import Operator, is_plain
+from tilemoe.ops.replayed import Replayed, is_replayable
 
 _SPEC_SCHEMA = (
     "int experts_per_token, str mode, bool normalize, float scale, int num_groups, int top_groups, bool balance, bool z"
@@ -123,8 +124,54 @@ def _backward(
     return (d_logits, *no_grad_of_rest)
 
 
+def _has_kernels(weight: Tensor) -> bool:
+    return select_router(weight.device, torch.float32, weight.shape[0], 1).fused
+
+
+def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
+    if not _has_kernels(weight):
+        return torch.addmm(dx, d_logits, weight)
+    from tilemoe.kernels.triton import router_input
+
+    return router_input.input_grad(d_logits, weight, dx)
+
+
+def _input_grad_fake(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
+    return dx.new_empty(dx.shape)
+
+
+input_grad = Operator(
+    "router_input_grad",
+    "(Tensor d_logits, Tensor weight, Tensor dx) -> Tensor",
+    Replayed(_input_grad),
+    _input_grad_fake,
+)
+
+
+def _kind_of_input(x: Tensor, weight: Tensor) -> Any:
+    return (x.dtype, weight.shape) if x.shape[0] and _has_kernels(weight) else None
+
+
+def _inputs_launch(*_: Any) -> Callable[..., None]:
+    def launch(x: Tensor, weight: Tensor) -> None:
+        _input_grad(x.new_empty(x.shape[0], weight.shape[0]), weight, x)
+
+    return launch
+
+
+_ahead_of_input_grad = Ahead(_kind_of_input, _inputs_launch)
+
+
+def compile_ahead(x: Tensor, weight: Tensor) -> None:
+    """Begin to compile `input_grad` for a router's operands, where x needs a gradient and nobody watches."""
+    if x.requires_grad and is_plain(x, weight) and is_replayable(x):
+        _ahead_of_input_grad(x, weight)
+
+
 select.register_autograd(_backward, _setup_context)
-select_grad.refuse_autograd(
+_ONCE = (
     "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
     "higher derivatives, or take the first gradient without create_graph=True."
 )
+select_grad.refuse_autograd(_ONCE)
+input_grad.refuse_autograd(_ONCE)

@@ -25,6 +25,7 @@ from tilemoe.kernels.hopper.pipeline import (
     SLICE,
     TILE_M,
     blocks_of,
+    entries,
     halves,
     multiply,
     new_barriers,
@@ -82,7 +83,7 @@ def finish_act_grad(
     layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
     rows = GROUP * GROUP_M + gl.arange(0, GROUP_M, layout)
     _expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
-    pair = gl.load(pair_of_row + gl.maximum(gl.minimum(row + rows, end - 1), 0))
+    pair = gl.load(entries(pair_of_row, row, end, rows))
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         # What the next tile needs hangs by a chain of loads, each of which would be waited for if the one after it
         # came at once: tile to expert to its end to pairs to scores. They are spread over this tile and the next.
@@ -101,7 +102,7 @@ def finish_act_grad(
             scale = gl.convert_layout(score, of_slice)
             first = row + GROUP * GROUP_M
             ds = finish_slice(da0, scale, dh, a_scaled, end, first, col, limit, alpha, ring, step, GROUP, 0, ACTIVATION)
-            pair = gl.load(pair_of_row + gl.maximum(gl.minimum(next_row + rows, next_end - 1), 0))
+            pair = gl.load(entries(pair_of_row, next_row, next_end, rows))
             ds += finish_slice(
                 da1, scale, dh, a_scaled, end, first, col + SLICE, limit, alpha, ring, step + 1, GROUP, 1, ACTIVATION
             )
@@ -122,7 +123,7 @@ def finish_act_grad(
             step = pass_by(ring, step, steps + BN // SLICE, owes)
             owes = False
             next_end = gl.load(row_start_of_expert + next_expert + 1)
-            pair = gl.load(pair_of_row + gl.maximum(gl.minimum(next_row + rows, next_end - 1), 0))
+            pair = gl.load(entries(pair_of_row, next_row, next_end, rows))
         row, end, col = next_row, next_end, (next_tile % column_tiles) * BN
     tma.store_wait(0)
 

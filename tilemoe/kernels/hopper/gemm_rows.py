@@ -24,6 +24,7 @@ from tilemoe.kernels.hopper.pipeline import (
     TILE_M,
     acquire,
     blocks_of,
+    entries,
     halves,
     multiply,
     new_barriers,
@@ -108,9 +109,8 @@ def gather_rows(
     half = width_in // BK // 2 * BK
     step = 0
     expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
-    # Rows past the expert's end load its last row again, and are not stored.
-    upper_token = gl.load(token_of_row + gl.maximum(gl.minimum(row + rows, end - 1), 0))
-    lower_token = gl.load(token_of_row + gl.maximum(gl.minimum(row + GROUP_M + rows, end - 1), 0))
+    upper_token = gl.load(entries(token_of_row, row, end, rows))
+    lower_token = gl.load(entries(token_of_row, row + GROUP_M, end, rows))
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_row, next_end, next_col = row_tile(index + gl.num_programs(0), total, column_tiles, tiles, BN)
         upper = source + (upper_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
@@ -119,8 +119,8 @@ def gather_rows(
             ring, step, upper, lower, weight, expert, col, 0, half, width_in, RIGHT_BY_N, EVEN_K
         )  # fmt: skip
         # The next tile's tokens, half a tile ahead: late enough to know its rows, early enough to have arrived.
-        upper_token = gl.load(token_of_row + gl.maximum(gl.minimum(next_row + rows, next_end - 1), 0))
-        lower_token = gl.load(token_of_row + gl.maximum(gl.minimum(next_row + GROUP_M + rows, next_end - 1), 0))
+        upper_token = gl.load(entries(token_of_row, next_row, next_end, rows))
+        lower_token = gl.load(entries(token_of_row, next_row + GROUP_M, next_end, rows))
         step = gathered_steps(
             ring, step, upper, lower, weight, expert, col, half, width_in, width_in, RIGHT_BY_N, EVEN_K
         )  # fmt: skip

@@ -21,6 +21,7 @@ from tilemoe.kernels.hopper.pipeline import (
     SLICE,
     TILE_M,
     acquire,
+    entries,
     halves,
     multiply,
     new_barriers,
@@ -44,12 +45,6 @@ def weight_tile(index, total, p, q, row_start_of_expert, BN: gl.constexpr):
 
 
 @gluon.jit
-def tokens_at(token_of_row, row, end, rows):
-    """Tokens of BK rows from ``row``; past ``end`` any: there the other operand is zero."""
-    return token_of_row + gl.maximum(gl.minimum(row + rows, end - 1), 0)
-
-
-@gluon.jit
 def gather_along_k(
     by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q, ring, BN: gl.constexpr
 ):
@@ -62,7 +57,7 @@ def gather_along_k(
     columns = gl.arange(0, GROUP_M, gl.SliceLayout(0, COPY))
     step = 0
     _expert, start, end, first, col = weight_tile(gl.program_id(0), total, p, q, row_start_of_expert, BN)
-    token = gl.load(tokens_at(token_of_row, start, end, rows))
+    token = gl.load(entries(token_of_row, start, end, rows))
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         _next_expert, next_start, next_end, next_first, next_col = weight_tile(
             index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
@@ -74,7 +69,7 @@ def gather_along_k(
             # The next step's tokens, or the next tile's.
             more = k + BK < end
             row, bound = gl.where(more, k + BK, next_start), gl.where(more, end, next_end)
-            token = gl.load(tokens_at(token_of_row, row, bound, rows))
+            token = gl.load(entries(token_of_row, row, bound, rows))
             stage = acquire(ring, step)
             mbarrier.expect(ready.index(stage), by_row.block_type.nbytes)
             place = [RAGGED_ROWS, end, RAGGED_ROWS - end + k, col]
@@ -85,7 +80,7 @@ def gather_along_k(
             step += 1
         # An expert without rows took no step, in which the next tile's tokens would have been loaded.
         no_rows = (start + rows * 0) >= end
-        token = gl.load(tokens_at(token_of_row, next_start, next_end, rows), mask=no_rows, other=token)
+        token = gl.load(entries(token_of_row, next_start, next_end, rows), mask=no_rows, other=token)
         start, end, first, col = next_start, next_end, next_first, next_col
     publish_last_copies(ring, step)
 

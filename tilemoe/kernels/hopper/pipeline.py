@@ -61,6 +61,15 @@ def row_tile(index, total, column_tiles, tiles, BN: gl.constexpr):
 
 
 @gluon.jit
+def entries(table, row, end, rows):
+    """Pointers to the entries of ``row`` + ``rows`` in a table of all rows; past the expert's end its last one again.
+
+    What is read twice is not stored, or meets zeros.
+    """
+    return table + gl.maximum(gl.minimum(row + rows, end - 1), 0)
+
+
+@gluon.jit
 def acquire(ring, step):
     """The stage of ``step``, once all who read it have left it."""
     _left, _right, ready, empty = ring

@@ -1,0 +1,51 @@
+"""The router's share of dx without a GPU: in the interpreter, compiled for four GPUs, recorded, and where none serves.
+
+T tokens · d hidden_size · E experts
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import passed_in_the_interpreter
+from triton_compile import compile_launch, count_spill_loads
+
+from tilemoe.kernels.triton.router_input import input_grad, input_grad_launch
+from tilemoe.ops import router as ops
+
+
+def test_the_interpreter_agrees_with_torch() -> None:
+    assert passed_in_the_interpreter("test_triton_router_input_values.py") >= 8
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("experts", [8, 128, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_it_compiles_without_spills(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
+    d_logits, weight, dx = (torch.zeros(shape, dtype=dtype) for shape in ((64, experts), (experts, 128), (64, 128)))
+    compiled = compile_launch(input_grad_launch(torch.zeros_like(dx), d_logits, weight, dx), capability)
+    assert count_spill_loads(compiled, tmp_path) == 0
+    unit = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(capability, "mma.sync")
+    assert unit in compiled.asm["ptx"]
+    assert "ld.global.v4.b32" in compiled.asm["ptx"], "dx is read 16 bytes at a time"
+    assert compiled.metadata.shared <= 99 * 1024, "what every GPU has"
+
+
+def test_cpu_tensors_are_refused_by_the_kernel_and_taken_by_the_operator() -> None:
+    d_logits, weight, dx = torch.randn(5, 4), torch.randn(4, 3), torch.randn(5, 3)
+    with pytest.raises(ValueError, match="need a GPU"):
+        input_grad(d_logits, weight, dx)
+    torch.testing.assert_close(ops.input_grad(d_logits, weight, dx), dx + d_logits @ weight)
+
+
+def test_it_is_differentiable_once() -> None:
+    dx = torch.randn(5, 3, requires_grad=True)
+    out = ops.input_grad(torch.randn(5, 4), torch.randn(4, 3), dx)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        out.sum().backward()
+
+
+def test_the_operator_is_what_it_says() -> None:
+    torch.library.opcheck(ops.input_grad.registered, (torch.randn(5, 4), torch.randn(4, 3), torch.randn(5, 3)))

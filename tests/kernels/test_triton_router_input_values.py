@@ -1,0 +1,65 @@
+"""Checks of the router's share of dx, for a GPU and for the interpreter: both run this file with pytest.
+
+T tokens · d hidden_size · E experts
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from tilemoe.kernels.triton.router_input import input_grad
+from tilemoe.testing import relative_error
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]  # whose arithmetic is right there
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([] if INTERPRETED else [pytest.mark.gpu])]
+
+
+def operands(tokens: int, d: int, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens + d + experts)
+    shapes = ((tokens, experts), (experts, d), (tokens, d))
+    d_logits, weight, dx = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+    return d_logits, weight, dx
+
+
+def assert_sum(d_logits: Tensor, weight: Tensor, dx: Tensor) -> None:
+    """To one rounding of the sum, which fp64 takes exactly; what was given stays as it is."""
+    before = dx.clone()
+    got = input_grad(d_logits, weight, dx)
+    want = dx.double() + d_logits.double() @ weight.double()
+    assert got.dtype == dx.dtype
+    assert got.is_contiguous()
+    assert torch.equal(dx, before)
+    if dx.numel():
+        assert relative_error(got, want) < torch.finfo(dx.dtype).eps / 2
+        assert float((got.double() - want).abs().max()) <= torch.finfo(dx.dtype).eps * float(want.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "d", "experts"),
+    [(1, 8, 1), (129, 136, 3), (130, 264, 60), (64, 128, 64), (257, 72, 130), (5, 1000, 512), (0, 64, 8)],
+)
+def test_it_is_the_sum(tokens: int, d: int, experts: int, dtype: torch.dtype) -> None:
+    assert_sum(*operands(tokens, d, experts, dtype))
+
+
+def test_operands_of_any_strides() -> None:
+    d_logits, weight, dx = operands(100, 72, 24, torch.float16)
+    assert_sum(d_logits.t().contiguous().t(), weight.t().contiguous().t(), dx[:1].expand(100, 72))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes 9 GB")
+def test_offsets_beyond_int32() -> None:
+    tokens = 2**31 // 4096 + 300
+    d_logits = torch.zeros(tokens, 8, dtype=torch.bfloat16, device=DEVICE)
+    d_logits[-1] = 1.0
+    weight = torch.full((8, 4096), 0.5, dtype=torch.bfloat16, device=DEVICE)
+    got = input_grad(d_logits, weight, torch.ones(tokens, 4096, dtype=torch.bfloat16, device=DEVICE))
+    assert bool((got[-1] == 5.0).all())
+    assert bool((got[:-1] == 1.0).all())
