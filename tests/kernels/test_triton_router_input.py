@@ -12,31 +12,31 @@ import torch
 from interpreter import passed_in_the_interpreter
 from triton_compile import compile_launch, count_spill_loads
 
-from tilemoe.kernels.triton.router_input import input_grad, input_grad_launch
+from tilemoe.kernels.triton.router_input import input_grad_launch, serves
 from tilemoe.ops import router as ops
 
 
 def test_the_interpreter_agrees_with_torch() -> None:
-    assert passed_in_the_interpreter("test_triton_router_input_values.py") >= 8
+    assert passed_in_the_interpreter("test_triton_router_input_values.py") == 7
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("experts", [8, 128, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_it_compiles_without_spills(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
     d_logits, weight, dx = (torch.zeros(shape, dtype=dtype) for shape in ((64, experts), (experts, 128), (64, 128)))
-    compiled = compile_launch(input_grad_launch(torch.zeros_like(dx), d_logits, weight, dx), capability)
+    compiled = compile_launch(input_grad_launch(d_logits, weight, dx)[0], capability)
     assert count_spill_loads(compiled, tmp_path) == 0
-    unit = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(capability, "mma.sync")
-    assert unit in compiled.asm["ptx"]
-    assert "ld.global.v4.b32" in compiled.asm["ptx"], "dx is read 16 bytes at a time"
-    assert compiled.metadata.shared <= 99 * 1024, "what every GPU has"
+    ptx = compiled.asm["ptx"]
+    assert {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(capability, "mma.sync") in ptx
+    assert "ld.global" not in ptx, "operands come by TMA"
+    assert compiled.metadata.shared <= 99 * 1024, "what every GPU has; on Hopper two programs share a multiprocessor"
 
 
-def test_cpu_tensors_are_refused_by_the_kernel_and_taken_by_the_operator() -> None:
+def test_elsewhere_it_is_a_product_and_a_sum() -> None:
     d_logits, weight, dx = torch.randn(5, 4), torch.randn(4, 3), torch.randn(5, 3)
     with pytest.raises(ValueError, match="need a GPU"):
-        input_grad(d_logits, weight, dx)
+        serves(d_logits, weight, dx)
     torch.testing.assert_close(ops.input_grad(d_logits, weight, dx), dx + d_logits @ weight)
 
 

@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from tilemoe.kernels.triton.router_input import input_grad
+from tilemoe.kernels.triton.router_input import input_grad, serves
+from tilemoe.ops import router as ops
 from tilemoe.testing import relative_error
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -35,23 +36,33 @@ def assert_sum(d_logits: Tensor, weight: Tensor, dx: Tensor) -> None:
     assert got.dtype == dx.dtype
     assert got.is_contiguous()
     assert torch.equal(dx, before)
-    if dx.numel():
-        assert relative_error(got, want) < torch.finfo(dx.dtype).eps / 2
-        assert float((got.double() - want).abs().max()) <= torch.finfo(dx.dtype).eps * float(want.abs().max())
+    assert relative_error(got, want) < torch.finfo(dx.dtype).eps / 2
+    assert float((got.double() - want).abs().max()) <= torch.finfo(dx.dtype).eps * float(want.abs().max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("tokens", "d", "experts"),
-    [(1, 8, 1), (129, 136, 3), (130, 264, 60), (64, 128, 64), (257, 72, 130), (5, 1000, 512), (0, 64, 8)],
+    [(1, 8, 8), (129, 136, 16), (130, 264, 64), (64, 128, 128), (257, 72, 136), (5, 1000, 512)],
 )
 def test_it_is_the_sum(tokens: int, d: int, experts: int, dtype: torch.dtype) -> None:
     assert_sum(*operands(tokens, d, experts, dtype))
 
 
-def test_operands_of_any_strides() -> None:
-    d_logits, weight, dx = operands(100, 72, 24, torch.float16)
-    assert_sum(d_logits.t().contiguous().t(), weight.t().contiguous().t(), dx[:1].expand(100, 72))
+def test_rows_apart() -> None:
+    d_logits, weight, dx = operands(100, 144, 24, DTYPES[0])
+    assert_sum(d_logits[:, :16], weight[8:, 72:][:16], dx[:, :72])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="where nothing has TMA")
+@pytest.mark.parametrize("case", ["narrow", "turned", "expanded", "no tokens", "served"])
+def test_what_it_serves(case: str) -> None:
+    d_logits, weight, dx = operands(0 if case == "no tokens" else 100, 6 if case == "narrow" else 72, 24, DTYPES[0])
+    weight = weight.t().contiguous().t() if case == "turned" else weight
+    dx = dx[:1].expand(100, 72) if case == "expanded" else dx
+    assert serves(d_logits, weight, dx) == (case == "served")
+    got, want = ops.input_grad(d_logits, weight, dx), dx.double() + d_logits.double() @ weight.double()
+    torch.testing.assert_close(got.double(), want, rtol=2 * torch.finfo(DTYPES[0]).eps, atol=0.1)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes 9 GB")

@@ -129,11 +129,12 @@ def _has_kernels(weight: Tensor) -> bool:
 
 
 def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
-    if not _has_kernels(weight):
-        return torch.addmm(dx, d_logits, weight)
-    from tilemoe.kernels.triton import router_input
+    if _has_kernels(weight):
+        from tilemoe.kernels.triton import router_input
 
-    return router_input.input_grad(d_logits, weight, dx)
+        if router_input.serves(d_logits, weight, dx):
+            return router_input.input_grad(d_logits, weight, dx)
+    return torch.mm(d_logits, weight).add_(dx)
 
 
 def _input_grad_fake(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:

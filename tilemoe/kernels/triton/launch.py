@@ -42,7 +42,7 @@ class Launch:
     max_registers: int | None = None
 
     def run(self) -> None:
-        """Launch on the device of the first tensor, on PyTorch's current stream of it; in a rehearsal, only compile.
+        """Launch on the device of the first operand, on PyTorch's current stream of it; in a rehearsal, only compile.
 
         Triton's own way binds the arguments by name and spells out their types each time, which takes the host longer
         than the rest of the launch together. Here it is taken once for each way in which the arguments can be compiled.
@@ -51,7 +51,8 @@ class Launch:
         if rehearsed is not None:
             self._compile_ahead(rehearsed.device)
             return
-        first = next(value for value in self.args.values() if isinstance(value, Tensor))
+        operands = (getattr(value, "base", value) for value in self.args.values())  # a descriptor's tensor
+        first = next(operand for operand in operands if isinstance(operand, Tensor))
         watching = recorder()
         if not isinstance(self.kernel, JITFunction):  # the interpreter's
             self.kernel[self.grid](**self.args, **self.constants, **self.options)
