@@ -23,7 +23,7 @@ from tilemoe.testing import relative_error
 pytestmark = pytest.mark.gpu
 
 LOSSES = RouterConfig(aux_loss_coef=0.01, z_loss_coef=0.001)
-CFG = MoEConfig(256, 64, 60, 6, router=LOSSES)
+CFG = MoEConfig(256, 64, 56, 6, router=LOSSES)
 DTYPES = [torch.bfloat16, torch.float16]
 Results = dict[str, Tensor]
 
@@ -62,7 +62,7 @@ def inputs(tokens: int, cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat1
 
 
 def test_it_is_the_fused_path() -> None:
-    assert select_router(torch.device("cuda:0"), torch.float32, 60, 6).fused
+    assert select_router(torch.device("cuda:0"), torch.float32, 56, 6).fused
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,7 +102,7 @@ def test_logits_under_autocast_are_the_same_bits(dtype: torch.dtype) -> None:
     router = make(dtype=dtype)
     x, _ = inputs(300, dtype=dtype)
     expected = router(x).logits
-    d_logits = random(300, 60)
+    d_logits = random(300, 56)
     grads = torch.autograd.grad(expected, [x, router.weight], d_logits)
     for other in DTYPES:
         with torch.autocast("cuda", other):
@@ -118,7 +118,7 @@ def test_both_uses_of_x_reach_its_gradient(used: str, dtype: torch.dtype) -> Non
     router = make(dtype=dtype)
     x, _ = inputs(301, dtype=dtype)
     logits, handed_on = router(x)
-    outputs = {"logits": (logits, random(301, 60)), "handed on": (handed_on, random(301, 256, seed=2).to(dtype))}
+    outputs = {"logits": (logits, random(301, 56)), "handed on": (handed_on, random(301, 256, seed=2).to(dtype))}
     chosen = [pair for name, pair in outputs.items() if used in (name, "both")]
     tensors, grads = zip(*chosen, strict=True)
     (dx,) = torch.autograd.grad(tensors, [x], grads)
@@ -138,7 +138,7 @@ def test_gradients_that_were_given_are_left_as_they_are() -> None:
     kept: list[Tensor] = []
     handed_on.register_hook(kept.append)
     given = random(301, 256, seed=2).bfloat16()
-    torch.autograd.grad((logits, handed_on), [x], (random(301, 60), given))
+    torch.autograd.grad((logits, handed_on), [x], (random(301, 56), given))
     assert torch.equal(kept[0], random(301, 256, seed=2).bfloat16())
 
 
