@@ -33,8 +33,7 @@ from tilemoe.routing.build import plan_topk
 H200 = Device(90, 227 * 1024, 132)
 D, N, E, T, K = 1536, 256, 2, 64, 2
 GATHERED = {"up_proj_act", "down_proj_act_grad", "down_proj_weight_grad", "up_proj_weight_grad"}
-# Spill loads of down_proj_act_grad, once per tile of 128 x 256. Newer releases of Triton, by which these kernels are
-# compiled but not chosen, spill some more, and in the gathers, too.
+# Spill loads of down_proj_act_grad, once per tile of 128 x 256. Triton 3.9 spills some more, and in the gathers, too.
 ON_36 = triton.__version__.startswith("3.6.")
 SPILLS = {"swiglu": 1, "reglu": 1, "geglu": 1} if ON_36 else {"swiglu": 34, "reglu": 31, "geglu": 34}
 SPILLS_OF_GATHER = 0 if ON_36 else 16
@@ -138,7 +137,7 @@ def test_registers_of_three_warpgroups_fit() -> None:
         (Device(80, 163 * 1024, 108), "3.6.0", "capability"),
         (Device(100, 227 * 1024, 148), "3.6.0", "capability"),
         (Device(90, 99 * 1024, 132), "3.6.0", "shared memory"),
-        (H200, "3.9.0", "Triton 3.6"),
+        (H200, "3.7.1", "Triton 3.6"),
     ],
 )
 def test_elsewhere_the_reason_is_given(device: Device, version: str, word: str) -> None:
@@ -149,6 +148,7 @@ def test_elsewhere_the_reason_is_given(device: Device, version: str, word: str) 
 
 def test_here_they_run() -> None:
     assert problem_of_gpu(H200, "3.6.0") is None
+    assert problem_of_gpu(H200, "3.9.0") is None
 
 
 def test_long_contractions_stay_portable() -> None:

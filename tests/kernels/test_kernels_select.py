@@ -59,7 +59,7 @@ def test_unknown_sets_are_named_in_one_line(name: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("version", "name"), [("3.6.0", "hopper"), ("9.0.0", "triton")])
+@pytest.mark.parametrize(("version", "name"), [("3.6.0", "hopper"), ("3.9.0", "hopper"), ("9.0.0", "triton")])
 def test_a_triton_whose_gluon_has_moved_leaves_the_portable_kernels(
     version: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
