@@ -76,7 +76,7 @@ PLOTS = MappingProxyType({"layer": plot_layer, "kernels": plot_kernels})
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--what", nargs="+", choices=list(PLOTS), default=list(PLOTS), help="default: both")
-    parser.add_argument("--mode", choices=["burst", "sustained", "captured"], default="sustained")
+    parser.add_argument("--mode", choices=["burst", "sustained"], default="sustained")
     parser.add_argument("--gpu", help="only rows of this GPU, by its full name")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "figures")
     args = parser.parse_args()

@@ -1,14 +1,13 @@
 """Benchmarks on one GPU; each appends its rows to results/, a case as soon as it is measured.
 
-    python benchmarks/run.py layer --cases main --peers tilemoe,sonic-moe --modes burst,sustained,captured
+    python benchmarks/run.py layer --cases main --peers tilemoe,sonic-moe,scattermoe,grouped_mm
     python benchmarks/run.py kernels --cases main
     python benchmarks/run.py cold --cases 7B-n256,OLMoE
 
 layer: forward and backward of the whole layer, router included, with saved and peak memory; a contestant whose output
-or gradients are wrong is reported and not timed. Its modes: after idling, after a spell of the same work, and so
-replayed from CUDA graphs. kernels: each kernel against its roofline, beside a matrix product and a copy measured in the
-same rounds, and its share of the layer. cold: seconds from the first call to the last gradient in a fresh process with
-empty caches, then for each further size, then for another number of tokens.
+or gradients are wrong is reported and not timed. kernels: each kernel against its roofline, beside a matrix product
+and a copy measured in the same rounds, and its share of the layer. cold: seconds from the first call to the last
+gradient in a fresh process with empty caches, then for each further size, then for another number of tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import captured
 import cases
 import gate
 import kernel_chain
@@ -61,9 +59,10 @@ def layer(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     do = torch.randn_like(x)
     once = {c.name: {**layer_memory(c, x, do), **layer_host(c, x, do)} for c in contestants}
+    steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
     versions = {contestant.name: contestant.version for contestant in contestants}
-    for mode in args.modes.split(",") if contestants else ():
-        found = timing.rounds(layer_steps(contestants, mode, x, do), mode, args.rounds)
+    for mode in args.modes.split(",") if steps else ():
+        found = timing.rounds(steps, mode, args.rounds)
         rows = layer_rows(found, once, layer_roofline_ms(shape, ceilings))
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": args.rounds}
         rows = [{**where, "version": versions[row["contestant"]], **row} for row in rows]
@@ -122,18 +121,6 @@ def admitted(names: list[str], shape: MoEShape, weights: peers.Weights) -> list[
         else:
             print(f"{name} is left out: {problem}", flush=True)
     return contestants
-
-
-def layer_steps(contestants: list[peers.Contestant], mode: str, x: Tensor, do: Tensor) -> dict[str, timing.Step]:
-    """How each is called; says who cannot be captured where ``mode`` is "captured"."""
-    steps = {}
-    for contestant in contestants:
-        step = captured.step(contestant, x, do) if mode == "captured" else layer_step(contestant, x, do)
-        if isinstance(step, str):
-            print(f"{contestant.name} is not replayed: {step}", flush=True)
-        else:
-            steps[contestant.name] = step
-    return steps
 
 
 def layer_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> timing.Step:
@@ -277,12 +264,10 @@ def main() -> None:
     parser.add_argument("--cases", default="main", help='"main", "all" or names from cases.py, separated by commas')
     parser.add_argument("--peers", default="tilemoe", help="contestants; the first is what the others are compared to")
     parser.add_argument("--kernels", help="the KernelSet whose kernels are timed; default: the one that is chosen")
-    parser.add_argument("--modes", default="burst,sustained", help="burst, sustained; of the layer captured, too")
+    parser.add_argument("--modes", default="burst,sustained")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many")
     args = parser.parse_args()
-    if args.what == "kernels" and "captured" in args.modes.split(","):
-        parser.error("--modes captured is for the layer; kernels are timed one by one")
     if not torch.cuda.is_available():
         raise SystemExit("these benchmarks need a CUDA GPU; benchmarks/cpu_layer.py runs without one")
     torch.manual_seed(0)

@@ -74,7 +74,7 @@ def share_table(rows: Sequence[Row], kernels: Sequence[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="default: both")
-    parser.add_argument("--mode", choices=["burst", "sustained", "captured"], default="sustained")
+    parser.add_argument("--mode", choices=["burst", "sustained"], default="sustained")
     parser.add_argument("--gpu", help="only rows of this GPU, by its full name")
     args = parser.parse_args()
     if "layer" in args.what:

@@ -1,8 +1,7 @@
 """Timing on one GPU: interleaved rounds in changing order, by device events.
 
 The clock moves by 10% with what ran before, so every contestant runs in every round, and after different ones.
-"burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle, and so does
-"captured", whose steps are replayed from CUDA graphs (`captured`).
+"burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ def event() -> torch.cuda.Event:
 
 
 def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[list[float]]]:
-    """Name to, for each round, the median milliseconds of each part of the step. ``mode``: see above."""
+    """Name to, for each round, the median milliseconds of each part of the step. ``mode``: "burst" or "sustained"."""
     names = list(steps)
     found: dict[str, list[list[float]]] = {name: [] for name in names}
-    settle = {name: _calls_for(steps[name], SUSTAINED_MS) if mode != "burst" else 1 for name in names}
-    calls = SUSTAINED_CALLS if mode != "burst" else BURST_CALLS
+    settle = {name: _calls_for(steps[name], SUSTAINED_MS) if mode == "sustained" else 1 for name in names}
+    calls = SUSTAINED_CALLS if mode == "sustained" else BURST_CALLS
     for index in range(count):
         for name in turn(names, index):
             if mode == "burst":

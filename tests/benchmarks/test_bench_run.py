@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import captured
 import cases
 import peers
 import pytest
@@ -90,50 +89,6 @@ def test_a_wrong_contestant_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys
     run.each_case(arguments("layer", peers="wrong,tilemoe", modes="burst"))
     assert {row["contestant"] for row in recorded("layer")} == {"tilemoe"}
     assert "wrong is left out: output is off by" in capsys.readouterr().out
-
-
-def replayed_on_cpu(contestant: peers.Contestant, x: torch.Tensor, do: torch.Tensor) -> Any:
-    """As `captured.capture`: calls that write to the same tensors each time."""
-    outputs = [tensor.clone() for tensor in captured.call(contestant, x, do)]
-
-    def write() -> None:
-        for output, tensor in zip(outputs, captured.call(contestant, x, do), strict=True):
-            output.copy_(tensor)
-
-    return write, write, outputs
-
-
-def test_captured_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "capture", replayed_on_cpu)
-    run.each_case(arguments("layer", peers="tilemoe,tilemoe[torch]", modes="sustained,captured", cases="OLMoE"))
-    assert [(row["mode"], row["contestant"]) for row in recorded("layer")] == [
-        (mode, name) for mode in ("sustained", "captured") for name in ("tilemoe", "tilemoe[torch]")
-    ]
-
-
-@pytest.mark.parametrize("fault", ["waits for the GPU", "nothing written", "half the gradients"])
-def test_who_cannot_be_replayed_is_left_out(
-    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def capture(contestant: peers.Contestant, x: torch.Tensor, do: torch.Tensor) -> Any:
-        forward, backward, outputs = replayed_on_cpu(contestant, x, do)
-        if contestant.name == "tilemoe":
-            return forward, backward, outputs
-        if fault == "waits for the GPU":
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        if fault == "nothing written":
-            return (lambda: None), (lambda: None), outputs
-        return forward, (lambda: (backward(), outputs[3].mul_(0.5))), outputs
-
-    monkeypatch.setattr(captured, "capture", capture)
-    run.each_case(arguments("layer", peers="tilemoe,tilemoe[torch]", modes="captured", cases="OLMoE"))
-    assert [row["contestant"] for row in recorded("layer")] == ["tilemoe"]
-    why = {
-        "waits for the GPU": "it cannot be captured: operation not permitted when stream is capturing\n",
-        "nothing written": "output of a replay is off by nan",
-        "half the gradients": "dw1 of a replay is off by 5.0e-01",
-    }
-    assert f"tilemoe[torch] is not replayed: {why[fault]}" in capsys.readouterr().out
 
 
 def test_no_case_is_begun_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
