@@ -288,7 +288,7 @@ def select_grad_kernel(
     if d_scores is not None:
         pair = (first + tl.arange(0, BLOCK_T)).to(tl.int64) * K
         taken = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.int32)  # a carried int1 costs more: predicates are few
-        for place in tl.static_range(K):  # unrolled: all of a token's loads are under way at once
+        for place in range(K):
             at = tl.load(expert_ids + pair + place, mask=real, other=-1)
             d_score = tl.load(d_scores + pair + place, mask=real, other=0.0)
             here = expert == at[:, None]
