@@ -171,25 +171,25 @@ UNFINISHED = "has not waited for"
 SOONER = f"{PROTOCOL}|{FENCE}"
 EITHER = f"{PROTOCOL}|{NUMBERS}"
 GIVE = "mbarrier.arrive(turn_of_other, count=1)"
-LEAVE = "mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)"
+LEAVE = "leave_last(ring, step)"
 PASS_BY = "mbarrier.arrive(empty.index(stage), count=1)"
-READY = "mbarrier.wait(ready.index(stage), (step // STAGES) & 1)"
+AWAIT, TAKE = "await_full(ring, step)", "step % ring[2].shape[0]"
 FAULTS = {
     "a stage is filled while it is read": ("acquire", "mbarrier.wait(empty.", "(empty.", PROTOCOL),
     "the producer's first phase": ("acquire", " & 1) ^ 1)", " & 1))", PROTOCOL),
-    "a stage is read before it is full": ("multiply", READY, "pass", SOONER),
-    "the consumer's phase": ("multiply", "(step // STAGES) & 1)", "step & 1)", SOONER),
+    "a stage is read before it is full": ("multiply", AWAIT, TAKE, SOONER),
+    "the consumer's phase": ("await_full", "(step // ready.shape[0]) & 1)", "step & 1)", SOONER),
     "a stage is left with its product in flight": ("multiply", "mma_wait(1,", "mma_wait(2,", NUMBERS),
-    "a stage is left that nobody took": ("multiply", "pred=(k > 0) | owes", "pred=True", PROTOCOL),
-    "a stage that is owed is not left": ("multiply", "pred=(k > 0) | owes", "pred=k > 0", "deadlock"),
-    "the last stage is not left": ("multiply", "pred=steps > 0", "pred=False", "deadlock"),
+    "a stage is left that nobody took": ("multiply", "(k > 0) | owes", "True", PROTOCOL),
+    "a stage that is owed is not left": ("multiply", "(k > 0) | owes", "k > 0", "deadlock"),
+    "the last stage is not left": ("multiply", "steps > 0", "False", "deadlock"),
     "a stage is left while a tile is stored from it": ("multiply", "tma.store_wait(0)", "pass", NUMBERS),
     "copies are announced before they arrive": ("publish_copies", "(LAG)", "(LAG + 1)", f"{FENCE}|{NUMBERS}"),
     "copies without a fence": ("publish_copies", "fence_async_shared()", "pass", FENCE),
     "the last copies": ("publish_last_copies", "async_copy.wait_group(0)", "pass", UNFINISHED),
     "nobody passes by": ("pass_by", PASS_BY, "pass", "deadlock"),
     "stages are passed by twice": ("pass_by", PASS_BY, f"{PASS_BY}; {PASS_BY}", EITHER),
-    "stages are passed by before they are full": ("pass_by", READY, "pass", SOONER),
+    "stages are passed by before they are full": ("pass_by", AWAIT, TAKE, SOONER),
     "passing by does not leave what is owed": ("pass_by", LEAVE, "pass", "deadlock"),
     "passing by leaves while a tile is stored": ("pass_by", "tma.store_wait(0)", "pass", NUMBERS),
     "a store without a fence": ("start_store", "fence_async_shared()", "pass", FENCE),
@@ -206,7 +206,7 @@ FAULTS = {
     "all come unasked": ("finish_rows", "phase = 1 - GROUP", "phase = 1", PROTOCOL),
     "turns do not alternate": ("finish_rows", "phase ^= 1", "pass", PROTOCOL),
     "a consumer takes the other's stages": ("finish_rows", "step += steps", "pass", PROTOCOL),
-    "a full stage is read early": ("multiply_blocks", READY, "pass", PROTOCOL),
+    "a full stage is read early": ("multiply_blocks", AWAIT, TAKE, PROTOCOL),
     "a stage is left with its products in flight": ("multiply_blocks", "COUNT, COUNT)", "COUNT, COUNT + 1)", NUMBERS),
     "F2 has no third block": ("finish_rows", "count > 2", "count > 3", NUMBERS),
     "F2 overwrites a slice": ("store_block", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
@@ -221,8 +221,7 @@ FAULTS = {
     "all of h in one stage": ("load_gate_up", "        step += 1", "        pass", PROTOCOL),
     "h of the first consumer's rows": ("load_gate_up", "row + group * GROUP_M", "row", NUMBERS),
     "h of the first slice": ("load_gate_up", "col + i * SLICE", "col", NUMBERS),
-    "B1 reads h before it is there": ("finish_slice", READY, "pass", f"{EITHER}|nobody waited for"),
-    "B1's phase": ("finish_slice", "(step // STAGES) & 1)", "step & 1)", PROTOCOL),
+    "B1 reads h before it is there": ("finish_slice", AWAIT, TAKE, f"{EITHER}|nobody waited for"),
     "B1's slice in the stage of another": ("finish_act_grad", "step + 1, GROUP, 1", "step, GROUP, 1", PROTOCOL),
     "B1's consumers in one place": ("finish_slice", "2 * GROUP_M).index(GROUP)", "2 * GROUP_M).index(0)", FENCE),
     "B1 leaves a stage twice": ("finish_slice", LEAVE, f"{LEAVE}; {LEAVE}", PROTOCOL),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilemoe.kernels.hopper.gemm_rows import gather_rows
 from tilemoe.kernels.hopper.names import store_tile
@@ -24,9 +24,11 @@ from tilemoe.kernels.hopper.pipeline import (
     RAGGED_ROWS,
     SLICE,
     TILE_M,
+    await_full,
     blocks_of,
     entries,
     halves,
+    leave_last,
     multiply,
     new_barriers,
     pass_by,
@@ -41,10 +43,8 @@ def finish_slice(
     GROUP: gl.constexpr, INDEX: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Slice INDEX of da' (GROUP_M, SLICE), its first column ``col``: (GROUP_M) of <da', a>. It uses stage ``step``."""
-    left, right, ready, empty = ring
-    STAGES: gl.constexpr = ready.shape[0]
-    stage = step % STAGES
-    mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+    left, right, _ready, _empty = ring
+    stage = await_full(ring, step)
     pair = blocks_of(right.index(stage), GROUPS, 2 * GROUP_M).index(GROUP)
     gate_buffer, up_buffer = pair.slice(0, GROUP_M), pair.slice(GROUP_M, GROUP_M)
     a_buffer = blocks_of(left.index(stage), GROUPS, GROUP_M).index(GROUP)
@@ -56,7 +56,7 @@ def finish_slice(
     if INDEX > 0:
         # Not before stores: the compiler moves a wait ahead of mere arithmetic, which would then begin late.
         tma.store_wait(0)
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        leave_last(ring, step)
     # Columns past n add nothing: there the weight, and so da', is zero. At this place the sum spills least.
     ds = gl.sum(da * a, axis=1)
     # Last: between the fence and the first TMA store, the compiler lets the threads meet only if that one's buffer was

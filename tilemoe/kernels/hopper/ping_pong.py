@@ -26,7 +26,9 @@ from tilemoe.kernels.hopper.pipeline import (
     RAGGED_ROWS,
     SLICE,
     acquire,
+    await_full,
     halves,
+    leave_last,
     new_barriers,
     right_operand,
     row_tile,
@@ -99,12 +101,10 @@ def multiply_blocks(ring, step, steps, turn_of_other, COUNT: gl.constexpr, BN: g
 
     Gives the other consumer its turn when the last stage has arrived: these products still run meanwhile.
     """
-    left, right, ready, empty = ring
-    STAGES: gl.constexpr = ready.shape[0]
+    left, right, _ready, _empty = ring
     acc0, acc1, acc2 = zeros(BN), zeros(BN), zeros(BN)
     for k in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        stage = await_full(ring, step)
         columns = right_operand(right, stage, BN, RIGHT_BY_N)
         acc0 = warpgroup_mma(left.index(BLOCKS * stage), columns, acc0, is_async=True)
         if COUNT > 1:
@@ -112,11 +112,11 @@ def multiply_blocks(ring, step, steps, turn_of_other, COUNT: gl.constexpr, BN: g
         if COUNT > 2:
             acc2 = warpgroup_mma(left.index(BLOCKS * stage + 2), columns, acc2, is_async=True)
         acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, COUNT)
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        leave_last(ring, step, k > 0)
         step += 1
     mbarrier.arrive(turn_of_other, count=1)
     acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, 0)
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    leave_last(ring, step, steps > 0)
     return acc0, acc1, acc2, step
 
 

@@ -79,6 +79,23 @@ def acquire(ring, step):
 
 
 @gluon.jit
+def await_full(ring, step):
+    """The stage of ``step``, once it is full."""
+    _left, _right, ready, _empty = ring
+    stage = step % ready.shape[0]
+    mbarrier.wait(ready.index(stage), (step // ready.shape[0]) & 1)
+    return stage
+
+
+@gluon.jit
+def leave_last(ring, step, pred=True):
+    """Leave the stage of the step before ``step``."""
+    _left, _right, _ready, empty = ring
+    STAGES: gl.constexpr = empty.shape[0]
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=pred)
+
+
+@gluon.jit
 def publish_copies(ring, step):
     """End ``step``'s cp.async copies, and announce those of a few steps ago, which have arrived by now.
 
@@ -140,12 +157,10 @@ def multiply(
     beside the first product, so there must be one. LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64).
     RIGHT_BY_N: see `right_operand`.
     """
-    left, right, ready, empty = ring
-    STAGES: gl.constexpr = ready.shape[0]
+    left, right, _ready, _empty = ring
     acc = zeros(BN)
     for k in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        stage = await_full(ring, step)
         if LEFT_BY_K:
             rows = left.index(stage).slice(GROUP * GROUP_M, GROUP_M)
         else:
@@ -155,24 +170,22 @@ def multiply(
         if owes & (k == 0):
             tma.store_wait(0)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=(k > 0) | owes)
+        leave_last(ring, step, (k > 0) | owes)
         step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    leave_last(ring, step, steps > 0)
     return acc, step
 
 
 @gluon.jit
 def pass_by(ring, step, steps, owes):
     """Leave ``steps`` stages to the other consumer; returns the next step's number. ``owes``: see `multiply`."""
-    _left, _right, ready, empty = ring
-    STAGES: gl.constexpr = ready.shape[0]
+    _left, _right, _ready, empty = ring
     if owes:
         tma.store_wait(0)
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        leave_last(ring, step)
     for _ in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        stage = await_full(ring, step)
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return step
