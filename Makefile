@@ -18,7 +18,8 @@ OLDEST_TORCH := 2.11.0
 OLD_TORCH := $(VENV)/torch-$(OLDEST_TORCH)
 TRACED := --ignore tests/integrations/test_titan_moe.py $(addprefix tests/,ops layers models routing integrations parallel dispatch)
 INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
-COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py few_rows.py)
+COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py few_rows.py \
+	triton_router_input.py)
 
 .PHONY: env demo test newest-triton oldest-transformers oldest-torch check checks lint types wheel clean
 

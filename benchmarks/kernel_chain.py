@@ -43,9 +43,9 @@ def one_part(run: Callable[[], Any], ahead: Callable[[], Any] = lambda: None) ->
 
 
 def forward_and_backward(
-    forward: Callable[[], Tensor], inputs: list[Tensor], gradient: Tensor, ahead: Callable[[], Any]
+    forward: Callable[[], Any], inputs: list[Tensor], gradient: Any, ahead: Callable[[], Any]
 ) -> timing.Step:
-    """A step of two parts: ``forward()``, and the gradients of its result with respect to ``inputs``.
+    """A step of two parts: ``forward()``, a tensor or several, and the gradients of that with respect to ``inputs``.
 
     ``ahead`` keeps the GPU busy until both are launched: of kernels this small the host's time would be measured.
     """
@@ -94,7 +94,9 @@ def steps(
 def router_steps(
     shape: MoEShape, weights: peers.Weights, x: Tensor, ahead: Callable[[], Any]
 ) -> dict[str, timing.Step]:
-    """``logits``: the router's products. ``route``: from logits to scores and plan, and back to the logits."""
+    """``logits``: the router's products, one of which adds the experts' dx. ``route``: from logits to scores and plan,
+    and back to the logits.
+    """
     moe = tilemoe.MoE(peers.layer_config(shape), device="meta")
     moe.router.weight = weights.router
     logits = moe.router(x).logits.detach().requires_grad_()
@@ -104,7 +106,9 @@ def router_steps(
 
     d_logits, d_scores = torch.randn_like(logits), torch.randn_like(scores())
     return {
-        "logits": forward_and_backward(lambda: moe.router(x).logits, [x, weights.router], d_logits, ahead),
+        "logits": forward_and_backward(
+            lambda: moe.router(x), [x, weights.router], (d_logits, torch.randn_like(x)), ahead
+        ),
         "route": forward_and_backward(scores, [logits], d_scores, ahead),
     }
 

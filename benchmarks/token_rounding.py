@@ -191,19 +191,19 @@ def parts_step(contestant: Contestant, x: Tensor, do: Tensor, machine: Machine) 
     """The same in six parts; the marks around them."""
     layer, mark = contestant.layer, machine.mark
     marks = [mark()]
-    logits = layer.router(x).logits
+    logits, handed_on = layer.router(x)
     marks.append(mark())
     leaf = logits.detach().requires_grad_()
     plan, scores = routed(contestant, leaf)
     marks.append(mark())
-    inner, score_leaf = x.detach().requires_grad_(), scores.detach().requires_grad_()
+    inner, score_leaf = handed_on.detach().requires_grad_(), scores.detach().requires_grad_()
     out = layer.experts(inner, plan, score_leaf)
     marks.append(mark())
-    *_, d_scores = torch.autograd.grad(out, [inner, layer.experts.w1, layer.experts.w2, score_leaf], do)
+    d_inner, *_, d_scores = torch.autograd.grad(out, [inner, layer.experts.w1, layer.experts.w2, score_leaf], do)
     marks.append(mark())
     d_logits = torch.zeros_like(leaf) if contestant.plan is not None else torch.autograd.grad(scores, leaf, d_scores)[0]
     marks.append(mark())
-    torch.autograd.grad(logits, [x, layer.router.weight], d_logits)
+    torch.autograd.grad((logits, handed_on), [x, layer.router.weight], (d_logits, d_inner))
     return [*marks, mark()]
 
 

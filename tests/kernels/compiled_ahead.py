@@ -146,6 +146,24 @@ def test_inference_compiles_no_backward(compiled: list[Compiled]) -> None:
     assert {each.name for each in compiled if each.by_launcher} <= {"select_kernel"}, "which comes alone"
 
 
+@pytest.mark.parametrize("experts", [4, 8])
+def test_the_routers_product_is_compiled_ahead(
+    experts: int, compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "problem_of_triton", lambda *args: None)
+    monkeypatch.setattr(router, "is_replayable", lambda first: True)
+    x, weight = torch.zeros(40, 128, dtype=torch.bfloat16), torch.zeros(experts, 128, dtype=torch.bfloat16)
+    router.compile_ahead(x, weight)
+    with torch.no_grad():
+        router.compile_ahead(x.requires_grad_(), weight)
+    assert not compiled, "nobody will ask for a gradient"
+    router.compile_ahead(x, weight)
+    served = [Compiled("input_grad_kernel", by_launcher=False)] if experts == 8 else []  # rows of 8 bytes are not
+    assert compiled == served
+    router.input_grad.run(torch.zeros(40, experts, dtype=torch.bfloat16), weight, x.detach())
+    assert compiled == served, "nothing is left to the launch"
+
+
 def whole_layer(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tilemoe.MoE:
     """A module of bf16 whose CPU tensors pass for a GPU's; of its router, choosing experts is what PyTorch does."""
     monkeypatch.setattr(moe_ops, "is_replayable", lambda first: True)
@@ -161,7 +179,7 @@ def test_a_whole_layer_begins_before_it_routes(
     layer = whole_layer(monkeypatch)
     begun: list[str] = []
 
-    def routed(module: Any, args: Any, logits: Tensor) -> None:
+    def routed(module: Any, args: Any, output: Any) -> None:
         begun.extend(each.name for each in compiled)
 
     layer.router.register_forward_hook(routed)

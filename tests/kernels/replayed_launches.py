@@ -105,6 +105,17 @@ def test_select_grad(balance: bool, z: bool, spread: bool) -> None:
     assert_repeated(router._select_grad, lambda: select_grad_args(balance, z, spread))
 
 
+@pytest.mark.parametrize("tokens", [40, 1])
+def test_the_routers_share_of_dx(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "problem_of_triton", lambda *args: None)
+
+    def args() -> Args:
+        sizes = ((tokens, 16), (16, 64), (tokens, 64))
+        return tuple(torch.zeros(size, dtype=torch.bfloat16) for size in sizes)
+
+    assert_repeated(router._input_grad, args)
+
+
 def rounding_spec(mode: str, score: str) -> tuple[Any, ...]:
     """Of 40 tokens, 8 experts, 2 a token, and tiles of 16."""
     return (mode, 16, score, True, 2.5, 40 * 2 + 8 * 15)

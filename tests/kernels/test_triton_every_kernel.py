@@ -18,7 +18,7 @@ from triton_checks import turn
 from triton_compile import GFX942, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
 from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.triton import combine, mlp, rounding, router, tiles
+from tilemoe.kernels.triton import combine, mlp, rounding, router, router_input, tiles
 from tilemoe.kernels.triton import plan as plan_module
 from tilemoe.kernels.triton.launch import Launch
 from tilemoe.kernels.triton.router import RouterSpec
@@ -67,6 +67,9 @@ def layer_launches(
         logits, select = torch.zeros(T, 64), RouterSpec(8, "softmax", True, 1.0, 1, 1, balance=True, z=True)
         scores, chosen, probability_sums, z_sum = router.select(logits, None, None, select)
         router.select_grad(logits, chosen, None, scores, probability_sums, z_sum, select)
+        of_router = (logits.to(dtype), torch.zeros(64, D, dtype=dtype), torch.zeros(T, D, dtype=dtype))
+        if dtype != torch.float32 and router_input.serves(*of_router):
+            router_input.input_grad(*of_router)
         how = rounding.RoundingSpec("nearest_score", 16, "softmax", True, 1.0, 2 * T * 8)
         rows = rounding.round_rows(logits, chosen, scores, logits[0], None, how)
         pairs = (rows.row_of_pair, rows.code_of_pair, rows.pair_start_of_token)
@@ -82,7 +85,7 @@ def name_of(launch: Launch) -> str:
 
 
 def is_gemm(launch: Launch) -> bool:
-    return "PRECISION" in launch.constants
+    return "PRECISION" in launch.constants or name_of(launch) == "input_grad_kernel"
 
 
 def one_of_each(launches: list[Launch]) -> list[Launch]:
@@ -93,7 +96,7 @@ def one_of_each(launches: list[Launch]) -> list[Launch]:
 def test_no_kernel_is_left_out() -> None:
     kernels = {
         name
-        for module in (combine, mlp, plan_module, rounding, router, tiles)
+        for module in (combine, mlp, plan_module, rounding, router, router_input, tiles)
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }

@@ -1,4 +1,4 @@
-"""The router's share of dx without a GPU: in the interpreter, compiled for four GPUs, recorded, and where none serves.
+"""The router's share of dx without a GPU: in the interpreter, compiled for three GPUs, and where no kernel serves.
 
 T tokens · d hidden_size · E experts
 """
@@ -43,7 +43,7 @@ def test_elsewhere_it_is_a_product_and_a_sum() -> None:
 def test_it_is_differentiable_once() -> None:
     dx = torch.randn(5, 3, requires_grad=True)
     out = ops.input_grad(torch.randn(5, 4), torch.randn(4, 3), dx)
-    with pytest.raises(RuntimeError, match="differentiable once"):
+    with pytest.raises(RuntimeError, match=r"tilemoe\.MoE in 16 bits .* differentiable once.*tilemoe\.reference"):
         out.sum().backward()
 
 

@@ -45,8 +45,8 @@ class _HalfLinear(torch.autograd.Function):
     """As `_UpcastLinear` in fp32, for operands of one 16-bit dtype on a GPU: on its 16-bit matrix units. And x again.
 
     fp32 holds the product of two 16-bit numbers exactly (of fp16 ones too), and the units add in fp32: so these are
-    the logits of the upcast operands but for the order of the sums, at a tenth of the time. The gradient is rounded
-    once to the operands' dtype, which is what autograd does for any 16-bit linear layer.
+    the logits of the upcast operands but for the order of the sums, at a tenth of the time. The gradients are rounded
+    to the operands' dtype, which is what autograd does for any 16-bit linear layer.
 
     The gradient of what else x is used for comes in through the second output and is added in the product that makes
     the router's share of dx: autograd's own sum would read both and write a third.
@@ -63,19 +63,22 @@ class _HalfLinear(torch.autograd.Function):
             return logits if bias is None else logits + bias, x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, d_logits: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logits: Tensor | None, dx_of_rest: Tensor | None) -> tuple[Tensor | None, ...]:
         if d_logits is None:
-            return dx, None, None
+            return dx_of_rest, None, None
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
             rounded = d_logits.to(x.dtype)
-            if need_x:
-                dx = torch.mm(rounded, weight) if dx is None else ops.input_grad(rounded, weight, dx)
+            dx = None
+            if need_x and dx_of_rest is None:
+                dx = torch.mm(rounded, weight)
+            elif need_x:
+                dx = ops.input_grad(rounded, weight, dx_of_rest)
             # The sum over all tokens may be split among programs: their parts are kept in fp32 too.
             d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
-        return dx if need_x else None, d_weight, d_bias
+        return dx, d_weight, d_bias
 
 
 @constant_when_traced
@@ -106,7 +109,7 @@ def _refuse_transforms(*tensors: Tensor) -> None:
 
 class RouterOutput(NamedTuple):
     """logits (T, E) fp32, or fp64 · x (T, d): the input, to be handed on to the experts, so that the gradients of the
-    two meet where the router makes its own.
+    two meet where the router makes its own. It is the input's own memory, to be read only.
     """
 
     logits: Tensor

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import MoEConfig
-from tilemoe.kernels.select_router import select_router
+from tilemoe.kernels.select import problem_of_triton
 from tilemoe.ops.ahead import Ahead
-from tilemoe.ops.eager import Operator, is_plain
+from tilemoe.ops.eager import Operator, is_differentiable, is_plain
 from tilemoe.ops.replayed import Replayed, is_replayable
 
 _SPEC_SCHEMA = (
@@ -124,17 +124,14 @@ def _backward(
     return (d_logits, *no_grad_of_rest)
 
 
-def _has_kernels(weight: Tensor) -> bool:
-    return select_router(weight.device, torch.float32, weight.shape[0], 1).fused
-
-
 def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
-    if _has_kernels(weight):
+    if problem_of_triton(dx.device, dx.dtype) is None:
         from tilemoe.kernels.triton import router_input
 
         if router_input.serves(d_logits, weight, dx):
             return router_input.input_grad(d_logits, weight, dx)
-    return torch.mm(d_logits, weight).add_(dx)
+    with torch.autocast(dx.device.type, enabled=False):
+        return torch.mm(d_logits, weight).add_(dx)  # addmm copies dx first, and takes longer
 
 
 def _input_grad_fake(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
@@ -150,12 +147,16 @@ input_grad = Operator(
 
 
 def _kind_of_input(x: Tensor, weight: Tensor) -> Any:
-    return (x.dtype, weight.shape) if x.shape[0] and _has_kernels(weight) else None
+    return (x.dtype, weight.shape) if x.shape[0] and problem_of_triton(x.device, x.dtype) is None else None
 
 
 def _inputs_launch(*_: Any) -> Callable[..., None]:
     def launch(x: Tensor, weight: Tensor) -> None:
-        _input_grad(x.new_empty(x.shape[0], weight.shape[0]), weight, x)
+        from tilemoe.kernels.triton import router_input
+
+        d_logits = x.new_empty(x.shape[0], weight.shape[0])
+        if router_input.serves(d_logits, weight, x):
+            router_input.input_grad(d_logits, weight, x)
 
     return launch
 
@@ -165,14 +166,16 @@ _ahead_of_input_grad = Ahead(_kind_of_input, _inputs_launch)
 
 def compile_ahead(x: Tensor, weight: Tensor) -> None:
     """Begin to compile `input_grad` for a router's operands, where x needs a gradient and nobody watches."""
-    if x.requires_grad and is_plain(x, weight) and is_replayable(x):
+    if is_differentiable(x) and is_plain(x, weight) and is_replayable(x):
         _ahead_of_input_grad(x, weight)
 
 
 select.register_autograd(_backward, _setup_context)
-_ONCE = (
+select_grad.refuse_autograd(
     "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
     "higher derivatives, or take the first gradient without create_graph=True."
 )
-select_grad.refuse_autograd(_ONCE)
-input_grad.refuse_autograd(_ONCE)
+input_grad.refuse_autograd(
+    "tilemoe.MoE in 16 bits on a GPU is differentiable once: its backward cannot be differentiated. Use "
+    "tilemoe.reference for higher derivatives, or take the first gradient without create_graph=True."
+)

@@ -1,7 +1,7 @@
 """The router's share of dx, added to the experts' in the product that makes it: one reading and one writing of dx,
 where a product and then a sum take two of each.
 
-T tokens · d hidden_size · E experts · BM tokens and BN columns of a tile · BK experts of a step
+T tokens · d hidden_size · E experts
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilemoe.kernels.triton.descriptors import can_describe_rows, rows_operand
+from tilemoe.kernels.triton.descriptors import can_describe_rows
 from tilemoe.kernels.triton.launch import Launch, ceil_div, device_of, power_of_two
 
 # Small enough for several programs a multiprocessor: it is bound by memory (measured on an H200).
@@ -43,10 +44,10 @@ def input_grad_launch(d_logits: Tensor, weight: Tensor, dx: Tensor) -> tuple[Lau
         input_grad_kernel,
         (ceil_div(num_tokens, _BLOCK_M) * ceil_div(d, _BLOCK_N),),
         {
-            "out": rows_operand(out, [_BLOCK_M, _BLOCK_N], True),
-            "dx": rows_operand(dx, [_BLOCK_M, _BLOCK_N], True),
-            "d_logits": rows_operand(d_logits, [_BLOCK_M, step], True),
-            "weight": rows_operand(weight, [step, _BLOCK_N], True),
+            "out": TensorDescriptor.from_tensor(out, [_BLOCK_M, _BLOCK_N]),
+            "dx": TensorDescriptor.from_tensor(dx, [_BLOCK_M, _BLOCK_N]),
+            "d_logits": TensorDescriptor.from_tensor(d_logits, [_BLOCK_M, step]),
+            "weight": TensorDescriptor.from_tensor(weight, [step, _BLOCK_N]),
             "column_tiles": ceil_div(d, _BLOCK_N),
         },
         {"NUM_EXPERTS": num_experts, "BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "BLOCK_K": step},
