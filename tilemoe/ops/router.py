@@ -125,7 +125,7 @@ def _backward(
 
 
 def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
-    if problem_of_triton(dx.device, dx.dtype) is None:
+    if problem_of_triton(dx.device, dx.dtype, dx.shape[1]) is None:
         from tilemoe.kernels.triton import router_input
 
         if router_input.serves(d_logits, weight, dx):
@@ -147,7 +147,8 @@ input_grad = Operator(
 
 
 def _kind_of_input(x: Tensor, weight: Tensor) -> Any:
-    return (x.dtype, weight.shape) if x.shape[0] and problem_of_triton(x.device, x.dtype) is None else None
+    problem = problem_of_triton(x.device, x.dtype, x.shape[1])
+    return (x.dtype, weight.shape) if x.shape[0] and problem is None else None
 
 
 def _inputs_launch(*_: Any) -> Callable[..., None]:

@@ -21,7 +21,7 @@ _LEAST_STEP, _LARGEST_STEP = 16, 64
 
 
 def serves(d_logits: Tensor, weight: Tensor, dx: Tensor) -> bool:
-    """Whether TMA reaches the operands of `input_grad`."""
+    """Whether TMA reaches the operands of `input_grad`; d is a multiple of 8."""
     return can_describe_rows(device_of(dx), d_logits, weight, dx)
 
 
