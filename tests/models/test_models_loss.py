@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilemoe.models import loss as loss_module
 from tilemoe.models.loss import chunked_cross_entropy
 from tilemoe.testing import relative_error
 
@@ -120,6 +121,21 @@ def test_a_token_without_a_label_counts_for_nothing_whatever_it_holds() -> None:
     for got, want in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
         assert torch.equal(got, want)
     assert not wanted[0][2].any()
+
+
+@pytest.mark.parametrize("label", [-1, -101, V])
+def test_a_label_that_is_no_class_is_named(label: int) -> None:
+    hidden, weight, labels = make()
+    labels[3] = label
+    with pytest.raises(ValueError, match=rf"labels\[3\] must be from 0 to {V - 1}, or -100, got {label}"):
+        chunked_cross_entropy(hidden, weight, labels)
+
+
+def test_where_nobody_looks_such_a_label_makes_the_loss_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_check_labels", lambda *args: None)
+    hidden, weight, labels = make()
+    labels[3] = -1
+    assert chunked_cross_entropy(hidden, weight, labels).isnan()
 
 
 def test_graph_can_be_used_twice() -> None:

@@ -32,6 +32,10 @@ def chunked_cross_entropy(
     (T,) int64 in [0, V) or -100. Returns an fp32 scalar (fp64 for fp64 inputs), differentiable once in hidden and
     weight. No tensor has more than max(C V, T d, V d) elements, with C V <= ``max_chunk_logits`` (C at least 1); None:
     as many as take 512 MiB.
+
+    Raises:
+        ValueError: a shape is off, or (on CPU, outside torch.compile) a label is no class. On a GPU, which is not
+            waited for, a label below 0 other than -100 makes the loss NaN.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden must be (T, d) and weight (V, d), got {tuple(hidden.shape)}, {tuple(weight.shape)}")
@@ -39,6 +43,7 @@ def chunked_cross_entropy(
         raise ValueError(f"labels must be ({hidden.shape[0]},) to go with hidden, got {tuple(labels.shape)}")
     if max_chunk_logits is not None and max_chunk_logits < 1:
         raise ValueError(f"max_chunk_logits must be >= 1, got {max_chunk_logits}")
+    _check_labels(labels, weight.shape[0])
     sums = _loss_and_gradients(hidden, weight, labels, max_chunk_logits)
     scale = sums.num_labels.clamp(min=1).to(sums.loss.dtype).reciprocal()
     return _MeanLoss.apply(hidden, weight, sums.loss, scale, sums.d_hidden, sums.d_weight)
@@ -84,6 +89,16 @@ class _MeanLoss(torch.autograd.Function):
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient * factor``, in factor's dtype: a factor rounded to bf16 would be off by up to 0.4 % throughout."""
     return (gradient.to(factor.dtype) * factor).to(dtype)
+
+
+def _check_labels(labels: Tensor, classes: int) -> None:
+    """ValueError for a label that is no class, where looking costs nothing: on CPU, outside torch.compile."""
+    if torch.compiler.is_compiling() or labels.device.type != "cpu":
+        return
+    wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= classes)
+    if wrong.any():
+        token = int(wrong.nonzero()[0])
+        raise ValueError(f"labels[{token}] must be from 0 to {classes - 1}, or -100, got {int(labels[token])}")
 
 
 def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chunk_logits: int | None) -> _Sums:
@@ -140,7 +155,8 @@ def _chunk_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     real = labels != IGNORED
     target = labels.clamp(min=0)[:, None]
     log_probs = torch.log_softmax(logits, dim=-1, dtype=dtype)
-    loss = -torch.where(real, log_probs.gather(1, target)[:, 0], 0.0).sum()
+    of_target = torch.where(labels < 0, float("nan"), log_probs.gather(1, target)[:, 0])
+    loss = -torch.where(real, of_target, 0.0).sum()
     d_logits = log_probs.exp_()
     d_logits.scatter_add_(1, target, torch.full_like(target, -1, dtype=dtype))
     return loss, d_logits
