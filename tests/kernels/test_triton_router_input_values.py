@@ -54,7 +54,6 @@ def test_rows_apart() -> None:
     assert_sum(d_logits[:, :16], weight[8:, 72:][:16], dx[:, :72])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="where nothing has TMA")
 @pytest.mark.parametrize("case", ["narrow", "uneven", "turned", "expanded", "no tokens", "served"])
 def test_what_it_serves(case: str) -> None:
     tokens, d, experts = {"no tokens": (0, 72, 24), "narrow": (100, 6, 24), "uneven": (100, 72, 60)}.get(
@@ -63,7 +62,7 @@ def test_what_it_serves(case: str) -> None:
     d_logits, weight, dx = operands(tokens, d, experts, DTYPES[0])
     weight = weight.t().contiguous().t() if case == "turned" else weight
     dx = dx[:1].expand(100, 72) if case == "expanded" else dx
-    assert serves(d_logits, weight, dx) == (case == "served")
+    assert serves(d_logits, weight, dx) == (case == "served" and not INTERPRETED)  # which has no TMA
     got, want = ops.input_grad(d_logits, weight, dx), dx.double() + d_logits.double() @ weight.double()
     assert got.shape == dx.shape
     assert tokens == 0 or relative_error(got, want) < torch.finfo(DTYPES[0]).eps

@@ -71,10 +71,8 @@ class _HalfLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             rounded = d_logits.to(x.dtype)
             dx = None
-            if need_x and dx_of_rest is None:
-                dx = torch.mm(rounded, weight)
-            elif need_x:
-                dx = ops.input_grad(rounded, weight, dx_of_rest)
+            if need_x:
+                dx = torch.mm(rounded, weight) if dx_of_rest is None else ops.input_grad(rounded, weight, dx_of_rest)
             # The sum over all tokens may be split among programs: their parts are kept in fp32 too.
             d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
