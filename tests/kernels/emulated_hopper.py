@@ -156,6 +156,25 @@ def test_the_forward_lists_tiles_of_both_heights_at_once(monkeypatch: pytest.Mon
     assert listed[1:] == [(128, 0), (192, 0)]
 
 
+@pytest.mark.parametrize("programs", [1, 2, 3, 4, 5, 12])
+def test_the_counter_of_tiles_is_zero_again(programs: int) -> None:
+    """However many programs there are for three tiles (F1: six): some ask in vain, some have none to ask after."""
+    plan, spec = plan_of(65, 0, 130, 40), activation_spec("swiglu", "concatenated", None, None)
+    given, counts = make_inputs(plan, 136, 200, dtype=FP16), list[int]()
+    with emulated(programs):
+        a, h = HOPPER_KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
+        counts += plan.derived[128].num_tiles.tolist()
+        again, _ = HOPPER_KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
+        HOPPER_KERNELS.down_proj_act_grad(given["x"], given["w2"], None, h, given["scores"].reshape(-1), plan, spec)
+        counts += plan.derived[128].num_tiles.tolist()
+    assert counts == [3, 0, 3, 0]
+    assert torch.equal(a[:195], again[:195])
+    other = plan_of(65, 0, 130, 40)
+    with emulated(programs, edits={"take_tile": ("mask=wanted & is_last", "mask=False")}):
+        HOPPER_KERNELS.up_proj_act(given["x"], given["w1"], None, other, spec)
+    assert (int(other.derived[128].num_tiles[1]) == 0) == (programs >= 6), "without what puts it back"
+
+
 def test_a_seed_gives_the_same_order_again() -> None:
     emulators = Emulator(seed=5), Emulator(seed=5)
     for emulator in emulators:
@@ -174,17 +193,28 @@ GIVE = "mbarrier.arrive(turn_of_other, count=1)"
 LEAVE = "leave_last(ring, step)"
 PASS_BY = "mbarrier.arrive(empty.index(stage), count=1)"
 AWAIT, TAKE = "await_full(ring, step)", "step % ring[2].shape[0]"
+LEAVE_IN_LOOP, LEAVE_OWED = f"        {LEAVE}", "leave_last(ring, step, owes)"
+WAIT = "warpgroup_mma_wait({}, deps=(acc,))\n"
+WAIT_BLOCKS = f"acc2, COUNT, COUNT)\n{LEAVE_IN_LOOP}"
+TILE = "announce(notes, stage, 1, row, end, col)"
+ASK = "ask_for_tile(num_tiles, next_index < total)"
+ANOTHER = "stored twice|past the tensor|outside the tensor"
 FAULTS = {
     "a stage is filled while it is read": ("acquire", "mbarrier.wait(empty.", "(empty.", PROTOCOL),
     "the producer's first phase": ("acquire", " & 1) ^ 1)", " & 1))", PROTOCOL),
-    "a stage is read before it is full": ("multiply", AWAIT, TAKE, SOONER),
+    "a stage is read before it is full": ("start_product", AWAIT, TAKE, SOONER),
     "the consumer's phase": ("await_full", "(step // ready.shape[0]) & 1)", "step & 1)", SOONER),
-    "a stage is left with its product in flight": ("multiply", "mma_wait(1,", "mma_wait(2,", NUMBERS),
-    "a stage is left that nobody took": ("multiply", "(k > 0) | owes", "True", PROTOCOL),
-    "a stage that is owed is not left": ("multiply", "(k > 0) | owes", "k > 0", "deadlock"),
-    "the last stage is not left": ("multiply", "steps > 0", "False", "deadlock"),
+    "a stage is left with its product in flight": (
+        "multiply",
+        WAIT.format(1) + LEAVE_IN_LOOP,
+        WAIT.format(2) + LEAVE_IN_LOOP,
+        NUMBERS,
+    ),
+    "a stage is left that nobody took": ("multiply", LEAVE_OWED, "leave_last(ring, step, True)", PROTOCOL),
+    "a stage that is owed is not left": ("multiply", LEAVE_OWED, "leave_last(ring, step, False)", "deadlock"),
+    "the last stage is not left": ("multiply", f"{WAIT.format(0)}    {LEAVE}", WAIT.format(0), "deadlock"),
     "a stage is left while a tile is stored from it": ("multiply", "tma.store_wait(0)", "pass", NUMBERS),
-    "copies are announced before they arrive": ("publish_copies", "(LAG)", "(LAG + 1)", f"{FENCE}|{NUMBERS}"),
+    "copies are announced before they arrive": ("publish_copies", "(LAG)", "(LAG + 1)", f"{FENCE}|{NUMBERS}|{ANOTHER}"),
     "copies without a fence": ("publish_copies", "fence_async_shared()", "pass", FENCE),
     "the last copies": ("publish_last_copies", "async_copy.wait_group(0)", "pass", UNFINISHED),
     "nobody passes by": ("pass_by", PASS_BY, "pass", "deadlock"),
@@ -195,23 +225,44 @@ FAULTS = {
     "a store without a fence": ("start_store", "fence_async_shared()", "pass", FENCE),
     "fewer bytes than come": ("load_blocks", "COUNT * rows", "1 * rows", "more bytes"),
     "more bytes than come": ("load_blocks", "COUNT * rows", "3 * rows", "deadlock"),
-    "four blocks are three and one": ("blocks_of_tile", "(left == BLOCKS + 1)", "(left == 99)", "stored twice"),
-    "nobody moves up": ("blocks_of_tile", "gl.where(takes_one, row - GROUP_M, row)", "row", NUMBERS),
+    "four blocks are three and one": ("block_tile", "(left == BLOCKS + 1)", "(left == 99)", "stored twice"),
+    "nobody moves up": ("block_tile", "gl.where(takes_one, row - GROUP_M, row)", "row", NUMBERS),
     "F1 overwrites a slice": ("finish_act", "tma.store_wait(1)\n                place", "place", NUMBERS),
     "F1 ends before its stores": ("finish_act", "tma.store_wait(0)", "pass", UNFINISHED),
-    "nobody waits for a turn": ("finish_rows", "mbarrier.wait(order.index(GROUP), ", "(", PROTOCOL),
+    "nobody waits for a turn": ("finish_rows", "mbarrier.wait(order.index(GROUP), ", "(", f"{PROTOCOL}|{ANOTHER}"),
     "nobody gives a turn": ("multiply_blocks", GIVE, "pass", PROTOCOL),
-    "a turn is given at every step": ("multiply_blocks", "        step += 1", f"        step += 1; {GIVE}", PROTOCOL),
+    "a turn is given at every step": (
+        "multiply_blocks",
+        "        step += 1",
+        f"        step += 1; {GIVE}",
+        f"{PROTOCOL}|{ANOTHER}",
+    ),
     "nobody comes unasked": ("finish_rows", "phase = 1 - GROUP", "phase = 0", PROTOCOL),
     "all come unasked": ("finish_rows", "phase = 1 - GROUP", "phase = 1", PROTOCOL),
     "turns do not alternate": ("finish_rows", "phase ^= 1", "pass", PROTOCOL),
     "a consumer takes the other's stages": ("finish_rows", "step += steps", "pass", PROTOCOL),
-    "a full stage is read early": ("multiply_blocks", AWAIT, TAKE, PROTOCOL),
-    "a stage is left with its products in flight": ("multiply_blocks", "COUNT, COUNT)", "COUNT, COUNT + 1)", NUMBERS),
+    "a full stage is read early": ("start_products", AWAIT, TAKE, PROTOCOL),
+    "a stage is left with its products in flight": (
+        "multiply_blocks",
+        WAIT_BLOCKS,
+        WAIT_BLOCKS.replace("COUNT)", "COUNT + 1)"),
+        NUMBERS,
+    ),
     "F2 has no third block": ("finish_rows", "count > 2", "count > 3", NUMBERS),
     "F2 overwrites a slice": ("store_block", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
     "F2 ends before its stores": ("finish_rows", "tma.store_wait(0)", "pass", UNFINISHED),
     "F2 stores past the expert's end": ("store_block", "end, last,", "end + 64, last - 64,", "stored twice"),
+    "another tile is announced": ("gather_rows", TILE, TILE.replace("row", "next_row"), f"{NUMBERS}|{ANOTHER}"),
+    "nobody says that no tile is left": ("gather_rows", "announce(notes, stage, 0, 0, 0, 0)", "pass", "deadlock"),
+    "a tile is taken twice": ("take_tile", "number + 2 * gl", "number + 1 * gl", "stored twice"),
+    "nobody asks for a tile": ("gather_rows", ASK, "ask_for_tile(num_tiles, False)", f"{NUMBERS}|{ANOTHER}"),
+    "another row's score": ("gather_rows", "gl.arange(0, TILE_M, EACH)", "0 * gl.arange(0, TILE_M, EACH)", NUMBERS),
+    "no stage for an expert without rows": (
+        "gather_along_k",
+        "step += 1\n        upper",
+        "pass\n        upper",
+        PROTOCOL,
+    ),
     "nobody loads h": ("gather_rows", "step = load_gate_up(ring, step, h, row, col, BN)", "pass", "deadlock"),
     "h of the next tile": ("gather_rows", "step, h, row, col, BN", "step, h, next_row, next_col, BN", NUMBERS),
     "h overwrites an operand": ("load_gate_up", "acquire(ring, step)", "step % ready.shape[0]", EITHER),
@@ -231,8 +282,8 @@ FAULTS = {
     "B1 stores without a fence": ("finish_slice", "fence_async_shared()", "pass", FENCE),
     "B1 owes nothing": ("finish_act_grad", "owes = True", "pass", "deadlock"),
     "B1 pays twice": ("finish_act_grad", "            owes = False", "            pass", EITHER),
-    "B1 passes no slices by": ("finish_act_grad", "steps + BN // SLICE", "steps", SOONER),
-    "B1 counts one slice": ("finish_act_grad", "step += BN // SLICE", "step += 1", SOONER),
+    "B1 passes no slices by": ("finish_act_grad", "steps + BN // SLICE", "steps", f"{SOONER}|{ANOTHER}"),
+    "B1 counts one slice": ("finish_act_grad", "step += BN // SLICE", "step += 1", f"{SOONER}|{ANOTHER}"),
     "B1 ends before its stores": ("finish_act_grad", "tma.store_wait(0)", "pass", UNFINISHED),
     "B2 overwrites a slice": ("finish_weights", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
     "B2 ends before its stores": ("finish_weights", "tma.store_wait(0)", "pass", UNFINISHED),

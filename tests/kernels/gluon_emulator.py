@@ -36,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilemoe.kernels.triton.launch import Launch
 
+_NO_TILE = 1 << 24  # what an int holds that nobody has written: far outside everything
 Edits = Mapping[str, tuple[str, str]]  # name of a function: (text of its source, what to put in its place)
 
 
@@ -207,11 +208,14 @@ class Emulator:
         _run_down_to(pending, self.partition.groups)
         self.pause()
 
-    def multiply(self, left: Buffer, right: Buffer, acc: Any, is_async: bool) -> Product:
+    def multiply(self, left: Buffer, right: Buffer, acc: Any, use_acc: bool, is_async: bool) -> Product:
         """wgmma: reads its operands by the time that `multiply_wait` says, or before."""
         require(is_async, "only asynchronous products are emulated")
         self.require_fenced(left)
         self.require_fenced(right)
+        if not use_acc:
+            require(not isinstance(acc, Product), "a product that forgets others in flight is not emulated")
+            acc = torch.zeros_like(acc)
         product = acc if isinstance(acc, Product) else Product(acc)
         self.partition.products.append(lambda: product.add(left, right))
         self.pause()
@@ -342,26 +346,38 @@ def _language(emulator: Emulator) -> dict[str, Any]:
     def allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Barriers | Buffer:
         if dtype == torch.int64:
             return Barriers(emulator, shape[0])
-        return Buffer(torch.full([int(size) for size in shape], math.nan, dtype=dtype), emulator.wrote)
+        garbage = math.nan if dtype.is_floating_point else _NO_TILE
+        return Buffer(torch.full([int(size) for size in shape], garbage, dtype=dtype), emulator.wrote)
 
-    layouts = ["BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout"]
+    def full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: Any) -> Tensor:
+        return torch.full(shape, value, dtype=dtype).as_subclass(Registers)
+
+    def total(value: Tensor, axis: int) -> Any:
+        of_tensor = value.sum(axis, dtype=value.dtype)
+        return of_tensor if of_tensor.dim() else Int(int(of_tensor))
+
+    layouts = ["BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "SwizzledSharedLayout"]
     gl = SimpleNamespace(
         **dict.fromkeys(layouts, lambda *args: None),
         int64=torch.int64,
+        int32=torch.int32,
         float32=torch.float32,
         program_id=lambda axis: Int(emulator.program),
         num_programs=lambda axis: Int(emulator.programs),
+        num_warps=lambda: 4,
         static_range=range,
         cdiv=lambda a, b: Int(-(-int(a) // int(b))),
         minimum=_either(torch.minimum, min),
         maximum=_either(torch.maximum, max),
         where=_where,
         arange=lambda start, end, layout=None: torch.arange(start, end).as_subclass(Registers),
-        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype).as_subclass(Registers),
-        sum=lambda value, axis: value.sum(axis),
+        full=full,
+        zeros=lambda shape, dtype, layout: full(shape, 0, dtype, layout),
+        sum=total,
         convert_layout=lambda value, layout: value,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask: pointer.store(value, mask),
+        atomic_add=lambda pointer, value, mask, sem: pointer.add(value, mask),
         allocate_shared_memory=allocate,
         warp_specialize=emulator.specialise,
     )

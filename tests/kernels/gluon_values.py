@@ -55,6 +55,10 @@ class Buffer:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
     def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Buffer:
         require(dtype == self.data.dtype and math.prod(shape) <= self.data.numel(), "only another shape is emulated")
         return self._view(self.data.view(-1)[: math.prod(shape)].view(list(shape)))
@@ -147,7 +151,22 @@ class Pointer:
         self._require_inside(offset)
         return torch.where(mask, self.flat[offset], other)
 
-    def store(self, value: Tensor, mask: Tensor) -> None:
+    def add(self, value: Tensor, mask: Tensor) -> Tensor:
+        """Atomically, one element at a time: what was there before. Where ``mask`` is False: nothing to rely on."""
+        before = torch.full_like(value, -(1 << 24))
+        for i in mask.nonzero().flatten().tolist():
+            at = int(self.offset[i])
+            require(0 <= at < self.flat.numel(), "an addition outside the tensor")
+            before[i] = self.flat[at]
+            self.flat[at] += value[i]
+        return before
+
+    def store(self, value: Any, mask: Any) -> None:
+        if not isinstance(self.offset, Tensor):
+            require(0 <= self.offset < self.flat.numel(), "a store outside the tensor")
+            if mask:
+                self.flat[self.offset] = value
+            return
         offset = self.offset[mask]
         self._require_inside(offset)
         self.flat[offset] = value[mask].to(self.flat.dtype)

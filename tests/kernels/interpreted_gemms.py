@@ -100,7 +100,7 @@ def test_tile_lists(name: str, tile_ms: tuple[int, ...]) -> None:
             for expert in range(plan.num_experts)
             for row in range(starts[expert], starts[expert + 1], tile_m)
         ]
-        count, capacity = int(tiles.num_tiles), -(-plan.capacity // tile_m) + plan.num_experts
+        count, capacity = int(tiles.num_tiles[0]), -(-plan.capacity // tile_m) + plan.num_experts
         assert tiles.expert_of_tile.shape == tiles.row_of_tile.shape == (capacity,)
         found = zip(tiles.expert_of_tile[:count].tolist(), tiles.row_of_tile[:count].tolist(), strict=True)
         assert list(found) == expected

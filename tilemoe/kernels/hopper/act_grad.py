@@ -26,13 +26,14 @@ from tilemoe.kernels.hopper.pipeline import (
     TILE_M,
     await_full,
     blocks_of,
-    entries,
     halves,
     leave_last,
     multiply,
     new_barriers,
+    new_mailbox,
+    new_notes,
+    next_tile,
     pass_by,
-    row_tile,
 )
 from tilemoe.kernels.triton.activations import gated_grad
 
@@ -71,38 +72,26 @@ def finish_slice(
 
 @gluon.jit
 def finish_act_grad(
-    dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha, ring,
+    dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, notes, pairs,
     GROUP: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Consumer of B1."""
-    expert_of_tile, row_of_tile, row_start_of_expert = tiles
-    column_tiles = gl.cdiv(n, BN)
-    total = gl.load(num_tiles) * column_tiles
     steps = gl.cdiv(d, BK)
     step, owes = 0, False
     layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
-    rows = GROUP * GROUP_M + gl.arange(0, GROUP_M, layout)
-    _expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
-    pair = gl.load(entries(pair_of_row, row, end, rows))
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        # What the next tile needs hangs by a chain of loads, each of which would be waited for if the one after it
-        # came at once: tile to expert to its end to pairs to scores. They are spread over this tile and the next.
-        score = gl.load(s + pair).to(gl.float32)
-        next_tile = index + gl.num_programs(0)
-        exists = next_tile < total
-        next_expert = gl.load(expert_of_tile + next_tile // column_tiles, mask=exists, other=0)
-        next_row = gl.load(row_of_tile + next_tile // column_tiles, mask=exists, other=0)
-        if row + GROUP * GROUP_M < end:
+    exists, row, end, col = next_tile(ring, notes, step)
+    while exists > 0:
+        first = row + GROUP * GROUP_M
+        if first < end:
+            pair = pairs.index(step % pairs.shape[0]).slice(GROUP * GROUP_M, GROUP_M).load(layout)
+            score = gl.load(s + pair).to(gl.float32)
             acc, step = multiply(ring, step, steps, owes, GROUP, BN, True, RIGHT_BY_N)
-            next_end = gl.load(row_start_of_expert + next_expert + 1)
             left_half, right_half = halves(acc, GROUP_M, BN)
             da0, da1 = halves(left_half, GROUP_M, BN // 2)
             da2, da3 = halves(right_half, GROUP_M, BN // 2)
             of_slice: gl.constexpr = gl.SliceLayout(1, da0.type.layout)
             scale = gl.convert_layout(score, of_slice)
-            first = row + GROUP * GROUP_M
             ds = finish_slice(da0, scale, dh, a_scaled, end, first, col, limit, alpha, ring, step, GROUP, 0, ACTIVATION)
-            pair = gl.load(entries(pair_of_row, next_row, next_end, rows))
             ds += finish_slice(
                 da1, scale, dh, a_scaled, end, first, col + SLICE, limit, alpha, ring, step + 1, GROUP, 1, ACTIVATION
             )
@@ -116,15 +105,13 @@ def finish_act_grad(
             )  # fmt: skip
             step += BN // SLICE
             owes = True
-            column_tile = (index % column_tiles).to(gl.int64)
+            column_tile = (col // BN).to(gl.int64)
             stored = first + gl.arange(0, GROUP_M, of_slice)
             gl.store(partial + column_tile * capacity + stored, ds, mask=stored < end)
         else:
             step = pass_by(ring, step, steps + BN // SLICE, owes)
             owes = False
-            next_end = gl.load(row_start_of_expert + next_expert + 1)
-            pair = gl.load(entries(pair_of_row, next_row, next_end, rows))
-        row, end, col = next_row, next_end, (next_tile % column_tiles) * BN
+        exists, row, end, col = next_tile(ring, notes, step)
     tma.store_wait(0)
 
 
@@ -141,8 +128,8 @@ def act_grad_kernel(
     pair_of_row,
     expert_of_tile,
     row_of_tile,
+    end_of_tile,
     num_tiles,
-    row_start_of_expert,
     capacity,
     d,
     n,
@@ -166,15 +153,17 @@ def act_grad_kernel(
     left = gl.allocate_shared_memory(dtype, [STAGES, TILE_M, BK], swizzled)
     right = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     ring = (left, right, new_barriers(STAGES, 2), new_barriers(STAGES, GROUPS))
-    tiles = (expert_of_tile, row_of_tile, row_start_of_expert)
+    notes, mailbox = new_notes(STAGES), new_mailbox()
+    pairs = gl.allocate_shared_memory(gl.int32, [STAGES, TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (finish_act_grad, (dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha,
-                               ring, 0, BN, RIGHT_BY_N, ACTIVATION)),
-            (finish_act_grad, (dh, a_scaled, s, pair_of_row, partial, capacity, tiles, num_tiles, d, n, limit, alpha,
-                               ring, 1, BN, RIGHT_BY_N, ACTIVATION)),
-            (gather_rows, (do, stride_do, token_of_row, weight, h, tiles, num_tiles, d, n, ring, BN, RIGHT_BY_N,
-                           EVEN_K)),
+            (finish_act_grad, (dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, notes, pairs, 0, BN,
+                               RIGHT_BY_N, ACTIVATION)),
+            (finish_act_grad, (dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, notes, pairs, 1, BN,
+                               RIGHT_BY_N, ACTIVATION)),
+            (gather_rows, (do, stride_do, token_of_row, weight, tiles, num_tiles, d, n, ring, notes, mailbox,
+                           (h, pair_of_row, pairs), BN, RIGHT_BY_N, EVEN_K)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

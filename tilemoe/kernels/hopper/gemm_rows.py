@@ -17,22 +17,29 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from tilemoe.kernels.hopper.names import copy_rows, load_tile
 from tilemoe.kernels.hopper.pipeline import (
     BK,
+    EACH,
     GROUP_M,
     GROUPS,
     RAGGED_ROWS,
     SLICE,
     TILE_M,
     acquire,
+    announce,
+    ask_for_tile,
     blocks_of,
     entries,
     halves,
     multiply,
     new_barriers,
+    new_mailbox,
+    new_notes,
+    next_tile,
     pass_by,
     publish_copies,
     publish_last_copies,
     row_tile,
     store_slice,
+    take_tile,
 )
 from tilemoe.kernels.triton.activations import gated_value
 
@@ -55,7 +62,10 @@ def gathered_steps(
     ring, step, upper, lower, weight, expert, col, k_from, k_to, width_in,
     RIGHT_BY_N: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Fill stages with columns ``k_from`` to ``k_to`` of the rows at the pointers ``upper`` and ``lower`` (64, BK)."""
+    """Fill stages with columns ``k_from`` to ``k_to`` of the rows at the pointers ``upper`` and ``lower`` (64, BK).
+
+    The next step's number, and the pointers moved on: to carry them spares the sum of row and column in each step.
+    """
     left, _right, ready, _empty = ring
     columns = gl.arange(0, BK, gl.SliceLayout(0, COPY))
     for k in range(k_from, k_to, BK):
@@ -64,15 +74,16 @@ def gathered_steps(
         load_weight(weight, expert, k, col, ring, stage, RIGHT_BY_N)
         buffer = left.index(stage)
         if EVEN_K:
-            copy_rows(buffer.slice(0, GROUP_M), upper + k)
-            copy_rows(buffer.slice(GROUP_M, GROUP_M), lower + k)
+            copy_rows(buffer.slice(0, GROUP_M), upper)
+            copy_rows(buffer.slice(GROUP_M, GROUP_M), lower)
         else:
             inside = (k + columns < width_in)[None, :]
-            copy_rows(buffer.slice(0, GROUP_M), upper + k, mask=inside)
-            copy_rows(buffer.slice(GROUP_M, GROUP_M), lower + k, mask=inside)
+            copy_rows(buffer.slice(0, GROUP_M), upper, mask=inside)
+            copy_rows(buffer.slice(GROUP_M, GROUP_M), lower, mask=inside)
         publish_copies(ring, step)
         step += 1
-    return step
+        upper, lower = upper + BK, lower + BK
+    return step, upper, lower
 
 
 @gluon.jit
@@ -96,56 +107,71 @@ def load_gate_up(ring, step, h, row, col, BN: gl.constexpr):
 
 @gluon.jit
 def gather_rows(
-    source, stride_source, token_of_row, weight, h, tiles, num_tiles, width_in, width_out, ring,
+    source, stride_source, token_of_row, weight, tiles, num_tiles, width_in, width_out, ring, notes, mailbox, extra,
     BN: gl.constexpr, RIGHT_BY_N: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Producer: rows of ``source`` (T, width_in) by token, and the weight's tiles; then, if h is not None, h's."""
+    """Producer: rows of ``source`` (T, width_in) by token, and the weight's tiles.
+
+    Announces (1, first row, its expert's end, first column) of each tile, and zeros when there is no other.
+
+    extra: None, or B1's (h, pair_of_row, pairs): then h follows, and the rows' pairs go to pairs (S, TILE_M).
+    """
     # The compiler is told that they are multiples of 8, whence 16-byte copies.
     width_in, stride_source = width_in // 8 * 8, stride_source // 8 * 8
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     rows = gl.arange(0, GROUP_M, gl.SliceLayout(1, COPY))
     columns = gl.arange(0, BK, gl.SliceLayout(0, COPY))
-    half = width_in // BK // 2 * BK
+    # What is left of a tile where its successor's tokens are asked for: half of the steps, or h.
+    before = width_in // BK // 2 * BK if extra is None else width_in
     step = 0
-    expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
+    index = gl.program_id(0)
+    next_index = index + gl.num_programs(0)
+    expert, row, end, col = row_tile(index, total, column_tiles, tiles, BN)
     upper_token = gl.load(entries(token_of_row, row, end, rows))
     lower_token = gl.load(entries(token_of_row, row + GROUP_M, end, rows))
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_expert, next_row, next_end, next_col = row_tile(index + gl.num_programs(0), total, column_tiles, tiles, BN)
+    while index < total:
+        next_expert, next_row, next_end, next_col = row_tile(next_index, total, column_tiles, tiles, BN)
         upper = source + (upper_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
         lower = source + (lower_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
-        step = gathered_steps(
-            ring, step, upper, lower, weight, expert, col, 0, half, width_in, RIGHT_BY_N, EVEN_K
-        )  # fmt: skip
-        # The next tile's tokens, half a tile ahead: late enough to know its rows, early enough to have arrived.
+        answer = ask_for_tile(num_tiles, next_index < total)
+        stage = acquire(ring, step)
+        announce(notes, stage, 1, row, end, col)
+        if extra is not None:
+            h, pair_of_row, pairs = extra
+            copy_rows(pairs.index(stage), entries(pair_of_row, row, end, gl.arange(0, TILE_M, EACH)))
+        step, upper, lower = gathered_steps(
+            ring, step, upper, lower, weight, expert, col, 0, before, width_in, RIGHT_BY_N, EVEN_K
+        )
+        # Late enough to know the next tile's rows, early enough to have arrived.
         upper_token = gl.load(entries(token_of_row, next_row, next_end, rows))
         lower_token = gl.load(entries(token_of_row, next_row + GROUP_M, next_end, rows))
-        step = gathered_steps(
-            ring, step, upper, lower, weight, expert, col, half, width_in, width_in, RIGHT_BY_N, EVEN_K
-        )  # fmt: skip
-        if h is not None:
+        index, next_index = next_index, take_tile(answer, mailbox, num_tiles, total, next_index < total)
+        if extra is None:
+            step, upper, lower = gathered_steps(
+                ring, step, upper, lower, weight, expert, col, before, width_in, width_in, RIGHT_BY_N, EVEN_K
+            )
+        else:
             step = load_gate_up(ring, step, h, row, col, BN)
         expert, row, end, col = next_expert, next_row, next_end, next_col
-    publish_last_copies(ring, step)
+    stage = acquire(ring, step)
+    announce(notes, stage, 0, 0, 0, 0)
+    mbarrier.arrive(ring[2].index(stage), count=1)
+    publish_copies(ring, step)
+    publish_last_copies(ring, step + 1)
 
 
 @gluon.jit
 def finish_act(
-    a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging,
+    a, h, d, limit, alpha, ring, notes, staging,
     GROUP: gl.constexpr, BN: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
 ):  # fmt: skip
     """Consumer of F1: stores gate and up, BN/2 columns each of the tile, as h, and the activation."""
     WIDTH: gl.constexpr = BN // 2
-    column_tiles = gl.cdiv(n, WIDTH)
-    total = gl.load(num_tiles) * column_tiles
     steps = gl.cdiv(d, BK)
     step = 0
-    _expert, row, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, WIDTH)
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        _next_expert, next_row, next_end, next_col = row_tile(
-            index + gl.num_programs(0), total, column_tiles, tiles, WIDTH
-        )
+    exists, row, end, col = next_tile(ring, notes, step)
+    while exists > 0:
         row += GROUP * GROUP_M
         if row < end:
             acc, step = multiply(ring, step, steps, False, GROUP, BN, True, True)
@@ -165,7 +191,7 @@ def finish_act(
                 store_slice(a, place, first if j == 0 else second, staging.index(2 * GROUP + j))
         else:
             step = pass_by(ring, step, steps, False)
-        row, end, col = next_row, next_end, next_col
+        exists, row, end, col = next_tile(ring, notes, step)
     tma.store_wait(0)
 
 
@@ -178,8 +204,8 @@ def up_proj_act_kernel(
     token_of_row,
     expert_of_tile,
     row_of_tile,
+    end_of_tile,
     num_tiles,
-    row_start_of_expert,
     d,
     n,
     stride_x,
@@ -203,13 +229,14 @@ def up_proj_act_kernel(
     right = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     staging = gl.allocate_shared_memory(dtype, [2 * GROUPS, GROUP_M, SLICE], swizzled)
     ring = (left, right, new_barriers(STAGES, 2), new_barriers(STAGES, GROUPS))
-    tiles = (expert_of_tile, row_of_tile, row_start_of_expert)
+    notes, mailbox = new_notes(STAGES), new_mailbox()
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (finish_act, (a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging, 0, BN, ACTIVATION, KEEP_H)),
-            (finish_act, (a, h, tiles, num_tiles, d, n, limit, alpha, ring, staging, 1, BN, ACTIVATION, KEEP_H)),
-            (gather_rows, (x, stride_x, token_of_row, weight, None, tiles, num_tiles, d, n, ring, BN // 2, True,
-                           EVEN_K)),
+            (finish_act, (a, h, d, limit, alpha, ring, notes, staging, 0, BN, ACTIVATION, KEEP_H)),
+            (finish_act, (a, h, d, limit, alpha, ring, notes, staging, 1, BN, ACTIVATION, KEEP_H)),
+            (gather_rows, (x, stride_x, token_of_row, weight, tiles, num_tiles, d, n, ring, notes, mailbox, None,
+                           BN // 2, True, EVEN_K)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

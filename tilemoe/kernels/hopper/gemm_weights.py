@@ -21,14 +21,19 @@ from tilemoe.kernels.hopper.pipeline import (
     SLICE,
     TILE_M,
     acquire,
+    announce,
     entries,
     halves,
     multiply,
     new_barriers,
+    new_notes,
+    next_tile,
+    pass_by,
     publish_copies,
     publish_last_copies,
     start_store,
     store_slice,
+    zeros,
 )
 
 
@@ -46,9 +51,12 @@ def weight_tile(index, total, p, q, row_start_of_expert, BN: gl.constexpr):
 
 @gluon.jit
 def gather_along_k(
-    by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q, ring, BN: gl.constexpr
+    by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q, ring, notes, BN: gl.constexpr
 ):
-    """Producer: BK tokens' columns of by_token (T, p), and the same rows of by_row (R_max, q), zero past the end."""
+    """Producer: BK tokens' columns of by_token (T, p), and the same rows of by_row (R_max, q), zero past the end.
+
+    Announces (expert, first row and column of the tile, steps), where there are none in a stage of nothing else.
+    """
     # The compiler is told that they are multiples of 8, whence 16-byte copies.
     p, stride_token = p // 8 * 8, stride_token // 8 * 8
     left, right, ready, _empty = ring
@@ -56,12 +64,18 @@ def gather_along_k(
     rows = gl.arange(0, BK, gl.SliceLayout(1, COPY))
     columns = gl.arange(0, GROUP_M, gl.SliceLayout(0, COPY))
     step = 0
-    _expert, start, end, first, col = weight_tile(gl.program_id(0), total, p, q, row_start_of_expert, BN)
+    expert, start, end, first, col = weight_tile(gl.program_id(0), total, p, q, row_start_of_expert, BN)
     token = gl.load(entries(token_of_row, start, end, rows))
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        _next_expert, next_start, next_end, next_first, next_col = weight_tile(
+        next_expert, next_start, next_end, next_first, next_col = weight_tile(
             index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
         )
+        stage = acquire(ring, step)
+        announce(notes, stage, expert, first, col, gl.cdiv(end - start, BK))
+        if start >= end:
+            mbarrier.arrive(ready.index(stage), count=1)
+            publish_copies(ring, step)
+            step += 1
         upper = first + columns
         lower = upper + GROUP_M
         for k in range(start, end, BK):
@@ -78,27 +92,27 @@ def gather_along_k(
             copy_rows(left.index(GROUPS * stage + 1), pointers + lower[None, :], mask=(lower < p)[None, :])
             publish_copies(ring, step)
             step += 1
-        # An expert without rows took no step, in which the next tile's tokens would have been loaded.
+        # Without rows there was no loop, in which the next tile's tokens would have been loaded.
         no_rows = (start + rows * 0) >= end
         token = gl.load(entries(token_of_row, next_start, next_end, rows), mask=no_rows, other=token)
-        start, end, first, col = next_start, next_end, next_first, next_col
+        expert, start, end, first, col = next_expert, next_start, next_end, next_first, next_col
     publish_last_copies(ring, step)
 
 
 @gluon.jit
 def finish_weights(
-    out, row_start_of_expert, num_experts, p, q, ring, staging,
-    GROUP: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+    out, num_experts, p, q, ring, notes, staging, GROUP: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr
+):
     """Consumer: stores its rows of the tile, turned where the output is (E, q, p)."""
     total = num_experts * gl.cdiv(p, TILE_M) * gl.cdiv(q, BN)
     step = 0
-    expert, start, end, first, col = weight_tile(gl.program_id(0), total, p, q, row_start_of_expert, BN)
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_expert, next_start, next_end, next_first, next_col = weight_tile(
-            index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
-        )
-        acc, step = multiply(ring, step, gl.cdiv(end - start, BK), False, GROUP, BN, False, False)
+    for _ in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, col, steps = next_tile(ring, notes, step)
+        acc = zeros(BN)
+        if steps > 0:
+            acc, step = multiply(ring, step, steps, False, GROUP, BN, False, False)
+        else:
+            step = pass_by(ring, step, 1, False)
         row = first + GROUP * GROUP_M
         left_half, right_half = halves(acc, GROUP_M, BN)
         for i in gl.static_range(2):
@@ -113,7 +127,6 @@ def finish_weights(
                     start_store(out, [expert, slice_col, row], buffer)
                 else:
                     store_slice(out, [expert, row, slice_col], value, buffer)
-        expert, start, end, first, col = next_expert, next_start, next_end, next_first, next_col
     tma.store_wait(0)
 
 
@@ -144,12 +157,13 @@ def gemm_weights_kernel(
     right = gl.allocate_shared_memory(dtype, [STAGES] + by_row.block_shape, by_row.layout)  # noqa: RUF005
     staging = gl.allocate_shared_memory(dtype, [2 * GROUPS, GROUP_M, SLICE], swizzled)
     ring = (left, right, new_barriers(STAGES, 2), new_barriers(STAGES, GROUPS))
+    notes = new_notes(STAGES)
     gl.warp_specialize(
         [
-            (finish_weights, (out, row_start_of_expert, num_experts, p, q, ring, staging, 0, BN, TRANSPOSED)),
-            (finish_weights, (out, row_start_of_expert, num_experts, p, q, ring, staging, 1, BN, TRANSPOSED)),
+            (finish_weights, (out, num_experts, p, q, ring, notes, staging, 0, BN, TRANSPOSED)),
+            (finish_weights, (out, num_experts, p, q, ring, notes, staging, 1, BN, TRANSPOSED)),
             (gather_along_k, (by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q,
-                              ring, BN)),
+                              ring, notes, BN)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -26,10 +26,13 @@ from tilemoe.kernels.hopper.pipeline import (
     RAGGED_ROWS,
     SLICE,
     acquire,
+    announce,
     await_full,
     halves,
     leave_last,
     new_barriers,
+    new_notes,
+    next_tile,
     right_operand,
     row_tile,
     store_slice,
@@ -41,19 +44,15 @@ BUFFERS = gl.constexpr(4)  # slices of shared memory that a consumer stores thro
 
 
 @gluon.jit
-def blocks_of_tile(row, start, end):
-    """First row and number of blocks of a tile listed at ``row``, of an expert with the rows ``start`` to ``end``."""
+def block_tile(index, total, column_tiles, tiles, BN: gl.constexpr):
+    """(expert, first row, end of the expert's rows, first column, blocks) of a tile; see `row_tile`."""
+    expert, row, end, col = row_tile(index, total, column_tiles, tiles, BN)
+    before = gl.maximum(index // column_tiles - 1, 0)
+    expert_before = gl.load(tiles[0] + before, mask=(index >= column_tiles) & (index < total), other=-1)
     left = gl.cdiv(end - row, GROUP_M)
-    takes_one = (left == 1) & (row > start)  # from the tile before it, which has four left
+    takes_one = (left == 1) & (expert_before == expert)  # from the tile before it, which has four left
     count = gl.where(takes_one | (left == BLOCKS + 1), 2, gl.minimum(left, BLOCKS))
-    return gl.where(takes_one, row - GROUP_M, row), count
-
-
-@gluon.jit
-def start_of(expert, tiles):
-    """The first of the expert's rows."""
-    _expert_of_tile, _row_of_tile, row_start_of_expert = tiles
-    return gl.load(row_start_of_expert + expert)
+    return expert, gl.where(takes_one, row - GROUP_M, row), end, col, count
 
 
 @gluon.jit
@@ -72,52 +71,65 @@ def load_blocks(rows, weight, expert, row, col, width_in, ring, step, COUNT: gl.
 
 @gluon.jit
 def contiguous_blocks(
-    rows, weight, tiles, num_tiles, width_in, width_out, ring, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr
+    rows, weight, tiles, num_tiles, width_in, width_out, ring, notes, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr
 ):
-    """Producer of one warp: tiles of ``rows`` (R_max, width_in), block by block, and of the weight, all by TMA."""
+    """Producer of one warp: tiles of ``rows`` (R_max, width_in), block by block, and of the weight, all by TMA.
+
+    Announces (first row, end of the expert's rows, first column, blocks) of each tile.
+    """
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     step = 0
-    expert, listed, end, col = row_tile(gl.program_id(0), total, column_tiles, tiles, BN)
-    start = start_of(expert, tiles)
+    expert, row, end, col, count = block_tile(gl.program_id(0), total, column_tiles, tiles, BN)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_expert, next_listed, next_end, next_col = row_tile(
+        next_expert, next_row, next_end, next_col, next_count = block_tile(
             index + gl.num_programs(0), total, column_tiles, tiles, BN
         )
-        next_start = start_of(next_expert, tiles)
-        row, count = blocks_of_tile(listed, start, end)
+        announce(notes, acquire(ring, step), row, end, col, count)
         if count == 3:
             step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 3, RIGHT_BY_N)
         elif count == 2:
             step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 2, RIGHT_BY_N)
         else:
             step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 1, RIGHT_BY_N)
-        expert, listed, start, end, col = next_expert, next_listed, next_start, next_end, next_col
+        expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count
 
 
 @gluon.jit
 def multiply_blocks(ring, step, steps, turn_of_other, COUNT: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr):
-    """Three blocks (GROUP_M, BN) fp32 of which the first COUNT are multiplied over ``steps`` stages; the next step.
+    """Three blocks (GROUP_M, BN) fp32, the first COUNT multiplied over ``steps`` stages, at least one; the next step.
 
     Gives the other consumer its turn when the last stage has arrived: these products still run meanwhile.
     """
-    left, right, _ready, _empty = ring
     acc0, acc1, acc2 = zeros(BN), zeros(BN), zeros(BN)
-    for k in range(steps):
-        stage = await_full(ring, step)
-        columns = right_operand(right, stage, BN, RIGHT_BY_N)
-        acc0 = warpgroup_mma(left.index(BLOCKS * stage), columns, acc0, is_async=True)
-        if COUNT > 1:
-            acc1 = warpgroup_mma(left.index(BLOCKS * stage + 1), columns, acc1, is_async=True)
-        if COUNT > 2:
-            acc2 = warpgroup_mma(left.index(BLOCKS * stage + 2), columns, acc2, is_async=True)
-        acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, COUNT)
-        leave_last(ring, step, k > 0)
+    acc0, acc1, acc2 = start_products(ring, step, acc0, acc1, acc2, False, COUNT, BN, RIGHT_BY_N)
+    acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, COUNT)
+    for _ in range(1, steps):
         step += 1
+        acc0, acc1, acc2 = start_products(ring, step, acc0, acc1, acc2, True, COUNT, BN, RIGHT_BY_N)
+        acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, COUNT)
+        leave_last(ring, step)
+    step += 1
     mbarrier.arrive(turn_of_other, count=1)
     acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, 0)
-    leave_last(ring, step, steps > 0)
+    leave_last(ring, step)
     return acc0, acc1, acc2, step
+
+
+@gluon.jit
+def start_products(
+    ring, step, acc0, acc1, acc2, ADD: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr
+):
+    """As `pipeline.start_product`, of the first COUNT blocks."""
+    left, right, _ready, _empty = ring
+    stage = await_full(ring, step)
+    columns = right_operand(right, stage, BN, RIGHT_BY_N)
+    acc0 = warpgroup_mma(left.index(BLOCKS * stage), columns, acc0, use_acc=ADD, is_async=True)
+    if COUNT > 1:
+        acc1 = warpgroup_mma(left.index(BLOCKS * stage + 1), columns, acc1, use_acc=ADD, is_async=True)
+    if COUNT > 2:
+        acc2 = warpgroup_mma(left.index(BLOCKS * stage + 2), columns, acc2, use_acc=ADD, is_async=True)
+    return acc0, acc1, acc2
 
 
 @gluon.jit
@@ -146,27 +158,19 @@ def store_block(acc, out, row, end, col, staging, block, BN: gl.constexpr, GROUP
 
 @gluon.jit
 def finish_rows(
-    out, tiles, num_tiles, width_in, width_out, ring, staging, order,
+    out, num_tiles, width_in, width_out, ring, notes, staging, order,
     GROUP: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr,
 ):  # fmt: skip
     """Consumer GROUP of F2 and B3: every other tile of the program. order: (GROUPS, 1) barriers, whose turn it is."""
-    column_tiles = gl.cdiv(width_out, BN)
-    total = gl.load(num_tiles) * column_tiles
+    total = gl.load(num_tiles) * gl.cdiv(width_out, BN)
     steps = gl.cdiv(width_in, BK)
     step = GROUP * steps
     phase = 1 - GROUP  # of the turn that it waits for: the first consumer's first turn comes unasked
     block = 0
-    first = gl.program_id(0) + GROUP * gl.num_programs(0)
-    expert, listed, end, col = row_tile(first, total, column_tiles, tiles, BN)
-    start = start_of(expert, tiles)
-    for index in range(first, total, GROUPS * gl.num_programs(0)):
-        next_expert, next_listed, next_end, next_col = row_tile(
-            index + GROUPS * gl.num_programs(0), total, column_tiles, tiles, BN
-        )
-        next_start = start_of(next_expert, tiles)
+    for _ in range(gl.program_id(0) + GROUP * gl.num_programs(0), total, GROUPS * gl.num_programs(0)):
         mbarrier.wait(order.index(GROUP), phase)
         phase ^= 1
-        row, count = blocks_of_tile(listed, start, end)
+        row, end, col, count = next_tile(ring, notes, step)
         if count == 3:
             acc0, acc1, acc2, step = multiply_blocks(ring, step, steps, order.index(1 - GROUP), 3, BN, RIGHT_BY_N)
         elif count == 2:
@@ -180,7 +184,6 @@ def finish_rows(
         if count > 2:
             store_block(acc2, out, row + 2 * GROUP_M, end, col, staging, block + 2, BN, GROUP)
         block += count
-        listed, start, end, col = next_listed, next_start, next_end, next_col
     tma.store_wait(0)
 
 
@@ -191,8 +194,8 @@ def gemm_rows_kernel(
     out,
     expert_of_tile,
     row_of_tile,
+    end_of_tile,
     num_tiles,
-    row_start_of_expert,
     width_in,
     width_out,
     RIGHT_BY_N: gl.constexpr,
@@ -209,12 +212,13 @@ def gemm_rows_kernel(
     )
     order = new_barriers(GROUPS, 1)
     ring = (left, right, new_barriers(STAGES, 1), new_barriers(STAGES, 1))
-    tiles = (expert_of_tile, row_of_tile, row_start_of_expert)
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    notes = new_notes(STAGES)
     gl.warp_specialize(
         [
-            (finish_rows, (out, tiles, num_tiles, width_in, width_out, ring, staging, order, 0, BN, RIGHT_BY_N)),
-            (finish_rows, (out, tiles, num_tiles, width_in, width_out, ring, staging, order, 1, BN, RIGHT_BY_N)),
-            (contiguous_blocks, (rows, weight, tiles, num_tiles, width_in, width_out, ring, BN, RIGHT_BY_N)),
+            (finish_rows, (out, num_tiles, width_in, width_out, ring, notes, staging, order, 0, BN, RIGHT_BY_N)),
+            (finish_rows, (out, num_tiles, width_in, width_out, ring, notes, staging, order, 1, BN, RIGHT_BY_N)),
+            (contiguous_blocks, (rows, weight, tiles, num_tiles, width_in, width_out, ring, notes, BN, RIGHT_BY_N)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

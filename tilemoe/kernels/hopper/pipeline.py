@@ -9,6 +9,9 @@ consumer whose 64 rows lie past the expert's end multiplies nothing, so that a r
 `ping_pong` a consumer has whole tiles, and the other one the tiles between them.
 
 A ring is the tuple (left, right, ready, empty): operand buffers (S, ...) and barriers (S, 1).
+
+Which tile it is the producer says at its first stage (`announce`), where the consumers find it without a load to wait
+for. Programs have every so-manieth tile, or, in F1 and B1, take tiles from a counter in memory (`ask_for_tile`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -32,6 +35,7 @@ GROUP_M = gl.constexpr(64)  # rows of each: what one matrix instruction of a war
 TILE_M = gl.constexpr(128)
 BK = gl.constexpr(64)  # 128 bytes of a 16-bit type: the widest swizzle
 SLICE = gl.constexpr(64)  # columns that an epilogue stores at a time
+EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # an element for each thread of a partition, or one for all
 # See tilemoe.kernels.triton.operands: where a ragged descriptor's rows pretend to end.
 RAGGED_ROWS = gl.constexpr(1 << 30)
 
@@ -49,14 +53,14 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def row_tile(index, total, column_tiles, tiles, BN: gl.constexpr):
     """(expert, first row, end of the expert's rows, first column) of a tile; past ``total`` something to read, not use.
 
-    tiles: (expert_of_tile, row_of_tile, row_start_of_expert). Called one tile ahead, so that nobody waits for it.
+    tiles: (expert_of_tile, row_of_tile, end_of_tile). Called one tile ahead, so that nobody waits for it.
     """
-    expert_of_tile, row_of_tile, row_start_of_expert = tiles
+    expert_of_tile, row_of_tile, end_of_tile = tiles
     exists = index < total
     tile = index // column_tiles
     expert = gl.load(expert_of_tile + tile, mask=exists, other=0)
     row = gl.load(row_of_tile + tile, mask=exists, other=0)
-    end = gl.load(row_start_of_expert + expert + 1)
+    end = gl.load(end_of_tile + tile, mask=exists, other=0)
     return expert, row, end, (index % column_tiles) * BN
 
 
@@ -67,6 +71,74 @@ def entries(table, row, end, rows):
     What is read twice is not stored, or meets zeros.
     """
     return table + gl.maximum(gl.minimum(row + rows, end - 1), 0)
+
+
+@gluon.jit
+def ask_for_tile(num_tiles, wanted):
+    """Take a number from the counter behind the count in ``num_tiles``, if ``wanted``: the answer for `take_tile`.
+
+    One thread asks and none waits, until the answer is used: the others' addresses, which no one uses, keep the
+    compiler from adding up in the warp first, and from handing out the sum at once.
+    """
+    thread = gl.arange(0, 128, EACH)
+    one = gl.full([128], 1, gl.int32, EACH)
+    counter = num_tiles + gl.where(thread == 0, 1, 0)
+    return gl.atomic_add(counter, one, mask=(thread == 0) & wanted, sem="relaxed")
+
+
+@gluon.jit
+def new_mailbox():
+    """(128) int32, for `take_tile`."""
+    return gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def take_tile(answer, mailbox, num_tiles, total, wanted):
+    """The number of a tile that nobody has yet; ``total`` or more where none is left or none was ``wanted``.
+
+    mailbox (128) int32: shared memory by which all threads learn it.
+
+    Programs have two tiles each to begin with, so that nobody waits for the counter, and each that had the second asks
+    until it gets none. Whoever is the last leaves the counter at zero.
+    """
+    mailbox.store(answer)
+    number = gl.sum(mailbox.slice(0, 1).load(EACH), axis=0)
+    is_last = number == total - gl.num_programs(0) - 1
+    gl.store(num_tiles + 1, 0, mask=wanted & is_last)
+    return gl.where(wanted, number + 2 * gl.num_programs(0), total)
+
+
+@gluon.jit
+def new_notes(STAGES: gl.constexpr):
+    """Four numbers for each stage: what `announce` says there."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    first = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    second = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    third = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    fourth = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def announce(notes, stage, first, second, third, fourth):
+    """Say which tile begins with a stage that the producer has acquired. What the numbers are is up to the kernel."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    notes[0].index(stage).store(gl.full([1], first, gl.int32, layout))
+    notes[1].index(stage).store(gl.full([1], second, gl.int32, layout))
+    notes[2].index(stage).store(gl.full([1], third, gl.int32, layout))
+    notes[3].index(stage).store(gl.full([1], fourth, gl.int32, layout))
+
+
+@gluon.jit
+def next_tile(ring, notes, step):
+    """What is announced of the tile that begins with ``step``, once its first stage is full."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    stage = await_full(ring, step)
+    first = gl.sum(notes[0].index(stage).load(layout), axis=0)
+    second = gl.sum(notes[1].index(stage).load(layout), axis=0)
+    third = gl.sum(notes[2].index(stage).load(layout), axis=0)
+    fourth = gl.sum(notes[3].index(stage).load(layout), axis=0)
+    return first, second, third, fourth
 
 
 @gluon.jit
@@ -141,6 +213,25 @@ def right_operand(right, stage, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr):
 
 
 @gluon.jit
+def start_product(
+    ring, step, acc, ADD: gl.constexpr, GROUP: gl.constexpr, BN: gl.constexpr,
+    LEFT_BY_K: gl.constexpr, RIGHT_BY_N: gl.constexpr,
+):  # fmt: skip
+    """Start the product of a stage once it is full; it is added to ``acc`` if ADD.
+
+    A tile's first product is not: then nobody waits for an accumulator to be filled with zeros.
+    """
+    left, right, _ready, _empty = ring
+    stage = await_full(ring, step)
+    if LEFT_BY_K:
+        rows = left.index(stage).slice(GROUP * GROUP_M, GROUP_M)
+    else:
+        rows = left.index(GROUPS * stage + GROUP).permute([1, 0])
+    columns = right_operand(right, stage, BN, RIGHT_BY_N)
+    return warpgroup_mma(rows, columns, acc, use_acc=ADD, is_async=True)
+
+
+@gluon.jit
 def multiply(
     ring,
     step,
@@ -151,29 +242,25 @@ def multiply(
     LEFT_BY_K: gl.constexpr,
     RIGHT_BY_N: gl.constexpr,
 ):
-    """(GROUP_M, BN) fp32 of this consumer's rows over ``steps`` stages, and the next step's number.
+    """(GROUP_M, BN) fp32 of this consumer's rows over ``steps`` stages, at least one; and the next step's number.
 
     owes: whether it has still to leave the stage before the first, from which it has started stores: it does so
-    beside the first product, so there must be one. LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64).
+    beside the first product. LEFT_BY_K: the left buffers are (S, 128, BK), else (S, 2, BK, 64).
     RIGHT_BY_N: see `right_operand`.
     """
-    left, right, _ready, _empty = ring
-    acc = zeros(BN)
-    for k in range(steps):
-        stage = await_full(ring, step)
-        if LEFT_BY_K:
-            rows = left.index(stage).slice(GROUP * GROUP_M, GROUP_M)
-        else:
-            rows = left.index(GROUPS * stage + GROUP).permute([1, 0])
-        columns = right_operand(right, stage, BN, RIGHT_BY_N)
-        acc = warpgroup_mma(rows, columns, acc, is_async=True)
-        if owes & (k == 0):
-            tma.store_wait(0)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        leave_last(ring, step, (k > 0) | owes)
+    acc = start_product(ring, step, zeros(BN), False, GROUP, BN, LEFT_BY_K, RIGHT_BY_N)
+    if owes:
+        tma.store_wait(0)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    leave_last(ring, step, owes)
+    for _ in range(1, steps):
         step += 1
+        acc = start_product(ring, step, acc, True, GROUP, BN, LEFT_BY_K, RIGHT_BY_N)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        leave_last(ring, step)
+    step += 1
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    leave_last(ring, step, steps > 0)
+    leave_last(ring, step)
     return acc, step
 
 

@@ -40,8 +40,8 @@ def act_grad_kernel(
     pair_of_row,
     expert_of_tile,
     row_of_tile,
+    end_of_tile,
     num_tiles,
-    row_start_of_expert,
     capacity,
     d,
     n,
@@ -80,7 +80,7 @@ def act_grad_kernel(
         col = (index % column_tiles) * BLOCK_N
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
-        end = tl.load(row_start_of_expert + expert + 1)
+        end = tl.load(end_of_tile + tile)
         rows = row + tl.arange(0, BLOCK_M)
         # Rows past the expert's end compute its last row again, and are not stored.
         line = tl.minimum(rows, end - 1)
@@ -157,8 +157,8 @@ def score_grad_kernel(
     pair_of_row,
     expert_of_tile,
     row_of_tile,
+    end_of_tile,
     num_tiles,
-    row_start_of_expert,
     capacity,
     num_partial,
     d,
@@ -173,7 +173,7 @@ def score_grad_kernel(
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):
         expert = tl.load(expert_of_tile + tile)
-        end = tl.load(row_start_of_expert + expert + 1)
+        end = tl.load(end_of_tile + tile)
         rows = tl.load(row_of_tile + tile) + tl.arange(0, BLOCK_M)
         line = tl.minimum(rows, end - 1)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)

@@ -34,8 +34,8 @@ def gemm_rows_kernel(
     out,
     expert_of_tile,
     row_of_tile,
+    end_of_tile,
     num_tiles,
-    row_start_of_expert,
     width_in,
     width_out,
     stride_we,
@@ -65,7 +65,7 @@ def gemm_rows_kernel(
         col = (index % column_tiles) * BLOCK_N
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
-        end = tl.load(row_start_of_expert + expert + 1)
+        end = tl.load(end_of_tile + tile)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, width_in, BLOCK_K):
             if USE_TMA:
@@ -100,8 +100,8 @@ def up_proj_act_kernel(
     token_of_row,
     expert_of_tile,
     row_of_tile,
+    end_of_tile,
     num_tiles,
-    row_start_of_expert,
     d,
     n,
     stride_x,
@@ -146,7 +146,7 @@ def up_proj_act_kernel(
         col = (index % column_tiles) * BLOCK_N
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
-        end = tl.load(row_start_of_expert + expert + 1)
+        end = tl.load(end_of_tile + tile)
         # Rows past the expert's end compute its last row again, and are not stored.
         token = tl.load(token_of_row + tl.minimum(row + tl.arange(0, BLOCK_M), end - 1))
         x_pointers = line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), WIDE)

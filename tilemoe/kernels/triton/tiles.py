@@ -22,21 +22,20 @@ _FEWEST_EXPERTS = 128  # that the kernel is compiled for: layers with fewer shar
 class TileList(NamedTuple):
     """Tiles in the order of the rows; entries past ``num_tiles`` are unspecified. All int32.
 
-    expert_of_tile (C), row_of_tile (C) its first row, num_tiles (1).
+    expert_of_tile (C), row_of_tile (C) its first row, end_of_tile (C) the end of its expert's rows; num_tiles (2): how
+    many, and 0, on which a kernel may count the tiles that its programs have taken. It leaves 0; two at the same time
+    would disturb each other, but every call of an operator has a plan, and so lists, of its own.
     """
 
     expert_of_tile: Tensor
     row_of_tile: Tensor
+    end_of_tile: Tensor
     num_tiles: Tensor
 
     @property
     def capacity(self) -> int:
         """C: the most tiles that there can be."""
         return self.expert_of_tile.shape[0]
-
-    def args(self, plan: RoutingPlan) -> dict[str, Tensor]:
-        """The arguments by which a kernel walks the list: where each tile lies, and where its expert's rows end."""
-        return {**self._asdict(), "row_start_of_expert": plan.row_start_of_expert}
 
 
 def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
@@ -63,8 +62,8 @@ def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[Ti
     assert len(tile_ms) in (1, 2), "what the kernel takes"
     start = plan.row_start_of_expert
     capacities = [ceil_div(plan.capacity, tile_m) + plan.num_experts for tile_m in tile_ms]
-    vectors = int32_vectors(start, *(length for capacity in capacities for length in (capacity, capacity, 1)))
-    lists = [TileList(*vectors[first : first + 3]) for first in range(0, len(vectors), 3)]
+    vectors = int32_vectors(start, *(length for capacity in capacities for length in (capacity, capacity, capacity, 2)))
+    lists = [TileList(*vectors[first : first + 4]) for first in range(0, len(vectors), 4)]
     launch = Launch(
         tile_lists_kernel,
         (plan.num_experts,),
@@ -88,9 +87,11 @@ def tile_lists_kernel(
     row_start_of_expert,
     expert_of_tile,
     row_of_tile,
+    end_of_tile,
     num_tiles,
     second_expert_of_tile,
     second_row_of_tile,
+    second_end_of_tile,
     second_num_tiles,
     num_experts,
     tile_m,
@@ -106,20 +107,17 @@ def tile_lists_kernel(
     ends = tl.load(row_start_of_expert + others + 1, mask=others < num_experts, other=0)
     row = tl.load(row_start_of_expert + tl.program_id(0))
     end = tl.load(row_start_of_expert + tl.program_id(0) + 1)
-    _list_own(starts, ends, row, end, expert_of_tile, row_of_tile, num_tiles, num_experts, tile_m, BLOCK_E, BLOCK)
+    first = (expert_of_tile, row_of_tile, end_of_tile, num_tiles)
+    _list_own(starts, ends, row, end, first, num_experts, tile_m, BLOCK_E, BLOCK)
     if second_tile_m > 0:
-        _list_own(
-            starts, ends, row, end, second_expert_of_tile, second_row_of_tile, second_num_tiles, num_experts,
-            second_tile_m, BLOCK_E, BLOCK,
-        )  # fmt: skip
+        second = (second_expert_of_tile, second_row_of_tile, second_end_of_tile, second_num_tiles)
+        _list_own(starts, ends, row, end, second, num_experts, second_tile_m, BLOCK_E, BLOCK)
 
 
 @triton.jit
-def _list_own(
-    starts, ends, row, end, expert_of_tile, row_of_tile, num_tiles, num_experts, tile_m,
-    BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _list_own(starts, ends, row, end, tiles, num_experts, tile_m, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
     """Count the tiles of the experts before this program's, whose rows are ``row`` to ``end``, then write its own."""
+    expert_of_tile, row_of_tile, end_of_tile, num_tiles = tiles
     expert = tl.program_id(0)
     before = tl.sum(tl.where(tl.arange(0, BLOCK_E) < expert, tl.cdiv(ends - starts, tile_m), 0))
     mine = tl.cdiv(end - row, tile_m)
@@ -127,5 +125,7 @@ def _list_own(
         slot = first + tl.arange(0, BLOCK)
         tl.store(expert_of_tile + before + slot, expert, mask=slot < mine)
         tl.store(row_of_tile + before + slot, row + slot * tile_m, mask=slot < mine)
+        tl.store(end_of_tile + before + slot, end, mask=slot < mine)
     if expert == num_experts - 1:
         tl.store(num_tiles, before + mine)
+        tl.store(num_tiles + 1, 0)
