@@ -91,6 +91,19 @@ def test_threads_meet_between_a_fence_and_the_tma_stores_after_it(name: str) -> 
     assert stores >= 2
 
 
+@pytest.mark.parametrize("name", all_launches(torch.bfloat16))
+def test_threads_meet_between_a_note_and_the_arrival_behind_it(name: str) -> None:
+    """One thread arrives at a barrier for all: what they have written for the other partitions, or read, is before."""
+    ptx = str(compile_launch(all_launches(torch.bfloat16)[name], 90).asm["ptx"])
+    letters = {"st.shared.b32": "w", "ld.shared.b32": "r", "mbarrier.arrive": "a"}
+    found = re.findall(r"^.*?((?:st|ld)\.shared\.b32|bar(?:rier)?(?:\.warp)?\.sync|mbarrier\.arrive)", ptx, re.M)
+    order = "".join(letters.get(instruction, "|") for instruction in found)
+    assert "wwww" in order
+    assert "rrrr" in order, "the four numbers of a note, by each consumer"
+    assert re.search("w[wr]*a", order) is None
+    assert re.search("rrrrr*a", order) is None
+
+
 @pytest.mark.parametrize("activation", ACT_GRAD_ACTIVATIONS)
 def test_act_grad_of_every_activation(activation: str, tmp_path: Path) -> None:
     launch = all_launches(torch.bfloat16, activation, d=1000, n=200)["down_proj_act_grad"]

@@ -65,20 +65,41 @@ def test_racecheck_of_the_portable_kernels(sanitizer: str) -> None:
 
 
 def test_racecheck_of_the_chosen_kernels(sanitizer: str) -> None:
-    """A warp-specialised kernel hands its partitions out through shared memory, behind a barrier of all warps that
-    racecheck does not follow. Triton puts that code at lines where no access of ours is: no other line may be named.
+    """No races but two that are none, behind barriers that racecheck does not follow.
+
+    A warp-specialised kernel hands its partitions out through shared memory, behind a barrier of all warps. Triton puts
+    that code at lines where no access of ours is. And a producer leaves notes for the consumers behind a stage's
+    mbarrier, at which one thread arrives for all: that they meet before it does is read from the machine's code
+    (test_hopper_compiled.py). No other line may be named.
     """
-    output = run(sanitizer, "racecheck", "chosen")
+    output = run(sanitizer, "racecheck", "chosen", "--print-limit", "0")
     assert re.search(r"ran \d\d+ cases", output), output[-3000:]
     assert "RACECHECK SUMMARY" in output, output[-3000:]
     hazards = re.findall(r"Race reported between (.*(?:\n=+ +and .*)*)", output)
     assert len(hazards) == len(re.findall(r"^=+ (?:Error|Warning):", output, re.MULTILINE)), output[-3000:]
     ours = []
     for hazard in hazards:
-        places = re.findall(r" in (?:\S*/)?(\w+\.py:\d+)", hazard)
-        if len(places) != hazard.count(" access at ") or not set(places) <= lines_of_the_partitioning():
+        accesses = re.findall(r"(Read|Write) access at .* in (?:\S*/)?(\w+\.py:\d+)", hazard)
+        places = {place for _, place in accesses}
+        is_partitioning = places <= lines_of_the_partitioning()
+        is_note = all(place in lines_of_notes()[kind] for kind, place in accesses)
+        if len(accesses) != hazard.count(" access at ") or not (is_partitioning or is_note):
             ours.append(hazard)
     assert not ours, "\n".join(ours[:20])
+
+
+def lines_of_notes() -> dict[str, set[str]]:
+    """Where a note is written, and where it is read: by `next_tile`, in which `await_full` is inlined."""
+    writers, readers = {"announce"}, {"next_tile", "await_full"}
+    found: dict[str, set[str]] = {"Write": set(), "Read": set()}
+    path = Path(hopper.__file__).parent / "pipeline.py"
+    for function in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(function, ast.FunctionDef) and function.name in writers | readers:
+            lines = range(function.body[0].lineno, (function.end_lineno or 0) + 1)
+            found["Write" if function.name in writers else "Read"] |= {f"{path.name}:{line}" for line in lines}
+    assert found["Write"]
+    assert found["Read"]
+    return found
 
 
 def lines_of_the_partitioning() -> set[str]:
