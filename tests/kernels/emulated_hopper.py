@@ -198,7 +198,10 @@ WAIT = "warpgroup_mma_wait({}, deps=(acc,))\n"
 WAIT_BLOCKS = f"acc2, COUNT, COUNT)\n{LEAVE_IN_LOOP}"
 TILE = "announce(notes, stage, 1, row, end, col)"
 ASK = "ask_for_tile(num_tiles, next_index < total)"
+FREE, TAKEN = "stage = acquire(ring, step)\n        ", f"stage = {TAKE}\n        "
+WEIGHTS = "announce(notes, stage, expert"
 ANOTHER = "stored twice|past the tensor|outside the tensor"
+NOTE = f"{PROTOCOL}|{NUMBERS}|{ANOTHER}"
 FAULTS = {
     "a stage is filled while it is read": ("acquire", "mbarrier.wait(empty.", "(empty.", PROTOCOL),
     "the producer's first phase": ("acquire", " & 1) ^ 1)", " & 1))", PROTOCOL),
@@ -252,6 +255,9 @@ FAULTS = {
     "F2 overwrites a slice": ("store_block", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
     "F2 ends before its stores": ("finish_rows", "tma.store_wait(0)", "pass", UNFINISHED),
     "F2 stores past the expert's end": ("store_block", "end, last,", "end + 64, last - 64,", "stored twice"),
+    "a note is left before the stage is free, F1": ("gather_rows", FREE + TILE, TAKEN + TILE, NOTE),
+    "a note is left before the stage is free, F2": ("contiguous_blocks", "acquire(ring, step)", TAKE, NOTE),
+    "a note is left before the stage is free, B2": ("gather_along_k", FREE + WEIGHTS, TAKEN + WEIGHTS, NOTE),
     "another tile is announced": ("gather_rows", TILE, TILE.replace("row", "next_row"), f"{NUMBERS}|{ANOTHER}"),
     "nobody says that no tile is left": ("gather_rows", "announce(notes, stage, 0, 0, 0, 0)", "pass", "deadlock"),
     "a tile is taken twice": ("take_tile", "number + 2 * gl", "number + 1 * gl", "stored twice"),
@@ -293,7 +299,9 @@ FAULTS = {
 def assert_agree_with_a_fault(function: str, text: str, fault: str) -> None:
     """With loads that come late, which shows a missing wait; then with sooner ones, which overwrite what is in use."""
     # As many columns as fill B1's slices: past them nothing is stored.
-    case = replace(CASES[3], turned=function != "finish_act", intermediate_size=256)
+    case = replace(CASES[3], turned=function not in ("finish_act", "gather_rows"), intermediate_size=256)
+    if function == "gather_rows":  # as many steps as stages: a tile begins where the one before did
+        case = replace(case, hidden_size=256)
     for late in (0.9, 0.3):
         # One program, that a buffer is used again.
         with emulated(programs=1, late=late, edits={function: (text, fault)}):

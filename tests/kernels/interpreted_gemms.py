@@ -96,14 +96,15 @@ def test_tile_lists(name: str, tile_ms: tuple[int, ...]) -> None:
     starts = plan.row_start_of_expert.tolist()
     for tile_m, tiles in zip(tile_ms, tile_lists(plan, *tile_ms), strict=True):
         expected = [
-            (expert, row)
+            (expert, row, starts[expert + 1])
             for expert in range(plan.num_experts)
             for row in range(starts[expert], starts[expert + 1], tile_m)
         ]
-        count, capacity = int(tiles.num_tiles[0]), -(-plan.capacity // tile_m) + plan.num_experts
-        assert tiles.expert_of_tile.shape == tiles.row_of_tile.shape == (capacity,)
-        found = zip(tiles.expert_of_tile[:count].tolist(), tiles.row_of_tile[:count].tolist(), strict=True)
-        assert list(found) == expected
+        count, capacity = len(expected), -(-plan.capacity // tile_m) + plan.num_experts
+        assert tiles.num_tiles.tolist() == [count, 0]
+        of_each = (tiles.expert_of_tile, tiles.row_of_tile, tiles.end_of_tile)
+        assert all(vector.shape == (capacity,) for vector in of_each)
+        assert list(zip(*(vector[:count].tolist() for vector in of_each), strict=True)) == expected
 
 
 def test_a_plan_lists_its_tiles_once(monkeypatch: pytest.MonkeyPatch) -> None:

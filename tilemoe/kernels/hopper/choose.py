@@ -40,11 +40,15 @@ SHAPES: MappingProxyType[Kernel, Shape] = MappingProxyType(
         "up_proj_weight_grad": Shape(128, 256, 4, 224, 56),
     }
 )
-# With a longer contraction the portable kernel is as fast or faster: there is little epilogue to hide beside it. The
-# others won, or lost 1% at most, at every width that was measured.
-MAX_CONTRACTION: MappingProxyType[Kernel, int] = MappingProxyType({"up_proj_act_grad": 2048})
+# With a longer contraction up_proj_act_grad is faster in its portable form: there is little epilogue to hide beside it.
+# Where d is wide, it is so sooner: by up to 22% with 256 rows of an expert in whole tiles, as rounding makes them.
+# Up_proj_act, down_proj and down_proj_act_grad won, or lost 1% at most, at every width that was measured.
+MAX_CONTRACTION = 1024
+MAX_CONTRACTION_OF_NARROW = 2048
+NARROW = 2048  # of d
 # Up_proj_weight_grad's contraction is over an expert's rows, which no choice of what to compile may follow. By the
-# width of dh it was 3% faster up to 1024, and equal to 3% slower from 2048 on. Down_proj_weight_grad won or lost 2%.
+# width of dh and with thousands of rows it was 5% faster to 1% slower up to 1536, and equal to 7% slower from 2048 on;
+# with 256 rows 6 to 18% faster. Down_proj_weight_grad won up to 15% with few rows and lost up to 9% with thousands.
 MAX_WIDTH_OF_DH = 2047
 MIN_WIDTH = 64  # of d and n: narrower, most of a tile would be padding
 # Whose gradients fit the registers: for swiglu_oai, about 200 values of a tile would spill.
@@ -72,4 +76,6 @@ def is_faster(kernel: Kernel, width_in: int, width_out: int) -> bool:
         return False
     if kernel == "up_proj_weight_grad":
         return width_out <= MAX_WIDTH_OF_DH
-    return width_in <= MAX_CONTRACTION.get(kernel, width_in)
+    if kernel == "up_proj_act_grad":
+        return width_in <= (MAX_CONTRACTION_OF_NARROW if width_out <= NARROW else MAX_CONTRACTION)
+    return True

@@ -122,7 +122,7 @@ def gather_rows(
     total = gl.load(num_tiles) * column_tiles
     rows = gl.arange(0, GROUP_M, gl.SliceLayout(1, COPY))
     columns = gl.arange(0, BK, gl.SliceLayout(0, COPY))
-    # What is left of a tile where its successor's tokens are asked for: half of the steps, or h.
+    # Columns that are filled before the next tile's tokens are asked for; the others, or h, hide what that takes.
     before = width_in // BK // 2 * BK if extra is None else width_in
     step = 0
     index = gl.program_id(0)

@@ -103,7 +103,7 @@ def multiply_blocks(ring, step, steps, turn_of_other, COUNT: gl.constexpr, BN: g
     """
     acc0, acc1, acc2 = zeros(BN), zeros(BN), zeros(BN)
     acc0, acc1, acc2 = start_products(ring, step, acc0, acc1, acc2, False, COUNT, BN, RIGHT_BY_N)
-    acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, COUNT)
+    acc0, acc1, acc2 = wait_for_products(acc0, acc1, acc2, COUNT, COUNT)  # for nothing, as in `pipeline.multiply`
     for _ in range(1, steps):
         step += 1
         acc0, acc1, acc2 = start_products(ring, step, acc0, acc1, acc2, True, COUNT, BN, RIGHT_BY_N)

@@ -11,7 +11,7 @@ consumer whose 64 rows lie past the expert's end multiplies nothing, so that a r
 A ring is the tuple (left, right, ready, empty): operand buffers (S, ...) and barriers (S, 1).
 
 Which tile it is the producer says at its first stage (`announce`), where the consumers find it without a load to wait
-for. Programs have every so-manieth tile, or, in F1 and B1, take tiles from a counter in memory (`ask_for_tile`).
+for. Of P programs each has every P-th tile; in F1 and B1 they take tiles from a counter in memory (`ask_for_tile`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -251,7 +251,7 @@ def multiply(
     acc = start_product(ring, step, zeros(BN), False, GROUP, BN, LEFT_BY_K, RIGHT_BY_N)
     if owes:
         tma.store_wait(0)
-    acc = warpgroup_mma_wait(1, deps=(acc,))
+    acc = warpgroup_mma_wait(1, deps=(acc,))  # for nothing: it makes a value of what the loop carries
     leave_last(ring, step, owes)
     for _ in range(1, steps):
         step += 1
