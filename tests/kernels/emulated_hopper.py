@@ -197,6 +197,7 @@ LEAVE_IN_LOOP, LEAVE_OWED = f"        {LEAVE}", "leave_last(ring, step, owes)"
 WAIT = "warpgroup_mma_wait({}, deps=(acc,))\n"
 WAIT_BLOCKS = f"acc2, COUNT, COUNT)\n{LEAVE_IN_LOOP}"
 TILE = "announce(notes, stage, 1, row, end, col)"
+NO_TILE = "announce(notes, acquire(ring, step), 0, 0, 0, 0)"
 ASK = "ask_for_tile(num_tiles, next_index < total)"
 FREE, TAKEN = "stage = acquire(ring, step)\n        ", f"stage = {TAKE}\n        "
 WEIGHTS = "announce(notes, stage, expert"
@@ -259,7 +260,7 @@ FAULTS = {
     "a note is left before the stage is free, F2": ("contiguous_blocks", "acquire(ring, step)", TAKE, NOTE),
     "a note is left before the stage is free, B2": ("gather_along_k", FREE + WEIGHTS, TAKEN + WEIGHTS, NOTE),
     "another tile is announced": ("gather_rows", TILE, TILE.replace("row", "next_row"), f"{NUMBERS}|{ANOTHER}"),
-    "nobody says that no tile is left": ("gather_rows", "announce(notes, stage, 0, 0, 0, 0)", "pass", "deadlock"),
+    "nobody says that no tile is left": ("gather_rows", NO_TILE, "acquire(ring, step)", "deadlock"),
     "a tile is taken twice": ("take_tile", "number + 2 * gl", "number + 1 * gl", "stored twice"),
     "nobody asks for a tile": ("gather_rows", ASK, "ask_for_tile(num_tiles, False)", f"{NUMBERS}|{ANOTHER}"),
     "another row's score": ("gather_rows", "gl.arange(0, TILE_M, EACH)", "0 * gl.arange(0, TILE_M, EACH)", NUMBERS),

@@ -37,6 +37,7 @@ from tilemoe.kernels.hopper.pipeline import (
     pass_by,
     publish_copies,
     publish_last_copies,
+    publish_nothing,
     row_tile,
     store_slice,
     take_tile,
@@ -154,10 +155,8 @@ def gather_rows(
         else:
             step = load_gate_up(ring, step, h, row, col, BN)
         expert, row, end, col = next_expert, next_row, next_end, next_col
-    stage = acquire(ring, step)
-    announce(notes, stage, 0, 0, 0, 0)
-    mbarrier.arrive(ring[2].index(stage), count=1)
-    publish_copies(ring, step)
+    announce(notes, acquire(ring, step), 0, 0, 0, 0)
+    publish_nothing(ring, step)
     publish_last_copies(ring, step + 1)
 
 

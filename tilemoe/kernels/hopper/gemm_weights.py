@@ -31,6 +31,7 @@ from tilemoe.kernels.hopper.pipeline import (
     pass_by,
     publish_copies,
     publish_last_copies,
+    publish_nothing,
     start_store,
     store_slice,
     zeros,
@@ -73,8 +74,7 @@ def gather_along_k(
         stage = acquire(ring, step)
         announce(notes, stage, expert, first, col, gl.cdiv(end - start, BK))
         if start >= end:
-            mbarrier.arrive(ready.index(stage), count=1)
-            publish_copies(ring, step)
+            publish_nothing(ring, step)
             step += 1
         upper = first + columns
         lower = upper + GROUP_M

@@ -132,12 +132,11 @@ def announce(notes, stage, first, second, third, fourth):
 @gluon.jit
 def next_tile(ring, notes, step):
     """What is announced of the tile that begins with ``step``, once its first stage is full."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     stage = await_full(ring, step)
-    first = gl.sum(notes[0].index(stage).load(layout), axis=0)
-    second = gl.sum(notes[1].index(stage).load(layout), axis=0)
-    third = gl.sum(notes[2].index(stage).load(layout), axis=0)
-    fourth = gl.sum(notes[3].index(stage).load(layout), axis=0)
+    first = gl.sum(notes[0].index(stage).load(EACH), axis=0)
+    second = gl.sum(notes[1].index(stage).load(EACH), axis=0)
+    third = gl.sum(notes[2].index(stage).load(EACH), axis=0)
+    fourth = gl.sum(notes[3].index(stage).load(EACH), axis=0)
     return first, second, third, fourth
 
 
@@ -181,6 +180,14 @@ def publish_copies(ring, step):
     async_copy.wait_group(LAG)
     fence_async_shared()
     mbarrier.arrive(ready.index((step + STAGES - LAG) % STAGES), count=1, pred=step >= LAG)
+
+
+@gluon.jit
+def publish_nothing(ring, step):
+    """As `publish_copies`, of an acquired stage that has a note and no operands."""
+    _left, _right, ready, _empty = ring
+    mbarrier.arrive(ready.index(step % ready.shape[0]), count=1)  # for the TMA that does not come
+    publish_copies(ring, step)
 
 
 @gluon.jit
