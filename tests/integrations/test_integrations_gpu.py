@@ -50,7 +50,7 @@ def test_one_call_for_inference_gives_what_the_operators_give(family: str, count
     """To the last bit: run, recorded and repeated. With gradients on, though of nothing, operators are called."""
     model = FAMILIES[family].make().to("cuda", torch.bfloat16).requires_grad_(False)
     (module, *_) = integration._experts_modules(model)
-    experts: int = module.down_proj.shape[0]  # type: ignore[union-attr, assignment]
+    experts = module.get_parameter("down_proj").shape[0]
     width: int = model.config.hidden_size
     for seed in range(4):
         torch.manual_seed(seed)
@@ -79,7 +79,8 @@ def test_adapters_err_little_more_than_merged_weights(rank: int) -> None:
         at = {name: t.cuda().to(dtype) for name, t in wide.items()}
         wanted = [at[name].requires_grad_() for name in ("x", "scores", "ua", "ub", "da", "db")]
         if fused:
-            adapters = Adapters(*wanted[2:], 0.5)
+            ua, ub, da, db = wanted[2:]
+            adapters = Adapters(ua, ub, da, db, 0.5)
             o = moe_lora(at["x"], at["w1"], at["w2"], plan, at["scores"], adapters)
         else:
             w1, w2 = at["w1"] + 0.5 * at["ub"] @ at["ua"], at["w2"] + 0.5 * at["db"] @ at["da"]

@@ -11,7 +11,7 @@ from gpu_layers import never_repeated
 from triton_checks import Case, assert_kernels_agree, run_kernels
 
 from tilemoe.config import MoEConfig
-from tilemoe.kernels.hopper.choose import MAX_CONTRACTION
+from tilemoe.kernels.hopper.choose import MAX_CONTRACTION_OF_NARROW
 from tilemoe.kernels.hopper.kernel_set import HOPPER_KERNELS
 from tilemoe.kernels.select import select_kernels
 from tilemoe.kernels.triton.launch import Launch
@@ -89,7 +89,7 @@ def test_every_kernel_takes_part(launched: set[str]) -> None:
 
 
 def test_long_contractions_are_left_to_the_portable_kernels(launched: set[str]) -> None:
-    plan, n = random_plan(300, 4, 2), MAX_CONTRACTION["up_proj_act_grad"] // 2 + 8
+    plan, n = random_plan(300, 4, 2), MAX_CONTRACTION_OF_NARROW // 2 + 8
     given = make_inputs(plan, 256, n, dtype=BF16)
     rows = torch.zeros(plan.capacity, 2 * n, dtype=BF16, device="cuda")
     HOPPER_KERNELS.up_proj_act_grad(rows, given["w1"], plan)

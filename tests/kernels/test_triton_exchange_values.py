@@ -17,6 +17,7 @@ from torch import Tensor
 from tilemoe.kernels.torch import exchange as by_torch
 from tilemoe.kernels.torch.exchange import Routed
 from tilemoe.kernels.triton import exchange as by_triton
+from tilemoe.kernels.triton.plan import MAX_EXPERTS
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.routing.plan import RoutingPlan
 
@@ -144,6 +145,6 @@ def test_an_x_whose_columns_are_apart(width: int) -> None:
 
 def test_what_the_kernels_do_not_serve() -> None:
     assert by_triton.unsupported(1, 1, 1, 1) is None
-    assert by_triton.unsupported(1000, 8000, by_triton.MAX_EXPERTS, by_triton.MAX_RANKS) is None
+    assert by_triton.unsupported(1000, 8000, MAX_EXPERTS, by_triton.MAX_RANKS) is None
     for case in ((0, 0, 8, 2), (4, 0, 8, 2), (2**30, 2**30, 8, 2), (1, 2**31, 8, 2), (1, 1, 8192, 2), (1, 1, 130, 65)):
         assert by_triton.unsupported(*case), case

@@ -1,4 +1,5 @@
-"""Top-K selection and its gradient in one kernel each: every logit is read once, nothing of size T x E is kept.
+"""Top-K selection and its gradient in one kernel each: every logit is read at most once, the chosen ones once more, and
+nothing of size T x E is kept.
 
 T tokens · E experts · K experts per token · C columns of a program's tile: E, padded to powers of two
 
@@ -19,6 +20,7 @@ from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_ker
 MAX_EXPERTS = 4096
 MAX_EXPERTS_PER_TOKEN = 32
 _WARP = 512  # logits of a warp: 16 a thread leave registers for what is computed of each
+_ZEROS = 4096  # that a program writes where most of the gradient is zero
 _PARTIAL_SUMS = 2048  # programs over which the sums for the losses are split
 
 
@@ -145,10 +147,14 @@ def select_grad_launch(
 ) -> Launch:
     """The launch behind `select_grad`, for at least one token."""
     num_tokens, num_experts = logits.shape
-    tile = _tile(num_experts, 1)  # which groups were eligible has no gradient
+    columns = power_of_two(num_experts)  # which groups were eligible has no gradient
+    if spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None:
+        block, num_warps = max(1, _WARP // columns), _num_warps(columns)
+    else:
+        block, num_warps = max(1, _ZEROS // columns), 4  # no logit is read but those of the chosen
     return Launch(
         select_grad_kernel,
-        (ceil_div(num_tokens, tile["BLOCK_T"]),),
+        (ceil_div(num_tokens, block),),
         {
             "logits": logits,
             "expert_ids": expert_ids,
@@ -165,10 +171,11 @@ def select_grad_launch(
             "MODE": spec.mode,
             "NORMALIZE": spec.normalize,
             "SCALE": spec.scale,
-            "BLOCK_T": tile["BLOCK_T"],
-            "COLUMNS": tile["GROUP"],
+            "BLOCK_T": block,
+            "COLUMNS": columns,
+            "CHOICES": power_of_two(spec.experts_per_token),
         },
-        num_warps=_num_warps(tile["GROUP"]),
+        num_warps=num_warps,
         num_stages=1,
     )
 

@@ -244,6 +244,28 @@ def select_kernel(
         tl.store(z_parts + tl.program_id(0), tl.sum(z_part, axis=0))
 
 
+@triton.jit
+def _dense_grad(logit, d_probability, top, inverse_total, common, inverse, d_z, MODE: tl.constexpr):
+    """What a logit gets besides its own score's share: from all that is divided by sums over all experts.
+
+    logit, d_probability (tokens, X); of each token: the largest logit and 1 / sum exp(l - top) · sum dp p ·
+    1 / sum of all sigmoids · dz times 2 z. d_probability, d_z: None for zeros.
+    """
+    grad = tl.zeros(logit.shape, dtype=tl.float32)
+    if MODE == "softmax" or d_z is not None or (MODE == "late softmax" and d_probability is not None):
+        probability = tl.exp(logit - top[:, None]) * inverse_total[:, None]
+    if MODE == "softmax" or d_probability is not None:
+        difference = -common[:, None] if d_probability is None else d_probability - common[:, None]
+        if MODE == "sigmoid":
+            score = _sigmoid(logit)
+            grad = difference * inverse[:, None] * (score * (1.0 - score))
+        else:
+            grad = probability * difference
+    if d_z is not None:
+        grad += d_z[:, None] * probability
+    return grad
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def select_grad_kernel(
     logits,
@@ -261,69 +283,88 @@ def select_grad_kernel(
     SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHOICES: tl.constexpr,
 ):
     """d_logits (T, E) from the gradients of scores (T, K), of the probabilities' sums (E,) and of the z sum ().
 
     Of ``p = softmax(l)``: ``dl = p * (dp - <dp, p>)``; so of a quotient ``p = u / (sum u + eps)``: ``du = (dp - <dp,
     p>) / (sum u + eps)``; of a sigmoid: ``dl = du * u * (1 - u)``.
+
+    All experts get what comes from sums over all, zero where there are none; then the chosen ones are written again.
     """
     SOFTMAX: tl.constexpr = (
         MODE == "softmax" or d_z_sum is not None or (MODE == "late softmax" and d_probability_sums is not None)
     )
+    DENSE: tl.constexpr = SOFTMAX or d_probability_sums is not None
     expert = tl.arange(0, COLUMNS)[None, :]
     valid = expert < NUM_EXPERTS
     first = tl.program_id(0) * BLOCK_T
-    real, tile = _load_logits(logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS, BLOCK_T)
+    token = first + tl.arange(0, BLOCK_T)
+    inside = token < num_tokens
+    real = inside
+    top = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    inverse_total, common, inverse = top, top, top
+    d_probability = None
+    d_z = None
+    if DENSE:
+        real, tile = _load_logits(logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS, BLOCK_T)
+    elif token_mask is not None:
+        real &= tl.load(token_mask + token, mask=inside, other=0) != 0
     if SOFTMAX:
         top = tl.max(tile, axis=1)
         weight = tl.exp(tile - top[:, None])
         total = tl.sum(weight, axis=1)
-        probability = weight * (1.0 / total)[:, None]
-    if MODE == "sigmoid":
-        score = _sigmoid(tile)
-    elif MODE == "softmax":
-        score = probability
-
-    d_tile = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.float32)  # of the scores before K are kept; "late": of the logits
-    if d_scores is not None:
-        pair = (first + tl.arange(0, BLOCK_T)).to(tl.int64) * K
-        taken = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.int32)  # a carried int1 costs more: predicates are few
-        for place in range(K):
-            at = tl.load(expert_ids + pair + place, mask=real, other=-1)
-            d_score = tl.load(d_scores + pair + place, mask=real, other=0.0)
-            here = expert == at[:, None]
-            d_tile = tl.where(here, d_score[:, None], d_tile)
-            taken = tl.where(here, 1, taken)
-        chosen = taken != 0
-        d_tile *= SCALE
-        if MODE == "late softmax":
-            kept = _kept_softmax(tile, chosen)
-            d_tile = kept * (d_tile - tl.sum(d_tile * kept, axis=1)[:, None])
-        elif NORMALIZE:
-            inverse = 1.0 / (tl.sum(tl.where(chosen, score, 0.0), axis=1) + _EPSILON)
-            common = tl.sum(d_tile * score, axis=1) * inverse
-            d_tile = tl.where(chosen, (d_tile - common[:, None]) * inverse[:, None], 0.0)
-
+        inverse_total = 1.0 / total
+    if d_z_sum is not None:
+        d_z = 2.0 * tl.load(d_z_sum) * (top + tl.log(total))
     if d_probability_sums is not None:
         everywhere = tl.broadcast_to(expert, (BLOCK_T, COLUMNS))  # for each token anew: laid out as the logits are
         d_probability = tl.load(d_probability_sums + everywhere, mask=valid, other=0.0)
-        if MODE == "late softmax":
-            d_tile += probability * (d_probability - tl.sum(d_probability * probability, axis=1)[:, None])
-        elif MODE == "softmax":
-            d_tile += d_probability
-        else:
+        if MODE == "sigmoid":
+            score = _sigmoid(tile)
             inverse = 1.0 / (tl.sum(score, axis=1) + _EPSILON)
             common = tl.sum(d_probability * score, axis=1) * inverse
-            d_tile += (d_probability - common[:, None]) * inverse[:, None]
-    if MODE == "softmax":
-        d_tile = probability * (d_tile - tl.sum(d_tile * probability, axis=1)[:, None])
-    elif MODE == "sigmoid":
-        d_tile *= score * (1.0 - score)
-    if d_z_sum is not None:
-        z = top + tl.log(total)
-        d_tile += (2.0 * tl.load(d_z_sum) * z)[:, None] * probability
+        else:
+            common = tl.sum(d_probability * weight, axis=1) * inverse_total
 
-    token = tl.arange(0, BLOCK_T)
-    inside = (first + token < num_tokens)[:, None] & valid
-    start = d_logits + first.to(tl.int64) * NUM_EXPERTS
-    tl.store(start + token[:, None] * NUM_EXPERTS + expert, tl.where(real[:, None], d_tile, 0.0), mask=inside)
+    # Of each token's K experts: (BLOCK_T, CHOICES), the columns from K on not taken.
+    place = tl.arange(0, CHOICES)[None, :]
+    taken = real[:, None] & (place < K)
+    pair = token.to(tl.int64)[:, None] * K + place
+    line = token.to(tl.int64)[:, None] * NUM_EXPERTS
+    if d_scores is not None:
+        at = tl.load(expert_ids + pair, mask=taken, other=0)
+        d_score = tl.load(d_scores + pair, mask=taken, other=0.0) * SCALE
+        logit = tl.load(logits + line + at, mask=taken, other=0.0)
+        if MODE == "late softmax":
+            kept = _kept_softmax(logit, taken)
+            own = kept * (d_score - tl.sum(d_score * kept, axis=1)[:, None])
+        else:
+            if MODE == "softmax":
+                kept = tl.where(taken, tl.exp(logit - top[:, None]) * inverse_total[:, None], 0.0)
+            else:
+                kept = tl.where(taken, _sigmoid(logit), 0.0)
+            if NORMALIZE:
+                inverse_kept = 1.0 / (tl.sum(kept, axis=1) + _EPSILON)
+                mean = tl.sum(d_score * kept, axis=1) * inverse_kept
+                d_score = (d_score - mean[:, None]) * inverse_kept[:, None]
+            if MODE == "softmax":
+                common += tl.sum(d_score * kept, axis=1)
+                own = kept * d_score
+            else:
+                own = d_score * kept * (1.0 - kept)
+
+    # The pointer of the block is 64 bits wide, the offsets within it are not.
+    to = d_logits + first.to(tl.int64) * NUM_EXPERTS + tl.arange(0, BLOCK_T)[:, None] * NUM_EXPERTS + expert
+    if DENSE:
+        value = _dense_grad(tile, d_probability, top, inverse_total, common, inverse, d_z, MODE)
+        tl.store(to, tl.where(real[:, None], value, 0.0), mask=inside[:, None] & valid)
+    else:
+        tl.store(to, tl.zeros((BLOCK_T, COLUMNS), dtype=tl.float32), mask=inside[:, None] & valid)
+    if d_scores is not None:
+        if d_probability_sums is not None:
+            d_probability = tl.load(d_probability_sums + at, mask=taken, other=0.0)
+        if DENSE:
+            own += _dense_grad(logit, d_probability, top, inverse_total, common, inverse, d_z, MODE)
+        tl.debug_barrier()  # other threads have written there
+        tl.store(d_logits + line + at, own, mask=taken)
