@@ -103,7 +103,9 @@ def test_every_mode_agrees_with_torch(name: str) -> None:
             assert_same(logits, config(experts, k, ROUTERS[name]), token_mask)
 
 
-@pytest.mark.parametrize("name", ["softmax, losses", "late softmax, losses", "sigmoid, losses"])
+@pytest.mark.parametrize(
+    "name", ["softmax, losses", "late softmax", "late softmax, losses", "sigmoid", "sigmoid, losses"]
+)
 @pytest.mark.parametrize(("experts", "k"), [(1, 1), (2, 2), (3, 1), (128, 8), (512, 10), (700, 32), (4096, 3)])
 def test_sizes(experts: int, k: int, name: str) -> None:
     for tokens in (1, 5 * MANY):

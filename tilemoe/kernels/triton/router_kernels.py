@@ -266,6 +266,30 @@ def _dense_grad(logit, d_probability, top, inverse_total, common, inverse, d_z, 
     return grad
 
 
+@triton.jit
+def _own_grad(logit, d_score, taken, top, inverse_total, MODE: tl.constexpr, NORMALIZE: tl.constexpr):
+    """What the chosen get from their own scores, and with "softmax" its sum, which all logits share.
+
+    logit, d_score (tokens, choices), of which those ``taken`` count; top, inverse_total: as for `_dense_grad`.
+    """
+    if MODE == "late softmax":
+        kept = _kept_softmax(logit, taken)
+        shared = tl.sum(d_score * kept, axis=1)
+        own = kept * (d_score - shared[:, None])
+    else:
+        if MODE == "softmax":
+            kept = tl.where(taken, tl.exp(logit - top[:, None]) * inverse_total[:, None], 0.0)
+        else:
+            kept = tl.where(taken, _sigmoid(logit), 0.0)
+        if NORMALIZE:
+            inverse_kept = 1.0 / (tl.sum(kept, axis=1) + _EPSILON)
+            mean = tl.sum(d_score * kept, axis=1) * inverse_kept
+            d_score = (d_score - mean[:, None]) * inverse_kept[:, None]
+        shared = tl.sum(d_score * kept, axis=1)
+        own = kept * d_score if MODE == "softmax" else d_score * kept * (1.0 - kept)
+    return own, shared
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def select_grad_kernel(
     logits,
@@ -336,23 +360,9 @@ def select_grad_kernel(
         at = tl.load(expert_ids + pair, mask=taken, other=0)
         d_score = tl.load(d_scores + pair, mask=taken, other=0.0) * SCALE
         logit = tl.load(logits + line + at, mask=taken, other=0.0)
-        if MODE == "late softmax":
-            kept = _kept_softmax(logit, taken)
-            own = kept * (d_score - tl.sum(d_score * kept, axis=1)[:, None])
-        else:
-            if MODE == "softmax":
-                kept = tl.where(taken, tl.exp(logit - top[:, None]) * inverse_total[:, None], 0.0)
-            else:
-                kept = tl.where(taken, _sigmoid(logit), 0.0)
-            if NORMALIZE:
-                inverse_kept = 1.0 / (tl.sum(kept, axis=1) + _EPSILON)
-                mean = tl.sum(d_score * kept, axis=1) * inverse_kept
-                d_score = (d_score - mean[:, None]) * inverse_kept[:, None]
-            if MODE == "softmax":
-                common += tl.sum(d_score * kept, axis=1)
-                own = kept * d_score
-            else:
-                own = d_score * kept * (1.0 - kept)
+        own, shared = _own_grad(logit, d_score, taken, top, inverse_total, MODE, NORMALIZE)
+        if MODE == "softmax":
+            common += shared
 
     # The pointer of the block is 64 bits wide, the offsets within it are not.
     to = d_logits + first.to(tl.int64) * NUM_EXPERTS + tl.arange(0, BLOCK_T)[:, None] * NUM_EXPERTS + expert
