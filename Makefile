@@ -68,7 +68,7 @@ lint: env
 
 types: env
 	$(BIN)/mypy
-	$(BIN)/mypy $(OF_GPU_TESTS) $$(grep -rl --include='*.py' mark.gpu tests)
+	MYPYPATH=tests:tests/kernels $(BIN)/mypy $(OF_GPU_TESTS) $$(grep -rl --include='*.py' mark.gpu tests)
 
 test: env
 	$(BIN)/python -m pytest -m "not gpu"

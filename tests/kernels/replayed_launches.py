@@ -80,12 +80,12 @@ def test_encoded_descriptors_are_forgotten_when_there_are_many(monkeypatch: pyte
     assert all(1 <= len(each._known) <= 2 for each in encoded)
 
 
-def select_grad_args(balance: bool, z: bool, spread: bool = False) -> Args:
+def select_grad_args(balance: bool, z: bool, spread: bool = False, mode: str = "softmax") -> Args:
     d_sums = torch.zeros(1).expand(8) if spread else torch.zeros(8)
-    spec = (2, "softmax", True, 1.0, 1, 1, balance, z)
+    spec = (2, mode, True, 1.0, 1, 1, balance, z)
     logits, _, mask, *_ = select_args(mask=z)
     d_scores = torch.zeros(2, 40).t() if spread else torch.zeros(40, 2)
-    ids = torch.zeros(40, 2, dtype=torch.int32)
+    ids = torch.arange(2, dtype=torch.int32).repeat(40, 1)
     return (logits, ids, mask, d_scores, d_sums if balance else None, torch.zeros(()) if z else None, *spec)
 
 
@@ -100,9 +100,10 @@ def test_select(balance: bool, z: bool, with_operands: bool, turned: bool) -> No
 
 
 @pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("mode", ["softmax", "late softmax"])
 @pytest.mark.parametrize(("balance", "z"), [(False, False), (True, False), (True, True)])
-def test_select_grad(balance: bool, z: bool, spread: bool) -> None:
-    assert_repeated(router._select_grad, lambda: select_grad_args(balance, z, spread))
+def test_select_grad(balance: bool, z: bool, mode: str, spread: bool) -> None:
+    assert_repeated(router._select_grad, lambda: select_grad_args(balance, z, spread, mode))
 
 
 @pytest.mark.parametrize("tokens", [40, 1])

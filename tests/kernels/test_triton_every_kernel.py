@@ -67,6 +67,8 @@ def layer_launches(
         logits, select = torch.zeros(T, 64), RouterSpec(8, "softmax", True, 1.0, 1, 1, balance=True, z=True)
         scores, chosen, probability_sums, z_sum = router.select(logits, None, None, select)
         router.select_grad(logits, chosen, None, scores, probability_sums, z_sum, select)
+        late = RouterSpec(8, "late softmax", True, 1.0, 1, 1, balance=False, z=False)
+        router.select_grad(logits, chosen, None, scores, None, None, late)
         of_router = (logits.to(dtype), torch.zeros(64, D, dtype=dtype), torch.zeros(T, D, dtype=dtype))
         if dtype != torch.float32 and router_input.serves(*of_router):
             router_input.input_grad(*of_router)

@@ -219,9 +219,10 @@ def test_other_numbers_of_tokens_compile_nothing() -> None:
     assert counts == counts[:1] * 5
 
 
-def test_offsets_beyond_int32() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_offsets_beyond_int32(late: bool) -> None:
     tokens, experts = 2**31 // 4096 + 300, 4096
-    cfg = MoEConfig(8, 8, experts, 2)
+    cfg = MoEConfig(8, 8, experts, 2, router=RouterConfig(softmax_after_topk=late))
     logits = torch.zeros(tokens, experts, device="cuda")
     best = torch.arange(tokens, device="cuda") % (experts - 7)
     logits.scatter_(1, best[:, None], 4.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilemoe import reference
 from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
-from tilemoe.kernels.triton.router import RouterSpec, select
+from tilemoe.kernels.triton.router import RouterSpec, select, select_grad
 from tilemoe.ops import router as router_ops
 from tilemoe.routing.topk import _select, _select_fused
 
@@ -249,7 +249,20 @@ def test_opcheck() -> None:
     torch.library.opcheck(router_ops.select.registered, (logits, bias, mask, *spec))
     plain = router_ops.spec_args(config(12, 3, RouterConfig()))
     torch.library.opcheck(router_ops.select.registered, (logits, None, None, *plain))
-    ids = torch.zeros(9, 3, dtype=torch.int32, device=DEVICE)
+    ids = torch.arange(3, dtype=torch.int32, device=DEVICE).repeat(9, 1)
     grads = (random(9, 3), random(12), random(1)[0])
     torch.library.opcheck(router_ops.select_grad.registered, (logits.detach(), ids, mask, *grads, *spec))
     torch.library.opcheck(router_ops.select_grad.registered, (logits.detach(), ids, None, None, None, grads[2], *spec))
+    late = router_ops.spec_args(config(12, 3, RouterConfig(softmax_after_topk=True)))
+    torch.library.opcheck(router_ops.select_grad.registered, (logits.detach(), ids, mask, grads[0], None, None, *late))
+
+
+def test_what_was_not_chosen_has_no_part_in_the_gradient_but_by_sums_over_all() -> None:
+    logits = torch.tensor([[0.0, 2.0, float("nan"), 3.0]], device=DEVICE)
+    ids = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE)  # `select` would have taken the NaN
+    d_scores = torch.tensor([[1.0, 0.5]], device=DEVICE)
+    for mode, of_all in (("late softmax", False), ("sigmoid", False), ("softmax", True)):
+        spec = RouterSpec(2, mode, True, 1.0, 1, 1, False, False)
+        grad = select_grad(logits, ids, None, d_scores, None, None, spec)
+        assert grad.isnan().tolist() == [[of_all] * 4]
+        assert of_all or (grad[0, [0, 2]].tolist() == [0.0, 0.0] and bool(grad[0, [1, 3]].abs().min() > 1e-3))

@@ -42,7 +42,8 @@ SHAPES: MappingProxyType[Kernel, Shape] = MappingProxyType(
 )
 # With a longer contraction up_proj_act_grad is faster in its portable form: there is little epilogue to hide beside it.
 # Where d is wide, it is so sooner: by up to 22% with 256 rows of an expert in whole tiles, as rounding makes them.
-# Up_proj_act, down_proj and down_proj_act_grad won, or lost 1% at most, at every width that was measured.
+# In such tiles it loses where it is chosen, too: 11% with 256 rows and d = 1536. Up_proj_act, down_proj and
+# down_proj_act_grad won, or lost 1% at most, at every width that was measured; down_proj in whole tiles lost up to 9%.
 MAX_CONTRACTION = 1024
 MAX_CONTRACTION_OF_NARROW = 2048
 NARROW = 2048  # of d

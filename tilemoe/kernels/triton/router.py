@@ -20,7 +20,7 @@ from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_ker
 MAX_EXPERTS = 4096
 MAX_EXPERTS_PER_TOKEN = 32
 _WARP = 512  # logits of a warp: 16 a thread leave registers for what is computed of each
-_ZEROS = 4096  # that a program writes where most of the gradient is zero
+_ZEROS, _MOST_TOKENS = 4096, 128  # that a program writes, and of how many tokens, where most of the gradient is zero
 _PARTIAL_SUMS = 2048  # programs over which the sums for the losses are split
 
 
@@ -80,7 +80,11 @@ def select_grad(
     d_z_sum: Tensor | None,
     spec: RouterSpec,
 ) -> Tensor:
-    """d_logits (T, E) fp32 from the gradients of `select`'s scores and sums, each None for zeros."""
+    """d_logits (T, E) fp32 from the gradients of `select`'s scores and sums, each None for zeros.
+
+    expert_ids: as `select` gave them, K different experts in [0, E) for each token that the mask leaves; not checked.
+    Where nothing is summed over all experts, a logit that was not chosen gets zero, even where others are NaN.
+    """
     device_of(logits)
     if logits.shape[0] == 0:
         return torch.empty_like(logits)
@@ -151,7 +155,7 @@ def select_grad_launch(
     if spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None:
         block, num_warps = max(1, _WARP // columns), _num_warps(columns)
     else:
-        block, num_warps = max(1, _ZEROS // columns), 4  # no logit is read but those of the chosen
+        block, num_warps = max(1, min(_MOST_TOKENS, _ZEROS // columns)), 4  # no logit is read but those of the chosen
     return Launch(
         select_grad_kernel,
         (ceil_div(num_tokens, block),),
