@@ -69,7 +69,7 @@ def test_racecheck_of_the_chosen_kernels(sanitizer: str) -> None:
 
     A warp-specialised kernel hands its partitions out through shared memory, behind a barrier of all warps. Triton puts
     that code at lines where no access of ours is. And a producer leaves notes for the consumers behind a stage's
-    mbarrier, at which one thread arrives for all: that they meet before it does is read from the machine's code
+    mbarrier, at which one thread arrives for all: that they meet before it does is read from the PTX
     (test_hopper_compiled.py). No other line may be named.
     """
     output = run(sanitizer, "racecheck", "chosen", "--print-limit", "0")

@@ -151,9 +151,11 @@ def select_grad_launch(
 ) -> Launch:
     """The launch behind `select_grad`, for at least one token."""
     num_tokens, num_experts = logits.shape
-    columns = power_of_two(num_experts)  # which groups were eligible has no gradient
-    if spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None:
-        block, num_warps = max(1, _WARP // columns), _num_warps(columns)
+    tile = _tile(num_experts, 1)  # which groups were eligible has no gradient
+    columns = tile["GROUP"]
+    dense = spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None
+    if dense:
+        block, num_warps = tile["BLOCK_T"], _num_warps(columns)
     else:
         block, num_warps = max(1, min(_MOST_TOKENS, _ZEROS // columns)), 4  # no logit is read but those of the chosen
     return Launch(
@@ -178,6 +180,7 @@ def select_grad_launch(
             "BLOCK_T": block,
             "COLUMNS": columns,
             "CHOICES": power_of_two(spec.experts_per_token),
+            "DENSE": dense,
         },
         num_warps=num_warps,
         num_stages=1,

@@ -123,17 +123,24 @@ def _eligible(key, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: t
 
 
 @triton.jit
-def _load_logits(
-    logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    """(real (BLOCK_T,), logits (BLOCK_T, C)): 0 for a token that is not real, -inf in a column without expert."""
+def _are_real(first, token_mask, num_tokens, BLOCK_T: tl.constexpr):
+    """(BLOCK_T,) whether there is such a token, and the mask leaves it."""
     token = tl.arange(0, BLOCK_T)
     real = first + token < num_tokens
     if token_mask is not None:
         real &= tl.load(token_mask + first + token, mask=real, other=0) != 0
+    return real
+
+
+@triton.jit
+def _load_logits(
+    logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """(real (BLOCK_T,), logits (BLOCK_T, C)): 0 for a token that is not real, -inf in a column without expert."""
+    real = _are_real(first, token_mask, num_tokens, BLOCK_T)
     # The pointer of the block is 64 bits wide, the offsets within it are not.
     start = logits + first.to(tl.int64) * NUM_EXPERTS
-    tile = tl.load(start + token[:, None] * NUM_EXPERTS + expert, mask=real[:, None] & valid, other=0.0)
+    tile = tl.load(start + tl.arange(0, BLOCK_T)[:, None] * NUM_EXPERTS + expert, mask=real[:, None] & valid, other=0.0)
     return real, tl.where(valid, tile, float("-inf"))
 
 
@@ -245,14 +252,16 @@ def select_kernel(
 
 
 @triton.jit
-def _dense_grad(logit, d_probability, top, inverse_total, common, inverse, d_z, MODE: tl.constexpr):
+def _dense_grad(
+    logit, d_probability, top, inverse_total, common, inverse, d_z, MODE: tl.constexpr, SOFTMAX: tl.constexpr
+):
     """What a logit gets besides its own score's share: from all that is divided by sums over all experts.
 
     logit, d_probability (tokens, X); of each token: the largest logit and 1 / sum exp(l - top) · sum dp p ·
-    1 / sum of all sigmoids · dz times 2 z. d_probability, d_z: None for zeros.
+    1 / sum of all sigmoids · dz times 2 z. d_probability, d_z: None for zeros. SOFTMAX: whether one over all is in it.
     """
     grad = tl.zeros(logit.shape, dtype=tl.float32)
-    if MODE == "softmax" or d_z is not None or (MODE == "late softmax" and d_probability is not None):
+    if SOFTMAX:
         probability = tl.exp(logit - top[:, None]) * inverse_total[:, None]
     if MODE == "softmax" or d_probability is not None:
         difference = -common[:, None] if d_probability is None else d_probability - common[:, None]
@@ -308,32 +317,30 @@ def select_grad_kernel(
     BLOCK_T: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHOICES: tl.constexpr,
+    DENSE: tl.constexpr,
 ):
     """d_logits (T, E) from the gradients of scores (T, K), of the probabilities' sums (E,) and of the z sum ().
 
     Of ``p = softmax(l)``: ``dl = p * (dp - <dp, p>)``; so of a quotient ``p = u / (sum u + eps)``: ``du = (dp - <dp,
     p>) / (sum u + eps)``; of a sigmoid: ``dl = du * u * (1 - u)``.
 
-    All experts get what comes from sums over all, zero where there are none; then the chosen ones are written again.
+    All experts get what comes from sums over all, zero where there are none (unless DENSE); then the chosen ones are
+    written again.
     """
-    SOFTMAX: tl.constexpr = (
-        MODE == "softmax" or d_z_sum is not None or (MODE == "late softmax" and d_probability_sums is not None)
-    )
-    DENSE: tl.constexpr = SOFTMAX or d_probability_sums is not None
+    SOFTMAX: tl.constexpr = DENSE and (MODE != "sigmoid" or d_z_sum is not None)
     expert = tl.arange(0, COLUMNS)[None, :]
     valid = expert < NUM_EXPERTS
     first = tl.program_id(0) * BLOCK_T
     token = first + tl.arange(0, BLOCK_T)
     inside = token < num_tokens
-    real = inside
     top = tl.zeros((BLOCK_T,), dtype=tl.float32)
     inverse_total, common, inverse = top, top, top
     d_probability = None
     d_z = None
     if DENSE:
         real, tile = _load_logits(logits, first, token_mask, num_tokens, expert, valid, NUM_EXPERTS, BLOCK_T)
-    elif token_mask is not None:
-        real &= tl.load(token_mask + token, mask=inside, other=0) != 0
+    else:
+        real = _are_real(first, token_mask, num_tokens, BLOCK_T)
     if SOFTMAX:
         top = tl.max(tile, axis=1)
         weight = tl.exp(tile - top[:, None])
@@ -351,12 +358,12 @@ def select_grad_kernel(
         else:
             common = tl.sum(d_probability * weight, axis=1) * inverse_total
 
-    # Of each token's K experts: (BLOCK_T, CHOICES), the columns from K on not taken.
-    place = tl.arange(0, CHOICES)[None, :]
-    taken = real[:, None] & (place < K)
-    pair = token.to(tl.int64)[:, None] * K + place
-    line = token.to(tl.int64)[:, None] * NUM_EXPERTS
     if d_scores is not None:
+        # Of each token's K experts: (BLOCK_T, CHOICES), the columns from K on not taken.
+        place = tl.arange(0, CHOICES)[None, :]
+        taken = real[:, None] & (place < K)
+        pair = token.to(tl.int64)[:, None] * K + place
+        line = token.to(tl.int64)[:, None] * NUM_EXPERTS
         at = tl.load(expert_ids + pair, mask=taken, other=0)
         d_score = tl.load(d_scores + pair, mask=taken, other=0.0) * SCALE
         logit = tl.load(logits + line + at, mask=taken, other=0.0)
@@ -366,15 +373,15 @@ def select_grad_kernel(
 
     # The pointer of the block is 64 bits wide, the offsets within it are not.
     to = d_logits + first.to(tl.int64) * NUM_EXPERTS + tl.arange(0, BLOCK_T)[:, None] * NUM_EXPERTS + expert
+    value = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.float32)
     if DENSE:
-        value = _dense_grad(tile, d_probability, top, inverse_total, common, inverse, d_z, MODE)
-        tl.store(to, tl.where(real[:, None], value, 0.0), mask=inside[:, None] & valid)
-    else:
-        tl.store(to, tl.zeros((BLOCK_T, COLUMNS), dtype=tl.float32), mask=inside[:, None] & valid)
+        grad = _dense_grad(tile, d_probability, top, inverse_total, common, inverse, d_z, MODE, SOFTMAX)
+        value = tl.where(real[:, None], grad, 0.0)
+    tl.store(to, value, mask=inside[:, None] & valid)
     if d_scores is not None:
         if d_probability_sums is not None:
             d_probability = tl.load(d_probability_sums + at, mask=taken, other=0.0)
         if DENSE:
-            own += _dense_grad(logit, d_probability, top, inverse_total, common, inverse, d_z, MODE)
+            own += _dense_grad(logit, d_probability, top, inverse_total, common, inverse, d_z, MODE, SOFTMAX)
         tl.debug_barrier()  # other threads have written there
         tl.store(d_logits + line + at, own, mask=taken)
