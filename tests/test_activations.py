@@ -156,6 +156,7 @@ def test_large_values_stay_finite_and_reach_their_limits(name: str, dtype: torch
         "gelu": F.gelu(gate),
         "geglu": F.gelu(gate),
         "gelu_tanh": F.gelu(gate, approximate="tanh"),
+        "geglu_tanh": F.gelu(gate, approximate="tanh"),
         "relu": gate.relu(),
         "reglu": gate.relu(),
         "relu2": gate.relu().square(),
@@ -187,7 +188,7 @@ def test_spec_is_hashable_and_carries_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("swish", None, None), "activation must be one of geglu, gelu, .*; got 'swish'"),
+        (("swish", None, None), "activation must be one of geglu, geglu_tanh, gelu, .*; got 'swish'"),
         ((None, None, None), "activation must be one of .*; got None"),
         (({}, None, None), "activation must be one of"),
         (("swiglu", 7.0, None), "activation_limit is a parameter of activation='swiglu_oai'; leave it None"),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import GATED_ACTIVATIONS, validate_activation
+from tilemoe.tracing import specialised
 
 _BLOCK_BYTES = 1 << 20  # a block of fp32 pre-activations and its temporaries stay in a core's cache
 _OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # gpt-oss
@@ -46,8 +47,11 @@ class ActivationSpec:
 
 def activation_spec(name: str, gate_up: str, limit: float | None, alpha: float | None) -> ActivationSpec:
     """The spec of a table entry; ValueError for an unknown name or parameters it does not have."""
+    limit, alpha, default_limit, default_alpha = specialised(limit, alpha, _OAI_LIMIT, _OAI_ALPHA)
     validate_activation(name, limit, alpha)
-    return ActivationSpec(name, gate_up, _OAI_LIMIT if limit is None else limit, _OAI_ALPHA if alpha is None else alpha)
+    return ActivationSpec(
+        name, gate_up, default_limit if limit is None else limit, default_alpha if alpha is None else alpha
+    )
 
 
 # --- the inner, one-argument functions: z -> (f(z), f'(z)), all in the compute dtype ---------------------------------
@@ -87,6 +91,7 @@ _INNER: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "relu2": _relu2,
     "swiglu": _silu,
     "geglu": _gelu,
+    "geglu_tanh": _gelu_tanh,
     "reglu": _relu,
 }
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu", "swiglu_oai"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai"})
 UNGATED_ACTIVATIONS = frozenset({"gelu", "gelu_tanh", "relu", "relu2", "silu"})
 ACTIVATIONS = GATED_ACTIVATIONS | UNGATED_ACTIVATIONS
 GATE_UP_LAYOUTS = ("concatenated", "interleaved")

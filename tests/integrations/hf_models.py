@@ -36,17 +36,21 @@ DEEPSEEK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """The prefix of a model's classes, what its configuration has beside COMMON, and how many of its layers are MoE."""
+    """The prefix of a model's classes, what its configuration has beside COMMON, and how many of its layers are MoE.
+
+    ``config``: the class of its configuration, after the prefix.
+    """
 
     prefix: str
     sizes: dict[str, Any]
     moe_layers: int = 2
     common: dict[str, Any] = field(default_factory=lambda: COMMON)
+    config: str = "Config"
 
     def make(self, **more: Any) -> PreTrainedModel:
         """fp32 on the CPU, the same weights at every call; ``more`` goes to its configuration."""
         torch.manual_seed(0)
-        config = getattr(transformers, f"{self.prefix}Config")(**(self.common | self.sizes | more))
+        config = getattr(transformers, self.prefix + self.config)(**(self.common | self.sizes | more))
         model: PreTrainedModel = getattr(transformers, f"{self.prefix}ForCausalLM")(config)
         with torch.no_grad():  # biases start at zero and norms at one, which would hide them
             for parameter in model.parameters():
@@ -92,6 +96,21 @@ FAMILIES = {
     ),
     "glm4_moe": Family("Glm4Moe", {**DEEPSEEK, "head_dim": 8, "n_group": 1, "topk_group": 1}, moe_layers=1),
     "gpt_oss": Family("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "gemma4": Family(
+        "Gemma4",
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        config="TextConfig",
+    ),
 }
 GRANITE = Family("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2})
 # Its experts could not be chosen yet in the oldest release that is served.

@@ -39,7 +39,16 @@ from tilemoe.testing import relative_error
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
-    "kind", [MixtralExperts, AriaExperts, OpenAIPrivacyFilterExperts, MiniMaxM3VLExperts, NemotronHExperts, BeamExperts]
+    "kind",
+    [
+        MixtralExperts,
+        AriaExperts,
+        OpenAIPrivacyFilterExperts,
+        MiniMaxM3VLExperts,
+        NemotronHExperts,
+        BeamExperts,
+        Gemma4TextExperts,
+    ],
 )
 def test_layouts_and_gates(kind: type[nn.Module]) -> None:
     module = experts(kind)
@@ -65,7 +74,10 @@ def test_inference_in_one_call(kind: type[nn.Module], shape: tuple[int, ...], mo
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize(("hidden_act", "name"), [("silu", "swiglu"), ("gelu", "geglu"), ("relu", "reglu")])
+@pytest.mark.parametrize(
+    ("hidden_act", "name"),
+    [("silu", "swiglu"), ("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu_tanh"), ("relu", "reglu")],
+)
 def test_activation_follows_the_configuration(hidden_act: str, name: str) -> None:
     module = experts(MixtralExperts, hidden_act=hidden_act)
     for ours, theirs in zip(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), strict=True):
@@ -212,7 +224,10 @@ def _packed() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "clamped without the shift": (lambda: experts(DeepseekV4Experts), r"DeepseekV4Experts \(made_up\): its gate is"),
-    "tanh GELU gate": (lambda: experts(Gemma4TextExperts), r"Gemma4TextExperts \(made_up\): its gate is none"),
+    "quick GELU gate": (
+        lambda: experts(Gemma4TextExperts, hidden_activation="quick_gelu"),
+        r"Gemma4TextExperts \(made_up\): its gate is none",
+    ),
     "norm after the experts": (lambda: experts(MuseSparkExperts), "each expert's output is normalised"),
     "ungated and unknown": (lambda: experts(NemotronHExperts, mlp_hidden_act="tanh"), "its activation is none"),
     "trained activation": (_learned, "_Learned has parameters"),

@@ -47,8 +47,12 @@ def clamped(limit: float, alpha: float, shift: float) -> Callable[[Tensor], Tens
     return function
 
 
+def tanh_gelu(z: Tensor, slope: float) -> Tensor:
+    return 0.5 * z * (1 + torch.tanh(slope * (z + 0.044715 * z**3)))
+
+
 NEAR_MISSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh GELU": lambda h: F.gelu(halves(h)[0], approximate="tanh") * halves(h)[1],
+    "tanh GELU of a rounded constant": lambda h: tanh_gelu(halves(h)[0], 0.8) * halves(h)[1],
     "quick GELU": lambda h: halves(h)[0] * torch.sigmoid(1.702 * halves(h)[0]) * halves(h)[1],
     "up before gate": lambda h: halves(h)[0] * F.silu(halves(h)[1]),
     "clamped at another limit": clamped(7.5, ALPHA, 1.0),
@@ -71,6 +75,15 @@ def test_a_clamped_gate_needs_its_parameters() -> None:
     assert recognised_activation(function, is_gated=True, limit=LIMIT, alpha=ALPHA) is not None
     assert recognised_activation(function, is_gated=True, limit=LIMIT) is None
     assert recognised_activation(function, is_gated=True, limit=LIMIT, alpha=1.0) is None
+
+
+@pytest.mark.parametrize(("approximate", "name"), [("none", "geglu"), ("tanh", "geglu_tanh")])
+def test_the_two_gelus_are_told_apart(approximate: str, name: str) -> None:
+    found = recognised_activation(
+        lambda h: F.gelu(halves(h)[0], approximate=approximate) * halves(h)[1], is_gated=True, limit=LIMIT, alpha=ALPHA
+    )
+    assert found is not None
+    assert (found.name, found.gate_up) == (name, "concatenated")
 
 
 def test_fp32_inside_and_autocast_outside_do_not_matter() -> None:

@@ -53,7 +53,7 @@ def test_hostile_routings(name: str, access: str) -> None:
     assert_kernels_agree(TRITON_KERNELS, ROUTINGS[name], case, TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "geglu_tanh", "relu", "relu2"])
 def test_activations_not_among_the_cases(activation: str) -> None:
     case = Case(FP32, activation, hidden_size=16, intermediate_size=24)
     assert_kernels_agree(TRITON_KERNELS, ROUTINGS["random"], case, TOLERANCE[FP32])

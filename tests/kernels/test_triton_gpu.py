@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton_checks import Case, assert_kernels_agree, run_kernels
 
+from tilemoe.config import ACTIVATIONS
 from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
@@ -38,7 +39,7 @@ def test_kernels_agree_on_hostile_routings(name: str) -> None:
         assert_kernels_agree(TRITON_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "reglu"])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_every_activation(activation: str) -> None:
     case = Case(BF16, activation, hidden_size=128, intermediate_size=128)
     assert_kernels_agree(TRITON_KERNELS, random_plan(300, 4, 2), case, TOLERANCE[BF16])

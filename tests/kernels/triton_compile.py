@@ -117,10 +117,26 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
 
 def count_spill_loads(compiled: Any, folder: Path) -> int:
     """Loads from local memory in the machine code: what registers could not hold."""
+    return len(re.findall(r"\bLDL", machine_code(compiled, folder)))
+
+
+def machine_code(compiled: Any, folder: Path) -> str:
+    """The instructions for an NVIDIA GPU, a line each."""
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     dump = subprocess.run(
         [os.fspath(_CUOBJDUMP), "-sass", os.fspath(path)], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     assert "EXIT" in dump, "no machine code in the dump"
-    return len(re.findall(r"\bLDL", dump))
+    return dump
+
+
+def bytes_of_copies(ptx: str) -> set[int]:
+    """How many bytes the cp.async instructions take at a time."""
+    found = re.findall(r"cp\.async\.c[ga]\.shared\.global \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+)", ptx)
+    return {int(size, 16) for size in found}
+
+
+def count_loads_of_two_bytes(ptx: str) -> int:
+    """Loads from global memory of a single 16-bit element."""
+    return len(re.findall(r"\bld\.global\S*\.b16\s", ptx)) - len(re.findall(r"\bld\.global\S*\.v[24]\.b16\s", ptx))

@@ -17,7 +17,7 @@ UNGATED = {
     "relu": F.relu,
     "relu2": lambda z: F.relu(z).square(),
 }
-INNER_OF_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+INNER_OF_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 CASES = [
     (name, layout, {})
     for name in sorted(ACTIVATIONS)

@@ -27,7 +27,7 @@ def activation(
     gate, up = _gate_and_up(h, gate_up)
     if name == "swiglu_oai":
         return _swiglu_oai(gate, up, 7.0 if limit is None else limit, 1.702 if alpha is None else alpha)
-    inner = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}[name]
+    inner = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}[name]
     return _pointwise(gate, inner) * up
 
 
