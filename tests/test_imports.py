@@ -16,14 +16,15 @@ ROOT = Path(tilemoe.__file__).parent
 MAX_LINES = 520
 
 # What each part may import besides itself. A part not listed here may not exist.
-_BELOW_LAYERS = {"config", "activations", "routing.plan", "kernels", "ops", "routing"}
+_BELOW_LAYERS = {"config", "tracing", "activations", "routing.plan", "kernels", "ops", "routing"}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
-    "activations": {"config"},
+    "tracing": set(),
+    "activations": {"config", "tracing"},
     "routing.plan": set(),
-    "kernels": {"config", "activations", "routing.plan"},
-    "ops": {"config", "activations", "routing.plan", "kernels", "perf"},
-    "routing": {"config", "activations", "routing.plan", "kernels", "ops"},
+    "kernels": {"config", "tracing", "activations", "routing.plan"},
+    "ops": {"config", "tracing", "activations", "routing.plan", "kernels", "perf"},
+    "routing": {"config", "tracing", "activations", "routing.plan", "kernels", "ops"},
     "reference": {"config", "activations", "routing.plan"},
     "dispatch": _BELOW_LAYERS,
     "layers": _BELOW_LAYERS | {"dispatch"},
@@ -49,7 +50,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "data": {"numpy", "tokenizers", "pyarrow"},
     "integrations": {"torch", "transformers", "torchtitan", "spmd_types"},
     **{part: {"torch"} for part in ("activations", "routing.plan", "routing", "kernels", "ops", "reference")},
-    **{part: {"torch"} for part in ("dispatch", "layers", "parallel")},
+    **{part: {"torch"} for part in ("tracing", "dispatch", "layers", "parallel")},
 }
 TRITON_HOMES = ("kernels.triton", "kernels.hopper")  # it comes with PyTorch, but not on every machine
 DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "tokenizers", "safetensors", "matplotlib", "tensorboard", "pyarrow"}

@@ -10,8 +10,8 @@ import torch
 from gpu_layers import never_repeated
 from triton_checks import Case, assert_kernels_agree, run_kernels
 
-from tilemoe.config import MoEConfig
-from tilemoe.kernels.hopper.choose import MAX_CONTRACTION_OF_NARROW
+from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, MoEConfig
+from tilemoe.kernels.hopper.choose import MAX_COLUMN_TILES, MAX_CONTRACTION_OF_NARROW
 from tilemoe.kernels.hopper.kernel_set import HOPPER_KERNELS
 from tilemoe.kernels.select import select_kernels
 from tilemoe.kernels.triton.launch import Launch
@@ -66,6 +66,29 @@ def test_kernels_agree_on_hostile_routings(name: str) -> None:
     case = CASES[name]
     for routing in hostile_routings(tile=128, device="cuda"):
         assert_kernels_agree(HOPPER_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("activation", [*GATED_ACTIVATIONS, *UNGATED_ACTIVATIONS])
+def test_every_layout(activation: str, bias: bool, turned: bool, gate_up: str, launched: set[str]) -> None:
+    if activation in UNGATED_ACTIVATIONS and gate_up == "interleaved":
+        pytest.skip("an ungated activation has no such layout")
+    sizes = {"hidden_size": 136, "intermediate_size": 200}
+    plan = random_plan(777, 7, 3)
+    for dtype in (BF16, FP16):
+        case = Case(dtype, activation, gate_up=gate_up, bias=bias, turned=turned, **sizes)
+        assert_kernels_agree(HOPPER_KERNELS, plan, case, TOLERANCE[dtype])
+    assert launched == ALL_KERNELS
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+def test_tiles_in_bands(gate_up: str) -> None:
+    """Outputs so wide that an expert's rows are walked by a band of columns after the other, the last one narrower."""
+    case = Case(BF16, gate_up=gate_up, hidden_size=128, intermediate_size=256 * MAX_COLUMN_TILES + 264)
+    for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
+        assert_kernels_agree(HOPPER_KERNELS, plan, case, TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 turned"])

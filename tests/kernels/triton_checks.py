@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.base import KernelSet
+from tilemoe.kernels.base import KernelSet, is_column_major
 from tilemoe.kernels.torch.mlp import TORCH_KERNELS
 from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import make_inputs
@@ -19,7 +19,10 @@ from tilemoe.testing import make_inputs
 
 @dataclass(frozen=True)
 class Case:
-    """How one run of all kernels is set up; ``turned``: the weights are stored in the other stride order."""
+    """How one run of all kernels is set up; ``turned``: the weights are stored in the other stride order.
+
+    limit: of swiglu_oai.
+    """
 
     dtype: torch.dtype
     activation: str = "swiglu"
@@ -28,6 +31,7 @@ class Case:
     turned: bool = False
     hidden_size: int = 40
     intermediate_size: int = 24
+    limit: float | None = None
 
 
 def turn(weight: Tensor) -> Tensor:
@@ -40,7 +44,7 @@ def run_kernels(kernels: KernelSet, plan: RoutingPlan, case: Case, seed: int = 0
 
     Each kernel reads what the one before it wrote, so that errors do not add up. Rows past R are cut off.
     """
-    spec = activation_spec(case.activation, case.gate_up, None, None)
+    spec = activation_spec(case.activation, case.gate_up, case.limit, None)
     given = make_inputs(
         plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias, seed=seed
     )
@@ -70,10 +74,13 @@ def run_kernels(kernels: KernelSet, plan: RoutingPlan, case: Case, seed: int = 0
     add("dh", dh, exact_dh, per_row=True)
     add("ds", ds, exact_ds)
     add("a_scaled", a_scaled, exact_a_scaled, per_row=True)
-    dw2 = kernels.down_proj_weight_grad(do, a_scaled, plan)
+    dw2 = kernels.down_proj_weight_grad(do, a_scaled, plan, is_column_major(w2))
+    assert dw2.stride() == w2.stride(), "stored as the weight is"
     add("dw2", dw2, exact.down_proj_weight_grad(do.double(), a_scaled.double(), plan))
     add("dx_rows", kernels.up_proj_act_grad(dh, w1, plan), exact.up_proj_act_grad(dh.double(), w1.double(), plan), True)
-    add("dw1", kernels.up_proj_weight_grad(x, dh, plan), exact.up_proj_weight_grad(x.double(), dh.double(), plan))
+    dw1 = kernels.up_proj_weight_grad(x, dh, plan, is_column_major(w1))
+    assert dw1.stride() == w1.stride(), "stored as the weight is"
+    add("dw1", dw1, exact.up_proj_weight_grad(x.double(), dh.double(), plan))
     add("db2", kernels.down_proj_bias_grad(do, s, plan), exact.down_proj_bias_grad(do.double(), s.double(), plan))
     add("db1", kernels.up_proj_bias_grad(dh, plan), exact.up_proj_bias_grad(dh.double(), plan))
     return found
@@ -96,7 +103,7 @@ def assert_kernels_agree(kernels: KernelSet, plan: RoutingPlan, case: Case, tole
 
 def assert_inference_agrees(kernels: KernelSet, plan: RoutingPlan, case: Case, tolerance: float) -> None:
     """F1 and F2 as inference runs them against the torch set in fp64, RMS-relative, each given what the other wrote."""
-    spec = activation_spec(case.activation, case.gate_up, None, None)
+    spec = activation_spec(case.activation, case.gate_up, case.limit, None)
     given = make_inputs(
         plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias
     )

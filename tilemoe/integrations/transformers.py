@@ -29,11 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.integrations.gates import recognised_activation
-from tilemoe.kernels.select import FLOAT_DTYPES, constant_when_traced
+from tilemoe.kernels.select import FLOAT_DTYPES
 from tilemoe.ops.inference import Activation
 from tilemoe.ops.inference import experts as infer_experts
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
+from tilemoe.tracing import constant_when_traced
 
 NAME = "tilemoe"
 OLDEST = (5, 7)  # transformers; before it the names of experts' implementations were a fixed list
@@ -201,8 +202,7 @@ def _activation_at(address: int) -> Activation:
     What is traced holds for this module alone: PyTorch guards its address.
     """
     module = ctypes.cast(address, ctypes.py_object).value
-    with _disable_current_modes():  # torch.export's, which would have fake values tried and put them into its graph
-        return _try(module, *_limit_and_alpha(module))
+    return _try(module, *_limit_and_alpha(module))
 
 
 def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activation:
@@ -213,7 +213,8 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activat
         raise _refusal(module, f"its activation {type(inner).__name__} has parameters, which tilemoe would not train")
     reason = "its gate is none of tilemoe's activations" if is_gated else "its activation is none of tilemoe's"
     try:
-        spec = recognised_activation(function, is_gated=is_gated, limit=limit, alpha=alpha)
+        with _disable_current_modes():  # some have no values to try, and torch.export's puts them into its graph
+            spec = recognised_activation(function, is_gated=is_gated, limit=limit, alpha=alpha)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise _refusal(module, f"{reason}: trying it out failed with {error!r}") from error
     if spec is None:

@@ -13,6 +13,7 @@ a wider tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -69,8 +70,10 @@ class DownProjActGrad(Protocol):
 
 
 class DownProjWeightGrad(Protocol):
-    def __call__(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Tensor:
-        """B2: ``dw2_e = sum over rows of do_row^T a_scaled_row`` (E, d, n); zeros for an empty expert."""
+    def __call__(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+        """B2: ``dw2_e = sum over rows of do_row^T a_scaled_row`` (E, d, n), stored as `is_column_major` says of w2;
+        zeros for an empty expert.
+        """
         ...
 
 
@@ -81,8 +84,10 @@ class UpProjActGrad(Protocol):
 
 
 class UpProjWeightGrad(Protocol):
-    def __call__(self, x: Tensor, dh: Tensor, plan: RoutingPlan) -> Tensor:
-        """B4: ``dw1_e = sum over rows of dh_row^T x_row`` (E, w, d); zeros for an empty expert."""
+    def __call__(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+        """B4: ``dw1_e = sum over rows of dh_row^T x_row`` (E, w, d), stored as `is_column_major` says of w1; zeros for
+        an empty expert.
+        """
         ...
 
 
@@ -135,3 +140,14 @@ class KernelSet:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What a tensor of ``dtype`` is computed and accumulated in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_column_major(weight: Tensor) -> bool:
+    """Whether a weight (E, p, q) is dense with each expert's p contiguous, as a transposed view of (E, q, p) is."""
+    return weight.transpose(1, 2).is_contiguous() and not weight.is_contiguous()
+
+
+def empty_weight_grad(like: Tensor, shape: Sequence[int], column_major: bool) -> Tensor:
+    """Uninitialised, dense: of ``shape`` (E, p, q), with p contiguous if ``column_major``, else q."""
+    _, p, q = shape
+    return like.new_empty_strided(shape, (p * q, 1, p) if column_major else (p * q, q, 1))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,25 +13,14 @@ from tilemoe.config import MoEConfig
 from tilemoe.kernels.base import KernelSet
 from tilemoe.kernels.tiling import problem_of_widths
 from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.tracing import constant_when_traced
 
 KERNEL_SETS = MappingProxyType({TORCH_KERNELS.name: TORCH_KERNELS})
 # Imported when they are first asked for: Triton is not on every machine.
 TRITON, HOPPER = "triton", "hopper"
 BY_TRITON = (TRITON, HOPPER)
 
-P = ParamSpec("P")
-Out = TypeVar("Out")
-
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-def constant_when_traced(function: Callable[P, Out]) -> Callable[P, Out]:
-    """Have torch.compile run ``function`` once, while it traces: what is installed and which GPU there is stay.
-
-    The mark is that of ``torch.compiler.assume_constant_result``, which imports all of the compiler to set it.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfig | None = None) -> KernelSet:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilemoe.kernels.select import constant_when_traced
+from tilemoe.tracing import constant_when_traced
 
 
 class RouterChoice(NamedTuple):

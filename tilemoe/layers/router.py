@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilemoe.config import MoEConfig
-from tilemoe.kernels.select import constant_when_traced
 from tilemoe.ops import router as ops
+from tilemoe.tracing import constant_when_traced, without_autocast
 
 
 class _UpcastLinear(torch.autograd.Function):
@@ -27,14 +27,14 @@ class _UpcastLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             dx = (d_logits @ weight.to(ctx.dtype)).to(x.dtype) if need_x else None
             d_weight = (d_logits.t() @ x.to(ctx.dtype)).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
@@ -57,7 +57,7 @@ class _HalfLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
             # Not in place: torch.compile would lose the gradient.
             return logits if bias is None else logits + bias, x.view_as(x)
@@ -68,7 +68,7 @@ class _HalfLinear(torch.autograd.Function):
             return dx_of_rest, None, None
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             rounded = d_logits.to(x.dtype)
             dx = None
             if need_x:

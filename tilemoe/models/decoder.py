@@ -21,6 +21,7 @@ from tilemoe.layers.moe import MoE
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.routing.balance import update_selection_bias
+from tilemoe.tracing import can_be_read
 
 
 class LMOutput(NamedTuple):
@@ -262,7 +263,7 @@ def _check_ids(name: str, ids: Tensor, vocab_size: int, *, lowest: int) -> None:
 
     Of the negative ids only ``lowest`` itself may occur, if it is one.
     """
-    if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
+    if not can_be_read(ids) or ids.numel() == 0:
         return
     bad = ids[((ids < 0) & (ids != lowest)) | (ids >= vocab_size)]
     if bad.numel():

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilemoe.kernels.select import takes_a_triton_kernel
+from tilemoe.tracing import autocast_dtype, can_be_read, without_autocast
 
 IGNORED = -100
 _CHUNK_BYTES = 1 << 29  # large enough a chunk for the GEMMs, small beside a training step's rest
@@ -93,7 +94,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _check_labels(labels: Tensor, classes: int) -> None:
     """ValueError for a label that is no class, where looking costs nothing: on CPU, outside torch.compile."""
-    if torch.compiler.is_compiling() or labels.device.type != "cpu":
+    if not can_be_read(labels):
         return
     wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= classes)
     if wrong.any():
@@ -109,7 +110,7 @@ def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chun
     in_place = _is_one_kernel(hidden, dtype)
     chunk_loss_of = _chunk_loss_in_place if in_place else _chunk_loss
     most = max_chunk_logits or _CHUNK_BYTES // (dtype if in_place else accumulate).itemsize
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(hidden.device.type):
         matrix = weight.detach().to(dtype)
         loss = torch.zeros((), dtype=accumulate, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -181,7 +182,5 @@ def _chunks(count: int, largest: int) -> list[slice]:
 
 
 def _gemm_dtype(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return hidden.dtype
-    return torch.get_autocast_dtype(kind)
+    cast = autocast_dtype(hidden.device.type)
+    return hidden.dtype if cast is None or hidden.dtype == torch.float64 else cast

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.base import Combine, DownProj, KernelSet, compute_dtype
+from tilemoe.kernels.base import Combine, DownProj, KernelSet, compute_dtype, empty_weight_grad, is_column_major
 from tilemoe.kernels.select import BY_TRITON, kernel_set
 from tilemoe.kernels.tiling import few_rows
 from tilemoe.ops.ahead import Ahead
@@ -206,13 +206,13 @@ def _down_proj_act_grad_fake(
     return torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2])
 
 
-def _down_proj_weight_grad(do: Tensor, a_scaled: Tensor, *tail: Any) -> Tensor:
+def _down_proj_weight_grad(do: Tensor, a_scaled: Tensor, column_major: bool, *tail: Any) -> Tensor:
     plan, _, ks = unpack(tail)
-    return ks.down_proj_weight_grad(do, a_scaled, plan)
+    return ks.down_proj_weight_grad(do, a_scaled, plan, column_major)
 
 
-def _down_proj_weight_grad_fake(do: Tensor, a_scaled: Tensor, *tail: Any) -> Tensor:
-    return do.new_empty(_num_experts(tail), do.shape[1], a_scaled.shape[1])
+def _down_proj_weight_grad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, *tail: Any) -> Tensor:
+    return empty_weight_grad(do, (_num_experts(tail), do.shape[1], a_scaled.shape[1]), column_major)
 
 
 def _up_proj_input_grad(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
@@ -230,13 +230,13 @@ def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, *tail: Any) -> Tensor:
     return dh.new_empty(_num_tokens(tail), w1.shape[2])
 
 
-def _up_proj_weight_grad(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
+def _up_proj_weight_grad(x: Tensor, dh: Tensor, column_major: bool, *tail: Any) -> Tensor:
     plan, _, ks = unpack(tail)
-    return ks.up_proj_weight_grad(x, dh, plan)
+    return ks.up_proj_weight_grad(x, dh, plan, column_major)
 
 
-def _up_proj_weight_grad_fake(x: Tensor, dh: Tensor, *tail: Any) -> Tensor:
-    return x.new_empty(_num_experts(tail), dh.shape[1], x.shape[1])
+def _up_proj_weight_grad_fake(x: Tensor, dh: Tensor, column_major: bool, *tail: Any) -> Tensor:
+    return empty_weight_grad(x, (_num_experts(tail), dh.shape[1], x.shape[1]), column_major)
 
 
 def _down_proj_bias_grad(do: Tensor, s: Tensor, *tail: Any) -> Tensor:
@@ -289,13 +289,13 @@ def _layers_launches(*args: Any) -> Callable[..., None]:
         if need_b2:
             _down_proj_bias_grad(do, s, *tail)
         if need_w2:
-            _down_proj_weight_grad(do, a_scaled, *tail)
+            _down_proj_weight_grad(do, a_scaled, is_column_major(w2), *tail)
         if need_b1:
             _up_proj_bias_grad(dh, *tail)
         if need_x:
             _up_proj_input_grad(dh, w1, *tail)
         if need_w1:
-            _up_proj_weight_grad(x, dh, *tail)
+            _up_proj_weight_grad(x, dh, is_column_major(w1), *tail)
 
     return launch
 
@@ -328,7 +328,7 @@ down_proj_act_grad = define(
 )
 down_proj_weight_grad = define(
     "down_proj_weight_grad",
-    "Tensor do, Tensor a_scaled",
+    "Tensor do, Tensor a_scaled, bool column_major",
     "Tensor",
     _down_proj_weight_grad,
     _down_proj_weight_grad_fake,
@@ -344,7 +344,7 @@ up_proj_input_grad = define(
 )
 up_proj_weight_grad = define(
     "up_proj_weight_grad",
-    "Tensor x, Tensor dh",
+    "Tensor x, Tensor dh, bool column_major",
     "Tensor",
     _up_proj_weight_grad,
     _up_proj_weight_grad_fake,

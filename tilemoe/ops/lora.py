@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_grad, activation_spec, activation_value, row_blocks
-from tilemoe.kernels.base import KernelSet, compute_dtype
+from tilemoe.kernels.base import KernelSet, compute_dtype, empty_weight_grad, is_column_major
 from tilemoe.kernels.select import kernel_set, name_for
 from tilemoe.kernels.torch.grouped import expert_of_row
 from tilemoe.kernels.torch.mlp import rows_to_pairs
@@ -175,11 +175,11 @@ def _run_grad(
     s_row = s_row.unsqueeze(1)
     del da
     p = ks.down_proj(a, down_a, None, plan)
-    ddown_b = ks.down_proj_weight_grad(do, (p * (scale * s_row)).to(p.dtype), plan)
-    ddown_a = ks.up_proj_weight_grad(a, (v * s_row).to(v.dtype), rows)
-    dup_b = ks.up_proj_weight_grad(u, dh, rows).mul_(scale)
+    ddown_b = ks.down_proj_weight_grad(do, (p * (scale * s_row)).to(p.dtype), plan, is_column_major(down_b))
+    ddown_a = ks.up_proj_weight_grad(a, (v * s_row).to(v.dtype), rows, is_column_major(down_a))
+    dup_b = ks.up_proj_weight_grad(u, dh, rows, is_column_major(up_b)).mul_(scale)
     du = ks.down_proj(dh, up_b.transpose(1, 2), None, plan).mul_(scale)
-    dup_a = ks.up_proj_weight_grad(x, du, plan)
+    dup_a = ks.up_proj_weight_grad(x, du, plan, is_column_major(up_a))
     del a, p
     dx = x.new_empty(x.shape)
     for columns in backward_slices(_shape(w2, plan, spec)):
@@ -219,7 +219,8 @@ def _fake_grad(
     do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor,
     down_b: Tensor, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(t.new_empty(t.shape) for t in (x, s, up_a, up_b, down_a, down_b))
+    adapters = (empty_weight_grad(t, t.shape, is_column_major(t)) for t in (up_a, up_b, down_a, down_b))
+    return (x.new_empty(x.shape), s.new_empty(s.shape), *adapters)
 
 
 _ADAPTED = "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor up_a, Tensor up_b, Tensor down_a, Tensor down_b"

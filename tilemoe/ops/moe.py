@@ -16,12 +16,13 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
-from tilemoe.kernels.base import KernelSet, compute_dtype
-from tilemoe.kernels.select import FLOAT_DTYPES, constant_when_traced, kernel_set, name_for
+from tilemoe.kernels.base import KernelSet, compute_dtype, is_column_major
+from tilemoe.kernels.select import FLOAT_DTYPES, kernel_set, name_for
 from tilemoe.ops import library
 from tilemoe.ops.eager import is_differentiable, is_plain
 from tilemoe.ops.replayed import is_replayable
 from tilemoe.routing.plan import RoutingPlan
+from tilemoe.tracing import autocast_dtype, constant_when_traced
 
 _RECOMPUTE = (None, "up_proj")
 _ONCE = (
@@ -133,7 +134,7 @@ def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ..
         del h
         ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
         if need_w2:
-            dw2 = library.down_proj_weight_grad(do, a_scaled, *tail)
+            dw2 = library.down_proj_weight_grad(do, a_scaled, is_column_major(w2), *tail)
         del a_scaled
         if need_b1:
             db1 = library.up_proj_bias_grad(dh, *tail).to(b1.dtype)
@@ -141,7 +142,7 @@ def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ..
             dx = library.up_proj_input_grad(dh, w1, *tail)
             _announce(ctx, dx, ds if need_s else None)
         if need_w1:
-            dw1 = library.up_proj_weight_grad(x, dh, *tail)
+            dw1 = library.up_proj_weight_grad(x, dh, is_column_major(w1), *tail)
     return (dx, dw1, dw2, ds if need_s else None, db1, db2, *no_grad_of_rest)
 
 
@@ -180,17 +181,11 @@ for _op in library.BACKWARD_OPS:
 def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     """Cast to autocast's dtype where it is on, as PyTorch's own GEMMs do; fp64 and integers are left alone."""
     tensors = (x, *rest)
-    kind = x.device.type
-    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    dtype = autocast_dtype(x.device.type)
+    if dtype is None or x.dtype == torch.float64:
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
     castable = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(t if t is None or t.dtype not in castable else t.to(dtype) for t in tensors)
-
-
-@constant_when_traced  # PyTorch 2.11 cannot trace this
-def _has_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
 
 
 def _kernels_name(kernels: str | KernelSet | None, w2: Tensor) -> str:

@@ -19,6 +19,7 @@ from tilemoe.routing.balance import num_ranks, sum_over_ranks
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.plan import RoutingPlan, experts_of_rows
 from tilemoe.routing.rounding import round_tokens, rounds
+from tilemoe.tracing import can_be_read, specialised
 
 _EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
 
@@ -81,7 +82,7 @@ def route(
     """
     _check(logits, cfg, selection_bias, token_mask)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    choice = select_router(logits.device, logits.dtype, cfg.num_experts, cfg.num_experts_per_tok)
+    choice = select_router(logits.device, logits.dtype, *specialised(cfg.num_experts, cfg.num_experts_per_tok))
     select = _select_fused if choice.fused else _select
     chosen = select(logits, cfg, selection_bias, token_mask)
     if rounds(cfg, logits.shape[0], training):
@@ -262,7 +263,7 @@ def _check_vector(name: str, value: Tensor, length: int, dtype: torch.dtype, dev
 
 def _check_values(logits: Tensor) -> None:
     """ValueError for a token that cannot be routed, where looking costs nothing: on CPU, outside torch.compile."""
-    if torch.compiler.is_compiling() or logits.device.type != "cpu" or logits.shape[0] == 0:
+    if not can_be_read(logits) or logits.shape[0] == 0:
         return
     # The maximum is NaN, +inf or -inf exactly when the token has a NaN, a +inf, or nothing finite.
     best = logits.detach().amax(dim=-1)

@@ -51,9 +51,14 @@ NARROW = 2048  # of d
 # width of dh and with thousands of rows it was 5% faster to 1% slower up to 1536, and equal to 7% slower from 2048 on;
 # with 256 rows 6 to 18% faster. Down_proj_weight_grad won up to 15% with few rows and lost up to 9% with thousands.
 MAX_WIDTH_OF_DH = 2047
+# Activations of which B1's slices are one loop. Unrolled, the code of both consumers is 147 to 158 KB, more than an SM's
+# instruction cache of 128 KB, and the kernel took 1.1 to 2.4 times as long as swiglu's instead of .94 to 1.13. The loop
+# moves registers, by which the others lose 2 to 10%.
+ROLLED = ("swiglu_oai", "geglu")
+# Column tiles up to which a wave of tiles reads less of an expert's weight than DRAM gives beside the products: in the
+# plain order it takes about 40 GB/s for each (Mixtral's F1 has 112).
+MAX_COLUMN_TILES = 32
 MIN_WIDTH = 64  # of d and n: narrower, most of a tile would be padding
-# Whose gradients fit the registers: for swiglu_oai, about 200 values of a tile would spill.
-ACT_GRAD_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 
 
 def problem_of_gpu(device: Device, triton_version: str) -> str | None:

@@ -42,12 +42,17 @@ from tilemoe.kernels.hopper.pipeline import (
 def weight_tile(index, total, p, q, row_start_of_expert, BN: gl.constexpr):
     """(expert, its first row, its end, first row and column of the tile); past ``total`` something to read, not use."""
     index = gl.minimum(index, total - 1)
-    column_tiles = gl.cdiv(q, BN)
-    tiles = gl.cdiv(p, TILE_M) * column_tiles
+    row_tiles, column_tiles = gl.cdiv(p, TILE_M), gl.cdiv(q, BN)
+    tiles = row_tiles * column_tiles
     expert = index // tiles
     start = gl.load(row_start_of_expert + expert)
     end = gl.load(row_start_of_expert + expert + 1)
-    return expert, start, end, (index % tiles) // column_tiles * TILE_M, index % column_tiles * BN
+    # Along the shorter side first: the programs at work then share more of what they read.
+    along_rows = row_tiles < column_tiles
+    shorter = gl.minimum(row_tiles, column_tiles)
+    fast, slow = index % tiles % shorter, index % tiles // shorter
+    row, column = gl.where(along_rows, fast, slow), gl.where(along_rows, slow, fast)
+    return expert, start, end, row * TILE_M, column * BN
 
 
 @gluon.jit

@@ -2,8 +2,8 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 
-Each entry looks at its operands: a bias, an activation without gate, interleaved gate and up, fp32, or a stride that
-TMA cannot follow goes to the portable kernel, which gives the same numbers.
+Each entry looks at its operands: fp32, or a stride that TMA cannot follow goes to the portable kernel, which gives the
+same numbers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.base import empty_weight_grad
 from tilemoe.kernels.hopper import launches
-from tilemoe.kernels.hopper.choose import ACT_GRAD_ACTIVATIONS, SHAPES, is_faster, problem_of_gpu
+from tilemoe.kernels.hopper.choose import SHAPES, is_faster, problem_of_gpu
 from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, Kernel, few_rows, tile_rows
-from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.descriptors import can_describe, can_describe_rows
-from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS, tiles_of
+from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS, score_grad, tiles_of
 from tilemoe.kernels.triton.launch import device_of
 from tilemoe.kernels.triton.tiles import listed_tiles
 from tilemoe.routing.plan import RoutingPlan
@@ -32,28 +32,28 @@ def up_proj_act(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
 ) -> tuple[Tensor, Tensor]:
     """F1: (a (R_max, n), h (R_max, w))."""
-    _list_tiles_of_forward(x, w1, b1, plan, spec)
-    if not _serves_up_proj(x, w1, b1, plan, spec):
+    _list_tiles_of_forward(x, w1, plan, spec)
+    if not _serves_up_proj(x, w1, plan, spec):
         return TRITON_KERNELS.up_proj_act(x, w1, b1, plan, spec)
-    return _up_proj_act(x, w1, plan, spec, keep_h=True)
+    return _up_proj_act(x, w1, b1, plan, spec, keep_h=True)
 
 
 def up_proj_act_inference(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
     """F1 without h: a (R_max, n)."""
     if _has_few_rows(plan):
         return TRITON_KERNELS.up_proj_act_inference(x, w1, b1, plan, spec)
-    _list_tiles_of_forward(x, w1, b1, plan, spec)
-    if not _serves_up_proj(x, w1, b1, plan, spec):
+    _list_tiles_of_forward(x, w1, plan, spec)
+    if not _serves_up_proj(x, w1, plan, spec):
         return TRITON_KERNELS.up_proj_act_inference(x, w1, b1, plan, spec)
-    return _up_proj_act(x, w1, plan, spec, keep_h=False)[0]
+    return _up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
 
 
 def down_proj(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
     """F2: y (R_max, d), or the columns of d that w2 and b2 have."""
     weight = w2.transpose(1, 2)
-    if b2 is not None or not _serves_rows("down_proj", a, weight, plan):
+    if not _serves_rows("down_proj", a, weight, plan):
         return TRITON_KERNELS.down_proj(a, w2, b2, plan)
-    return _rows("down_proj", a, weight, plan)
+    return _rows("down_proj", a, weight, b2, plan)
 
 
 def down_proj_inference(a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
@@ -74,8 +74,6 @@ def down_proj_act_grad(
     device = _device(do, plan, *w2.shape[1:])
     serves = (
         device is not None
-        and _has_halves(spec)
-        and spec.name in ACT_GRAD_ACTIVATIONS
         and is_faster("down_proj_act_grad", *w2.shape[1:])
         and _is_copyable(do)
         and _describable_weight(w2, device)
@@ -86,70 +84,70 @@ def down_proj_act_grad(
     tiles = tiles_of(do, plan, device)
     launch, dh, a_scaled, partial = launches.act_grad_launch(do, w2, h, s, plan, tiles, spec, device)
     launch.run()
-    launch, ds = mlp.score_grad_launch(partial, do, b2, s, plan, tiles, SHAPES["down_proj_act_grad"].rows)
-    launch.run()
+    ds = score_grad(partial, do, b2, s, plan, tiles, SHAPES["down_proj_act_grad"].rows, device)
     return dh, ds, a_scaled
 
 
-def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Tensor:
+def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
     """B2: dw2 (E, d, n)."""
     if not _serves_weights("down_proj_weight_grad", do, a_scaled, plan):
-        return TRITON_KERNELS.down_proj_weight_grad(do, a_scaled, plan)
-    return _weights("down_proj_weight_grad", do, a_scaled, plan, transposed=False)
+        return TRITON_KERNELS.down_proj_weight_grad(do, a_scaled, plan, column_major)
+    dw2 = empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
+    launches.weights_launch("down_proj_weight_grad", do, a_scaled, dw2, plan, device_of(do)).run()
+    return dw2
 
 
 def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
     """B3: dx_rows (R_max, d), or the columns of d that w1 has."""
     if not _serves_rows("up_proj_act_grad", dh, w1, plan):
         return TRITON_KERNELS.up_proj_act_grad(dh, w1, plan)
-    return _rows("up_proj_act_grad", dh, w1, plan)
+    return _rows("up_proj_act_grad", dh, w1, None, plan)
 
 
-def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan) -> Tensor:
+def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
     """B4: dw1 (E, w, d)."""
     if not _serves_weights("up_proj_weight_grad", x, dh, plan):
-        return TRITON_KERNELS.up_proj_weight_grad(x, dh, plan)
-    return _weights("up_proj_weight_grad", x, dh, plan, transposed=True)
+        return TRITON_KERNELS.up_proj_weight_grad(x, dh, plan, column_major)
+    dw1 = empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
+    out = dw1.transpose(1, 2)  # the gathered operand's width comes first
+    launches.weights_launch("up_proj_weight_grad", x, dh, out, plan, device_of(x)).run()
+    return dw1
 
 
-def _up_proj_act(x: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool) -> tuple[Tensor, Tensor]:
+def _up_proj_act(
+    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
+) -> tuple[Tensor, Tensor]:
     device = device_of(x)
-    launch, a, h = launches.up_proj_act_launch(x, w1, plan, tiles_of(x, plan, device), spec, keep_h, device)
+    tiles = tiles_of(x, plan, device)
+    launch, a, h = launches.up_proj_act_launch(x, w1, _bias_rows(b1), plan, tiles, spec, keep_h, device)
     launch.run()
     return a, h
 
 
-def _rows(kernel: Kernel, rows: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
+def _rows(kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
     device = device_of(rows)
-    launch, out = launches.rows_launch(kernel, rows, weight, plan, listed_tiles(plan, SHAPES[kernel].rows), device)
+    tiles = listed_tiles(plan, SHAPES[kernel].rows)
+    launch, out = launches.rows_launch(kernel, rows, weight, _bias_rows(bias), plan, tiles, device)
     launch.run()
     return out
 
 
-def _weights(kernel: Kernel, by_token: Tensor, by_row: Tensor, plan: RoutingPlan, transposed: bool) -> Tensor:
-    launch, out = launches.weights_launch(kernel, by_token, by_row, plan, transposed, device_of(by_row))
-    launch.run()
-    return out
-
-
-def _list_tiles_of_forward(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> None:
+def _list_tiles_of_forward(x: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> None:
     """List F2's tiles with F1's, whichever kernel F1 takes: one launch instead of two."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
-    device = None if b1 is not None else _device(x, plan, d, n)  # w2 has a bias where w1 has one
+    device = _device(x, plan, d, n)
     if device is not None and is_faster("down_proj", n, d):
         listed_tiles(plan, tile_rows(x.element_size(), device), SHAPES["down_proj"].rows)
 
 
-def _serves_up_proj(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> bool:
-    if b1 is not None or not _has_halves(spec):
-        return False
-    d, n = x.shape[1], w1.shape[1] // 2
+def _serves_up_proj(x: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> bool:
+    d, n = x.shape[1], w1.shape[1] // spec.width_factor
     device = _device(x, plan, d, n)
     return (
         device is not None
         and is_faster("up_proj_act", d, n)
         and _is_copyable(x)
-        and can_describe(w1.unflatten(1, (2, n)), device)
+        and can_describe(launches.up_proj_weight(w1, spec), device)
     )
 
 
@@ -194,13 +192,16 @@ def _has_few_rows(plan: RoutingPlan) -> bool:
     return few_rows(plan.capacity, plan.num_experts) is not None
 
 
-def _has_halves(spec: ActivationSpec) -> bool:
-    return spec.is_gated and spec.gate_up == "concatenated"
-
-
 def _is_copyable(t: Tensor) -> bool:
     """Whether cp.async can take 16 bytes at a time from each row."""
     return t.stride(1) == 1 and t.stride(0) % WIDTH_MULTIPLE == 0 and t.data_ptr() % 16 == 0
+
+
+def _bias_rows(bias: Tensor | None) -> Tensor | None:
+    """``bias`` (E, .) with aligned rows, as the kernels load it: a copy, which is small, where it has others."""
+    if bias is None or (bias.stride(1) == 1 and bias.stride(0) % WIDTH_MULTIPLE == 0):
+        return bias
+    return bias.contiguous()
 
 
 def _describable_weight(weight: Tensor, device: Device) -> bool:

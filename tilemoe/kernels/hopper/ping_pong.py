@@ -21,6 +21,7 @@ from tilemoe.kernels.hopper.gemm_rows import load_weight
 from tilemoe.kernels.hopper.names import load_tile
 from tilemoe.kernels.hopper.pipeline import (
     BK,
+    EACH,
     GROUP_M,
     GROUPS,
     RAGGED_ROWS,
@@ -30,7 +31,9 @@ from tilemoe.kernels.hopper.pipeline import (
     await_full,
     halves,
     leave_last,
+    load_bias,
     new_barriers,
+    new_bias_staging,
     new_notes,
     next_tile,
     right_operand,
@@ -75,7 +78,7 @@ def contiguous_blocks(
 ):
     """Producer of one warp: tiles of ``rows`` (R_max, width_in), block by block, and of the weight, all by TMA.
 
-    Announces (first row, end of the expert's rows, first column, blocks) of each tile.
+    Announces (first row, end of the expert's rows, first column, 4 * expert + blocks) of each tile.
     """
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
@@ -85,7 +88,7 @@ def contiguous_blocks(
         next_expert, next_row, next_end, next_col, next_count = block_tile(
             index + gl.num_programs(0), total, column_tiles, tiles, BN
         )
-        announce(notes, acquire(ring, step), row, end, col, count)
+        announce(notes, acquire(ring, step), row, end, col, 4 * expert + count)
         if count == 3:
             step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 3, RIGHT_BY_N)
         elif count == 2:
@@ -145,20 +148,23 @@ def wait_for_products(acc0, acc1, acc2, COUNT: gl.constexpr, PENDING: gl.constex
 
 
 @gluon.jit
-def store_block(acc, out, row, end, col, staging, block, BN: gl.constexpr, GROUP: gl.constexpr):
-    """Start storing a block; ``block`` counts the consumer's, which take its buffers in turn."""
+def store_block(acc, out, bias, row, end, col, staging, block, BN: gl.constexpr, GROUP: gl.constexpr):
+    """Start storing a block; ``block`` counts the consumer's, which take its buffers in turn. bias: (BN), or None."""
     first, second = halves(acc, GROUP_M, BN)
     last = RAGGED_ROWS - end + row
     for j in gl.static_range(2):
+        value = first if j == 0 else second
+        if bias is not None:
+            value += bias.slice(j * SLICE, SLICE).load(gl.SliceLayout(0, value.type.layout))[None, :]
         # As many stores in flight as there are buffers, and one of them is needed now.
         tma.store_wait(BUFFERS - 1)
         buffer = staging.index(BUFFERS * GROUP + 2 * (block & 1) + j)
-        store_slice(out, [RAGGED_ROWS, end, last, col + j * SLICE], first if j == 0 else second, buffer)
+        store_slice(out, [RAGGED_ROWS, end, last, col + j * SLICE], value, buffer)
 
 
 @gluon.jit
 def finish_rows(
-    out, num_tiles, width_in, width_out, ring, notes, staging, order,
+    out, bias, stride_bias, num_tiles, width_in, width_out, ring, notes, staging, bias_staging, order,
     GROUP: gl.constexpr, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr,
 ):  # fmt: skip
     """Consumer GROUP of F2 and B3: every other tile of the program. order: (GROUPS, 1) barriers, whose turn it is."""
@@ -170,7 +176,11 @@ def finish_rows(
     for _ in range(gl.program_id(0) + GROUP * gl.num_programs(0), total, GROUPS * gl.num_programs(0)):
         mbarrier.wait(order.index(GROUP), phase)
         phase ^= 1
-        row, end, col, count = next_tile(ring, notes, step)
+        row, end, col, expert_and_count = next_tile(ring, notes, step)
+        expert, count = expert_and_count // 4, expert_and_count % 4
+        bias_of_tile = None
+        if bias is not None:
+            of_tile = load_bias(bias, expert, stride_bias, col + gl.arange(0, BN, EACH), width_out)
         if count == 3:
             acc0, acc1, acc2, step = multiply_blocks(ring, step, steps, order.index(1 - GROUP), 3, BN, RIGHT_BY_N)
         elif count == 2:
@@ -178,11 +188,14 @@ def finish_rows(
         else:
             acc0, acc1, acc2, step = multiply_blocks(ring, step, steps, order.index(1 - GROUP), 1, BN, RIGHT_BY_N)
         step += steps  # the other consumer's
-        store_block(acc0, out, row, end, col, staging, block, BN, GROUP)
+        if bias is not None:
+            bias_of_tile = bias_staging.index(GROUP)
+            bias_of_tile.store(of_tile.to(gl.float32))
+        store_block(acc0, out, bias_of_tile, row, end, col, staging, block, BN, GROUP)
         if count > 1:
-            store_block(acc1, out, row + GROUP_M, end, col, staging, block + 1, BN, GROUP)
+            store_block(acc1, out, bias_of_tile, row + GROUP_M, end, col, staging, block + 1, BN, GROUP)
         if count > 2:
-            store_block(acc2, out, row + 2 * GROUP_M, end, col, staging, block + 2, BN, GROUP)
+            store_block(acc2, out, bias_of_tile, row + 2 * GROUP_M, end, col, staging, block + 2, BN, GROUP)
         block += count
     tma.store_wait(0)
 
@@ -191,6 +204,7 @@ def finish_rows(
 def gemm_rows_kernel(
     rows,
     weight,
+    bias,
     out,
     expert_of_tile,
     row_of_tile,
@@ -198,28 +212,35 @@ def gemm_rows_kernel(
     num_tiles,
     width_in,
     width_out,
+    stride_bias,
     RIGHT_BY_N: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """``out_r = rows_r weight_e``; rows (R_max, in), weight (E, in, out), out (R_max, out); tiles of 192 rows."""
+    """``out_r = rows_r weight_e (+ bias_e)``, in tiles of 192 rows.
+
+    rows (R_max, in), weight (E, in, out), bias (E, out), out (R_max, out).
+    """
     left = gl.allocate_shared_memory(rows.dtype, [BLOCKS * STAGES, GROUP_M, BK], rows.layout)
     right = gl.allocate_shared_memory(rows.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     staging = gl.allocate_shared_memory(
         rows.dtype, [BUFFERS * GROUPS, GROUP_M, SLICE], gl.NVMMASharedLayout(128, 16, 2)
     )
+    bias_staging = new_bias_staging(BN)
     order = new_barriers(GROUPS, 1)
     ring = (left, right, new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     notes = new_notes(STAGES)
     gl.warp_specialize(
         [
-            (finish_rows, (out, num_tiles, width_in, width_out, ring, notes, staging, order, 0, BN, RIGHT_BY_N)),
-            (finish_rows, (out, num_tiles, width_in, width_out, ring, notes, staging, order, 1, BN, RIGHT_BY_N)),
+            (finish_rows, (out, bias, stride_bias, num_tiles, width_in, width_out, ring, notes, staging, bias_staging,
+                           order, 0, BN, RIGHT_BY_N)),
+            (finish_rows, (out, bias, stride_bias, num_tiles, width_in, width_out, ring, notes, staging, bias_staging,
+                           order, 1, BN, RIGHT_BY_N)),
             (contiguous_blocks, (rows, weight, tiles, num_tiles, width_in, width_out, ring, notes, BN, RIGHT_BY_N)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    )  # fmt: skip

@@ -34,8 +34,10 @@ GROUPS = gl.constexpr(2)  # consumers
 GROUP_M = gl.constexpr(64)  # rows of each: what one matrix instruction of a warpgroup takes
 TILE_M = gl.constexpr(128)
 BK = gl.constexpr(64)  # 128 bytes of a 16-bit type: the widest swizzle
+BAND = gl.constexpr(8)  # column tiles of 256 that go with 132 / 8 row tiles of 128: nearly a square
 SLICE = gl.constexpr(64)  # columns that an epilogue stores at a time
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # an element for each thread of a partition, or one for all
+SPREAD = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # two elements for each thread of a partition
 # See tilemoe.kernels.triton.operands: where a ragged descriptor's rows pretend to end.
 RAGGED_ROWS = gl.constexpr(1 << 30)
 
@@ -62,6 +64,23 @@ def row_tile(index, total, column_tiles, tiles, BN: gl.constexpr):
     row = gl.load(row_of_tile + tile, mask=exists, other=0)
     end = gl.load(end_of_tile + tile, mask=exists, other=0)
     return expert, row, end, (index % column_tiles) * BN
+
+
+@gluon.jit
+def banded_row_tile(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
+    """As `row_tile`, in another order: all of an expert's rows by BAND column tiles, then by the next ones.
+
+    Where the output is wide, the programs at work then share as many columns as rows, and read them from L2. In the
+    plain order they would pass by all of an expert's weight for each tile of rows, at DRAM's speed.
+    """
+    expert, row, end, col = row_tile(index, total, column_tiles, tiles, BN)
+    start = gl.load(row_start_of_expert + expert)
+    row_tiles = gl.maximum(gl.cdiv(end - start, TILE_M), 1)
+    of_expert = (row - start) // TILE_M * column_tiles + col // BN
+    band = of_expert // (row_tiles * BAND) * BAND
+    width = gl.minimum(BAND, column_tiles - band)
+    of_band = of_expert - row_tiles * band
+    return expert, start + of_band // width * TILE_M, end, (band + of_band % width) * BN
 
 
 @gluon.jit
@@ -211,11 +230,12 @@ def zeros(BN: gl.constexpr):
 
 @gluon.jit
 def right_operand(right, stage, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr):
-    """(BK, BN) of a stage. RIGHT_BY_N: its buffer holds (BN, BK), else (BK, BN)."""
+    """(BK, BN) of a stage. RIGHT_BY_N: its buffer holds (BN, BK), else (BK, BN), 64 columns after the other."""
     if RIGHT_BY_N:
         columns = right.index(stage).reshape([BN, BK]).permute([1, 0])
     else:
-        columns = right.index(stage).reshape([BK, BN])
+        swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        columns = reinterpret(right.index(stage), right.dtype, [BK, BN], swizzled)
     return columns
 
 
@@ -296,6 +316,46 @@ def blocks_of(buffer, COUNT: gl.constexpr, ROWS: gl.constexpr):
 def halves(value, M: gl.constexpr, N: gl.constexpr):
     """The left and the right half of (M, N): in the matrix units' layout no data moves between threads."""
     return value.reshape([M, 2, N // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def slices_of(value, N: gl.constexpr):
+    """(GROUP_M, N) cut into two or four slices of SLICE columns, a tuple from left to right."""
+    gl.static_assert(N == 2 * SLICE or N == 4 * SLICE, "two slices or four")
+    slices = halves(value, GROUP_M, N)
+    if N == 4 * SLICE:
+        slices = halves(slices[0], GROUP_M, N // 2) + halves(slices[1], GROUP_M, N // 2)
+    return slices
+
+
+@gluon.jit
+def pairs_of(value, N: gl.constexpr):
+    """The even and the odd columns of (GROUP_M, N): a thread holds both of a pair."""
+    return value.reshape([GROUP_M, N // 2, 2]).split()
+
+
+@gluon.jit
+def load_bias(bias, expert, stride, column, width):
+    """The entries ``column`` of an expert's bias as fp32; zero past ``width``.
+
+    Asked for before a tile's products, which hide what it takes, by one register of each thread.
+    """
+    # The compiler is told that they are multiples of 8, whence loads of two elements.
+    stride, width = stride // 8 * 8, width // 8 * 8
+    return gl.load(bias + expert.to(gl.int64) * stride + column, mask=column < width, other=0.0)
+
+
+@gluon.jit
+def new_bias_staging(BN: gl.constexpr):
+    """(GROUPS, BN) fp32: by which the threads of a consumer learn a tile's bias."""
+    return gl.allocate_shared_memory(gl.float32, [GROUPS, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def spread_to_rows(values, buffer, like):
+    """``values`` (BN), spread over the threads, as (1, BN) fp32 of which each thread has its columns of ``like``."""
+    buffer.store(values.to(gl.float32))
+    return buffer.load(gl.SliceLayout(0, like.type.layout))[None, :]
 
 
 @gluon.jit

@@ -72,8 +72,10 @@ def down_proj_act_grad(
     return dh, rows_to_pairs(ds_row, s, plan), a_scaled
 
 
-def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Tensor:
+def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
     """B2: dw2 (E, d, n)."""
+    if column_major:  # the transposed product, row-major
+        return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row).transpose(1, 2)
     return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row)
 
 
@@ -82,8 +84,10 @@ def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
     return rows_times_experts(dh, w1, None, plan)
 
 
-def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan) -> Tensor:
+def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
     """B4: dw1 (E, w, d)."""
+    if column_major:  # the transposed product, row-major
+        return outer_per_expert(x, dh, plan, left_index=plan.token_of_row).transpose(1, 2)
     return outer_per_expert(dh, x, plan, right_index=plan.token_of_row)
 
 

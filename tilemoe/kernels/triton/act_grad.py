@@ -150,8 +150,7 @@ def _slice(
 @triton.jit(do_not_specialize=["capacity", "num_partial"])
 def score_grad_kernel(
     partial,
-    do,
-    bias,
+    products,
     ds,
     token_of_row,
     pair_of_row,
@@ -161,33 +160,20 @@ def score_grad_kernel(
     num_tiles,
     capacity,
     num_partial,
-    d,
-    stride_do,
-    stride_be,
-    stride_bout,
-    HAS_BIAS: tl.constexpr,
+    num_experts,
+    HAS_PRODUCTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
-    """ds (P): the sum of a row's parts and, with b2 (E, d), ``<do_t, b2_e>``, at the place of the row's pair."""
+    """ds (P): the sum of a row's parts and, with b2, its entry of products (T, E), at the place of the row's pair."""
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):
-        expert = tl.load(expert_of_tile + tile)
         end = tl.load(end_of_tile + tile)
         rows = tl.load(row_of_tile + tile) + tl.arange(0, BLOCK_M)
         line = tl.minimum(rows, end - 1)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for part in range(num_partial):
             total += tl.load(partial + tl.cast(part, tl.int64) * capacity + line)
-        if HAS_BIAS:
-            token = tl.load(token_of_row + line)
-            do_pointers = do + token.to(tl.int64)[:, None] * stride_do + tl.arange(0, BLOCK_K)[None, :]
-            products = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-            for k in range(0, d, BLOCK_K):
-                columns = k + tl.arange(0, BLOCK_K)
-                inside = (columns < d)[None, :]
-                grads = tl.load(do_pointers + k, mask=inside, other=0.0).to(tl.float32)
-                pointers = bias + expert.to(tl.int64) * stride_be + columns * stride_bout
-                products += grads * tl.load(pointers, mask=columns < d, other=0.0).to(tl.float32)[None, :]
-            total += tl.sum(products, axis=1)
+        if HAS_PRODUCTS:
+            token = tl.load(token_of_row + line).to(tl.int64)
+            total += tl.load(products + token * num_experts + tl.load(expert_of_tile + tile))
         tl.store(ds + tl.load(pair_of_row + line), total.to(ds.dtype.element_ty), mask=rows < end)

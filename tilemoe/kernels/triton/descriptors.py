@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilemoe.kernels.tiling import Device
+from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device
 
 _ALIGNMENT = 16  # bytes: what TMA asks of the address and of every stride but the last, which is 1
 _MAX_ROWS = 1 << 30  # of a ragged descriptor
@@ -37,7 +37,7 @@ def can_describe_rows(device: Device, *tensors: Tensor) -> bool:
 def weight_operand(weight: Tensor, device: Device, block_in: int, block_out: int) -> tuple[Any, str, tuple[int, ...]]:
     """The kernel's arguments for a weight seen as (E, parts, in, out): itself or a descriptor, its access, its strides.
 
-    Access names the dimension that is contiguous in the descriptor, or "pointer".
+    Access is that of `tilemoe.kernels.triton.operands.load_weight`.
     """
     strides = tuple(weight.stride())
     by_out = weight.transpose(2, 3)  # (E, parts, out, in)
@@ -46,7 +46,11 @@ def weight_operand(weight: Tensor, device: Device, block_in: int, block_out: int
     by_in = weight.transpose(1, 2)  # (E, in, parts, out)
     if can_describe(by_in, device):
         return TensorDescriptor.from_tensor(by_in, [1, block_in, weight.shape[1], block_out]), "out", strides
-    return weight, "pointer", strides
+    for along, across, access in ((2, 3, "in by pointer"), (3, 2, "out by pointer")):
+        outer = (strides[0], strides[1], strides[across])
+        if strides[along] == 1 and all(stride % WIDTH_MULTIPLE == 0 for stride in outer):
+            return weight, access, strides
+    return weight, "by pointer", strides
 
 
 def rows_operand(rows: Tensor, block: list[int], use_tma: bool) -> Any:

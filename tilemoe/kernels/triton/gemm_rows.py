@@ -1,6 +1,6 @@
 """The grouped GEMMs over rows, each expert's rows times its weight: F1 with the gather and the activation, F2 and B3.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · parts = 2 gated, 1 ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 BM, BN, BK: rows, columns and contraction step of a tile
 
 Persistent programs walk a list of (expert, first row) tiles that lies on the device; its length is read there.
@@ -132,43 +132,46 @@ def up_proj_act_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """F1: ``h = x w1^T + b1`` and ``a = act(h)``; x (T, d) gathered by pointer, weight (E, parts, d, n).
+    """F1: ``h = x w1^T + b1`` and ``a = act(h)``; x (T, d) gathered by pointer, a (R_max, n).
 
-    h (R_max, parts, n), or (R_max, 2n) when interleaved; not written unless KEEP_H. a (R_max, n).
+    Weight (E, 2, d, n) and h (R_max, 2, n) where gate and up are concatenated: then they are the halves of a tile. Else
+    (E, 1, d, w) and (R_max, w): columns that alternate are taken apart in registers. h is not written unless KEEP_H.
     """
     # The compiler is told that they are multiples of 8, whence 16-byte loads.
     d, n, stride_x = d // 8 * 8, n // 8 * 8, stride_x // 8 * 8
-    PARTS: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
+    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # of a part
+    width_out = 2 * n if INTERLEAVED else n
     column_tiles = tl.cdiv(n, BLOCK_N)
     total = tl.load(num_tiles) * column_tiles
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         tile = index // column_tiles
-        col = (index % column_tiles) * BLOCK_N
+        col = (index % column_tiles) * WIDTH
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
         end = tl.load(end_of_tile + tile)
         # Rows past the expert's end compute its last row again, and are not stored.
         token = tl.load(token_of_row + tl.minimum(row + tl.arange(0, BLOCK_M), end - 1))
         x_pointers = line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), WIDE)
-        acc = tl.zeros((BLOCK_M, PARTS * BLOCK_N), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_M, PARTS * WIDTH), dtype=tl.float32)
         for k in range(0, d, BLOCK_K):
             left = load_pointers(x_pointers, k, d, EVEN_K, BLOCK_K)
             right = load_weight(
-                weight, expert, k, col, d, n, stride_we, stride_wpart, stride_win, stride_wout,
-                PARTS, WEIGHT_ACCESS, EVEN_K, BLOCK_K, BLOCK_N,
+                weight, expert, k, col, d, width_out, stride_we, stride_wpart, stride_win, stride_wout,
+                PARTS, WEIGHT_ACCESS, EVEN_K, BLOCK_K, WIDTH,
             )  # fmt: skip
             acc = multiply_add(left, right, acc, PRECISION, APART)
-        if GATED:
+        if PARTS == 2:
             gate, up = halves(acc, BLOCK_M, 2 * BLOCK_N)
         else:
             gate, up = acc, acc
         if HAS_BIAS:
-            gate += load_bias(bias, expert, col, n, stride_be, stride_bout, BLOCK_N)[None, :]
-            if GATED:
+            gate += load_bias(bias, expert, col, width_out, stride_be, stride_bout, WIDTH)[None, :]
+            if PARTS == 2:
                 up += load_bias(bias + stride_bpart, expert, col, n, stride_be, stride_bout, BLOCK_N)[None, :]
-        width: tl.constexpr = BLOCK_N // SLICES
-        gates = column_slices(gate, BLOCK_M, BLOCK_N, SLICES)
-        ups = column_slices(up, BLOCK_M, BLOCK_N, SLICES)
+        width: tl.constexpr = WIDTH // SLICES
+        gates = column_slices(gate, BLOCK_M, WIDTH, SLICES)
+        ups = column_slices(up, BLOCK_M, WIDTH, SLICES)
         for i in tl.static_range(SLICES):
             _finish(
                 gates[i], ups[i], a, h, end, row, col + i * width, n, limit, alpha,
@@ -182,14 +185,20 @@ def _finish(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     KEEP_H: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """F1's epilogue for (BM, BN) of gate and up, of which an ungated activation has the first only."""
-    if KEEP_H:
-        if GATED:
-            store_gate_up(h, gate, up, end, row, col, n, INTERLEAVED, USE_TMA, BLOCK_M, BLOCK_N)
-        else:
-            store_rows(h, gate, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
-    if GATED:
+    """F1's epilogue for (BM, BN) of gate and up, or of h in ``gate`` where they alternate or there is no gate."""
+    if INTERLEAVED:
+        if KEEP_H:
+            store_rows(h, gate, end, row, col, 2 * n, USE_TMA, BLOCK_M, BLOCK_N)
+        gate, up = gate.reshape(BLOCK_M, BLOCK_N // 2, 2).split()
         value = gated_value(gate, up, limit, alpha, ACTIVATION, PRECISE)
+        store_rows(a, value, end, row, col // 2, n, USE_TMA, BLOCK_M, BLOCK_N // 2)
+    elif GATED:
+        if KEEP_H:
+            store_gate_up(h, gate, up, end, row, col, n, False, USE_TMA, BLOCK_M, BLOCK_N)
+        value = gated_value(gate, up, limit, alpha, ACTIVATION, PRECISE)
+        store_rows(a, value, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
     else:
+        if KEEP_H:
+            store_rows(h, gate, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
         value, _slope = inner(gate, ACTIVATION, PRECISE)
-    store_rows(a, value, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
+        store_rows(a, value, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)

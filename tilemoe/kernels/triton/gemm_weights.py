@@ -1,4 +1,4 @@
-"""The weight gradients B2 and B4: one sum of outer products per expert, over its rows; and the biases' gradients.
+"""The weight gradients B2 and B4: one sum of outer products per expert, over its rows.
 
 T tokens · E experts · R_max row capacity · p, q widths of the gathered and of the contiguous operand
 BM, BN: rows and columns of a tile of the gradient · BK: the expert's rows per step
@@ -94,47 +94,3 @@ def _store_gradient(
         else:
             pointers = corner + along.to(tl.int64)[:, None] * q + columns[None, :]
         tl.store(pointers, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def bias_grad_kernel(
-    values,
-    s,
-    out,
-    index_of_row,
-    pair_of_row,
-    row_start_of_expert,
-    width,
-    stride_value,
-    splits,
-    GATHER: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """out (splits, E, width) fp32: the sum over a split of an expert's rows of values (by row), or of s times values
-    (by token, GATHER). Programs: (column tiles, E, splits).
-    """
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert, split = tl.program_id(1), tl.program_id(2)
-    first = tl.load(row_start_of_expert + expert)
-    last = tl.load(row_start_of_expert + expert + 1)
-    share = tl.cdiv(tl.cdiv(last - first, splits), BLOCK_K) * BLOCK_K
-    start = tl.minimum(first + split * share, last)
-    end = tl.minimum(start + share, last)
-    acc = tl.zeros((BLOCK_K, BLOCK_N), dtype=tl.float32)
-    inside = (columns < width)[None, :]
-    for k in range(start, end, BLOCK_K):
-        rows = k + tl.arange(0, BLOCK_K)
-        mask = rows < end
-        if GATHER:
-            line = tl.load(index_of_row + rows, mask=mask, other=0)
-            weight = tl.load(s + tl.load(pair_of_row + rows, mask=mask, other=0), mask=mask, other=0.0)
-        else:
-            line = rows
-        pointers = values + line.to(tl.int64)[:, None] * stride_value + columns[None, :]
-        value = tl.load(pointers, mask=mask[:, None] & inside, other=0.0).to(tl.float32)
-        if GATHER:
-            value *= weight.to(tl.float32)[:, None]
-        acc += value
-    slot = (split * tl.num_programs(1) + expert).to(tl.int64) * width
-    tl.store(out + slot + columns, tl.sum(acc, axis=0), mask=columns < width)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.base import KernelSet
+from tilemoe.kernels.base import KernelSet, empty_weight_grad
 from tilemoe.kernels.tiling import WIDTH_MULTIPLE, Device, few_rows, problem_of_widths, tile_rows
+from tilemoe.kernels.triton import bias_grad, mlp
 from tilemoe.kernels.triton import few_rows as few_rows_kernels
-from tilemoe.kernels.triton import mlp
 from tilemoe.kernels.triton.combine import combine, combine_grad
 from tilemoe.kernels.triton.launch import device_of
 from tilemoe.kernels.triton.tiles import TileList, listed_tiles
@@ -86,20 +86,33 @@ def down_proj_act_grad(
     launch, dh, a_scaled, partial = mlp.act_grad_launch(do, w2, h, s, plan, tiles, spec, device)
     launch.run()
     tile_m = tile_rows(do.element_size(), device)
-    launch, ds = mlp.score_grad_launch(partial, do, b2, s, plan, tiles, tile_m)
+    return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m, device), a_scaled
+
+
+def score_grad(
+    partial: Tensor,
+    do: Tensor,
+    b2: Tensor | None,
+    s: Tensor,
+    plan: RoutingPlan,
+    tiles: TileList,
+    tile_m: int,
+    device: Device,
+) -> Tensor:
+    """ds like s, from B1's partial (column tiles, R_max), do (T, d) with aligned rows, and tiles of ``tile_m`` rows."""
+    products = None if b2 is None else bias_grad.bias_products(do, _by_token(b2), device)
+    launch, ds = mlp.score_grad_launch(partial, products, s, plan, tiles, tile_m)
     launch.run()
-    return dh, ds, a_scaled
+    return ds
 
 
-def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan) -> Tensor:
+def down_proj_weight_grad(do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
     """B2: dw2 (E, d, n)."""
     device = _check(do, do.shape[1], a_scaled.shape[1])
+    dw2 = empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
     if plan.capacity == 0:
-        return do.new_zeros(plan.num_experts, do.shape[1], a_scaled.shape[1])
-    launch, dw2 = mlp.weights_launch(
-        "down_proj_weight_grad", _by_token(do), a_scaled.contiguous(), plan, transposed=False, device=device
-    )
-    launch.run()
+        return dw2.zero_()
+    mlp.weights_launch("down_proj_weight_grad", _by_token(do), a_scaled.contiguous(), dw2, plan, device).run()
     return dw2
 
 
@@ -115,26 +128,31 @@ def up_proj_act_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
     return dx_rows
 
 
-def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan) -> Tensor:
+def up_proj_weight_grad(x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
     """B4: dw1 (E, w, d)."""
     device = _check(x, x.shape[1], dh.shape[1])
+    dw1 = empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
     if plan.capacity == 0:
-        return x.new_zeros(plan.num_experts, dh.shape[1], x.shape[1])
-    launch, dw1 = mlp.weights_launch(
-        "up_proj_weight_grad", _by_token(x), dh.contiguous(), plan, transposed=True, device=device
-    )
-    launch.run()
+        return dw1.zero_()
+    out = dw1.transpose(1, 2)  # the gathered operand's width comes first
+    mlp.weights_launch("up_proj_weight_grad", _by_token(x), dh.contiguous(), out, plan, device).run()
     return dw1
 
 
 def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
     """db2 (E, d) in s's dtype: the sum of each expert's rows of s times do."""
-    return _bias_grad(_by_token(do), s, plan).to(s.dtype)
+    device = _check(do, do.shape[1])
+    if plan.capacity == 0:
+        return s.new_zeros(plan.num_experts, do.shape[1])
+    return bias_grad.down_proj_bias_grad(_by_token(do), s, plan, device).to(s.dtype)
 
 
 def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan) -> Tensor:
     """db1 (E, w) fp32: the sum of each expert's rows of dh."""
-    return _bias_grad(dh.contiguous(), None, plan)
+    device = _check(dh, dh.shape[1])
+    if plan.capacity == 0:
+        return dh.new_zeros(plan.num_experts, dh.shape[1], dtype=torch.float32)
+    return bias_grad.up_proj_bias_grad(dh.contiguous(), plan, device)
 
 
 def _up_proj_act(
@@ -147,15 +165,6 @@ def _up_proj_act(
     launch, a, h = mlp.up_proj_act_launch(_by_token(x), w1, b1, plan, tiles_of(x, plan, device), spec, keep_h, device)
     launch.run()
     return a, h
-
-
-def _bias_grad(values: Tensor, s: Tensor | None, plan: RoutingPlan) -> Tensor:
-    device = _check(values, values.shape[1])
-    if plan.capacity == 0:
-        return values.new_zeros(plan.num_experts, values.shape[1], dtype=torch.float32)
-    launch, sums = mlp.bias_grad_launch(values, s, plan, device)
-    launch.run()
-    return sums.sum(0)
 
 
 def _check(rows: Tensor, *widths: int) -> Device:

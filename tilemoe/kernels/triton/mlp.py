@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.base import is_column_major
 from tilemoe.kernels.tiling import Device, Kernel, Tile, choose_tile
 from tilemoe.kernels.triton.act_grad import act_grad_kernel, score_grad_kernel
 from tilemoe.kernels.triton.descriptors import (
@@ -21,14 +22,10 @@ from tilemoe.kernels.triton.descriptors import (
     weight_operand,
 )
 from tilemoe.kernels.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
-from tilemoe.kernels.triton.gemm_weights import bias_grad_kernel, gemm_weights_kernel
+from tilemoe.kernels.triton.gemm_weights import gemm_weights_kernel
 from tilemoe.kernels.triton.launch import Launch, ceil_div, dot_precision, persistent_grid
 from tilemoe.kernels.triton.tiles import TileList
 from tilemoe.routing.plan import RoutingPlan
-
-_SCORE_BLOCK = 32  # columns of do and b2 per step of the scores' gradient
-_BIAS_ROWS, _BIAS_COLUMNS = 32, 128
-_BIAS_PROGRAMS = 8  # per multiprocessor: how far few experts are split
 
 
 def rows_launch(
@@ -95,9 +92,10 @@ def up_proj_act_launch(
     a, h = x.new_empty(plan.capacity, n), x.new_empty(plan.capacity if keep_h else 0, parts * n)
     tile = choose_tile("up_proj_act", d, n, x.element_size(), device, gate_up_layout(spec))
     weight = _split_parts(w1, spec).transpose(2, 3)
-    operand, access, strides = weight_operand(weight, device, tile.block_k, tile.block_n)
+    width = tile.block_n * parts // weight.shape[1]
+    operand, access, strides = weight_operand(weight, device, tile.block_k, width)
     # Stores by pointer are faster beside a weight that comes by TMA; no other was measured.
-    stores_by_tma = tile.tma_stores or access == "pointer"
+    stores_by_tma = tile.tma_stores or access.endswith("by pointer")
     use_tma = stores_by_tma and can_describe_rows(device, a, *([h] if keep_h else []))
     bias_strides = (0, 0, 0) if b1 is None else _split_parts(b1, spec).stride()
     launch = Launch(
@@ -204,29 +202,25 @@ def act_grad_launch(
 
 
 def score_grad_launch(
-    partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
+    partial: Tensor, products: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
 ) -> tuple[Launch, Tensor]:
-    """ds like s: the parts of each row added up, plus ``<do_t, b2_e>``; 0 for a skipped pair."""
+    """ds like s: the parts of each row added up, plus its entry of products (T, E); 0 for a skipped pair."""
     ds = s.new_zeros(s.shape)
     launch = Launch(
         score_grad_kernel,
         (tiles.capacity,),
         {
             "partial": partial,
-            "do": do,
-            "bias": b2,
+            "products": products,
             "ds": ds,
             "token_of_row": plan.token_of_row,
             "pair_of_row": plan.pair_of_row,
             **tiles._asdict(),
             "capacity": plan.capacity,
             "num_partial": partial.shape[0],
-            "d": do.shape[1],
-            "stride_do": do.stride(0),
-            "stride_be": 0 if b2 is None else b2.stride(0),
-            "stride_bout": 0 if b2 is None else b2.stride(1),
+            "num_experts": plan.num_experts,
         },
-        {"HAS_BIAS": b2 is not None, "BLOCK_M": tile_m, "BLOCK_K": _SCORE_BLOCK},
+        {"HAS_PRODUCTS": products is not None, "BLOCK_M": tile_m},
         num_warps=4,
         num_stages=2,
     )
@@ -234,16 +228,17 @@ def score_grad_launch(
 
 
 def weights_launch(
-    kernel: Kernel, by_token: Tensor, by_row: Tensor, plan: RoutingPlan, transposed: bool, device: Device
-) -> tuple[Launch, Tensor]:
-    """B2 and B4: out (E, p, q), or (E, q, p) when ``transposed``, from by_token (T, p) and by_row (R_max, q)."""
+    kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, device: Device
+) -> Launch:
+    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q)."""
     p, q = by_token.shape[1], by_row.shape[1]
-    out = by_row.new_empty((plan.num_experts, q, p) if transposed else (plan.num_experts, p, q))
+    transposed = is_column_major(out)
+    out = out.transpose(1, 2) if transposed else out
     tile = choose_tile(kernel, p, q, by_row.element_size(), device)
     use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
     width = tile.block_n // tile.slices
     out_block = [1, width, tile.block_m] if transposed else [1, tile.block_m, width]
-    launch = Launch(
+    return Launch(
         gemm_weights_kernel,
         persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n)),
         {
@@ -269,44 +264,11 @@ def weights_launch(
         tile.num_warps,
         tile.num_stages,
     )
-    return launch, out
-
-
-def bias_grad_launch(values: Tensor, s: Tensor | None, plan: RoutingPlan, device: Device) -> tuple[Launch, Tensor]:
-    """out (splits, E, width) fp32, to be summed over the splits: of values (R_max, width) by row where ``s`` is None,
-    else of s times values (T, width) by token.
-    """
-    width = values.shape[1]
-    programs = plan.num_experts * ceil_div(width, _BIAS_COLUMNS)
-    splits = max(1, device.multiprocessors * _BIAS_PROGRAMS // programs)
-    out = values.new_empty(splits, plan.num_experts, width, dtype=torch.float32)
-    launch = Launch(
-        bias_grad_kernel,
-        (ceil_div(width, _BIAS_COLUMNS), plan.num_experts, splits),
-        {
-            "values": values,
-            "s": s,
-            "out": out,
-            "index_of_row": plan.token_of_row,
-            "pair_of_row": plan.pair_of_row,
-            "row_start_of_expert": plan.row_start_of_expert,
-            "width": width,
-            "stride_value": values.stride(0),
-            "splits": splits,
-        },
-        {"GATHER": s is not None, "BLOCK_K": _BIAS_ROWS, "BLOCK_N": _BIAS_COLUMNS},
-        num_warps=4,
-        num_stages=2,
-    )
-    return launch, out
 
 
 def _split_parts(t: Tensor, spec: ActivationSpec) -> Tensor:
-    """(E, parts, n, ...) view of a w1 (E, w, d) or b1 (E, w): parts as the gate and up rows lie in it."""
-    if not spec.is_gated:
-        return t.unsqueeze(1)
-    n = t.shape[1] // 2
-    return t.unflatten(1, (n, 2)).transpose(1, 2) if spec.gate_up == "interleaved" else t.unflatten(1, (2, n))
+    """(E, parts, ...) view of a w1 (E, w, d) or b1 (E, w): two parts where gate and up are concatenated, else one."""
+    return t.unflatten(1, (2, -1)) if gate_up_layout(spec) == "concatenated" else t.unsqueeze(1)
 
 
 def gate_up_layout(spec: ActivationSpec) -> str | None:

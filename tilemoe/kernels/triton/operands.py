@@ -43,21 +43,34 @@ def load_weight(
 ):
     """(BK, PARTS * BN) of one expert's weight, gate's columns before up's.
 
-    ACCESS: "in" or "out", the contiguous dimension of the descriptor, or "pointer". Past ``width_in`` the tile is
-    zero, past ``width_out`` unspecified.
+    ACCESS: "in" or "out", the contiguous dimension of the descriptor; "in by pointer" or "out by pointer", along which
+    16 bytes are loaded at a time; or "by pointer", for any strides. Past ``width_in`` the tile is zero, past
+    ``width_out`` unspecified.
     """
     if ACCESS == "in":
         tile = weight.load([expert, 0, col, k]).reshape(PARTS * BLOCK_N, BLOCK_K).T
     elif ACCESS == "out":
         tile = weight.load([expert, k, 0, col]).reshape(BLOCK_K, PARTS * BLOCK_N)
     else:
-        inside = (k + tl.arange(0, BLOCK_K))[:, None] < width_in
+        # The compiler is told that they are multiples of 8, whence 16-byte loads.
+        if ACCESS == "in by pointer":
+            stride_e, stride_part, stride_out = stride_e // 8 * 8, stride_part // 8 * 8, stride_out // 8 * 8
+        elif ACCESS == "out by pointer":
+            stride_e, stride_part, stride_in = stride_e // 8 * 8, stride_part // 8 * 8, stride_in // 8 * 8
+        steps = tl.arange(0, BLOCK_K)
         column = tl.arange(0, PARTS * BLOCK_N)
-        inner = tl.minimum(col + column % BLOCK_N, width_out - 1).to(tl.int64) * stride_out
-        across = inner + (column // BLOCK_N).to(tl.int64) * stride_part
+        inner = col + column % BLOCK_N
+        if ACCESS != "out by pointer":  # clamped columns are not known to be contiguous
+            inner = tl.minimum(inner, width_out - 1)
+        across = inner.to(tl.int64) * stride_out + (column // BLOCK_N).to(tl.int64) * stride_part
         base = weight + expert.to(tl.int64) * stride_e + tl.cast(k, tl.int64) * stride_in
-        pointers = base + tl.arange(0, BLOCK_K)[:, None] * stride_in + across[None, :]
-        tile = tl.load(pointers) if EVEN_K else tl.load(pointers, mask=inside, other=0.0)
+        pointers = base + steps[:, None] * stride_in + across[None, :]
+        if ACCESS == "out by pointer":
+            tile = tl.load(pointers, mask=(k + steps < width_in)[:, None] & (inner < width_out)[None, :], other=0.0)
+        elif EVEN_K:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=(k + steps < width_in)[:, None], other=0.0)
     return tile
 
 

@@ -1,0 +1,139 @@
+"""A weight's gradient is written as the weight is stored: nothing is copied on its way to the parameter.
+
+T tokens · d hidden_size · n intermediate_size · E experts · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilemoe.kernels import select
+from tilemoe.kernels.base import empty_weight_grad, is_column_major
+from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.ops.lora import Adapters, moe_lora
+from tilemoe.ops.moe import moe
+from tilemoe.routing.plan import RoutingPlan
+from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
+
+PLANS = {routing.name: routing.plan for routing in hostile_routings()}
+D, N = 16, 8
+
+
+def leaf_and_view(weight: Tensor, turned: bool) -> tuple[nn.Parameter, Tensor]:
+    """A parameter, contiguous, and the view of it that has the weight's shape and values."""
+    leaf = nn.Parameter(weight.transpose(1, 2).contiguous() if turned else weight.clone())
+    return leaf, leaf.transpose(1, 2) if turned else leaf
+
+
+def written_grads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of the weight gradients that kernels return, dw2's and then dw1's, filled as they run."""
+    written: list[int] = []
+
+    def spy(name: str) -> Any:
+        kernel = getattr(TORCH_KERNELS, name)
+
+        def run(*args: Any) -> Tensor:
+            grad: Tensor = kernel(*args)
+            written.append(grad.data_ptr())
+            return grad
+
+        return run
+
+    names = ("down_proj_weight_grad", "up_proj_weight_grad")
+    spied = replace(TORCH_KERNELS, **{name: spy(name) for name in names})
+    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": spied})
+    return written
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "name", ["random", "sentinels", "pairs, repeated", "all sentinels", "no tokens", "pairs, none"]
+)
+def test_the_parameter_takes_what_the_kernel_wrote(
+    name: str, turned: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = PLANS[name]
+    given = make_inputs(plan, D, N, dtype=dtype)
+    expected = forward_and_grads(moe, given, plan)
+    do = torch.randn(expected["o"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    written = written_grads(monkeypatch)
+    (leaf1, w1), (leaf2, w2) = leaf_and_view(given["w1"], turned), leaf_and_view(given["w2"], turned)
+    moe(**{**given, "w1": w1, "w2": w2}, plan=plan).backward(do)
+    for leaf, address, key in ((leaf2, written[0], "dw2"), (leaf1, written[1], "dw1")):
+        assert leaf.grad is not None
+        assert leaf.grad.is_contiguous(), key
+        assert leaf.grad.data_ptr() == address, f"{key} was copied"
+        grad = leaf.grad.transpose(1, 2) if turned else leaf.grad
+        torch.testing.assert_close(grad, expected[key])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str, autocast: bool) -> None:
+    torch._dynamo.reset()
+    plan = PLANS["random"]
+    given = make_inputs(plan, D, N, bias=True)
+    results = []
+    for run in (moe, torch.compile(moe, fullgraph=True, backend=backend)):
+        (leaf1, w1), (leaf2, w2) = leaf_and_view(given["w1"], True), leaf_and_view(given["w2"], True)
+        with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+            o = run(**{**given, "w1": w1, "w2": w2}, plan=plan)
+        o.sum().backward()
+        assert leaf1.grad is not None
+        assert leaf2.grad is not None
+        assert leaf1.grad.is_contiguous()
+        assert leaf2.grad.is_contiguous()
+        results.append((o.detach(), leaf1.grad, leaf2.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_weights_that_are_dense_in_neither_order_get_contiguous_gradients() -> None:
+    plan = PLANS["random"]
+    given = make_inputs(plan, D, N)
+    base = torch.randn(plan.num_experts, D, 3 * N)
+    for w2 in (
+        base[:, :, :N],
+        base[:, :, :1].expand(-1, -1, N),
+        base[:, :, ::3],
+        base[:1, :, :N].expand_as(given["w2"]),
+    ):
+        assert not is_column_major(w2)
+        w2 = w2.detach().requires_grad_()
+        (dw2,) = torch.autograd.grad(moe(**{**given, "w2": w2}, plan=plan).sum(), w2)
+        assert dw2.is_contiguous()
+
+
+def test_which_weights_are_column_major() -> None:
+    weight = torch.empty(3, 4, 5)
+    assert not is_column_major(weight)
+    assert is_column_major(torch.empty(3, 5, 4).transpose(1, 2))
+    assert not is_column_major(torch.empty(4, 3, 5).transpose(0, 1)), "the experts are not outermost"
+    assert not is_column_major(torch.empty(3, 5, 8).transpose(1, 2)[:, :4])
+    assert not is_column_major(torch.empty(3, 5, 1).transpose(1, 2)), "of one row, both orders are one"
+    assert empty_weight_grad(weight, (3, 4, 5), False).stride() == (20, 5, 1)
+    assert empty_weight_grad(weight, (3, 4, 5), True).stride() == (20, 1, 4)
+
+
+@pytest.mark.parametrize("name", ["random", "pairs, none"])
+def test_adapters(name: str) -> None:
+    plan: RoutingPlan = PLANS[name]
+    given, rank, experts = make_inputs(plan, D, N, dtype=torch.float64), 4, plan.num_experts
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((experts, rank, D), (experts, 2 * N, rank), (experts, rank, N), (experts, D, rank))
+    adapters = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    results = []
+    for turned in (False, True):
+        leaves, views = zip(*(leaf_and_view(adapter, turned) for adapter in adapters), strict=True)
+        moe_lora(**given, plan=plan, adapters=Adapters(*views, 0.5)).sum().backward()
+        assert all(leaf.grad.is_contiguous() for leaf in leaves)
+        results.append([leaf.grad.transpose(1, 2) if turned else leaf.grad for leaf in leaves])
+    for grad, turned_grad in zip(*results, strict=True):
+        torch.testing.assert_close(grad, turned_grad)
