@@ -70,6 +70,37 @@ def test_train_ends_with_sample_plot_and_loss(
     assert any((folder / "tensorboard").iterdir())
 
 
+def test_the_recipe_of_one_gpu_trains_without_one(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its blocks are compiled there, too."""
+    sizes = {"vocab-size": 256, "hidden-size": 32, "num-layers": 1, "num-heads": 2, "num-kv-heads": 1, "head-dim": 16}
+    moe = {"hidden-size": 32, "intermediate-size": 16, "num-experts": 4, "num-experts-per-tok": 2}
+    settings = {
+        **{f"model.{name}": value for name, value in sizes.items()},
+        **{f"model.moe.{name}": value for name, value in moe.items()},
+        "model.max-seq-len": 32,
+        "data.corpus": text,
+        "data.cache-dir": tmp_path / "cache",
+        "data.tokenizer": "bytes",
+        "data.heldout-every": 4,
+        "data.seq-len": 32,
+        "data.batch-size": 2,
+        "train.device": "cpu",
+        "train.steps": 2,
+        "train.accumulation": 2,
+        "train.eval-batches": 1,
+        "train.out-dir": tmp_path / "run",
+    }
+    options = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    status, out, err = run(
+        capsys, "train", "--recipe", "single-gpu", "--train.no-plot", "--train.no-tensorboard", *options
+    )
+    assert (status, err) == (0, "")
+    assert re.search(r"held-out loss \d+\.\d\d nats/byte", out)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["recipe"]["train"]["compile"] == "blocks"
+
+
 def test_eval_repeats_the_runs_figure(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads((finished / "result.json").read_text())
     status, out, _ = run(capsys, "eval", "--checkpoint", finished)

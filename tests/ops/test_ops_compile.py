@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tilemoe.activations import activation_spec
+from tilemoe.kernels.base import is_column_major
 from tilemoe.kernels.select import kernel_set
 from tilemoe.ops import library
 from tilemoe.ops import lora as lora_ops
@@ -38,10 +39,16 @@ def _fresh_compiler() -> None:
 
 
 def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias: bool) -> dict[str, tuple[Any, ...]]:
-    """Arguments of every operator, each with the operators before it already run; inputs require grad."""
+    """Arguments of every operator, each with the operators before it already run; inputs require grad.
+
+    Weights with biases are column-major, as gpt-oss has them.
+    """
     act = "swiglu" if bias else "relu2"
     spec = activation_spec(act, "concatenated", None, None)
-    given = {k: t.requires_grad_() for k, t in make_inputs(plan, d, n, act, dtype=dtype, bias=bias).items()}
+    given = make_inputs(plan, d, n, act, dtype=dtype, bias=bias)
+    if bias:
+        given |= {name: given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("w1", "w2")}
+    given = {name: t.requires_grad_() for name, t in given.items()}
     x, w1, w2, scores = (given[name] for name in ("x", "w1", "w2", "scores"))
     b1, b2, s = given.get("b1"), given.get("b2"), scores.detach().reshape(-1).requires_grad_()
     tail = library.tail_args(plan, spec, "torch")
@@ -54,9 +61,9 @@ def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias
         "moe": (x, w1, w2, s, b1, b2, True, *tail),
         "up_proj": (x, w1, b1, *tail),
         "down_proj_act_grad": (do, w2, b2, h, s, *tail),
-        "down_proj_weight_grad": (do, a_scaled, *tail),
+        "down_proj_weight_grad": (do, a_scaled, is_column_major(w2), *tail),
         "up_proj_input_grad": (dh, w1, *tail),
-        "up_proj_weight_grad": (x, dh, *tail),
+        "up_proj_weight_grad": (x, dh, is_column_major(w1), *tail),
         "down_proj_bias_grad": (do, s, *tail),
         "up_proj_bias_grad": (dh, *tail),
     }

@@ -53,7 +53,7 @@ def test_they_fit_jobs_of_many_sizes(name: str, processes: int) -> None:
     assert sizes.replicate * sizes.shard * sizes.expert == processes
 
 
-@pytest.mark.parametrize("name", ["1b", "7b", "7b-ep", "30b-layer"])
+@pytest.mark.parametrize("name", ["single-gpu", "1b", "7b", "7b-ep", "30b-layer"])
 def test_those_for_gpus_compile_their_blocks(name: str) -> None:
     assert load_recipe(name).train.compile == "blocks"
 

@@ -1,0 +1,253 @@
+"""Tensors without values, as estimators of memory use them: shapes, dtypes and strides are those of real ones.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+
+Of tensors that claim to be on a GPU which is not there PyTorch runs no backward, and its build for CPUs alone takes no
+views: there, forward runs without gradients, what PyTorch's own operators compute is left out, and backward is called
+by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import tilemoe
+from tilemoe.activations import activation_spec
+from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
+from tilemoe.kernels.select import BY_TRITON, name_for
+from tilemoe.layers.moe import MoE
+from tilemoe.layers.router import _HalfLinear
+from tilemoe.ops import library
+from tilemoe.ops import moe as moe_ops
+from tilemoe.ops import rounding as rounding_ops
+from tilemoe.ops import router as router_ops
+from tilemoe.routing.plan import RoutingPlan
+
+T, D, N, E, K = 40, 64, 32, 8, 2
+LOSSES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
+LAYERS = {
+    "softmax": MoEConfig(D, N, E, K, router=RouterConfig(**LOSSES)),
+    "biased": MoEConfig(
+        D, N, E, K, activation="swiglu_oai", gate_up="interleaved", expert_bias=True,
+        router=RouterConfig(softmax_after_topk=True, bias=True, **LOSSES),
+    ),
+    "grouped": MoEConfig(
+        D, N, E, K, activation="geglu",
+        router=RouterConfig(score="sigmoid", scale=2.5, selection_bias=True, num_groups=4, top_groups=2),
+    ),
+    "shared": MoEConfig(D, N, E, K, shared_intermediate_size=16, shared_gate=True),
+    "odd widths": MoEConfig(60, 30, E, K, activation="gelu"),
+    **{
+        f"rounded, {mode}": MoEConfig(D, N, E, K, rounding=TokenRounding(mode, 16), router=RouterConfig(**LOSSES))
+        for mode in ("nearest", "stochastic", "nearest_score", "balance")
+    },
+}  # fmt: skip
+WITHOUT_VIEWS = [name for name, cfg in LAYERS.items() if not cfg.shared_intermediate_size]
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+Described = dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
+
+
+def described(tensors: dict[str, Tensor]) -> Described:
+    return {name: (tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def where(kind: str) -> Any:
+    """The mode in which tensors on this kind of device have no values; those on "meta" never have any."""
+    return nullcontext() if kind == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def assert_without_values(tensor: Tensor, kind: str) -> None:
+    assert tensor.device.type == kind
+    assert tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor)
+
+
+def layer_outputs(layer: MoE, dtype: torch.dtype) -> dict[str, Tensor]:
+    weight = layer.experts.w1
+    x = torch.rand(2, T // 2, weight.shape[2], device=weight.device, dtype=dtype)
+    mask = torch.ones(2, T // 2, dtype=torch.bool, device=weight.device)
+    return layer(x, mask)._asdict()
+
+
+def layer_gradients(layer: MoE, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of a forward with gradients and of its backward."""
+    weight = layer.experts.w1
+    x = torch.rand(2, T // 2, weight.shape[2], device=weight.device, dtype=dtype, requires_grad=True)
+    out = layer(x)
+    parameters = dict(layer.named_parameters())
+    grads = torch.autograd.grad(out.hidden.float().square().mean() + out.aux_loss, [x, *parameters.values()])
+    return {**out._asdict(), **dict(zip(["dx", *parameters], grads, strict=True))}
+
+
+@pytest.mark.parametrize("recompute", [None, "up_proj"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_layer_forward_and_backward(kind: str, name: str, dtype: torch.dtype, recompute: str | None) -> None:
+    expected = layer_gradients(MoE(LAYERS[name], dtype=dtype, recompute=recompute), dtype)
+    with where(kind):
+        found = layer_gradients(MoE(LAYERS[name], device=kind, dtype=dtype, recompute=recompute), dtype)
+    assert described(found) == described(expected)
+    assert_without_values(found["hidden"], kind)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", WITHOUT_VIEWS)
+def test_layer_on_a_gpu_that_is_not_there(name: str, dtype: torch.dtype, training: bool) -> None:
+    """The kernels are chosen without asking a driver."""
+    with torch.no_grad():
+        expected = layer_outputs(MoE(LAYERS[name], dtype=dtype).train(training), dtype)
+        with where("cuda"):
+            found = layer_outputs(MoE(LAYERS[name], device="cuda", dtype=dtype).train(training), dtype)
+    assert described(found) == described(expected)
+    assert_without_values(found["hidden"], "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [None, "up_proj"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_fake_layer_of_a_gpu(name: str, dtype: torch.dtype, recompute: str | None) -> None:
+    def found_on_a_gpu() -> dict[str, Tensor]:
+        return layer_gradients(MoE(LAYERS[name], device="cuda", dtype=dtype, recompute=recompute), dtype)
+
+    expected = found_on_a_gpu()
+    with where("cuda"):
+        found = found_on_a_gpu()
+    assert described(found) == described(expected)
+    assert_without_values(found["hidden"], "cuda")
+
+
+def index_tensors(plan: RoutingPlan) -> dict[str, Tensor]:
+    named = {name: getattr(plan, name) for name in RoutingPlan.__dataclass_fields__}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)} | {
+        "rows_per_expert": plan.rows_per_expert
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "meta"])
+def test_plans(kind: str, dtype: torch.dtype) -> None:
+    def plans(device: str) -> tuple[RoutingPlan, RoutingPlan]:
+        ids = torch.zeros(T, K, dtype=dtype, device=device)
+        token, expert = (torch.zeros(3 * T, dtype=dtype, device=device) for _ in range(2))
+        return tilemoe.plan_topk(ids, E), tilemoe.plan_pairs(token, expert, T, E)
+
+    with where(kind):
+        found = plans(kind)
+    for plan, wanted in zip(found, plans("cpu"), strict=True):
+        assert described(index_tensors(plan)) == described(index_tensors(wanted))
+        assert (plan.num_tokens, plan.num_experts, plan.capacity) == (T, E, wanted.capacity)
+        assert_without_values(plan.token_of_row, kind)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "meta"])
+def test_route(kind: str, name: str) -> None:
+    cfg = LAYERS[name]
+
+    def routed(device: str) -> dict[str, Tensor]:
+        bias = torch.zeros(E, device=device) if cfg.router.selection_bias else None
+        routing = tilemoe.route(torch.rand(T, E, device=device), cfg, selection_bias=bias)
+        outputs = {"scores": routing.scores, "aux_loss": routing.aux_loss, "tokens": routing.tokens_per_expert}
+        dense = {} if device == "cuda" else {"dense": routing.dense()}
+        return {**outputs, **dense, **index_tensors(routing.plan)}
+
+    expected = described(routed("cpu"))
+    with where(kind):
+        found = described(routed(kind))
+    assert found == {key: expected[key] for key in found}
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["topk", "pairs"])
+@pytest.mark.parametrize("kernels", [None, "torch", "triton"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "meta"])
+def test_experts(kind: str, kernels: str | None, pairs: bool) -> None:
+    def experts(device: str, name: str | None) -> dict[str, Tensor]:
+        """The output and, where autograd can be, the gradients."""
+        plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64, device=device), E)
+        if pairs:
+            token, expert = (torch.zeros(T * K, dtype=torch.int64, device=device) for _ in range(2))
+            plan = tilemoe.plan_pairs(token, expert, T, E)
+        shapes = {"x": (T, D), "w1": (E, 2 * N, D), "w2": (E, D, N), "scores": (T * K,) if pairs else (T, K)}
+        leaves = {name: torch.rand(shape, device=device) for name, shape in shapes.items()}
+        with_grad = device != "cuda"
+        o = tilemoe.moe(plan=plan, kernels=name, **{k: t.requires_grad_(with_grad) for k, t in leaves.items()})
+        grads = torch.autograd.grad(o.sum(), list(leaves.values())) if with_grad else ()
+        return {"o": o, **dict(zip(leaves, grads, strict=with_grad))}
+
+    expected = described(experts("cpu", None))
+    with where(kind):
+        found = described(experts(kind, kernels))
+    assert found == {key: expected[key] for key in found}
+
+
+class ByHand(SimpleNamespace):
+    """What autograd hands to a function's backward, whose every input asks for its gradient."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        asked = tuple(isinstance(given, Tensor) and given.is_floating_point() for given in inputs)
+        super().__init__(needs_input_grad=asked, next_functions=((None, 0),), saved_tensors=())
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+    def maybe_clear_saved_tensors(self) -> None: ...
+
+
+def assert_gradients(setup: Callable[..., None], backward: Callable[..., Any], inputs: Any, output: Any) -> None:
+    """One for each input that is a float tensor, of its shape, dtype and device."""
+    ctx = ByHand(inputs)
+    setup(ctx, inputs, output)
+    outputs = output if isinstance(output, tuple) else (output,)
+    grads = backward(ctx, *(torch.empty_like(t) if t.is_floating_point() else None for t in outputs))
+    for given, grad in zip(inputs, grads, strict=True):
+        if isinstance(given, Tensor) and given.is_floating_point() and grad is not None:
+            assert (grad.shape, grad.dtype, grad.device) == (given.shape, given.dtype, given.device)
+    assert isinstance(grads[0], Tensor)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@torch.no_grad()
+def test_backward_of_experts_on_a_gpu_that_is_not_there(dtype: torch.dtype, bias: bool) -> None:
+    with where("cuda"):
+        plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64, device="cuda"), E)
+        shapes = ((T, D), (E, 2 * N, D), (E, D, N))
+        x, w1, w2 = (torch.rand(shape, device="cuda", dtype=dtype) for shape in shapes)
+        b1, b2 = (torch.rand(E, width, device="cuda", dtype=dtype) if bias else None for width in (2 * N, D))
+        name = name_for(w2.device, w2.dtype, D, N)
+        assert (name in BY_TRITON) == (dtype == torch.bfloat16)
+        tail = library.tail_args(plan, activation_spec("swiglu", "concatenated", None, None), name)
+        inputs = (x, w1, w2, torch.rand(T * K, device="cuda"), b1, b2, True, *tail)
+        assert_gradients(moe_ops._setup_context, moe_ops._backward, inputs, library.moe(*inputs))
+
+
+@torch.no_grad()
+def test_backward_of_routing_on_a_gpu_that_is_not_there() -> None:
+    cfg = LAYERS["rounded, nearest"]
+    with where("cuda"):
+        logits = torch.rand(T, E, device="cuda")
+        inputs = (logits, None, None, *router_ops.spec_args(cfg))
+        selected = router_ops.select(*inputs)
+        assert_gradients(router_ops._setup_context, router_ops._backward, inputs, selected)
+        scores, ids = selected[:2]
+        inputs = (logits, ids, scores, None, None, *rounding_ops.spec_args(cfg, 3 * T))
+        rounded = rounding_ops.rounded_scores(*inputs)
+        assert_gradients(rounding_ops._setup_context, rounding_ops._backward, inputs, rounded)
+        x, weight = (torch.rand(rows, D, device="cuda", dtype=torch.bfloat16) for rows in (T, E))
+        ctx = ByHand((x, weight, None))
+        logits, handed_on = _HalfLinear.forward(ctx, x, weight, None)
+        dx, d_weight, _ = _HalfLinear.backward(ctx, torch.empty_like(logits), torch.empty_like(handed_on))
+    assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
+    assert (d_weight.shape, d_weight.dtype) == (weight.shape, weight.dtype)
