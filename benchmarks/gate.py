@@ -61,7 +61,7 @@ def poison(device: torch.device) -> None:
         torch.full((free // 4,), float("nan"), device=device, dtype=torch.bfloat16)
 
 
-class _Difference:
+class Difference:
     """The error of tensors that come in parts, against the norm of what they should be."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def _errors(
     logits, ids = (routed @ router.t()).topk(shape.num_experts_per_tok, dim=-1)
     scores = logits.softmax(dim=-1)
     out, dx, dscores = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(scores)
-    differences = {what: _Difference() for what in ("output", "dx", "drouter", "dw1", "dw2")}
+    differences = {what: Difference() for what in ("output", "dx", "drouter", "dw1", "dw2")}
     for expert in range(shape.num_experts):
         token, place = (ids == expert).nonzero(as_tuple=True)
         one = slice(expert, expert + 1)
