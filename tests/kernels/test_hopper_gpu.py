@@ -71,7 +71,7 @@ def test_kernels_agree_on_hostile_routings(name: str) -> None:
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("activation", [*GATED_ACTIVATIONS, *UNGATED_ACTIVATIONS])
+@pytest.mark.parametrize("activation", sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS))
 def test_every_layout(activation: str, bias: bool, turned: bool, gate_up: str, launched: set[str]) -> None:
     if activation in UNGATED_ACTIVATIONS and gate_up == "interleaved":
         pytest.skip("an ungated activation has no such layout")

@@ -51,7 +51,7 @@ NARROW = 2048  # of d
 # width of dh and with thousands of rows it was 5% faster to 1% slower up to 1536, and equal to 7% slower from 2048 on;
 # with 256 rows 6 to 18% faster. Down_proj_weight_grad won up to 15% with few rows and lost up to 9% with thousands.
 MAX_WIDTH_OF_DH = 2047
-# Activations of which B1's slices are one loop. Unrolled, the code of both consumers is 147 to 158 KB, more than an SM's
+# Activations of which B1's slices are one loop. Unrolled, both consumers' code is 147 to 158 KB, more than an SM's
 # instruction cache of 128 KB, and the kernel took 1.1 to 2.4 times as long as swiglu's instead of .94 to 1.13. The loop
 # moves registers, by which the others lose 2 to 10%.
 ROLLED = ("swiglu_oai", "geglu")
