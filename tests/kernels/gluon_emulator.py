@@ -25,6 +25,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,15 +95,14 @@ class Emulator:
         return self.modules[name]
 
     def _compiled(self, function: Any) -> Any:
-        """Its source, edited; compiled with this file's future import, so that nobody evaluates its annotations."""
-        lines, first = inspect.getsourcelines(function)
-        source = "".join(lines)
+        """Its source, edited and compiled."""
+        source = _source(function)
         if function.__name__ in self.edits:
             old, new = self.edits[function.__name__]
             if source.count(old) != 1:
                 raise ValueError(f"{old!r} is not once in {function.__name__}, which has changed: edit otherwise")
             source = source.replace(old, new)
-        return compile("\n" * (first - 1) + source, inspect.getfile(function), "exec")
+        return _code(source, inspect.getfile(function))
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -193,7 +193,7 @@ class Emulator:
         """cp.async: 0 where ``mask`` is False."""
 
         def arrive() -> None:
-            target.data.copy_(source.load(mask, 0))
+            target.write(source.load(mask, 0))
             self.partition.unfenced.append(target.extent)
 
         self.partition.open_group.append(arrive)
@@ -241,6 +241,19 @@ class Emulator:
         for partition in self.partitions:
             for start, end in partition.unfenced:
                 require(high <= start or end <= low, "shared memory is read by the async proxy before a fence")
+
+
+@cache
+def _source(function: Any) -> str:
+    """As many empty lines as are before it in its file, and its source."""
+    lines, first = inspect.getsourcelines(function)
+    return "\n" * (first - 1) + "".join(lines)
+
+
+@cache
+def _code(source: str, file: str) -> Any:
+    """Compiled with this file's future import, so that nobody evaluates annotations."""
+    return compile(source, file, "exec")
 
 
 class _Partition:
@@ -336,6 +349,10 @@ def _either(of_tensors: Callable[..., Any], of_scalars: Callable[..., Any]) -> C
     return apply
 
 
+def _bound(of_tensors: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda value, bound, propagate_nan: of_tensors(value, torch.as_tensor(bound, dtype=value.dtype))
+
+
 def _where(condition: Any, a: Any, b: Any) -> Any:
     return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
 
@@ -347,7 +364,7 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         if dtype == torch.int64:
             return Barriers(emulator, shape[0])
         garbage = math.nan if dtype.is_floating_point else _NO_TILE
-        return Buffer(torch.full([int(size) for size in shape], garbage, dtype=dtype), emulator.wrote)
+        return Buffer.of_memory(torch.full([math.prod(shape)], garbage, dtype=dtype), shape, layout, emulator.wrote)
 
     def full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: Any) -> Tensor:
         return torch.full(shape, value, dtype=dtype).as_subclass(Registers)
@@ -356,9 +373,10 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         of_tensor = value.sum(axis, dtype=value.dtype)
         return of_tensor if of_tensor.dim() else Int(int(of_tensor))
 
-    layouts = ["BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "SwizzledSharedLayout"]
+    layouts = ["BlockedLayout", "NVMMADistributedLayout", "SliceLayout", "SwizzledSharedLayout"]
     gl = SimpleNamespace(
         **dict.fromkeys(layouts, lambda *args: None),
+        NVMMASharedLayout=gluon_language.NVMMASharedLayout,
         int64=torch.int64,
         int32=torch.int32,
         float32=torch.float32,
@@ -375,6 +393,8 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         zeros=lambda shape, dtype, layout: full(shape, 0, dtype, layout),
         sum=total,
         convert_layout=lambda value, layout: value,
+        join=lambda a, b: torch.stack((a, b), -1).as_subclass(Registers),
+        static_assert=require,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         atomic_add=lambda pointer, value, mask, sem: pointer.add(value, mask),
@@ -384,8 +404,11 @@ def _language(emulator: Emulator) -> dict[str, Any]:
     tl = SimpleNamespace(
         where=_where,
         abs=torch.abs,
-        erf=torch.erf,
-        exp=torch.exp,
+        maximum=_bound(torch.maximum),
+        minimum=_bound(torch.minimum),
+        clamp=lambda value, low, high, propagate_nan: torch.clamp(value, low, high),
+        PropagateNan=SimpleNamespace(ALL=None),  # PyTorch's way
+        static_assert=require,
         math=SimpleNamespace(rsqrt=torch.rsqrt, exp2=torch.exp2),
     )
     jit = SimpleNamespace(jit=lambda function=None, **options: (lambda f: f) if function is None else function)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+_BLOCK = 64  # columns of 16 bits that a swizzle of 128 bytes spans
+
 
 class EmulationError(AssertionError):
     """What the emulated kernel may not do on a GPU; see the list above."""
@@ -22,13 +24,31 @@ def require(condition: bool, message: str) -> None:
 
 
 class Buffer:
-    """Shared memory. ``wrote`` is told what a partition has stored."""
+    """Shared memory. In an NVMMA layout, blocks of 64 columns lie one after the other, each with all rows.
 
-    def __init__(self, data: Tensor, wrote: Callable[[Buffer], None]) -> None:
-        self.data, self.wrote = data, wrote
+    data: a view of the memory in the buffer's shape; of more than 64 columns, the last dimension is two, blocks and
+    columns of a block. ``wrote`` is told what a partition has stored.
+    """
 
-    def _view(self, data: Tensor) -> Buffer:
-        return Buffer(data, self.wrote)
+    def __init__(self, data: Tensor, shape: Sequence[int], wrote: Callable[[Buffer], None]) -> None:
+        self.data, self.shape, self.wrote = data, [int(size) for size in shape], wrote
+
+    @classmethod
+    def of_memory(cls, memory: Tensor, shape: Sequence[int], layout: Any, wrote: Callable[[Buffer], None]) -> Buffer:
+        """A first dimension that is not the layout's counts buffers, each of which begins where the last one ends."""
+        if layout is None or shape[-1] <= _BLOCK:
+            return cls(memory.view(list(shape)), shape, wrote)
+        require(memory.element_size() == 2 and shape[-1] % _BLOCK == 0, "blocks of 128 bytes are emulated")
+        outer, rows = list(shape[: -layout.rank]), list(shape[-layout.rank : -1])
+        blocks = memory.view(*outer, shape[-1] // _BLOCK, math.prod(rows), _BLOCK).transpose(-3, -2)
+        return cls(blocks.unflatten(-3, rows), shape, wrote)
+
+    def _view(self, data: Tensor, shape: Sequence[int] | None = None) -> Buffer:
+        return Buffer(data, data.shape if shape is None else shape, self.wrote)
+
+    @property
+    def is_blocked(self) -> bool:
+        return self.data.dim() > len(self.shape)
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -38,37 +58,46 @@ class Buffer:
         return start, start + (last + 1) * self.data.element_size()
 
     def index(self, i: int) -> Buffer:
-        require(0 <= i < self.data.shape[0], "index outside the buffer")
-        return self._view(self.data[int(i)])
+        require(0 <= i < self.shape[0], "index outside the buffer")
+        return self._view(self.data[int(i)], self.shape[1:])
 
-    def slice(self, start: int, length: int) -> Buffer:
-        require(start >= 0 and start + length <= self.data.shape[0], "slice outside the buffer")
-        return self._view(self.data[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Buffer:
+        require(start >= 0 and start + length <= self.shape[dim], "slice outside the buffer")
+        require(not self.is_blocked, "a slice of more than 64 columns is not emulated")
+        return self._view(self.data.narrow(dim, start, length))
 
     def reshape(self, shape: Sequence[int]) -> Buffer:
-        return self._view(self.data.view(list(shape)))
+        require(not self.is_blocked or shape[-1] == self.shape[-1], "other columns are not emulated")
+        columns = self.data.shape[-2:] if self.is_blocked else shape[-1:]
+        return self._view(self.data.view([*shape[:-1], *columns]), shape)
 
     def permute(self, order: Sequence[int]) -> Buffer:
+        require(not self.is_blocked, "the transpose of more than 64 columns is not emulated")
         return self._view(self.data.permute(list(order)))
 
     @property
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
     def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Buffer:
+        start, end = self.extent
+        require(end - start == self.data.numel() * self.data.element_size(), "a buffer with gaps")
         require(dtype == self.data.dtype and math.prod(shape) <= self.data.numel(), "only another shape is emulated")
-        return self._view(self.data.view(-1)[: math.prod(shape)].view(list(shape)))
+        memory = torch.as_strided(self.data, (math.prod(shape),), (1,))
+        return Buffer.of_memory(memory, shape, layout, self.wrote)
+
+    def read(self) -> Tensor:
+        return self.data.reshape(self.shape)
+
+    def write(self, value: Tensor) -> None:
+        self.data.copy_(value.reshape(self.data.shape))
 
     def load(self, layout: Any) -> Registers:
-        return self.data.clone().as_subclass(Registers)
+        return self.read().clone().as_subclass(Registers)
 
     def store(self, value: Tensor) -> None:
-        require(value.shape == self.data.shape and value.dtype == self.data.dtype, "stored as what the buffer holds")
-        self.data.copy_(value)
+        require(list(value.shape) == self.shape and value.dtype == self.dtype, "stored as what the buffer holds")
+        self.write(value)
         self.wrote(self)
 
 
@@ -79,7 +108,7 @@ class Product:
         self.value = value.clone()
 
     def add(self, left: Buffer, right: Buffer) -> None:
-        self.value += left.data.float() @ right.data.float()
+        self.value += left.read().float() @ right.read().float()
 
 
 class Descriptor:
@@ -87,18 +116,18 @@ class Descriptor:
 
     def __init__(self, host: TensorDescriptor) -> None:
         self.base, self.shape, self.strides = host.base, list(host.shape), list(host.strides)
-        self.block_shape, self.dtype, self.layout = list(host.block_shape), host.base.dtype, None
+        self.block_shape, self.dtype, self.layout = list(host.block_shape), host.base.dtype, host.layout
         self.block_type = SimpleNamespace(nbytes=host.base.element_size() * math.prod(host.block_shape))
 
-    def _inside(self, place: Sequence[int], box: Buffer, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """The part of a box that lies inside the tensor: of ``memory``, which is laid out like it, and of the box."""
-        require(list(box.data.shape) == self.block_shape, "the buffer has not the box's shape")
+    def _inside(self, place: Sequence[int], box: Buffer, memory: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+        """The part of a box that lies inside the tensor: of ``memory``, which is laid out like it, and in the box."""
+        require(box.shape == self.block_shape, "the buffer has not the box's shape")
         require(all(at >= 0 for at in place), "a negative coordinate")
         bounds = zip(self.shape, place, self.block_shape, strict=True)
         counts = [max(0, min(size - at, block)) for size, at, block in bounds]
-        part = box.data[tuple(slice(count) for count in counts)]
+        part = tuple(slice(count) for count in counts)
         if 0 in counts:
-            return part, part
+            return memory.new_empty(counts), part
         offset = sum(at * stride for at, stride in zip(place, self.strides, strict=True)) % 2**64
         strides = [stride if count > 1 else 0 for stride, count in zip(self.strides, counts, strict=True)]
         last = offset + sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True))
@@ -108,19 +137,18 @@ class Descriptor:
     def load(self, place: Sequence[int], target: Buffer) -> None:
         """Zeros where the box lies outside the tensor."""
         source, part = self._inside(place, target, flat_storage(self.base))
-        values = source.clone()
-        target.data.zero_()
-        part.copy_(values)
+        values = source.new_zeros(self.block_shape)
+        values[part] = source
+        target.write(values)
 
     def store(self, place: Sequence[int], source: Buffer, stored: dict[int, Tensor]) -> None:
         """Only where the box lies inside. ``stored``: by address, what has been stored already."""
         flat = flat_storage(self.base)
         target, part = self._inside(place, source, flat)
-        target.copy_(part)
+        target.copy_(source.read()[part])
         marks, _ = self._inside(place, source, stored.setdefault(flat.data_ptr(), torch.zeros_like(flat, dtype=bool)))
-        if part.numel():
-            require(not bool(marks.any()), "an element is stored twice")
-            marks.fill_(True)
+        require(not bool(marks.any()) or not marks.numel(), "an element is stored twice")
+        marks.fill_(True)
 
 
 class Pointer:
@@ -185,6 +213,7 @@ class Registers(Tensor):
         return SimpleNamespace(layout=None)
 
     def split(self) -> tuple[Tensor, Tensor]:
+        require(self.shape[-1] == 2, "split into two")
         return self[..., 0], self[..., 1]
 
 

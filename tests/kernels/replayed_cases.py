@@ -80,9 +80,9 @@ class Case:
             "moe_inference": (x, w1, w2, s, b1, b2, False, *tail),
             "up_proj": (x, w1, b1, *tail),
             "down_proj_act_grad": (do, w2, b2, h, s, *tail),
-            "down_proj_weight_grad": (do, a, *tail),
+            "down_proj_weight_grad": (do, a, self.turned, *tail),
             "up_proj_input_grad": (h, w1, *tail),
-            "up_proj_weight_grad": (x, h, *tail),
+            "up_proj_weight_grad": (x, h, self.turned, *tail),
             "down_proj_bias_grad": (do, s, *tail),
             "up_proj_bias_grad": (h, *tail),
         }[name]

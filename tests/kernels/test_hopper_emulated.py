@@ -6,4 +6,4 @@ from interpreter import passed_in_the_interpreter
 
 
 def test_in_the_emulator() -> None:
-    assert passed_in_the_interpreter("emulated_hopper.py") > 95
+    assert passed_in_the_interpreter("emulated_hopper.py", timeout=600) > 205

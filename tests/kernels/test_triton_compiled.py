@@ -14,7 +14,9 @@ import triton
 from triton_compile import NVIDIA, compile_launch, count_spill_loads
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.triton import mlp
+from tilemoe.kernels.base import empty_weight_grad
+from tilemoe.kernels.tiling import WEIGHT_GRADS, Kernel, tile_rows
+from tilemoe.kernels.triton import bias_grad, mlp
 from tilemoe.kernels.triton.launch import Launch
 from tilemoe.kernels.triton.tiles import tile_lists_launch
 from tilemoe.routing.build import plan_topk
@@ -40,16 +42,25 @@ def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
     up, a, h = mlp.up_proj_act_launch(x, w1, None, plan, tiles, spec, True, device)
     down, _ = mlp.rows_launch("down_proj", a, w2.transpose(1, 2), None, plan, tiles, device)
     grad, dh, _, partial = mlp.act_grad_launch(x, w2, h, s, plan, tiles, spec, device)
-    score, _ = mlp.score_grad_launch(partial, x, None, s, plan, tiles, 128)
-    weight, _ = mlp.weights_launch("up_proj_weight_grad", x, dh, plan, True, device)
-    bias, _ = mlp.bias_grad_launch(x, s, plan, device)
+    products_launch, products = bias_grad.products_launch(x, torch.zeros(E, D, dtype=dtype), device)
+    score, _ = mlp.score_grad_launch(partial, products, s, plan, tiles, 128)
+    weight = mlp.weights_launch("up_proj_weight_grad", x, dh, w1.transpose(1, 2), plan, device)
+    plan.derived[tile_rows(x.element_size(), device)] = tiles
+    dense_scores, dense = bias_grad.dense_scores_launch(x, s, plan, device)
+    down_bias, _ = bias_grad.scores_times_grad_launch(x, dense, plan, device)
+    tile_sums, sums = bias_grad.tile_sums_launch(dh, tiles, 128)
+    expert_sums, _ = bias_grad.expert_sums_launch(sums, plan, 128)
     return {
         "up_proj_act": up,
         "down_proj": down,
         "down_proj_act_grad": grad,
         "up_proj_weight_grad": weight,
         "score_grad": score,
-        "bias_grad": bias,
+        "bias_products": products_launch,
+        "dense_scores": dense_scores,
+        "scores_times_grad": down_bias,
+        "tile_sums": tile_sums,
+        "expert_sums": expert_sums,
         "tile_lists": tile_launch,
     }
 
@@ -68,7 +79,28 @@ def test_gemm(name: str, capability: int, tmp_path: Path) -> None:
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get((name, capability), 0)
 
 
-@pytest.mark.parametrize("name", ["score_grad", "bias_grad", "tile_lists"])
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("kernel", WEIGHT_GRADS)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_weight_gradients_of_either_order_leave_by_wide_stores(
+    capability: int, kernel: Kernel, column_major: bool, tmp_path: Path
+) -> None:
+    device, plan = NVIDIA[capability], plan_topk(torch.arange(T * K).view(T, K) % E, E)
+    by_token, by_row = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
+    out = empty_weight_grad(by_row, (E, D, N), column_major)
+    launch = mlp.weights_launch(kernel, by_token, by_row, out, plan, device)
+    assert launch.constants["TRANSPOSED"] == column_major
+    compiled = compile_launch(launch, capability)
+    ptx = compiled.asm["ptx"]
+    if device.has_tma:
+        assert re.search(r"cp\.async\.bulk\.tensor\.3d\.global", ptx)
+        assert "st.global" not in ptx
+    else:
+        assert set(re.findall(r"\bst\.global\S*", ptx)) == {"st.global.v4.b32"}
+    assert count_spill_loads(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", ["score_grad", "dense_scores", "tile_sums", "expert_sums", "tile_lists"])
 def test_small_kernel(name: str, tmp_path: Path) -> None:
     compiled = compile_launch(launches(80, torch.float16)[name], 80)
     assert count_spill_loads(compiled, tmp_path) == 0

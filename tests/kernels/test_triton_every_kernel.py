@@ -18,7 +18,7 @@ from triton_checks import turn
 from triton_compile import GFX942, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
 from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.triton import combine, mlp, rounding, router, router_input, tiles
+from tilemoe.kernels.triton import bias_grad, combine, mlp, rounding, router, router_input, tiles
 from tilemoe.kernels.triton import plan as plan_module
 from tilemoe.kernels.triton.launch import Launch
 from tilemoe.kernels.triton.router import RouterSpec
@@ -98,7 +98,7 @@ def one_of_each(launches: list[Launch]) -> list[Launch]:
 def test_no_kernel_is_left_out() -> None:
     kernels = {
         name
-        for module in (combine, mlp, plan_module, rounding, router, router_input, tiles)
+        for module in (bias_grad, combine, mlp, plan_module, rounding, router, router_input, tiles)
         for name, value in vars(module).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel")
     }

@@ -140,3 +140,34 @@ def bytes_of_copies(ptx: str) -> set[int]:
 def count_loads_of_two_bytes(ptx: str) -> int:
     """Loads from global memory of a single 16-bit element."""
     return len(re.findall(r"\bld\.global\S*\.b16\s", ptx)) - len(re.findall(r"\bld\.global\S*\.v[24]\.b16\s", ptx))
+
+
+def assert_threads_meet_before_tma_stores(ptx: str) -> None:
+    """One thread starts a store of what all have written: each of them must have passed its fence before."""
+    found = re.findall(r"^.*?(fence\.proxy\.async|bar(?:rier)?\.sync|cp\.async\.bulk\.tensor\.\w+\.global)", ptx, re.M)
+    stores = 0
+    fenced = met = False
+    for instruction in found:
+        if instruction.startswith("fence"):
+            fenced, met = True, False
+        elif instruction.startswith("bar"):
+            met = True
+        else:
+            assert fenced, "a store before any fence"
+            assert met, "a store that the threads do not meet before"
+            stores += 1
+    assert stores >= 2
+
+
+def assert_threads_meet_after_notes(ptx: str) -> None:
+    """One thread arrives at a barrier for all: what they have written for the other partitions, or read, is before.
+
+    In the order of the text, where branches that follow a note lie one after the other.
+    """
+    letters = {"st.shared.b32": "w", "ld.shared.b32": "r", "mbarrier.arrive": "a"}
+    found = re.findall(r"^.*?((?:st|ld)\.shared\.b32|bar(?:rier)?(?:\.warp)?\.sync|mbarrier\.arrive)", ptx, re.M)
+    order = "".join(letters.get(instruction, "|") for instruction in found)
+    assert "wwww" in order
+    assert "rrrr" in order, "the four numbers of a note, by each consumer"
+    assert re.search("w[wr]*a", order) is None
+    assert re.search("rrrrr*a", order) is None

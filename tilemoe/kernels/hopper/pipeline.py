@@ -336,12 +336,12 @@ def pairs_of(value, N: gl.constexpr):
 
 @gluon.jit
 def load_bias(bias, expert, stride, column, width):
-    """The entries ``column`` of an expert's bias as fp32; zero past ``width``.
+    """The entries ``column`` of an expert's bias; zero past ``width``.
 
-    Asked for before a tile's products, which hide what it takes, by one register of each thread.
+    Asked for before a tile's products, which hide what it takes, by a register of each thread.
     """
-    # The compiler is told that they are multiples of 8, whence loads of two elements.
-    stride, width = stride // 8 * 8, width // 8 * 8
+    # The compiler is told that it is a multiple of 8.
+    stride = stride // 8 * 8
     return gl.load(bias + expert.to(gl.int64) * stride + column, mask=column < width, other=0.0)
 
 

@@ -1,0 +1,169 @@
+"""The Hopper kernels compiled for every layout, bias and activation: weights come by TMA, and little else one by one.
+
+Each pair of values of two factors is there, not each product of all. What the registers do not hold is bounded.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from triton_checks import turn
+from triton_compile import (
+    NVIDIA,
+    assert_threads_meet_after_notes,
+    assert_threads_meet_before_tma_stores,
+    bytes_of_copies,
+    compile_launch,
+    compile_launches,
+    count_loads_of_two_bytes,
+    count_spill_loads,
+)
+
+from tilemoe.activations import activation_spec
+from tilemoe.config import GATED_ACTIVATIONS
+from tilemoe.kernels.hopper import launches
+from tilemoe.kernels.hopper.choose import SHAPES
+from tilemoe.kernels.tiling import Kernel
+from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.triton.tiles import tile_lists_launch
+from tilemoe.routing.build import plan_topk
+
+H200 = NVIDIA[90]
+E, T, K = 2, 64, 2
+GATED, UNGATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu"), ("relu2", "gelu", "silu")
+AT_ONCE = 4  # kernels that are compiled at the same time: each takes half a GB
+
+
+class Cell(NamedTuple):
+    """even: d and n are multiples of the tile's sides."""
+
+    activation: str
+    gate_up: str
+    turned: bool
+    bias: bool
+    even: bool
+
+
+def cells() -> list[Cell]:
+    found = []
+    for i, activation in enumerate(GATED):
+        turned, bias, even = i % 2 == 0, i // 2 % 2 == 0, i % 3 == 0
+        found.append(Cell(activation, "concatenated", turned, bias, even))
+        found.append(Cell(activation, "interleaved", not turned, not bias, not even))
+    for i, activation in enumerate(UNGATED):
+        bias, even = i % 2 == 0, i < 2
+        found.append(Cell(activation, "none", True, bias, even))
+        found.append(Cell(activation, "none", False, not bias, not even))
+    return found
+
+
+CELLS = cells()
+# F2 knows of the activation nothing.
+CELLS_OF: dict[Kernel, list[Cell]] = {
+    "up_proj_act": CELLS,
+    "down_proj_act_grad": CELLS,
+    "down_proj": [
+        Cell("silu", "none", turned, bias, turned != bias) for turned, bias in product((False, True), repeat=2)
+    ],
+}
+# Spill loads in the code of all threads, once per tile; 0 where none is named.
+SPILLS_OF_36 = {
+    ("up_proj_act", "geglu", "interleaved"): 26,
+    ("up_proj_act", "gelu", "none"): 20,
+    ("up_proj_act", "silu", "none"): 10,
+    ("down_proj_act_grad", "swiglu_oai", "concatenated"): 2,
+    ("down_proj_act_grad", "geglu", "concatenated"): 2,
+}
+SPILLS_OF_39 = {
+    ("up_proj_act", "swiglu_oai", "interleaved"): 6,
+    ("up_proj_act", "geglu", "interleaved"): 78,
+    ("up_proj_act", "geglu_tanh", "interleaved"): 6,
+    ("up_proj_act", "relu2", "none"): 6,
+    ("up_proj_act", "gelu", "none"): 27,
+    ("up_proj_act", "silu", "none"): 26,
+    ("down_proj_act_grad", "swiglu", "concatenated"): 22,
+    ("down_proj_act_grad", "swiglu_oai", "concatenated"): 11,
+    ("down_proj_act_grad", "geglu", "concatenated"): 67,
+    ("down_proj_act_grad", "geglu_tanh", "concatenated"): 36,
+    ("down_proj_act_grad", "reglu", "concatenated"): 16,
+}
+SPILLS = SPILLS_OF_36 if triton.__version__.startswith("3.6.") else SPILLS_OF_39
+# Stores to shared memory of a single element: an interleaved F1 stores its activation so, 64 by each consumer.
+STORES_OF_TWO_BYTES = {("up_proj_act", "interleaved"): 128}
+
+
+def launch_of(kernel: Kernel, cell: Cell, dtype: torch.dtype) -> Launch:
+    d, n = (1536, 256) if cell.even else (1000, 200)
+    is_gated = cell.activation in GATED_ACTIVATIONS
+    spec = activation_spec(cell.activation, cell.gate_up if is_gated else "concatenated", None, None)
+    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
+    _, (tiles, tall_tiles) = tile_lists_launch(plan, 128, 192)
+    width = spec.width_factor * n
+    x, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in [(T, d), (E, width, d), (E, d, n)])
+    a, h, s = x.new_zeros(T * K, n), x.new_zeros(T * K, width), torch.zeros(T * K)
+    b1, b2 = (x.new_zeros(E, width), x.new_zeros(E, d)) if cell.bias else (None, None)
+    if cell.turned:
+        w1, w2 = turn(w1), turn(w2)
+    if kernel == "up_proj_act":
+        return launches.up_proj_act_launch(x, w1, b1, plan, tiles, spec, True, H200)[0]
+    if kernel == "down_proj_act_grad":
+        return launches.act_grad_launch(x, w2, h, s, plan, tiles, spec, H200)[0]
+    return launches.rows_launch(kernel, a, w2.transpose(1, 2), b2, plan, tall_tiles, H200)[0]
+
+
+@cache
+def compiled_cells(kernel: Kernel) -> dict[Cell, Any]:
+    """All of a kernel's, a few at the same time."""
+    found = []
+    for first in range(0, len(CELLS_OF[kernel]), AT_ONCE):
+        some = [launch_of(kernel, cell, torch.bfloat16) for cell in CELLS_OF[kernel][first : first + AT_ONCE]]
+        found += [compiled for _, compiled in compile_launches(some, 90)]
+    return dict(zip(CELLS_OF[kernel], found, strict=True))
+
+
+def assert_as_promised(compiled: Any, kernel: Kernel, cell: Cell, folder: Path) -> None:
+    ptx = str(compiled.asm["ptx"])
+    assert f"wgmma.mma_async.sync.aligned.m64n{SHAPES[kernel].columns}k16" in ptx
+    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx), "the weight"
+    copies = {"up_proj_act": {16}, "down_proj_act_grad": {4, 16}, "down_proj": set()}[kernel]
+    assert bytes_of_copies(ptx) == copies, "rows, and for the scores' gradient their pairs"
+    # Of the bias, each of a consumer's threads has an entry or two. Tiles, tokens and scores are loads of 4 bytes.
+    bias_loads = {"up_proj_act": 4, "down_proj": 2}.get(kernel, 0) if cell.bias else 0
+    assert count_loads_of_two_bytes(ptx) <= bias_loads
+    assert len(re.findall(r"\bld\.global", ptx)) <= 32
+    stores = len(re.findall(r"\bst\.shared\.b16\b", ptx))
+    assert stores <= STORES_OF_TWO_BYTES.get((kernel, cell.gate_up), 0)
+    assert not re.search(r"\bld\.shared\.b16\b", ptx)
+    assert_threads_meet_before_tma_stores(ptx)
+    assert_threads_meet_after_notes(ptx)
+    assert compiled.metadata.shared <= H200.shared_bytes
+    assert count_spill_loads(compiled, folder) <= SPILLS.get((kernel, cell.activation, cell.gate_up), 0)
+
+
+@pytest.mark.parametrize(("kernel", "cell"), [(k, cell) for k, found in CELLS_OF.items() for cell in found], ids=str)
+def test_every_layout_bias_and_activation(kernel: Kernel, cell: Cell, tmp_path: Path) -> None:
+    assert_as_promised(compiled_cells(kernel)[cell], kernel, cell, tmp_path)
+
+
+@pytest.mark.parametrize("kernel", CELLS_OF)
+def test_of_float16(kernel: Kernel, tmp_path: Path) -> None:
+    cell = CELLS_OF[kernel][3]
+    assert_as_promised(compile_launch(launch_of(kernel, cell, torch.float16), 90), kernel, cell, tmp_path)
+
+
+def test_no_pair_is_left_out() -> None:
+    values = [set(column) for column in zip(*CELLS, strict=True)]
+    for (i, first), (j, second) in combinations(enumerate(values), 2):
+        pairs = set(product(first, second))
+        if (i, j) == (0, 1):
+            pairs = {(name, layout) for name, layout in pairs if (layout == "none") == (name in UNGATED)}
+        assert {(cell[i], cell[j]) for cell in CELLS} == pairs, Cell._fields[i] + " and " + Cell._fields[j]

@@ -1,0 +1,110 @@
+"""The portable row GEMMs compiled for weights of either stride order, gate and up in both layouts, and biases.
+
+Every value of every factor, not all combinations. Concatenated swiglu without bias, not turned, is among the launches
+of test_triton_compiled.py. A kernel is compiled once for the cells that its code does not tell apart.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton_checks import turn
+from triton_compile import NVIDIA, bytes_of_copies, compile_launch, count_loads_of_two_bytes, stack_bytes
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.triton import mlp
+from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.triton.tiles import tile_lists_launch
+from tilemoe.routing.build import plan_topk
+
+D, N, E, T, K = 1536, 256, 2, 64, 2
+MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+CELLS = {  # activation, gate_up, turned, bias
+    "interleaved": ("swiglu", "interleaved", False, False),
+    "turned": ("swiglu", "concatenated", True, False),
+    "bias": ("swiglu", "concatenated", False, True),
+    "interleaved, turned, bias": ("swiglu", "interleaved", True, True),
+    "clamped, interleaved, turned, bias": ("swiglu_oai", "interleaved", True, True),
+    "ungated, turned, bias": ("relu2", "concatenated", True, True),
+}
+COMPILED = {
+    "up_proj_act": tuple(CELLS),
+    "down_proj_act_grad": tuple(name for name in CELLS if name != "bias"),
+    "down_proj": ("turned", "bias", "interleaved, turned, bias"),
+    "up_proj_act_grad": ("bias", "turned"),
+}
+FOR_ALL = ("turned", "interleaved, turned, bias")  # what is compiled for the newer GPUs, too, which no one has run
+LAUNCHES = [
+    (name, cell, capability)
+    for capability in NVIDIA
+    for name, cells in COMPILED.items()
+    for cell in cells
+    if capability in (80, 90) or cell in FOR_ALL
+]
+# Bytes of a thread's stack, by kernel, capability and cell; 0 where none is named, and 8 of the newest are no spill.
+STACK = {
+    ("down_proj_act_grad", 90, "interleaved"): 88,
+    ("down_proj_act_grad", 90, "turned"): 16,
+    ("down_proj_act_grad", 90, "interleaved, turned, bias"): 88,
+    ("down_proj_act_grad", 90, "clamped, interleaved, turned, bias"): 120,
+    ("down_proj_act_grad", 90, "ungated, turned, bias"): 24,
+    ("up_proj_act", 100, "interleaved, turned, bias"): 160,
+    ("down_proj_act_grad", 100, "turned"): 152,
+    ("down_proj_act_grad", 100, "interleaved, turned, bias"): 128,
+    ("down_proj", 120, "turned"): 32,
+}
+if not triton.__version__.startswith("3.6."):
+    STACK |= {
+        ("up_proj_act", 90, "interleaved, turned, bias"): 40,
+        ("up_proj_act", 90, "clamped, interleaved, turned, bias"): 16,
+        ("down_proj_act_grad", 90, "interleaved"): 104,
+        ("down_proj_act_grad", 90, "turned"): 40,
+        ("down_proj_act_grad", 90, "interleaved, turned, bias"): 104,
+        ("down_proj_act_grad", 90, "ungated, turned, bias"): 88,
+        ("up_proj_act", 100, "interleaved, turned, bias"): 272,
+        ("down_proj_act_grad", 100, "turned"): 168,
+    }
+# Loads of a bias by 2 bytes: a thread's columns of an accumulator are not known to be next to each other.
+BIAS_LOADS = {("up_proj_act", 90, "bias"): 32}
+
+
+def launch_of(name: str, cell: str, capability: int) -> Launch:
+    device, (activation, gate_up, turned, bias) = NVIDIA[capability], CELLS[cell]
+    spec = activation_spec(activation, gate_up, None, None)
+    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
+    _, (tiles,) = tile_lists_launch(plan, 128)
+    width = spec.width_factor * N
+    x, w1, w2 = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in [(T, D), (E, width, D), (E, D, N)])
+    a, h, s = x.new_zeros(T * K, N), x.new_zeros(T * K, width), torch.zeros(T * K)
+    b1, b2 = (x.new_zeros(E, width), x.new_zeros(E, D)) if bias else (None, None)
+    if turned:
+        w1, w2 = turn(w1), turn(w2)
+    if name == "up_proj_act":
+        return mlp.up_proj_act_launch(x, w1, b1, plan, tiles, spec, True, device)[0]
+    if name == "down_proj_act_grad":
+        return mlp.act_grad_launch(x, w2, h, s, plan, tiles, spec, device)[0]
+    if name == "down_proj":
+        return mlp.rows_launch("down_proj", a, w2.transpose(1, 2), b2, plan, tiles, device)[0]
+    return mlp.rows_launch("up_proj_act_grad", h, w1, None, plan, tiles, device)[0]
+
+
+@pytest.mark.parametrize(("name", "cell", "capability"), LAUNCHES)
+def test_layout(name: str, cell: str, capability: int, tmp_path: Path) -> None:
+    device, (*_, bias) = NVIDIA[capability], CELLS[cell]
+    compiled = compile_launch(launch_of(name, cell, capability), capability)
+    ptx = compiled.asm["ptx"]
+    assert MATRIX_UNIT[capability] in ptx
+    assert bool(re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx)) == device.has_tma, "the weight"
+    copies = name in ("up_proj_act", "down_proj_act_grad") or not device.has_tma
+    assert bytes_of_copies(ptx) == ({16} if copies else set())
+    most = BIAS_LOADS.get((name, capability, cell), 3) if bias else 0
+    assert count_loads_of_two_bytes(ptx) <= most, "by element: a bias, never a weight"
+    assert compiled.metadata.shared <= device.shared_bytes
+    most = STACK.get((name, capability, cell), 8 if capability == 120 else 0)
+    assert stack_bytes(compiled, tmp_path) <= most
