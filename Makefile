@@ -18,8 +18,8 @@ OLDEST_TORCH := 2.11.0
 OLD_TORCH := $(VENV)/torch-$(OLDEST_TORCH)
 TRACED := --ignore tests/integrations/test_titan_moe.py $(addprefix tests/,ops layers models routing integrations parallel dispatch)
 INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
-COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_layouts.py triton_every_kernel.py hopper_compiled.py \
-	hopper_layouts.py few_rows.py triton_router_input.py)
+COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py hopper_layouts.py \
+	few_rows.py triton_router_input.py)
 
 # Tests for a GPU run nowhere here: at least their names and calls are looked at, though not all that is strict.
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
@@ -73,7 +73,7 @@ types: env
 test: env
 	$(BIN)/python -m pytest -m "not gpu"
 
-# fp16 is left to the other release: it differs from bf16 in little, and this is to take five minutes. So is the
+# fp16 is left to the other release: it differs from bf16 in little, and this is to take a few minutes. So is the
 # interpreter, which in this one refuses a mask made of a vector and a scalar.
 newest-triton: env $(NEWEST)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__file__'

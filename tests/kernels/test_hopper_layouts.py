@@ -66,14 +66,15 @@ def cells() -> list[Cell]:
     return found
 
 
+ON_36 = triton.__version__.startswith("3.6.")
 CELLS = cells()
+COMPILED = CELLS if ON_36 else CELLS[2:4]  # of another release, swiglu_oai's: compiling all takes minutes
 # F2 knows of the activation nothing.
+OF_DOWN_PROJ = [Cell("silu", "none", turned, bias, turned != bias) for turned, bias in product((False, True), repeat=2)]
 CELLS_OF: dict[Kernel, list[Cell]] = {
-    "up_proj_act": CELLS,
-    "down_proj_act_grad": CELLS,
-    "down_proj": [
-        Cell("silu", "none", turned, bias, turned != bias) for turned, bias in product((False, True), repeat=2)
-    ],
+    "up_proj_act": COMPILED,
+    "down_proj_act_grad": COMPILED,
+    "down_proj": OF_DOWN_PROJ if ON_36 else OF_DOWN_PROJ[-1:],
 }
 # Spill loads in the code of all threads, once per tile; 0 where none is named.
 SPILLS_OF_36 = {
@@ -85,18 +86,9 @@ SPILLS_OF_36 = {
 }
 SPILLS_OF_39 = {
     ("up_proj_act", "swiglu_oai", "interleaved"): 6,
-    ("up_proj_act", "geglu", "interleaved"): 78,
-    ("up_proj_act", "geglu_tanh", "interleaved"): 6,
-    ("up_proj_act", "relu2", "none"): 6,
-    ("up_proj_act", "gelu", "none"): 27,
-    ("up_proj_act", "silu", "none"): 26,
-    ("down_proj_act_grad", "swiglu", "concatenated"): 22,
     ("down_proj_act_grad", "swiglu_oai", "concatenated"): 11,
-    ("down_proj_act_grad", "geglu", "concatenated"): 67,
-    ("down_proj_act_grad", "geglu_tanh", "concatenated"): 36,
-    ("down_proj_act_grad", "reglu", "concatenated"): 16,
 }
-SPILLS = SPILLS_OF_36 if triton.__version__.startswith("3.6.") else SPILLS_OF_39
+SPILLS = SPILLS_OF_36 if ON_36 else SPILLS_OF_39
 # Stores to shared memory of a single element: an interleaved F1 stores its activation so, 64 by each consumer.
 STORES_OF_TWO_BYTES = {("up_proj_act", "interleaved"): 128}
 
@@ -156,7 +148,7 @@ def test_every_layout_bias_and_activation(kernel: Kernel, cell: Cell, tmp_path: 
 
 @pytest.mark.parametrize("kernel", CELLS_OF)
 def test_of_float16(kernel: Kernel, tmp_path: Path) -> None:
-    cell = CELLS_OF[kernel][3]
+    cell = CELLS_OF[kernel][-1]
     assert_as_promised(compile_launch(launch_of(kernel, cell, torch.float16), 90), kernel, cell, tmp_path)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 from triton_checks import turn
 from triton_compile import NVIDIA, bytes_of_copies, compile_launch, count_loads_of_two_bytes, stack_bytes
 
@@ -59,17 +58,6 @@ STACK = {
     ("down_proj_act_grad", 100, "interleaved, turned, bias"): 128,
     ("down_proj", 120, "turned"): 32,
 }
-if not triton.__version__.startswith("3.6."):
-    STACK |= {
-        ("up_proj_act", 90, "interleaved, turned, bias"): 40,
-        ("up_proj_act", 90, "clamped, interleaved, turned, bias"): 16,
-        ("down_proj_act_grad", 90, "interleaved"): 104,
-        ("down_proj_act_grad", 90, "turned"): 40,
-        ("down_proj_act_grad", 90, "interleaved, turned, bias"): 104,
-        ("down_proj_act_grad", 90, "ungated, turned, bias"): 88,
-        ("up_proj_act", 100, "interleaved, turned, bias"): 272,
-        ("down_proj_act_grad", 100, "turned"): 168,
-    }
 # Loads of a bias by 2 bytes: a thread's columns of an accumulator are not known to be next to each other.
 BIAS_LOADS = {("up_proj_act", 90, "bias"): 32}
 
