@@ -47,6 +47,7 @@ class ActivationSpec:
 
 def activation_spec(name: str, gate_up: str, limit: float | None, alpha: float | None) -> ActivationSpec:
     """The spec of a table entry; ValueError for an unknown name or parameters it does not have."""
+    # torch.compile(dynamic=True) makes symbols of numbers, of a module's constants, too.
     limit, alpha, default_limit, default_alpha = specialised(limit, alpha, _OAI_LIMIT, _OAI_ALPHA)
     validate_activation(name, limit, alpha)
     return ActivationSpec(

@@ -99,7 +99,10 @@ class CombineGrad(Protocol):
 
 class DownProjBiasGrad(Protocol):
     def __call__(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
-        """``db2_e = sum over rows of s do`` (E, d) in s's dtype."""
+        """``db2_e = sum over rows of s do`` (E, d) in s's dtype.
+
+        It may be a GEMM over all tokens: what is not finite in do reaches every expert, from unrouted tokens, too.
+        """
         ...
 
 

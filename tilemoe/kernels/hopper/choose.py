@@ -42,21 +42,22 @@ SHAPES: MappingProxyType[Kernel, Shape] = MappingProxyType(
 )
 # With a longer contraction up_proj_act_grad is faster in its portable form: there is little epilogue to hide beside it.
 # Where d is wide, it is so sooner: by up to 22% with 256 rows of an expert in whole tiles, as rounding makes them.
-# In such tiles it loses where it is chosen, too: 11% with 256 rows and d = 1536. Up_proj_act, down_proj and
-# down_proj_act_grad won, or lost 1% at most, at every width that was measured; down_proj in whole tiles lost up to 9%.
+# In such tiles it loses where it is chosen, too: 11% with 256 rows and d = 1536. up_proj_act and down_proj_act_grad won
+# or lost 1% at most, at every width that was measured; so did down_proj, but in whole tiles (it lost up to 9%) and with
+# Mixtral's contraction of 14336 (6% with 16384 tokens, 1% with 8192).
 MAX_CONTRACTION = 1024
 MAX_CONTRACTION_OF_NARROW = 2048
 NARROW = 2048  # of d
 # Up_proj_weight_grad's contraction is over an expert's rows, which no choice of what to compile may follow. By the
 # width of dh and with thousands of rows it was 5% faster to 1% slower up to 1536, and equal to 7% slower from 2048 on;
-# with 256 rows 6 to 18% faster. Down_proj_weight_grad won up to 15% with few rows and lost up to 9% with thousands.
+# with 256 rows 6 to 20% faster. Down_proj_weight_grad won up to 27% with few rows, and lost up to 9% with thousands.
 MAX_WIDTH_OF_DH = 2047
-# Activations of which B1's slices are one loop. Unrolled, both consumers' code is 147 to 158 KB, more than an SM's
-# instruction cache of 128 KB, and the kernel took 1.1 to 2.4 times as long as swiglu's instead of .94 to 1.13. The loop
-# moves registers, by which the others lose 2 to 10%.
-ROLLED = ("swiglu_oai", "geglu")
-# Column tiles up to which a wave of tiles reads less of an expert's weight than DRAM gives beside the products: in the
-# plain order it takes about 40 GB/s for each (Mixtral's F1 has 112).
+# Activations of which B1's slices are a loop. Unrolled, both consumers' code is 147 to 158 KB, more than an SM's
+# instruction cache (128 KB), and the kernel took 1.1 to 2.4 times as long as swiglu's instead of .94 to 1.13. The loop
+# moves registers: swiglu's kernel was 3 to 9% slower as one.
+ACTIVATIONS_IN_A_LOOP = ("swiglu_oai", "geglu")
+# Column tiles beyond which tiles are walked in bands. In the plain order a wave of tiles reads about 40 GB/s of weights
+# for each of them, which for Mixtral's 112 is all that DRAM gives. Measured: 6 to 16 (bands lose or tie), 56 and 112.
 MAX_COLUMN_TILES = 32
 MIN_WIDTH = 64  # of d and n: narrower, most of a tile would be padding
 

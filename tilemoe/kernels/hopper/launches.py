@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.base import is_column_major
 from tilemoe.kernels.hopper.act_grad import act_grad_kernel
-from tilemoe.kernels.hopper.choose import MAX_COLUMN_TILES, ROLLED, SHAPES, Shape
+from tilemoe.kernels.hopper.choose import ACTIVATIONS_IN_A_LOOP, MAX_COLUMN_TILES, SHAPES, Shape
 from tilemoe.kernels.hopper.gemm_rows import up_proj_act_kernel
 from tilemoe.kernels.hopper.gemm_weights import gemm_weights_kernel
 from tilemoe.kernels.hopper.ping_pong import gemm_rows_kernel
@@ -161,7 +161,7 @@ def act_grad_launch(
     constants = {
         "ACTIVATION": spec.name,
         "GATE_UP": gate_up,
-        "ROLLED": spec.name in ROLLED,
+        "ROLLED": spec.name in ACTIVATIONS_IN_A_LOOP,
         "RIGHT_BY_N": by_n,
         "EVEN_K": d % _STEP == 0,
     }

@@ -44,8 +44,8 @@ def load_weight(
     """(BK, PARTS * BN) of one expert's weight, gate's columns before up's.
 
     ACCESS: "in" or "out", the contiguous dimension of the descriptor; "in by pointer" or "out by pointer", along which
-    16 bytes are loaded at a time; or "by pointer", for any strides. Past ``width_in`` the tile is zero, past
-    ``width_out`` unspecified.
+    16 bytes are loaded at a time; or "by pointer", an element at a time, for any strides. Past ``width_in`` the
+    tile is zero, past ``width_out`` unspecified.
     """
     if ACCESS == "in":
         tile = weight.load([expert, 0, col, k]).reshape(PARTS * BLOCK_N, BLOCK_K).T
