@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import hf_models
+import hf_cases
 import record
 import torch
 from torch import Tensor, nn
@@ -159,10 +159,10 @@ def describe(compared: Row) -> str:
     return "\n".join(lines) + str(compared["held_in_bf16"])
 
 
-def model_of(args: argparse.Namespace) -> hf_models.Model:
+def model_of(args: argparse.Namespace) -> hf_cases.Model:
     """gpt-oss over bytes, with ``args.layers``; small on a CPU."""
-    model = hf_models.MODELS["gpt-oss-20b"]
-    model = hf_models.tiny(model) if args.device == "cpu" else model
+    model = hf_cases.MODELS["gpt-oss-20b"]
+    model = hf_cases.tiny(model) if args.device == "cpu" else model
     model = model.with_config(num_hidden_layers=args.layers, vocab_size=BYTES)
     return replace(model, batch=args.batch, sequence=args.sequence)
 
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"no run called {unknown[0]!r}; known are {', '.join(RUNS)}")
     windows = corpus_windows(args.steps * args.batch, args.sequence)
     case = model_of(args)
-    initial = hf_models.build(case, torch.device(args.device), torch.bfloat16)
+    initial = hf_cases.build(case, torch.device(args.device), torch.bfloat16)
     integration.use(initial)
     parameters = sum(each.numel() for each in initial.parameters())
     keys = ("steps", "batch", "sequence", "layers", "lr")

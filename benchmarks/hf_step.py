@@ -4,7 +4,7 @@
     python benchmarks/hf_step.py --profile gpt-oss-20b
     python benchmarks/hf_step.py --report
 
-A step is forward, loss and backward in bf16, no optimiser: one model (`hf_models`) with one batch of random tokens, of
+A step is forward, loss and backward in bf16, no optimiser: one model (`hf_cases`) with one batch of random tokens, of
 which only ``experts_implementation`` changes. Each implementation runs once first: its loss and its gradients are
 compared with `grouped_mm`'s, and with ``--exact`` with those of the model in fp32. ``noise`` is what transformers'
 "eager" experts differ from `grouped_mm` by, which round where it does: so it is less than what bf16 leaves open. Where
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import hf_models
+import hf_cases
 import profiles
 import record
 import timing
@@ -71,8 +71,8 @@ class Subject:
             torch.cuda.empty_cache()
 
 
-def make(case: hf_models.Model, device: torch.device) -> Subject:
-    model = hf_models.build(case, device, torch.bfloat16)
+def make(case: hf_cases.Model, device: torch.device) -> Subject:
+    model = hf_cases.build(case, device, torch.bfloat16)
     integration.use(model)
     generator = torch.Generator(device).manual_seed(1)
     size = (case.batch, case.sequence)
@@ -156,7 +156,7 @@ def measure(subject: Subject, names: list[str], args: argparse.Namespace) -> tup
 
 
 def rows_of(
-    case: hf_models.Model, agreed: dict[str, Row], ms: dict[str, list[float]], peak: Row, names: list[str]
+    case: hf_cases.Model, agreed: dict[str, Row], ms: dict[str, list[float]], peak: Row, names: list[str]
 ) -> list[Row]:
     """A row for each implementation; ours has the ratios to `grouped_mm`, the noise and whether its bar is held."""
     rows = []
@@ -175,7 +175,7 @@ def rows_of(
     return rows
 
 
-def one_case(args: argparse.Namespace, name: str, case: hf_models.Model) -> list[Row]:
+def one_case(args: argparse.Namespace, name: str, case: hf_cases.Model) -> list[Row]:
     import transformers
 
     start = time.perf_counter()
@@ -216,7 +216,7 @@ def _differences(row: Row) -> str:
     return ", ".join(f"{group} {e:.1e} (noise {noise.get(group)})" for group, e in row["grad_difference"].items())
 
 
-def profile(args: argparse.Namespace, name: str, case: hf_models.Model) -> None:
+def profile(args: argparse.Namespace, name: str, case: hf_cases.Model) -> None:
     """Print the longest kernels of a step of each implementation; all of them go to results/profiles."""
     subject = make(case, torch.device(args.device))
     folder = record.RESULTS / "profiles"
@@ -240,19 +240,19 @@ def report() -> str:
     return "\n".join(describe(row) for row in rows.values())
 
 
-def cases_of(args: argparse.Namespace, names: str) -> dict[str, hf_models.Model]:
+def cases_of(args: argparse.Namespace, names: str) -> dict[str, hf_cases.Model]:
     """The models asked for, changed as the options say; on a CPU small ones of the same architecture."""
-    asked = list(hf_models.MODELS) if names == "all" else names.split(",")
-    unknown = [name for name in asked if name not in hf_models.MODELS]
+    asked = list(hf_cases.MODELS) if names == "all" else names.split(",")
+    unknown = [name for name in asked if name not in hf_cases.MODELS]
     if unknown:
-        raise SystemExit(f"no case called {unknown[0]!r}; known are all, {', '.join(hf_models.MODELS)}")
+        raise SystemExit(f"no case called {unknown[0]!r}; known are all, {', '.join(hf_cases.MODELS)}")
     changes = {key: value for key in ("batch", "sequence", "attention") if (value := getattr(args, key)) is not None}
     inner = {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}
     inner = {key: value for key, value in inner.items() if value is not None}
     found = {}
     for name in asked:
-        case = hf_models.MODELS[name]
-        case = hf_models.tiny(case) if args.device == "cpu" else case
+        case = hf_cases.MODELS[name]
+        case = hf_cases.tiny(case) if args.device == "cpu" else case
         found[name] = replace(case.with_config(**inner), **changes)
     return found
 

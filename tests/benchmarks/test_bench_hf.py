@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_finetune
-import hf_models
+import hf_cases
 import hf_step
 import profiles
 import pytest
@@ -46,19 +46,19 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", hf_models.MODELS)
+@pytest.mark.parametrize("name", hf_cases.MODELS)
 def test_models_have_their_real_experts_and_all_layers_are_served(name: str) -> None:
-    case = hf_models.MODELS[name]
-    model = hf_models.build(case, torch.device("meta"), torch.bfloat16)
+    case = hf_cases.MODELS[name]
+    model = hf_cases.build(case, torch.device("meta"), torch.bfloat16)
     assert integration.use(model) == case.config["num_hidden_layers"]
     found = sum(each.numel() for key, each in model.named_parameters() if ".experts." in key)
     assert found == EXPERTS[name]
     assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", hf_models.MODELS)
+@pytest.mark.parametrize("name", hf_cases.MODELS)
 def test_tiny_models_agree_and_every_parameter_has_its_group(name: str) -> None:
-    subject = hf_step.make(hf_models.tiny(hf_models.MODELS[name]), CPU)
+    subject = hf_step.make(hf_cases.tiny(hf_cases.MODELS[name]), CPU)
     found = hf_step.agree(subject, ["tilemoe"], exact=True)
     assert list(found) == ["grouped_mm", "tilemoe", "eager"]
     assert found["grouped_mm"]["loss_difference"] == 0
@@ -69,7 +69,7 @@ def test_tiny_models_agree_and_every_parameter_has_its_group(name: str) -> None:
 
 
 def test_a_difference_is_seen_in_its_group() -> None:
-    subject = hf_step.make(hf_models.tiny(hf_models.MODELS["Qwen3-30B-A3B"]), CPU)
+    subject = hf_step.make(hf_cases.tiny(hf_cases.MODELS["Qwen3-30B-A3B"]), CPU)
     _, right = hf_step.gradients(subject, "grouped_mm")
     for key, group in (("mlp.experts.down_proj", "experts"), ("mlp.gate.weight", "router"), ("q_proj.weight", "rest")):
         name = next(name for name in right if name.endswith(key))
@@ -112,7 +112,7 @@ def test_what_runs_out_of_memory_is_recorded_and_not_timed(monkeypatch: pytest.M
 
 
 def test_a_bar_is_held_by_time_and_memory() -> None:
-    case = hf_models.MODELS["OLMoE-1B-7B"]
+    case = hf_cases.MODELS["OLMoE-1B-7B"]
     agreed = {
         name: {"problem": None, "loss": 1.0, "grad_difference": {}} for name in ("tilemoe", "grouped_mm", "eager")
     }
@@ -181,7 +181,7 @@ def test_windows_are_different_text() -> None:
 
 def test_the_initial_model_is_left_as_it_was() -> None:
     options = argparse.Namespace(device="cpu", layers=1, batch=2, sequence=16, steps=2, lr=1e-3)
-    initial: nn.Module = hf_models.build(hf_finetune.model_of(options), CPU, torch.bfloat16)
+    initial: nn.Module = hf_cases.build(hf_finetune.model_of(options), CPU, torch.bfloat16)
     integration.use(initial)
     before = {name: each.clone() for name, each in initial.state_dict().items()}
     hf_finetune.train(hf_finetune.RUNS["tilemoe"], initial, hf_finetune.corpus_windows(4, 16), options)
