@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hf_finetune
 import hf_cases
+import hf_finetune
 import hf_step
 import profiles
 import pytest
