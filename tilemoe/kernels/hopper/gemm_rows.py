@@ -189,8 +189,6 @@ def gather_rows(
 @gluon.jit
 def load_tile_bias(bias, expert, stride, col, n, BN: gl.constexpr, RIGHT_BY_N: gl.constexpr, GATE_UP: gl.constexpr):
     """(BN) of b1 (E, w) for a tile's columns, in their order, spread over the threads; zero past the last column."""
-    # The compiler is told that they are multiples of 8, whence one load of two entries (concatenated: two loads).
-    col, n = col // 8 * 8, n // 8 * 8
     column = gl.arange(0, BN, SPREAD)
     if GATE_UP == "concatenated":
         RUN: gl.constexpr = BN // 2 if RIGHT_BY_N else SLICE  # of gate's columns before up's

@@ -340,8 +340,8 @@ def load_bias(bias, expert, stride, column, width):
 
     Asked for before a tile's products, which hide what it takes, by a register of each thread.
     """
-    # The compiler is told that it is a multiple of 8.
-    stride = stride // 8 * 8
+    # The compiler is told that they are multiples of 8.
+    stride, width = stride // 8 * 8, width // 8 * 8
     return gl.load(bias + expert.to(gl.int64) * stride + column, mask=column < width, other=0.0)
 
 
