@@ -18,8 +18,12 @@ OLDEST_TORCH := 2.11.0
 OLD_TORCH := $(VENV)/torch-$(OLDEST_TORCH)
 TRACED := --ignore tests/integrations/test_titan_moe.py $(addprefix tests/,ops layers models routing integrations parallel dispatch)
 INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
+# The tests' processes, of one thread each. One takes over what another has not begun, from the end: a module's fixtures
+# are seldom made twice.
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py hopper_layouts.py \
-	few_rows.py triton_router_input.py)
+	small_m.py triton_router_input.py)
 
 # Tests for a GPU run nowhere here: at least their names and calls are looked at, though not all that is strict.
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
@@ -71,13 +75,13 @@ types: env
 	MYPYPATH=tests:tests/kernels $(BIN)/mypy $(OF_GPU_TESTS) $$(grep -rl --include='*.py' mark.gpu tests)
 
 test: env
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 # fp16 is left to the other release: it differs from bf16 in little, and this is to take a few minutes. So is the
-# interpreter, which in this one refuses a mask made of a vector and a scalar.
+# interpreter (test_*_values.py), which in this one refuses a mask made of a vector and a scalar.
 newest-triton: env $(NEWEST)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__file__'
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -k "not fp16 and not float16 and not interpreter" $(COMPILED)
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -k "not fp16 and not float16" $(COMPILED)
 
 oldest-transformers: env $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
@@ -87,8 +91,8 @@ oldest-torch: env $(OLD_TORCH)
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)")'
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -m pytest -m "not gpu" $(TRACED)
 
-# What uses one core goes two at a time. The tests come last, and alone, because some of them wait for processes of
-# theirs only so long; their closing line ends the output.
+# What uses one core goes two at a time. The tests use all cores and come last, alone, because some of them wait for
+# processes of theirs only so long; their closing line ends the output.
 check: checks test
 
 checks: env

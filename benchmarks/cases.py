@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 # Seven with recorded figures of other implementations: softmax over the kept scores, SwiGLU, bf16.
 MAIN = MappingProxyType(

@@ -27,8 +27,8 @@ from tilemoe.dispatch.choose import Transports
 from tilemoe.layers.moe import MoE
 from tilemoe.ops.moe import moe
 from tilemoe.parallel.expert import apply_expert_parallel
-from tilemoe.perf.shape import MoEShape
 from tilemoe.routing.topk import route
+from tilemoe.shape import MoEShape
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases

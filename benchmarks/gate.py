@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peers import Contestant, Weights
 from torch import Tensor
 
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 TOLERANCE = 2e-2  # RMS error over RMS value; bf16's own is 3e-3 to 1e-2
 

@@ -83,7 +83,7 @@ def train(run: Run, initial: nn.Module, windows: list[dict[str, Tensor]], args: 
     """One run of Trainer: the loss of each step, and milliseconds of a step once it is settled."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
-    class Recorder(Trainer):
+    class LaunchTracer(Trainer):
         """Keeps each step's loss on its device: Trainer's log rounds, and reading it would wait for the GPU."""
 
         def training_step(self, *inputs: Any, **options: Any) -> Tensor:
@@ -118,7 +118,7 @@ def train(run: Run, initial: nn.Module, windows: list[dict[str, Tensor]], args: 
             report_to="none",
             disable_tqdm=True,
         )
-        Recorder(model=model, args=training, train_dataset=windows, data_collator=collate).train()
+        LaunchTracer(model=model, args=training, train_dataset=windows, data_collator=collate).train()
     seconds = now(losses[-1]) - started[0]
     values = [round(float(loss), 6) for loss in losses]
     return {"losses": values, "ms_per_step": round(1e3 * seconds / max(1, len(losses) - settled), 2)}

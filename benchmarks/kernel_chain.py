@@ -1,4 +1,4 @@
-"""Each kernel of a KernelSet by itself, on the inputs that the one before it makes, and the router's parts.
+"""Each kernel of a backend by itself, on the inputs that the one before it makes, and the router's parts.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 
 import tilemoe
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.select import kernel_set
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.perf.costs import Cost, kernel_costs, layer_roofline_ms, router_costs
 from tilemoe.perf.hardware import Ceilings
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 # Steps that are no part of the layer: what the GPU can do, in the same rounds.
 YARDSTICKS = ("matmul", "copy", "copy_as_combine")
@@ -67,7 +67,7 @@ def steps(
     """The eight kernels by name, SwiGLU, bf16, random routing; the two that move rows alone are quick, so ``ahead``
     of them the GPU is kept busy.
     """
-    ks = kernel_set(kernels)
+    ks = backend_named(kernels)
     w1, w2 = weights.w1.detach(), weights.w2.detach()
     do = torch.randn_like(x)
     logits = torch.rand(shape.num_tokens, shape.num_experts, device=x.device)
@@ -76,16 +76,16 @@ def steps(
     spec = activation_spec("swiglu", "concatenated", None, None)
     a, h = ks.up_proj_act(x, w1, None, plan, spec)
     y = ks.down_proj(a, w2, None, plan)
-    dh, _, a_scaled = ks.down_proj_act_grad(do, w2, None, h, s, plan, spec)
+    dh, _, a_scaled = ks.down_proj_dgrad_dact(do, w2, None, h, s, plan, spec)
     out = torch.empty_like(x)
     runs: dict[str, Callable[[], Any]] = {
         "up_proj_act": lambda: ks.up_proj_act(x, w1, None, plan, spec),
         "down_proj": lambda: ks.down_proj(a, w2, None, plan),
         "combine": lambda: ks.combine(y, s, plan, out),
-        "down_proj_act_grad": lambda: ks.down_proj_act_grad(do, w2, None, h, s, plan, spec),
-        "down_proj_weight_grad": lambda: ks.down_proj_weight_grad(do, a_scaled, plan),
-        "up_proj_act_grad": lambda: ks.up_proj_act_grad(dh, w1, plan),
-        "up_proj_weight_grad": lambda: ks.up_proj_weight_grad(x, dh, plan),
+        "down_proj_dgrad_dact": lambda: ks.down_proj_dgrad_dact(do, w2, None, h, s, plan, spec),
+        "down_proj_wgrad": lambda: ks.down_proj_wgrad(do, a_scaled, plan),
+        "up_proj_dgrad": lambda: ks.up_proj_dgrad(dh, w1, plan),
+        "up_proj_wgrad": lambda: ks.up_proj_wgrad(x, dh, plan),
         "combine_grad": lambda: ks.combine_grad(y, plan, out),  # it sums rows of that shape, whatever they are
     }
     return {name: one_part(run, ahead) if name.startswith("combine") else one_part(run) for name, run in runs.items()}

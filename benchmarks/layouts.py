@@ -34,7 +34,7 @@ from layout_gate import Cell, Operands, Verdict, judge
 from torch import Tensor
 
 import tilemoe
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 NAME, MODE = "layouts", "gpu"
 PLAIN = "plain"

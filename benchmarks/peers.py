@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilemoe
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def layer_config(shape: MoEShape) -> tilemoe.MoEConfig:
 
 
 def tilemoe_layer(shape: MoEShape, weights: Weights, kernels: str | None = None) -> Contestant:
-    """Ours, as a user builds it; ``kernels`` names a KernelSet."""
+    """Ours, as a user builds it; ``kernels`` names a backend."""
     moe = tilemoe.MoE(layer_config(shape), device="meta", kernels=kernels)
     moe.router.weight, moe.experts.w1, moe.experts.w2 = weights.router, weights.w1, weights.w2
     name = "tilemoe" if kernels is None else f"tilemoe[{kernels}]"
@@ -156,7 +156,7 @@ PEERS: MappingProxyType[str, Callable[[MoEShape, Weights], Contestant]] = Mappin
 
 
 def build(name: str, shape: MoEShape, weights: Weights) -> Contestant | str:
-    """The contestant, or why it cannot take part. ``tilemoe[triton]`` names a KernelSet.
+    """The contestant, or why it cannot take part. ``tilemoe[triton]`` names a backend.
 
     ValueError lists the names for one that is unknown.
     """

@@ -35,16 +35,20 @@ def append(name: str, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def rows(name: str) -> list[dict[str, Any]]:
+    """Of results/<name>.jsonl, the oldest first; none where there is no such file."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
 def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     """The last row of results/<name>.jsonl for each value of ``key``, of one mode and, unless None, one GPU.
 
     SystemExit, in one line, where there is no such file or no such row.
     """
-    path = RESULTS / f"{name}.jsonl"
-    if not path.exists():
+    if not (found := rows(name)):
         raise SystemExit(f"results/{name}.jsonl is missing: run that benchmark first")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    kept = [row for row in rows if row["mode"] == mode and gpu in (None, row["gpu"])]
+    kept = [row for row in found if row["mode"] == mode and gpu in (None, row["gpu"])]
     if not kept:
         raise SystemExit(f"results/{name}.jsonl has no row of mode {mode!r}" + (f" on {gpu}" if gpu else ""))
     return {tuple(row[field] for field in key): row for row in kept}

@@ -3,7 +3,7 @@
 T tokens · E experts · f rows of an expert under top-K · r rows that it computes
 
 Routing is compared with plain PyTorch on the CPU from the same logits, by pairs, scores and gradient, and the experts,
-by output and gradients, with the torch KernelSet on the same rows: on the very size that is timed.
+by output and gradients, with the torch backend on the same rows: on the very size that is timed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 import tilemoe
 from tilemoe.config import MoEConfig
 from tilemoe.layers.moe import MoE
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan
 
 DRAWING = ("stochastic", "nearest_score")  # a GPU draws other numbers than a CPU
 # Scores that differ in their last bit may change places: so many pairs may be others, or such a share of them.
@@ -54,7 +54,7 @@ def problem_of_routing(logits: Tensor, cfg: MoEConfig) -> str | None:
 
 
 def problem_of_experts(layer: MoE, x: Tensor, do: Tensor, plan: RoutingPlan, scores: Tensor) -> str | None:
-    """None if output and gradients agree with the torch KernelSet on the rows of ``plan``, else what does not."""
+    """None if output and gradients agree with the torch backend on the rows of ``plan``, else what does not."""
     w1, w2 = layer.experts.w1, layer.experts.w2
     inputs = {"dx": x.detach().requires_grad_(), "dw1": w1, "dw2": w2, "ds": scores.detach().requires_grad_()}
     of_set = []

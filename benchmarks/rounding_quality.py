@@ -32,10 +32,10 @@ from torch import Tensor
 import tilemoe
 from tilemoe.config import ROUNDING_MODES, TokenRounding
 from tilemoe.data import Prepared, prepare
+from tilemoe.train.checkpoints.restore import build_model, select_device
 from tilemoe.train.config import DataConfig, Recipe, load_recipe
 from tilemoe.train.evaluate import evaluate
 from tilemoe.train.loop import Trainer
-from tilemoe.train.restore import build_model, select_device
 
 NAME = "rounding_quality"
 RECIPES = Path(__file__).resolve().parent / "recipes"
@@ -127,11 +127,6 @@ def changed_pairs(trainer: Trainer) -> Row:
     return {"dropped_percent": round(100 * dropped / pairs, 3), "added_percent": round(100 * added / pairs, 3)}
 
 
-def recorded() -> list[Row]:
-    path = record.RESULTS / f"{NAME}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
 def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
     """Every run: top-K and the first mode, seed by seed, then the other modes; what is there can be compared."""
     modes = ROUNDING_MODES if args.modes == "all" else tuple(args.modes.split(","))
@@ -155,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
     start, longest, warm = time.perf_counter(), 0.0, set()
     device = select_device(args.device)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    done = {tuple(row[field] for field in KEY) for row in recorded() if row["gpu"] == gpu}
+    done = {tuple(row[field] for field in KEY) for row in record.rows(NAME) if row["gpu"] == gpu}
     share, shares = map(int, args.share.split("/"))
     for index, (recipe, row) in enumerate(asked_for(args)):
         if index % shares != share or tuple(row.values()) in done:
@@ -195,7 +190,7 @@ def run_side_by_side(args: argparse.Namespace) -> None:
 
 def table(args: argparse.Namespace) -> None:
     """Markdown: held-out loss, mean and spread over the seeds, and the difference to top-K seed by seed."""
-    rows = [row for row in recorded() if args.gpu in (None, row["gpu"])]
+    rows = [row for row in record.rows(NAME) if args.gpu in (None, row["gpu"])]
     header = ("recipe", "routing", "seeds", "held-out nats", "minus top-K", "load entropy", "dropped", "added")
     print("| " + " | ".join(header) + " |")
     print("| :--- | :--- |" + " ---: |" * (len(header) - 2))

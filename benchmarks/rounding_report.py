@@ -14,7 +14,7 @@ NAME = "token_rounding"
 TOPK, FULL = "top-K", "full tiles"
 WHOLE = ("forward", "backward")
 PARTS = ("logits", "routing", "experts", "experts_grad", "routing_grad", "logits_grad")
-CHOSEN = "chosen"  # the KernelSet that a user gets
+CHOSEN = "chosen"  # the backend that a user gets
 
 Row = dict[str, Any]
 
@@ -42,7 +42,7 @@ def latest(gpu_name: str | None) -> dict[tuple[Any, ...], Row]:
 
 
 def table(args: argparse.Namespace) -> None:
-    """The last recorded row of each case, KernelSet and contestant, as Markdown."""
+    """The last recorded row of each case, backend and contestant, as Markdown."""
     rows = latest(args.gpu)
     header = ["case", "kernels", "routing", "rows", "padding to tiles / halves", "forward", "backward", "routing"]
     header += ["of the layer", "forward / both against top-K", "padding costs", "recovers"]

@@ -1,18 +1,20 @@
 """Benchmarks on one GPU; each appends its rows to results/, a case as soon as it is measured.
 
-    python benchmarks/run.py layer --cases main --peers tilemoe,sonic-moe,scattermoe,grouped_mm
+    python benchmarks/run.py layer --cases main --peers tilemoe,sonic-moe,scattermoe,grouped_mm --modes sustained,alone
     python benchmarks/run.py kernels --cases main
     python benchmarks/run.py cold --cases 7B-n256,OLMoE
 
 layer: forward and backward of the whole layer, router included, with saved and peak memory; a contestant whose output
-or gradients are wrong is reported and not timed. kernels: each kernel against its roofline, beside a matrix product
-and a copy measured in the same rounds, and its share of the layer. cold: seconds from the first call to the last
-gradient in a fresh process with empty caches, then for each further size, then for another number of tokens.
+or gradients are wrong is reported and not timed. Mode "alone" is GPU time without the host's (`gpu_time`). kernels:
+each kernel against its roofline, beside a matrix product and a copy measured in the same rounds, and its share of the
+layer. cold: seconds from the first call to the last gradient in a fresh process with empty caches, then for each
+further size, then for another number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -27,6 +29,7 @@ from typing import Any
 
 import cases
 import gate
+import gpu_time
 import kernel_chain
 import peers
 import record
@@ -37,12 +40,13 @@ from torch import Tensor
 import tilemoe
 from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
 from tilemoe.perf.hardware import Ceilings, find_gpu
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 DEVICE = "cuda"
 MATMUL = 8192
 COPY_BYTES = 1 << 30
 HOST_CALLS = 7
+ALONE_MS = 40.0  # of a window without hosts
 COLD_TOKENS = 1000  # of the last call: no multiple of a tile
 PARTS = ("forward", "backward")
 MEMORY = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
@@ -59,10 +63,9 @@ def layer(args: argparse.Namespace, name: str, shape: MoEShape) -> Iterator[Rows
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     do = torch.randn_like(x)
     once = {c.name: {**layer_memory(c, x, do), **layer_host(c, x, do)} for c in contestants}
-    steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
     versions = {contestant.name: contestant.version for contestant in contestants}
-    for mode in args.modes.split(",") if steps else ():
-        found = timing.rounds(steps, mode, args.rounds)
+    for mode in args.modes.split(",") if contestants else ():
+        found = layer_rounds(contestants, x, do, mode, args.rounds)
         rows = layer_rows(found, once, layer_roofline_ms(shape, ceilings))
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": args.rounds}
         rows = [{**where, "version": versions[row["contestant"]], **row} for row in rows]
@@ -123,15 +126,32 @@ def admitted(names: list[str], shape: MoEShape, weights: peers.Weights) -> list[
     return contestants
 
 
+def layer_rounds(
+    contestants: list[peers.Contestant], x: Tensor, do: Tensor, mode: str, count: int
+) -> dict[str, list[list[float]]]:
+    """Name to, for each round, the median milliseconds of forward and backward."""
+    if mode == "alone":
+        marked = {contestant.name: marked_step(contestant, x, do) for contestant in contestants}
+        return gpu_time.rounds(marked, gpu_time.clock_of(x.device), count, timing.SUSTAINED_MS, ALONE_MS)
+    steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
+    return timing.rounds(steps, mode, count)
+
+
 def layer_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> timing.Step:
     """Forward and backward as two parts; every gradient is made anew."""
+    marked = marked_step(contestant, x, do)
+    return lambda: list(itertools.pairwise(marked(timing.event)))
 
-    def step() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        start = timing.event()
+
+def marked_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> gpu_time.Step:
+    """The same, with marks before, between and after the parts."""
+
+    def step(mark: Callable[[], Any]) -> list[Any]:
+        marks = [mark()]
         out = contestant.run(x)
-        middle = timing.event()
+        marks.append(mark())
         torch.autograd.grad(out, [x, *contestant.leaves], do)
-        return [(start, middle), (middle, timing.event())]
+        return [*marks, mark()]
 
     return step
 
@@ -263,8 +283,8 @@ def main() -> None:
     parser.add_argument("what", choices=["layer", "kernels", "cold", "cold-child"])
     parser.add_argument("--cases", default="main", help='"main", "all" or names from cases.py, separated by commas')
     parser.add_argument("--peers", default="tilemoe", help="contestants; the first is what the others are compared to")
-    parser.add_argument("--kernels", help="the KernelSet whose kernels are timed; default: the one that is chosen")
-    parser.add_argument("--modes", default="burst,sustained")
+    parser.add_argument("--kernels", help="the backend whose kernels are timed; default: the one that is chosen")
+    parser.add_argument("--modes", default="burst,sustained", help="of burst, sustained, and for layer alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many")
     args = parser.parse_args()

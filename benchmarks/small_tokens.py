@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilemoe.integrations import transformers as integration
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 sys.path.insert(0, str(Path(__file__).parent))
 import record

@@ -18,8 +18,8 @@ import tilemoe
 from tilemoe.config import ModelConfig
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE
-from tilemoe.perf.shape import MoEShape
-from tilemoe.routing.plan import RoutingPlan, experts_of_rows
+from tilemoe.plan import RoutingPlan, experts_of_rows
+from tilemoe.shape import MoEShape
 
 # x (T, d), scores (T, K) fp32, ids (T, K), w1 (E, 2n, d) with rows [gate; up], w2 (E, d, n) -> (T, d)
 Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

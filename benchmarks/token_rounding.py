@@ -7,7 +7,7 @@
     python benchmarks/token_rounding.py plot --out results/figures
 
 run appends to results/token_rounding.jsonl, a case as soon as it is measured, and leaves out what that file has of this
-commit, GPU and KernelSet: the same command goes on. With ``--device cpu`` it runs toy cases, to see that everything
+commit, GPU and backend: the same command goes on. With ``--device cpu`` it runs toy cases, to see that everything
 works. All contestants share the weights, the input and the kernels, and are checked first (`rounding_gate`).
 
 "forward" and "backward" are the layer as a model calls it. The six parts are timed apart, in the same rounds. All of
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import time
@@ -43,8 +42,8 @@ from torch import Tensor
 
 import tilemoe
 from tilemoe.config import ROUNDING_MODES, RouterConfig, TokenRounding
-from tilemoe.perf.shape import MoEShape
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan
+from tilemoe.shape import MoEShape
 
 MATMUL_MS = 1.4  # of 8192^3 in bf16 on an H200
 T = 16384
@@ -339,9 +338,7 @@ def warm(args: argparse.Namespace) -> None:
 def recorded() -> set[tuple[str, str, str]]:
     """(case, kernels, contestant) that the results file has of this commit and this GPU."""
     here = record.provenance()
-    path = record.RESULTS / f"{NAME}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if row["mode"] == "sustained"]
+    rows = [row for row in record.rows(NAME) if row["mode"] == "sustained"]
     return {
         (row["case"], row["kernels"], row["contestant"])
         for row in rows
@@ -384,7 +381,7 @@ def one_case(
 
 def kernels(args: argparse.Namespace) -> None:
     """Print and record the median time of each launch of a rounding and of its gradient, run in order."""
-    from tilemoe.kernels.triton import rounding
+    from tilemoe.kernels.rounding import triton as rounding
     from tilemoe.routing.rounding import draw_uniform, row_capacity
 
     machine = gpu()
@@ -425,7 +422,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cases", default="all", help='"all" or names, separated by commas')
     parser.add_argument("--modes", default="nearest", help='"all" or modes, separated by commas')
-    parser.add_argument("--kernels", default=CHOSEN, help='"chosen", or names of KernelSets, separated by commas')
+    parser.add_argument("--kernels", default=CHOSEN, help='"chosen", or names of backends, separated by commas')
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--settle", type=int, default=3, help="steps before those that are timed, in each round")
     parser.add_argument("--calls", type=int, default=6, help="timed steps of a round")

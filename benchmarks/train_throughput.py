@@ -38,13 +38,13 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
-from tilemoe.perf.shape import MoEShape
-from tilemoe.train.collective import any_process, joined, objects_of_processes
+from tilemoe.shape import MoEShape
+from tilemoe.train.checkpoints.restore import compile_backend, select_device
 from tilemoe.train.config import Recipe, load_recipe
-from tilemoe.train.job import Job
+from tilemoe.train.job.collective import any_process, joined, objects_of_processes
+from tilemoe.train.job.processes import Job
 from tilemoe.train.loop import Trainer, peak_flops
 from tilemoe.train.progress import StepStats
-from tilemoe.train.restore import compile_backend, select_device
 
 sys.path.insert(0, str(Path(__file__).parent))
 import gate

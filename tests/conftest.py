@@ -1,12 +1,13 @@
 """Fixtures of every test directory."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from tilemoe.testing import poisoned_memory as poisoned_memory_block
+from tilemoe.testing.ranks import Check
+
+pytest_plugins = ("process_cases", "pytester")
 
 
 @pytest.fixture
@@ -14,3 +15,11 @@ def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN (integers: the largest value) while the test runs."""
     with poisoned_memory_block():
         yield
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> Callable[[Sequence[Check]], list[Check]]:
+    """Of the checks whose names this module's tests have as their parameter ``name``: those whose tests are to run."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = {item.callspec.params.get("name") for item in items}
+    return lambda checks: [check for check in checks if check.__name__ in names]

@@ -3,16 +3,15 @@
 R rows · n expert width
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tilemoe import reference
-from tilemoe.activations import _INNER, activation_grad, activation_spec, activation_value, split_gate_up
+from tilemoe.activations import REGISTRY, activation_spec
 from tilemoe.config import ACTIVATIONS, GATE_UP_LAYOUTS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, split_gate_up
 
 R, N = 61, 7
 ALL = sorted(ACTIVATIONS)
@@ -68,11 +67,9 @@ def autograd(h: Tensor, da: Tensor, *case: object) -> tuple[Tensor, Tensor]:
 
 
 def test_table_is_the_configs() -> None:
-    assert set(_INNER) | {"swiglu_oai"} == ACTIVATIONS
-    assert {name for name in ALL if activation_spec(name, "concatenated", None, None).is_gated} == GATED_ACTIVATIONS
-    assert {name for name in ALL if activation_spec(name, "concatenated", None, None).width_factor == 1} == (
-        UNGATED_ACTIVATIONS
-    )
+    assert set(REGISTRY) == ACTIVATIONS
+    assert {name for name in ALL if activation_spec(name).is_gated} == GATED_ACTIVATIONS
+    assert {name for name in ALL if activation_spec(name).width_factor == 1} == (UNGATED_ACTIVATIONS)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

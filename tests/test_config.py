@@ -1,7 +1,5 @@
 """The configuration: what it accepts, what it refuses and how it says so, and the way to JSON and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tilemoe.activations import validate_activation
 from tilemoe.config import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
@@ -20,7 +19,6 @@ from tilemoe.config import (
     TokenRounding,
     from_dict,
     to_dict,
-    validate_activation,
 )
 
 NAN, INF = float("nan"), float("inf")

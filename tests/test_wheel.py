@@ -1,7 +1,5 @@
 """The wheel built from this checkout installs elsewhere and trains: recipes and types travel with it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -18,14 +18,15 @@ _HOME = {
     "TokenRounding": "tilemoe.config",
     "moe_preset": "tilemoe.models.presets",
     "model_preset": "tilemoe.models.presets",
-    "RoutingPlan": "tilemoe.routing.plan",
+    "RoutingPlan": "tilemoe.plan",
     "plan_topk": "tilemoe.routing.build",
     "plan_pairs": "tilemoe.routing.build",
     "Routing": "tilemoe.routing.topk",
     "route": "tilemoe.routing.topk",
     "moe": "tilemoe.ops.moe",
-    "KernelSet": "tilemoe.kernels.base",
-    "select_kernels": "tilemoe.kernels.select",
+    "Backend": "tilemoe.kernels.experts.base",
+    "register_backend": "tilemoe.kernels.experts.registry",
+    "select_kernels": "tilemoe.kernels.choose",
     "MoE": "tilemoe.layers.moe",
     "MoEOutput": "tilemoe.layers.moe",
     "DecoderLM": "tilemoe.models.decoder",
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
     from tilemoe.config import ParallelConfig as ParallelConfig
     from tilemoe.config import RouterConfig as RouterConfig
     from tilemoe.config import TokenRounding as TokenRounding
-    from tilemoe.kernels.base import KernelSet as KernelSet
-    from tilemoe.kernels.select import select_kernels as select_kernels
+    from tilemoe.kernels.choose import select_kernels as select_kernels
+    from tilemoe.kernels.experts.base import Backend as Backend
+    from tilemoe.kernels.experts.registry import register_backend as register_backend
     from tilemoe.layers.moe import MoE as MoE
     from tilemoe.layers.moe import MoEOutput as MoEOutput
     from tilemoe.models.decoder import DecoderLM as DecoderLM
@@ -50,9 +52,9 @@ if TYPE_CHECKING:
     from tilemoe.ops.moe import moe as moe
     from tilemoe.parallel.mesh import build_meshes as build_meshes
     from tilemoe.parallel.model import parallelize as parallelize
+    from tilemoe.plan import RoutingPlan as RoutingPlan
     from tilemoe.routing.build import plan_pairs as plan_pairs
     from tilemoe.routing.build import plan_topk as plan_topk
-    from tilemoe.routing.plan import RoutingPlan as RoutingPlan
     from tilemoe.routing.topk import Routing as Routing
     from tilemoe.routing.topk import route as route
 

@@ -1,10 +1,14 @@
-"""The one table of activations: value, and gradient from the saved pre-activation.
+"""The one registry of activations: name -> value, gradient, gated or not.
 
 R routed rows · n expert width
 
-A gated activation reads ``h`` (R, 2n), holding gate and up side by side ("concatenated": columns [gate; up]) or
-alternating ("interleaved": columns gate0, up0, gate1, ...); an ungated one reads ``h`` (R, n). Both give ``a`` (R, n).
-Everything is computed in fp32, or fp64 for fp64 inputs, whatever the dtype of storage.
+A gated activation takes gate and up, (R, n) each; an ungated one takes z (R, n). Both give ``a`` (R, n), computed in
+the dtype they are given (fp32, or fp64). The formulas are written with tensors' own methods: this file imports no
+torch, so that `tilemoe.config` can read the names.
+
+The same functions for kernels are in `tilemoe.kernels.experts.triton.activations`, by the same names;
+`tilemoe.kernels.experts.torch.activations` applies these here to a stored pre-activation. `tilemoe.reference` has its
+own, on purpose. To add one: an entry here, a branch there (CONTRIBUTING.md has a worked diff).
 """
 
 from __future__ import annotations
@@ -12,15 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from tilemoe.checks import require_choice, require_finite
 
-from tilemoe.config import GATED_ACTIVATIONS, validate_activation
-from tilemoe.tracing import specialised
+if TYPE_CHECKING:
+    from torch import Tensor
 
-_BLOCK_BYTES = 1 << 20  # a block of fp32 pre-activations and its temporaries stay in a core's cache
-_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # gpt-oss
 _SQRT_HALF = math.sqrt(0.5)
 _INV_SQRT_2PI = 1.0 / math.sqrt(2.0 * math.pi)
 _TANH_C, _TANH_K = math.sqrt(2.0 / math.pi), 0.044715
@@ -28,16 +30,20 @@ _TANH_C, _TANH_K = math.sqrt(2.0 / math.pi), 0.044715
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """A validated activation with its parameters and its place in memory; hashable."""
+    """An activation of the registry with its parameters and its place in memory; hashable.
+
+    ``gate_up``: where gate and up lie in h (R, 2n), "concatenated" (columns [gate; up]) or "interleaved" (gate0, up0,
+    gate1, ...). ``limit`` and ``alpha`` belong to swiglu_oai; their defaults are gpt-oss's.
+    """
 
     name: str
     gate_up: str = "concatenated"
-    limit: float = _OAI_LIMIT
-    alpha: float = _OAI_ALPHA
+    limit: float = 7.0
+    alpha: float = 1.702
 
     @property
     def is_gated(self) -> bool:
-        return self.name in GATED_ACTIVATIONS
+        return REGISTRY[self.name].is_gated
 
     @property
     def width_factor(self) -> int:
@@ -45,127 +51,136 @@ class ActivationSpec:
         return 2 if self.is_gated else 1
 
 
-def activation_spec(name: str, gate_up: str, limit: float | None, alpha: float | None) -> ActivationSpec:
-    """The spec of a table entry; ValueError for an unknown name or parameters it does not have."""
-    # torch.compile(dynamic=True) makes symbols of numbers, of a module's constants, too.
-    limit, alpha, default_limit, default_alpha = specialised(limit, alpha, _OAI_LIMIT, _OAI_ALPHA)
-    validate_activation(name, limit, alpha)
-    return ActivationSpec(
-        name, gate_up, default_limit if limit is None else limit, default_alpha if alpha is None else alpha
-    )
+@dataclass(frozen=True)
+class Activation:
+    """An entry of the registry.
+
+    value    (gate, up, spec) or (z, spec) -> a.
+    grad     (gate, up, da, spec) -> (a, dgate, dup), or (z, da, spec) -> (a, dz): a recomputed, and ``da`` carried
+             through. At a kink (relu at 0) the derivative is 0, at a clamp's bound it is 1, as in PyTorch.
+    takes_limit_and_alpha    whether ``activation_limit`` and ``activation_alpha`` mean something to it.
+    """
+
+    is_gated: bool
+    value: Callable[..., Tensor]
+    grad: Callable[..., tuple[Tensor, ...]]
+    takes_limit_and_alpha: bool = False
 
 
-# --- the inner, one-argument functions: z -> (f(z), f'(z)), all in the compute dtype ---------------------------------
+Pointwise = Callable[["Tensor"], "tuple[Tensor, Tensor]"]  # z -> (f(z), f'(z))
+
+
+def pointwise(inner: Pointwise) -> Activation:
+    """``a = f(z)``, ungated."""
+
+    def value(z: Tensor, spec: ActivationSpec) -> Tensor:
+        return inner(z)[0]
+
+    def grad(z: Tensor, da: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
+        a, slope = inner(z)
+        return a, da * slope
+
+    return Activation(False, value, grad)
+
+
+def gated(inner: Pointwise, value: Callable[..., Tensor] | None = None) -> Activation:
+    """``a = f(gate) * up``; ``value``: a faster way to the same."""
+
+    def plain_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
+        return inner(gate)[0] * up
+
+    def grad(gate: Tensor, up: Tensor, da: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor, Tensor]:
+        f, slope = inner(gate)
+        dgate, dup = slope.mul_(up).mul_(da), f * da
+        return f.mul_(up), dgate, dup
+
+    return Activation(True, value or plain_value, grad)
 
 
 def _silu(z: Tensor) -> tuple[Tensor, Tensor]:
-    sig = torch.sigmoid(z)
+    sig = z.sigmoid()
     value = z * sig
     return value, sig + value * (1.0 - sig)
 
 
 def _gelu(z: Tensor) -> tuple[Tensor, Tensor]:
-    cdf = 0.5 * (1.0 + torch.erf(z * _SQRT_HALF))
-    return z * cdf, cdf + z * (_INV_SQRT_2PI * torch.exp(-0.5 * z * z))
+    cdf = 0.5 * (1.0 + (z * _SQRT_HALF).erf())
+    return z * cdf, cdf + z * (_INV_SQRT_2PI * (-0.5 * z * z).exp())
 
 
 def _gelu_tanh(z: Tensor) -> tuple[Tensor, Tensor]:
-    t = torch.tanh(_TANH_C * (z + _TANH_K * z * z * z))
+    t = (_TANH_C * (z + _TANH_K * z * z * z)).tanh()
     slope = _TANH_C * (1.0 + 3.0 * _TANH_K * z * z)
     return 0.5 * z * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
 
 
 def _relu(z: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.relu(z), (z > 0).to(z.dtype)
+    return z.relu(), (z > 0).to(z.dtype)
 
 
 def _relu2(z: Tensor) -> tuple[Tensor, Tensor]:
-    positive = torch.relu(z)
+    positive = z.relu()
     return positive * positive, 2.0 * positive
 
 
-_INNER: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "silu": _silu,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": _relu,
-    "relu2": _relu2,
-    "swiglu": _silu,
-    "geglu": _gelu,
-    "geglu_tanh": _gelu_tanh,
-    "reglu": _relu,
-}
+def _swiglu_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
+    from torch.nn.functional import silu  # whoever has a tensor has torch
+
+    return silu(gate) * up  # one fused pass instead of sigmoid and product
 
 
-def row_blocks(h: Tensor) -> list[slice]:
-    """Row slices for element-wise work on ``h`` (R, .): cache-sized in eager mode on a CPU, else one.
-
-    docs/notes/cpu.md has what that gains.
-    """
-    if h.device.type != "cpu" or torch.compiler.is_compiling():
-        return [slice(0, h.shape[0])]  # a range would tie what is traced to this number of rows
-    step = max(1, _BLOCK_BYTES // (4 * h.shape[1]))
-    return [slice(start, min(start + step, h.shape[0])) for start in range(0, h.shape[0], step)]
+def _swiglu_oai_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
+    """gpt-oss's: clamped, the gate from above only, a slope inside the sigmoid, and up shifted by one."""
+    gate = gate.clamp(max=spec.limit)
+    up = up.clamp(-spec.limit, spec.limit)
+    return gate * (spec.alpha * gate).sigmoid() * (up + 1.0)
 
 
-def split_gate_up(h: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
-    """Views of the gate and up columns, (R, n) each, of a gated ``h`` (R, 2n)."""
-    if spec.gate_up == "interleaved":
-        return h[:, 0::2], h[:, 1::2]
-    n = h.shape[1] // 2
-    return h[:, :n], h[:, n:]
-
-
-def _compute(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float64 else t.float()
-
-
-def activation_value(h: Tensor, spec: ActivationSpec) -> Tensor:
-    """``a`` (R, n) in the compute dtype (fp32, or fp64 for fp64 ``h``), from ``h`` (R, 2n) or (R, n)."""
-    if not spec.is_gated:
-        return _ungated_value(_compute(h), spec)
-    gate, up = (_compute(part) for part in split_gate_up(h, spec))
-    if spec.name == "swiglu":
-        return torch.nn.functional.silu(gate) * up  # one fused pass instead of sigmoid and product
-    if spec.name == "swiglu_oai":
-        gate = gate.clamp(max=spec.limit)
-        up = up.clamp(-spec.limit, spec.limit)
-        return gate * torch.sigmoid(spec.alpha * gate) * (up + 1.0)
-    return _INNER[spec.name](gate)[0] * up
-
-
-def _ungated_value(z: Tensor, spec: ActivationSpec) -> Tensor:
-    return _INNER[spec.name](z)[0]
-
-
-def activation_grad(h: Tensor, da: Tensor, spec: ActivationSpec, dh: Tensor) -> Tensor:
-    """Recompute ``a`` from ``h`` and write ``dh = da * d(act)/dh`` (rounded to its dtype) into ``dh``, shaped like h.
-
-    ``da`` (R, n) in the compute dtype. Returns ``a`` (R, n) in the compute dtype. At a kink (relu at 0) the
-    derivative is 0, at a clamp's bound it is 1, as in PyTorch.
-    """
-    if not spec.is_gated:
-        a, slope = _INNER[spec.name](_compute(h))
-        dh.copy_(da * slope)
-        return a
-    gate, up = (_compute(part) for part in split_gate_up(h, spec))
-    dgate, dup = split_gate_up(dh, spec)
-    if spec.name == "swiglu_oai":
-        return _swiglu_oai_grad(gate, up, da, spec, dgate, dup)
-    value, slope = _INNER[spec.name](gate)
-    dgate.copy_(slope.mul_(up).mul_(da))
-    dup.copy_(value * da)
-    return value.mul_(up)
-
-
-def _swiglu_oai_grad(gate: Tensor, up: Tensor, da: Tensor, spec: ActivationSpec, dgate: Tensor, dup: Tensor) -> Tensor:
+def _swiglu_oai_grad(gate: Tensor, up: Tensor, da: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor, Tensor]:
     gate_inside = gate <= spec.limit
     up_inside = up.abs() <= spec.limit
     gate = gate.clamp(max=spec.limit)
     up_plus_one = up.clamp(-spec.limit, spec.limit) + 1.0
-    sig = torch.sigmoid(spec.alpha * gate)
+    sig = (spec.alpha * gate).sigmoid()
     value = gate * sig
     slope = sig + spec.alpha * value * (1.0 - sig)
-    dgate.copy_(da * up_plus_one * slope * gate_inside)
-    dup.copy_(da * value * up_inside)
-    return value * up_plus_one
+    return value * up_plus_one, da * up_plus_one * slope * gate_inside, da * value * up_inside
+
+
+REGISTRY: dict[str, Activation] = {
+    "swiglu": gated(_silu, _swiglu_value),
+    "geglu": gated(_gelu),
+    "geglu_tanh": gated(_gelu_tanh),
+    "reglu": gated(_relu),
+    "swiglu_oai": Activation(True, _swiglu_oai_value, _swiglu_oai_grad, takes_limit_and_alpha=True),
+    "silu": pointwise(_silu),
+    "gelu": pointwise(_gelu),
+    "gelu_tanh": pointwise(_gelu_tanh),
+    "relu": pointwise(_relu),
+    "relu2": pointwise(_relu2),
+}
+
+
+def validate_activation(name: str, limit: float | None, alpha: float | None) -> None:
+    """Raise ValueError unless ``name`` is registered and limit/alpha are given only where they mean something."""
+    require_choice("activation", name, REGISTRY)
+    for arg, value in (("activation_limit", limit), ("activation_alpha", alpha)):
+        if value is None:
+            continue
+        if not REGISTRY[name].takes_limit_and_alpha:
+            owners = " or ".join(repr(other) for other, entry in REGISTRY.items() if entry.takes_limit_and_alpha)
+            raise ValueError(f"{arg} is a parameter of activation={owners}; leave it None for {name!r}")
+        require_finite(arg, value, positive=True)
+
+
+def activation_spec(
+    name: str, gate_up: str = "concatenated", limit: float | None = None, alpha: float | None = None
+) -> ActivationSpec:
+    """The spec of an entry; ValueError for an unknown name or parameters it does not have."""
+    if limit is not None or alpha is not None:
+        from tilemoe.runtime.tracing import specialised  # imports torch
+
+        limit, alpha = specialised(limit, alpha)
+    validate_activation(name, limit, alpha)
+    # Literals, since torch.compile(dynamic=True) makes symbols of a module's constants.
+    return ActivationSpec(name, gate_up, 7.0 if limit is None else limit, 1.702 if alpha is None else alpha)

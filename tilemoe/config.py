@@ -8,15 +8,17 @@ E experts · K experts per token · d hidden_size · n intermediate_size (of one
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai"})
-UNGATED_ACTIVATIONS = frozenset({"gelu", "gelu_tanh", "relu", "relu2", "silu"})
-ACTIVATIONS = GATED_ACTIVATIONS | UNGATED_ACTIVATIONS
+from tilemoe.activations import REGISTRY, validate_activation
+from tilemoe.checks import require_bool, require_choice, require_finite, require_int
+
+ACTIVATIONS = frozenset(REGISTRY)
+GATED_ACTIVATIONS = frozenset(name for name in REGISTRY if REGISTRY[name].is_gated)
+UNGATED_ACTIVATIONS = ACTIVATIONS - GATED_ACTIVATIONS
 GATE_UP_LAYOUTS = ("concatenated", "interleaved")
 CHECKPOINTING_MODES = ("none", "attention", "block")
 EXCHANGES = ("auto", "collective", "symmetric")
@@ -26,27 +28,6 @@ QK_NORMS = ("head", "full", "none")
 ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
 
 GateUp = Literal["concatenated", "interleaved"]
-
-
-def require_int(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
-
-
-def require_finite(name: str, value: Any, *, positive: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (positive and value == 0):
-        raise ValueError(f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
-
-
-def require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def require_choice(name: str, value: Any, choices: Any) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(sorted(choices))}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -205,17 +186,6 @@ class MoEConfig:
     def up_rows(self) -> int:
         """Rows of one expert's w1: 2n when gated (gate and up), else n."""
         return self.intermediate_size * (2 if self.is_gated else 1)
-
-
-def validate_activation(name: str, limit: float | None, alpha: float | None) -> None:
-    """Raise ValueError unless ``name`` is in the table and limit/alpha are given only where they mean something."""
-    require_choice("activation", name, ACTIVATIONS)
-    for arg, value in (("activation_limit", limit), ("activation_alpha", alpha)):
-        if value is None:
-            continue
-        if name != "swiglu_oai":
-            raise ValueError(f"{arg} is a parameter of activation='swiglu_oai'; leave it None for {name!r}")
-        require_finite(arg, value, positive=True)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """The expert-parallel benchmark on two processes of this machine: its gate, its bytes and the sums in its row."""
 
-from __future__ import annotations
-
-from pathlib import Path
+from typing import Any
 
 import expert_parallel
 import pytest
 
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 from tilemoe.testing.ranks import run_on_ranks
 
 SHAPE = MoEShape(64, 32, 16, 8, 3)
@@ -34,7 +32,12 @@ def check_gate() -> None:
             expert_parallel.measure(SHAPE, 2, 1, 0.001)
 
 
+@pytest.fixture(scope="module")
+def results(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_on_ranks(selected([check_row, check_gate]), 2, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.mark.dist
-def test_two_processes(tmp_path: Path) -> None:
-    results = run_on_ranks([check_row, check_gate], 2, tmp_path)
-    assert not any(results.values()), results
+@pytest.mark.parametrize("name", ["check_row", "check_gate"])
+def test_two_processes(name: str, results: dict[str, str]) -> None:
+    assert not results[name], results[name]

@@ -1,7 +1,5 @@
 """What the gate lets through and what it stops, and the contestants that run without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
+from tilemoe.testing import assert_equal
 
 SHAPE = MoEShape(50, 24, 16, 6, 3)
 CPU = torch.device("cpu")
@@ -38,8 +37,7 @@ def plain(weights: peers.Weights) -> peers.Contestant:
 def test_correct_contestants_pass(build: Callable[[peers.Weights], peers.Contestant], weights: peers.Weights) -> None:
     before = [weight.detach().clone() for weight in (weights.router, weights.w1, weights.w2)]
     assert gate.problem(build(weights), SHAPE, weights) is None
-    for weight, kept in zip((weights.router, weights.w1, weights.w2), before, strict=True):
-        assert torch.equal(weight, kept)
+    assert_equal((weights.router, weights.w1, weights.w2), before)
 
 
 def test_a_contestant_with_turned_rows_passes_by_its_own_order(weights: peers.Weights) -> None:

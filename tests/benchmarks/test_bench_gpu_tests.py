@@ -1,7 +1,5 @@
 """What is recorded of a run of the GPU tests, on tests of our own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,12 +1,8 @@
 """The benchmarks of transformers' models on CPU, tiny ones of the same architectures: checks, rows and reports."""
 
-from __future__ import annotations
-
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hf_cases
 import hf_finetune
@@ -23,15 +19,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def aside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
+def aside(results: Path) -> Iterator[None]:
     integration.register()
     yield
     integration.unregister()
-
-
-def recorded(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (record.RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
 # Experts' weights of all layers, in millions, from the models' published widths.
@@ -79,7 +70,7 @@ def test_a_difference_is_seen_in_its_group() -> None:
 
 def test_step_records_every_implementation(capsys: pytest.CaptureFixture[str]) -> None:
     hf_step.main(["--device", "cpu", "--cases", "gpt-oss-20b", "--rounds", "1", "--steps", "1", "--sequence", "16"])
-    rows = {row["implementation"]: row for row in recorded("hf_step")}
+    rows = {row["implementation"]: row for row in record.rows("hf_step")}
     assert list(rows) == ["tilemoe", "grouped_mm", "batched_mm"]
     for row in rows.values():
         assert row["problem"] is None
@@ -106,7 +97,7 @@ def test_what_runs_out_of_memory_is_recorded_and_not_timed(monkeypatch: pytest.M
 
     monkeypatch.setattr(hf_step.Subject, "step", exhausted)
     hf_step.main(["--device", "cpu", "--cases", "Mixtral-8x7B", "--rounds", "1", "--steps", "1", "--sequence", "8"])
-    row = recorded("hf_step")[-1]
+    row = record.rows("hf_step")[-1]
     assert row["problem"] == "CUDA out of memory. Tried to allocate 768.00 GiB"
     assert "ms" not in row
 
@@ -149,7 +140,7 @@ FINETUNE = ("--device", "cpu", "--steps", "4", "--batch", "2", "--sequence", "24
 
 def test_finetuning_records_runs_and_what_lies_between_them(capsys: pytest.CaptureFixture[str]) -> None:
     hf_finetune.main([*FINETUNE])
-    *runs, comparison = recorded("hf_finetune")
+    *runs, comparison = record.rows("hf_finetune")
     assert [row["run"] for row in runs] == ["tilemoe", "grouped_mm", "eager", "turned", "fp32"]
     assert all(len(row["losses"]) == 4 and row["ms_per_step"] > 0 for row in runs)
     assert len(comparison["apart"]) == 10

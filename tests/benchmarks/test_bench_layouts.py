@@ -1,9 +1,6 @@
 """The layouts benchmark on CPU, by the host's clock: what its gate stops, its rows and its matrix."""
 
-from __future__ import annotations
-
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +16,15 @@ from layout_gate import Cell
 from torch import Tensor
 
 import tilemoe
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 SHAPE = MoEShape(192, 32, 24, 6, 2)
 QUICK = ("--device", "cpu", "--rounds", "2", "--milliseconds", "0.1", "--spell", "0.1")
 
 
 @pytest.fixture(autouse=True)
-def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
+def toys(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "TOYS", {"toy": SHAPE})
-
-
-def recorded() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (record.RESULTS / "layouts.jsonl").read_text().splitlines()]
 
 
 def made(cell: Cell) -> layouts.Layers:
@@ -71,8 +63,8 @@ def test_a_wrong_cell_is_recorded_and_not_timed(wrong: str, monkeypatch: pytest.
     monkeypatch.setattr(tilemoe, "moe", spoilt(change))
     monkeypatch.setattr(gpu_time, "rounds", None)  # nobody may call it
     layouts.main([*QUICK, "--cells", "plain,bias"])
-    assert all(what in row["problem"] for row in recorded())
-    assert not any("fwd_ms" in row for row in recorded())
+    assert all(what in row["problem"] for row in record.rows("layouts"))
+    assert not any("fwd_ms" in row for row in record.rows("layouts"))
 
 
 def test_biases_and_gate_and_up_the_other_way_round_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +105,7 @@ def test_a_gradient_with_other_strides_is_reported() -> None:
 
 def test_rows_and_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     layouts.main([*QUICK, "--cells", "plain,turned,gpt-oss,relu2,geglu"])
-    rows = {row["cell"]: row for row in recorded()}
+    rows = {row["cell"]: row for row in record.rows("layouts")}
     assert list(rows) == ["plain", "turned", "gpt-oss", "relu2", "geglu"]
     for row in rows.values():
         assert row["problem"] is None

@@ -1,7 +1,5 @@
 """Cases, statistics, rows, results files and tables: all that needs no GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from itertools import pairwise
@@ -23,12 +21,6 @@ from tilemoe.perf.hardware import Ceilings
 GB = 10**9
 
 
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    return tmp_path
-
-
 def once(saved: int, forward: int, backward: int) -> dict[str, float]:
     memory = {"saved_bytes": saved, "forward_peak_bytes": forward, "backward_peak_bytes": backward}
     return {**memory, "forward_host_ms": 0.5, "backward_host_ms": 0.75}
@@ -36,10 +28,7 @@ def once(saved: int, forward: int, backward: int) -> dict[str, float]:
 
 def layer_rows() -> list[dict[str, Any]]:
     """Two contestants, three rounds; the second round is slow for both."""
-    found = {
-        "tilemoe": [[1.0, 2.0], [2.0, 4.0], [1.0, 2.0]],
-        "peer": [[1.5, 2.0], [3.0, 4.4], [1.5, 2.2]],
-    }
+    found = {"tilemoe": [[1.0, 2.0], [2.0, 4.0], [1.0, 2.0]], "peer": [[1.5, 2.0], [3.0, 4.4], [1.5, 2.2]]}
     return run.layer_rows(
         found, {"tilemoe": once(GB, 3 * GB, 4 * GB), "peer": once(2 * GB, 4 * GB, 5 * GB)}, (0.5, 1.0)
     )

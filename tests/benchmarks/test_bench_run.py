@@ -18,7 +18,7 @@ import run
 import timing
 import torch
 
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 SHAPES = MappingProxyType({"7B-n256": MoEShape(96, 32, 16, 8, 2), "OLMoE": MoEShape(64, 24, 8, 4, 3)})
 
@@ -37,8 +37,7 @@ class Event:
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
+def on_cpu(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "ALL", SHAPES)
     monkeypatch.setattr(cases, "MAIN", SHAPES)
     monkeypatch.setattr(run, "DEVICE", "cpu")
@@ -58,13 +57,9 @@ def arguments(what: str, **others: Any) -> argparse.Namespace:
     return argparse.Namespace(what=what, **{**options, "peers": "tilemoe", **others})
 
 
-def recorded(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (record.RESULTS / f"{name}.jsonl").read_text().splitlines()]
-
-
 def test_layer_records_each_case_mode_and_contestant(capsys: pytest.CaptureFixture[str]) -> None:
     run.each_case(arguments("layer", peers="tilemoe,tilemoe[torch],scattermoe"))
-    rows = recorded("layer")
+    rows = record.rows("layer")
     assert [(row["case"], row["mode"], row["contestant"]) for row in rows] == [
         (case, mode, name)
         for case in SHAPES
@@ -87,7 +82,7 @@ def test_a_wrong_contestant_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr(peers, "PEERS", {"tilemoe": right, "wrong": wrong})
     run.each_case(arguments("layer", peers="wrong,tilemoe", modes="burst"))
-    assert {row["contestant"] for row in recorded("layer")} == {"tilemoe"}
+    assert {row["contestant"] for row in record.rows("layer")} == {"tilemoe"}
     assert "wrong is left out: output is off by" in capsys.readouterr().out
 
 
@@ -107,16 +102,16 @@ def test_a_case_that_fails_leaves_the_ones_before_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(peers, "make_weights", fail_second)
     with pytest.raises(RuntimeError, match="taken away"):
         run.each_case(arguments("layer", modes="burst"))
-    assert [row["case"] for row in recorded("layer")] == ["7B-n256"]
+    assert [row["case"] for row in record.rows("layer")] == ["7B-n256"]
 
 
 def test_kernels_records_every_kernel_and_the_router() -> None:
     run.each_case(arguments("kernels", cases="7B-n256", modes="burst"))
-    rows = {row["kernel"]: row for row in recorded("kernels")}
+    rows = {row["kernel"]: row for row in record.rows("kernels")}
     assert list(rows) == [
         "layer forward", "layer backward", "logits", "logits_grad", "route", "route_grad",
-        "up_proj_act", "down_proj", "combine", "down_proj_act_grad", "down_proj_weight_grad",
-        "up_proj_act_grad", "up_proj_weight_grad", "combine_grad",
+        "up_proj_act", "down_proj", "combine", "down_proj_dgrad_dact", "down_proj_wgrad",
+        "up_proj_dgrad", "up_proj_wgrad", "combine_grad",
     ]  # fmt: skip
     assert {row["kernels"] for row in rows.values()} == {"torch"}
     assert all(row["of_layer"] > 0 for row in rows.values())

@@ -3,8 +3,6 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 from tilemoe.integrations import transformers as integration
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 SHAPE = MoEShape(5, 32, 16, 8, 3)
 

@@ -1,11 +1,8 @@
 """The benchmark of agreement: on one process and two, and through a kill; and that a difference is not let pass."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import record
@@ -16,9 +13,7 @@ from tilemoe.train.config import load_recipe
 
 
 @pytest.fixture
-def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setenv(record.COMMIT_VARIABLE, "0123456789ab")
+def options(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "corpus").mkdir()
     for number in range(2 * train_agreement.HELDOUT_EVERY):
@@ -30,28 +25,24 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--recipe", str(path), "--device", "cpu", "--steps", "6", "--precision", "fp32"]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "train_agreement.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.dist
 def test_two_processes_train_as_one_and_a_difference_is_seen(options: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"losses: the losses differ by .* allowed is 0\.0"):
         train_agreement.main(["losses", *options, "--limit", "0"])
-    (row,) = rows(tmp_path)
+    (row,) = record.rows("train_agreement")
     assert 0 < row["greatest_difference"] < 1e-5
     assert (row["mode"], row["processes"], row["steps"]) == ("losses", 2, 6)
     train_agreement.report(
         train_agreement.argparse.Namespace(recipe="r", precision="fp32", processes=2, expert=1),
         "losses", run([1.0, 2.0]), run([1.0, 2.005]), limit=0.01,
     )  # fmt: skip
-    assert rows(tmp_path)[1]["in_step"] == 2
+    assert record.rows("train_agreement")[1]["in_step"] == 2
 
 
 @pytest.mark.dist
 def test_a_killed_job_goes_on_bit_for_bit(options: list[str], tmp_path: Path) -> None:
     train_agreement.main(["kill", *options, "--kill-in-step", "4", "--save-every", "2", "--expert", "2"])
-    (row,) = rows(tmp_path)
+    (row,) = record.rows("train_agreement")
     assert (row["mode"], row["greatest_difference"], row["steps"]) == ("kill", 0.0, 6)
     assert row["kill_in_step"] == 4
 

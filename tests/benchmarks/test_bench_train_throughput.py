@@ -1,7 +1,5 @@
 """The trainer's benchmark: a job of two processes as users start it, one process, and the sums in its table."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -20,9 +18,9 @@ import train_throughput
 from torch import Tensor
 
 from tilemoe.config import TokenRounding, to_dict
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 from tilemoe.train.config import Recipe, load_recipe
-from tilemoe.train.job import Job
+from tilemoe.train.job.processes import Job
 
 SHAPE = MoEShape(50, 24, 16, 6, 3)
 
@@ -33,18 +31,6 @@ def recipe() -> Recipe:
     found = load_recipe("cpu-4")
     train = replace(found.train, threads=0)
     return replace(found, name="small", train=train, parallel=replace(found.parallel, expert=1))
-
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setenv("TILEMOE_RESULTS", str(tmp_path))
-    monkeypatch.setenv(record.COMMIT_VARIABLE, "0123456789ab")
-    return tmp_path
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "train_throughput.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.dist
@@ -62,7 +48,7 @@ def test_jobs_are_started_measured_recorded_and_tabled(
     assert "scattermoe is left out: not importable here" in said
     assert said.count("tilemoe: step 3, loss") == 1, "only rank 0 speaks"
     train_throughput.main(["run", *arguments])
-    rows = rows_of(results)
+    rows = record.rows("train_throughput")
     assert [(row["contestant"], row["processes"], row["sharded"]) for row in rows] == [
         ("tilemoe", 2, True), ("grouped_mm", 2, True), ("tilemoe", 1, False), ("grouped_mm", 1, False),
     ]  # fmt: skip
@@ -87,7 +73,7 @@ def test_a_job_alone_can_shard_over_itself_and_gives_the_same(results: Path, rec
     options = ["--recipe", str(path), "--steps", "1", "--warmup", "2", "--device", "cpu"]
     train_throughput.main(["run", *options])
     train_throughput.main(["run", *options, "--shard-alone"])
-    plain, sharded = rows_of(results)
+    plain, sharded = record.rows("train_throughput")
     assert (plain["sharded"], sharded["sharded"]) == (False, True)
     assert sharded["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert not torch.distributed.is_initialized()
@@ -98,7 +84,7 @@ def test_no_timed_step_is_begun_too_late(results: Path, recipe: Recipe) -> None:
     path.write_text(json.dumps(to_dict(recipe)))
     options = ["--recipe", str(path), "--steps", "9", "--warmup", "1", "--seconds", "0", "--device", "cpu"]
     train_throughput.main(["run", *options])
-    assert rows_of(results)[0]["steps"] == 1
+    assert record.rows("train_throughput")[0]["steps"] == 1
 
 
 def test_the_text_is_made_up_alike_and_falls_as_one_over_rank(tmp_path: Path) -> None:

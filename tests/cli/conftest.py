@@ -1,7 +1,5 @@
 """A small corpus, a recipe file over it, and the command line in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The subcommands on a finished run, help without torch, and errors on one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -15,10 +13,10 @@ import torch
 import tilemoe
 from tilemoe.cli.main import COMMANDS, main
 from tilemoe.cli.parsing import condense
+from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
 from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
 from tilemoe.perf.hardware import find_gpu
-from tilemoe.perf.memory import backward_peak_bytes, saved_bytes
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 RECIPE = "the recipe file of the fixtures"
 
@@ -134,7 +132,7 @@ def test_export_is_loaded_by_transformers_with_equal_logits(
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from tilemoe.train.restore import restore
+    from tilemoe.train.checkpoints.restore import restore
 
     out = tmp_path / "hub"
     assert run(capsys, "export", "--checkpoint", finished, "--out", out)[0] == 0
@@ -313,7 +311,7 @@ def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_full_disk_is_one_line_and_loses_nothing(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilemoe.train import checkpoint
+    from tilemoe.train.checkpoints import folder as checkpoint
 
     real, calls = checkpoint.save_file, []
 

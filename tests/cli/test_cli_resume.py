@@ -1,7 +1,5 @@
 """Killed at random moments, a run resumed from the command line ends exactly as if nothing had happened."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tilemoe.cli.main import main
-from tilemoe.train.checkpoint import find_latest, list_checkpoints, open_checkpoint
+from tilemoe.train.checkpoints.folder import find_latest, list_checkpoints, open_checkpoint
 from tilemoe.train.loop import Trainer
 from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
 from tilemoe.train.progress import StepStats
@@ -24,7 +22,8 @@ Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 # Run in the child before the command line: the ``after``-th call of ``where`` at or after step ``step`` gets a signal.
 INTERRUPT = """
 import os
-from tilemoe.train import checkpoint, loop, metrics, optim
+from tilemoe.train import loop, metrics
+from tilemoe.train.checkpoints import folder
 calls, steps = 0, 0
 def counting_steps(real):
     def call(self):
@@ -49,9 +48,9 @@ MOMENTS = [
     ("loop", "learning_rate", 1),  # before a step
     ("loop", "clip_gradients", 1),  # in the middle of it
     ("metrics.MetricsWriter", "write", 2),  # between a step and its record
-    ("checkpoint", "save_model", 1),
-    ("checkpoint", "fsync", 6),
-    ("checkpoint.os", "rename", 2),  # publishing a checkpoint, or dropping the oldest
+    ("folder", "save_model", 1),
+    ("folder", "fsync", 6),
+    ("folder.os", "rename", 2),  # publishing a checkpoint, or dropping the oldest
 ]
 
 

@@ -1,7 +1,5 @@
 """Small corpora and token shards on disk, shared by the tests of the data package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

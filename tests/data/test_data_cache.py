@@ -1,7 +1,5 @@
 """Preparing shards: what they hold, reuse, damage, and two processes at once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

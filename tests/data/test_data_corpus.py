@@ -1,7 +1,5 @@
 """Corpora: what is read, in which order, and what a mistake says."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The keyed permutation: a bijection for every size and key, and well mixed."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sampling: every window once per epoch, disjoint ranks, the same batches after a restart; complete evaluation."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from collections.abc import Callable

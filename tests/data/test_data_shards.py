@@ -1,7 +1,5 @@
 """Token shards: what is written is read back, and damage is found and named."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

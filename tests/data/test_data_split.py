@@ -1,7 +1,5 @@
 """Which text is held out: by position, or the end of each document of a small corpus."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

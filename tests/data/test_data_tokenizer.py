@@ -1,7 +1,5 @@
 """Tokenizers: round trips, files that load back, training that depends on the training split alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

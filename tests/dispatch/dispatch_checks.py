@@ -3,8 +3,6 @@
 T tokens of a rank · d hidden_size · n intermediate_size · E experts · K experts per token · W ranks
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ from tilemoe.dispatch.pull import Pull
 from tilemoe.dispatch.transport import Arrival, Collective, Way
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel.expert import apply_expert_parallel
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan
 from tilemoe.testing.ranks import device_of_rank
 
 D, N, E, K = 24, 16, 8, 3

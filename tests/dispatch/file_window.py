@@ -1,7 +1,5 @@
 """A window of `tilemoe.dispatch.pull` for processes without GPUs: a file of each rank, which all map into memory."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """Four processes that share a layer's experts compute what one process does, and send no more than they must."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dispatch_checks import CHECKS
@@ -13,13 +12,13 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module", params=["collective", "files"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def results(request: pytest.FixtureRequest, selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """``files`` stands for symmetric memory: the same transport, over windows that processes have without GPUs."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXCHANGE_UNDER_TEST", request.param)
         patch.setenv("WINDOWS", str(folder))
-        return run_on_ranks(CHECKS, 4, folder)
+        return run_on_ranks(selected(CHECKS), 4, folder)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])

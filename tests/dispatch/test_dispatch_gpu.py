@@ -1,6 +1,6 @@
 """On two or four GPUs, by NCCL and by symmetric memory: what `dispatch_checks` checks, and what only a GPU can show."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ ALL_CHECKS = [*CHECKS, *GPU_CHECKS]
 
 
 @pytest.fixture(scope="module", params=["collective", "symmetric"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def results(request: pytest.FixtureRequest, selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ranks = 4 if torch.cuda.device_count() >= 4 else 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXCHANGE_UNDER_TEST", request.param)
-        return run_on_ranks(ALL_CHECKS, ranks, tmp_path_factory.mktemp("gpu_ranks"), "cuda")
+        return run_on_ranks(selected(ALL_CHECKS), ranks, tmp_path_factory.mktemp("gpu_ranks"), "cuda")
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in ALL_CHECKS])

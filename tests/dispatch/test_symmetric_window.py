@@ -1,7 +1,5 @@
 """What a window in symmetric memory asks of CUDA, and in which order, with a CUDA that only writes it down."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which transport a group gets, and how many rows a way counts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from tilemoe.dispatch import symmetric
 from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.pull import Pull
-from tilemoe.dispatch.symmetric import reason_against
+from tilemoe.dispatch.symmetric import why_unsupported
 from tilemoe.dispatch.transport import Collective, Way
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -63,7 +61,7 @@ def test_reasons_against_symmetric_memory(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, gpus: int, peers: bool, word: str
 ) -> None:
     see_gpus(monkeypatch, gpus, peers=peers)
-    assert word in (reason_against(group, GPU) or "")
+    assert word in (why_unsupported(group, GPU) or "")
     assert isinstance(Transports(group).of(GPU), Collective)
     with pytest.raises(ValueError, match="exchange='symmetric'"):
         Transports(group, "symmetric").of(GPU)
@@ -84,7 +82,7 @@ def test_all_ranks_get_one_answer(
     monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
     for told in (lambda mine: [mine, *others], lambda mine: [*others, mine]):
         monkeypatch.setattr(symmetric, "_told", lambda group, mine, told=told: told(mine))
-        assert reason_against(group, GPU) == reason
+        assert why_unsupported(group, GPU) == reason
 
 
 def test_symmetric_memory_where_it_is_possible(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

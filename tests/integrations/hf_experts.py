@@ -1,7 +1,5 @@
 """Single experts modules of transformers, for the tests of the integration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

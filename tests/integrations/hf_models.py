@@ -1,7 +1,5 @@
 """Small models of transformers' own classes, randomly initialised, for the tests of the integration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hf_models import FAMILIES
 from tokenizers import Tokenizer
@@ -13,7 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import tilemoe
 from tilemoe.integrations import transformers as integration
+from tilemoe.kernels.experts import registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -82,8 +85,23 @@ def test_custom_router_learns_with_every_expert_full() -> None:
     module = example("custom_router.py")
     losses = module["main"](["--steps", "120"])
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-    layer = module["ExpertChoiceMoE"](16, 8, experts=4)
+    layer = module["make_layer"](16, 8, experts=4)
     x = torch.randn(20, 16, requires_grad=True)
-    layer(x).square().sum().backward()
-    assert layer.router.weight.grad.any()
-    assert all(layer.w1.grad[expert].any() for expert in range(4))
+    out = layer(x)
+    assert out.tokens_per_expert.tolist() == [10] * 4
+    out.hidden.square().sum().backward()
+    assert layer.router.linear.weight.grad.any()
+    assert all(layer.experts.w1.grad[expert].any() for expert in range(4))
+
+
+def test_custom_backend_learns_and_its_kernel_is_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))  # what it registers is gone after
+    module = example("custom_backend.py")
+    losses = module["main"](["--steps", "120"])
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    cfg = tilemoe.MoEConfig(16, 8, 4, 2, expert_bias=True)
+    plain, ours = (tilemoe.MoE(cfg, kernels=name) for name in ("torch", "loop"))
+    torch.nn.init.normal_(plain.experts.b2)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(20, 16)
+    torch.testing.assert_close(ours(x).hidden, plain(x).hidden)

@@ -1,7 +1,5 @@
 """Every class of experts that the installed transformers dispatches: computed like its eager forward, or refused."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Single experts modules of transformers: layouts, sentinels, what is refused, and the switch itself."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Which activation a function is found to be: every one of the table, and none for its near misses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilemoe.activations import ActivationSpec, activation_value
+from tilemoe.activations import ActivationSpec
 from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.integrations.gates import recognised_activation
+from tilemoe.kernels.experts.torch.activations import activation_value
 
 LIMIT, ALPHA = 7.0, 1.702
 

@@ -1,7 +1,5 @@
 """transformers' own models with tilemoe's experts against the same models with their eager ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """PEFT's adapters on the experts' parameters of transformers' models, with tilemoe computing the experts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hf_models import FAMILIES, tokens

@@ -1,7 +1,5 @@
 """transformers' own Trainer over a model whose experts tilemoe computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """On a GPU: transformers' models and adapters over the kernels that are chosen there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hf_models import FAMILIES, tokens

@@ -1,7 +1,5 @@
 """torchtitan's own mixture-of-experts layer with the override against the same layer without it, on a CPU."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Triton's interpreter without what it does in vain, where it is on: that is half of its time."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from dataclasses import replace

@@ -28,8 +28,8 @@ from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from tilemoe.kernels.tiling import Device
-from tilemoe.ops import replayed
+from tilemoe.runtime import launch_cache as replayed
+from tilemoe.runtime.device import Device
 
 H200 = Device(capability=90, shared_bytes=227 * 1024, multiprocessors=132)
 # What a kernel's descriptor says of itself once it is compiled: nothing that the host decides.
@@ -158,7 +158,7 @@ def install() -> FakeDriver:
     triton.runtime.driver.set_active(driver)
     JITFunction._do_compile = _compile  # type: ignore[method-assign]
     for name, module in list(sys.modules.items()):
-        if name.startswith("tilemoe.kernels.") and hasattr(module, "device_of"):
+        if name.startswith(("tilemoe.kernels.", "tilemoe.runtime.device")) and hasattr(module, "device_of"):
             module.device_of = lambda t: H200  # type: ignore[attr-defined]
     replayed.is_replayable = _is_replayable
     return driver

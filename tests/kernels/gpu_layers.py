@@ -4,10 +4,8 @@ is printed as JSON: {"compiled": kernels compiled, "cached": kernels found in it
 T tokens · d hidden_size
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,7 +19,7 @@ from tilemoe.layers.moe import MoE
 
 _LOSSES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
 _SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 32, "num_experts_per_tok": 4}
-# Name to configuration, dtype and KernelSet: None is what is chosen on this GPU, which in fp32 is not Triton.
+# Name to configuration, dtype and backend: None is what is chosen on this GPU, which in fp32 is not Triton.
 LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
     "softmax": (MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES)), torch.bfloat16, None),
     "portable": (MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES)), torch.bfloat16, "triton"),
@@ -54,9 +52,7 @@ LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
     ),
     "fp32": (
         MoEConfig(
-            **_SIZES | {"num_experts": 5, "num_experts_per_tok": 2},
-            activation="gelu",
-            router=RouterConfig(**_LOSSES),
+            **_SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, activation="gelu", router=RouterConfig(**_LOSSES)
         ),
         torch.float32,
         "triton",
@@ -110,15 +106,29 @@ def never_repeated() -> Iterator[None]:
     def is_replayable(first: Tensor) -> bool:
         return False
 
-    with mock.patch("tilemoe.ops.replayed.is_replayable", is_replayable):
+    with mock.patch("tilemoe.runtime.launch_cache.is_replayable", is_replayable):
         yield
 
 
-def assert_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: object = "") -> None:
-    """To the last bit."""
-    assert actual.keys() == expected.keys()
-    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
-    assert not different, f"{where}: {different}"
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Whatever waits for the GPU inside is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """On a stream of its own, as what is to be captured has to run before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
 
 
 @contextmanager

@@ -5,8 +5,6 @@
 T tokens
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from functools import partial
@@ -16,12 +14,14 @@ import fake_driver
 import small_tokens
 import torch
 
-import tilemoe.kernels.hopper.kernel_set  # noqa: F401  # before the fake is installed, as all that launches
+import tilemoe.kernels.experts.hopper.backend  # noqa: F401  # before the fake is installed, as all that launches
 from tilemoe.integrations import transformers as integration
-from tilemoe.kernels.select_plan import PlanBuilder
-from tilemoe.kernels.triton import plan_few
-from tilemoe.ops import inference, replayed
-from tilemoe.perf.shape import MoEShape
+from tilemoe.kernels.choose import Choice, PlanBuilder
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.plan import triton_small as plan_small
+from tilemoe.ops import inference
+from tilemoe.runtime import launch_cache as replayed
+from tilemoe.shape import MoEShape
 
 LAYERS, CALLS = 4, 500
 SHAPE = MoEShape(1, 256, 128, 128, 8)  # the host's time does not follow the widths
@@ -35,8 +35,8 @@ def main() -> None:
     fake_driver.install()
     fake_driver._launch = nothing
     inference.is_replayable = replayed.is_replayable = lambda first: torch._C._len_torch_dispatch_stack() == 0
-    inference.name_for = lambda *args: "hopper"
-    builder = PlanBuilder("triton", plan_few.plan_topk, "", plan_few.plan_topk_in_one)
+    inference.choose_experts = lambda *args: Choice("hopper", backend_named("hopper"), "")
+    builder = PlanBuilder(plan_small.plan_topk, plan_small.plan_topk_in_one)
     inference.builder_for = lambda *args, **options: builder
     integration.register()
     torch.set_num_threads(1)

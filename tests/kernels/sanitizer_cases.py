@@ -4,8 +4,6 @@
 ``portable``, ``chosen``: those alone, on a few; ``planted``: one write past the end, which must be found.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch
@@ -14,7 +12,7 @@ import triton.language as tl
 from gpu_layers import LAYERS, make_input, make_layer, step
 from triton_checks import turn
 
-from tilemoe.kernels.select import select_for_widths
+from tilemoe.kernels.choose import choose_experts
 from tilemoe.ops.moe import moe
 from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
 
@@ -33,9 +31,9 @@ def write_past_the_end_kernel(out, size, BLOCK: tl.constexpr):
     tl.store(out + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) <= size)
 
 
-def kernel_sets(which: str, dtype: torch.dtype) -> list[str]:
-    """Names of the KernelSets to run, without plain PyTorch's."""
-    chosen = {select_for_widths("cuda", dtype, D, N).name} - {"torch"}
+def backends(which: str, dtype: torch.dtype) -> list[str]:
+    """Names of the backends to run, without plain PyTorch's."""
+    chosen = {choose_experts(torch.device("cuda"), dtype, (D, N)).name} - {"torch"}
     return sorted({"portable": {"triton"}, "chosen": chosen, "all": {"triton"} | chosen}[which])
 
 
@@ -52,7 +50,7 @@ def main(which: str) -> None:
             inputs = make_inputs(routing.plan, D, N, activation, dtype=dtype, bias=bias)
             if turned:
                 inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
-            for kernels in kernel_sets(which, dtype):
+            for kernels in backends(which, dtype):
                 options = {"activation": activation, "gate_up": gate_up, "kernels": kernels}
                 forward_and_grads(moe, inputs, routing.plan, **options)
                 with torch.no_grad():

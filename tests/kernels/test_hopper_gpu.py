@@ -1,7 +1,5 @@
 """The Hopper kernels on a GPU: against fp64 on hostile routings, bit-equal runs, and what the portable kernels get."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest import mock
 
@@ -11,18 +9,18 @@ from gpu_layers import never_repeated
 from triton_checks import Case, assert_kernels_agree, run_kernels
 
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, MoEConfig
-from tilemoe.kernels.hopper.choose import MAX_COLUMN_TILES, MAX_CONTRACTION_OF_NARROW
-from tilemoe.kernels.hopper.kernel_set import HOPPER_KERNELS
-from tilemoe.kernels.select import select_kernels
-from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.choose import select_kernels
+from tilemoe.kernels.experts.hopper.backend import HopperBackend
+from tilemoe.kernels.experts.hopper.configs import MAX_COLUMN_TILES, MAX_CONTRACTION_OF_NARROW
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.runtime.launch import Launch
 from tilemoe.testing import assert_moe_matches_reference, forward_and_grads, hostile_routings, make_inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 4e-3, FP16: 6e-4}
-ALL_KERNELS = {"up_proj_act_kernel", "gemm_rows_kernel", "act_grad_kernel", "gemm_weights_kernel"}
+ALL_KERNELS = {"up_proj_act_kernel", "gemm_rows_kernel", "gemm_dgrad_dact_kernel", "gemm_wgrad_kernel"}
 CASES = {
     "bf16, ragged widths": Case(BF16, hidden_size=320, intermediate_size=264),
     "bf16, wide": Case(BF16, hidden_size=256, intermediate_size=512),
@@ -33,6 +31,11 @@ CASES = {
     "bf16, interleaved": Case(BF16, gate_up="interleaved", hidden_size=136, intermediate_size=128),
     "fp16, ungated": Case(FP16, "relu2", hidden_size=128, intermediate_size=512),
 }
+
+
+# An ungated activation has no gate to interleave.
+LAYOUTS = [(name, "concatenated") for name in sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS)]
+LAYOUTS += [(name, "interleaved") for name in sorted(GATED_ACTIVATIONS)]
 
 
 @pytest.fixture(autouse=True)
@@ -65,21 +68,18 @@ def launched() -> Iterator[set[str]]:
 def test_kernels_agree_on_hostile_routings(name: str) -> None:
     case = CASES[name]
     for routing in hostile_routings(tile=128, device="cuda"):
-        assert_kernels_agree(HOPPER_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
+        assert_kernels_agree(HopperBackend(), routing.plan, case, TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("activation", sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS))
+@pytest.mark.parametrize(("activation", "gate_up"), LAYOUTS)
 def test_every_layout(activation: str, bias: bool, turned: bool, gate_up: str, launched: set[str]) -> None:
-    if activation in UNGATED_ACTIVATIONS and gate_up == "interleaved":
-        pytest.skip("an ungated activation has no such layout")
     sizes = {"hidden_size": 136, "intermediate_size": 200}
     plan = random_plan(777, 7, 3)
     for dtype in (BF16, FP16):
         case = Case(dtype, activation, gate_up=gate_up, bias=bias, turned=turned, **sizes)
-        assert_kernels_agree(HOPPER_KERNELS, plan, case, TOLERANCE[dtype])
+        assert_kernels_agree(HopperBackend(), plan, case, TOLERANCE[dtype])
     assert launched == ALL_KERNELS
 
 
@@ -88,7 +88,7 @@ def test_tiles_in_bands(gate_up: str) -> None:
     """Outputs so wide that an expert's rows are walked by a band of columns after the other, the last one narrower."""
     case = Case(BF16, gate_up=gate_up, hidden_size=128, intermediate_size=256 * MAX_COLUMN_TILES + 264)
     for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
-        assert_kernels_agree(HOPPER_KERNELS, plan, case, TOLERANCE[BF16])
+        assert_kernels_agree(HopperBackend(), plan, case, TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 turned"])
@@ -99,14 +99,14 @@ def test_ends_of_blocks_and_tiles(name: str) -> None:
         ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
         plan = plan_topk(shuffled[:, None].cuda(), len(counts))
-        assert_kernels_agree(HOPPER_KERNELS, plan, CASES[name], TOLERANCE[BF16])
-    for routing in hostile_routings(tile=192, device="cuda"):  # as down_proj and up_proj_act_grad have
-        assert_kernels_agree(HOPPER_KERNELS, routing.plan, CASES[name], TOLERANCE[BF16])
+        assert_kernels_agree(HopperBackend(), plan, CASES[name], TOLERANCE[BF16])
+    for routing in hostile_routings(tile=192, device="cuda"):  # as down_proj and up_proj_dgrad have
+        assert_kernels_agree(HopperBackend(), routing.plan, CASES[name], TOLERANCE[BF16])
 
 
 def test_every_kernel_takes_part(launched: set[str]) -> None:
     assert_kernels_agree(
-        HOPPER_KERNELS, random_plan(700, 8, 2), Case(BF16, hidden_size=256, intermediate_size=128), 4e-3
+        HopperBackend(), random_plan(700, 8, 2), Case(BF16, hidden_size=256, intermediate_size=128), 4e-3
     )
     assert launched == ALL_KERNELS
 
@@ -115,22 +115,22 @@ def test_long_contractions_are_left_to_the_portable_kernels(launched: set[str]) 
     plan, n = random_plan(300, 4, 2), MAX_CONTRACTION_OF_NARROW // 2 + 8
     given = make_inputs(plan, 256, n, dtype=BF16)
     rows = torch.zeros(plan.capacity, 2 * n, dtype=BF16, device="cuda")
-    HOPPER_KERNELS.up_proj_act_grad(rows, given["w1"], plan)
+    HopperBackend().up_proj_dgrad(rows, given["w1"], plan)
     assert not launched
-    HOPPER_KERNELS.down_proj(rows[:, :n].contiguous(), given["w2"], None, plan)
+    HopperBackend().down_proj(rows[:, :n].contiguous(), given["w2"], None, plan)
     assert launched == {"gemm_rows_kernel"}
 
 
 def test_many_experts() -> None:
     case = Case(BF16, hidden_size=64, intermediate_size=64)
-    assert_kernels_agree(HOPPER_KERNELS, random_plan(2000, 4096, 4), case, 4e-3)
+    assert_kernels_agree(HopperBackend(), random_plan(2000, 4096, 4), case, 4e-3)
 
 
 def test_twenty_runs_are_bit_equal() -> None:
     plan, case = random_plan(3000, 8, 2), Case(BF16, hidden_size=512, intermediate_size=256)
-    first = {name: pair[0] for name, pair in run_kernels(HOPPER_KERNELS, plan, case).items()}
+    first = {name: pair[0] for name, pair in run_kernels(HopperBackend(), plan, case).items()}
     for _ in range(19):
-        for name, pair in run_kernels(HOPPER_KERNELS, plan, case).items():
+        for name, pair in run_kernels(HopperBackend(), plan, case).items():
             assert torch.equal(pair[0], first[name]), name
 
 

@@ -8,7 +8,6 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 from __future__ import annotations
 
 import re
-from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,28 +18,26 @@ import triton
 from triton_checks import turn
 from triton_compile import (
     NVIDIA,
-    assert_threads_meet_after_notes,
+    assert_threads_meet_after_tile_info,
     assert_threads_meet_before_tma_stores,
     bytes_of_copies,
     compile_launch,
-    compile_launches,
     count_loads_of_two_bytes,
     count_spill_loads,
 )
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS
-from tilemoe.kernels.hopper import launches
-from tilemoe.kernels.hopper.choose import SHAPES
-from tilemoe.kernels.tiling import Kernel
-from tilemoe.kernels.triton.launch import Launch
-from tilemoe.kernels.triton.tiles import tile_lists_launch
+from tilemoe.kernels.experts.hopper import host as launches
+from tilemoe.kernels.experts.hopper.configs import TILES
+from tilemoe.kernels.experts.triton.configs import Kernel
+from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
 from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.launch import Launch
 
 H200 = NVIDIA[90]
 E, T, K = 2, 64, 2
 GATED, UNGATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu"), ("relu2", "gelu", "silu")
-AT_ONCE = 4  # kernels that are compiled at the same time: each takes half a GB
 
 
 class Cell(NamedTuple):
@@ -73,7 +70,7 @@ COMPILED = CELLS if ON_36 else CELLS[2:4]  # of another release, swiglu_oai's: c
 OF_DOWN_PROJ = [Cell("silu", "none", turned, bias, turned != bias) for turned, bias in product((False, True), repeat=2)]
 CELLS_OF: dict[Kernel, list[Cell]] = {
     "up_proj_act": COMPILED,
-    "down_proj_act_grad": COMPILED,
+    "down_proj_dgrad_dact": COMPILED,
     "down_proj": OF_DOWN_PROJ if ON_36 else OF_DOWN_PROJ[-1:],
 }
 # Spill loads in the code of all threads, once per tile; 0 where none is named.
@@ -81,12 +78,12 @@ SPILLS_OF_36 = {
     ("up_proj_act", "geglu", "interleaved"): 26,
     ("up_proj_act", "gelu", "none"): 20,
     ("up_proj_act", "silu", "none"): 10,
-    ("down_proj_act_grad", "swiglu_oai", "concatenated"): 2,
-    ("down_proj_act_grad", "geglu", "concatenated"): 2,
+    ("down_proj_dgrad_dact", "swiglu_oai", "concatenated"): 2,
+    ("down_proj_dgrad_dact", "geglu", "concatenated"): 2,
 }
 SPILLS_OF_39 = {
     ("up_proj_act", "swiglu_oai", "interleaved"): 6,
-    ("down_proj_act_grad", "swiglu_oai", "concatenated"): 11,
+    ("down_proj_dgrad_dact", "swiglu_oai", "concatenated"): 11,
 }
 SPILLS = SPILLS_OF_36 if ON_36 else SPILLS_OF_39
 # Stores to shared memory of a single element: an interleaved F1 stores its activation so, 64 by each consumer.
@@ -107,26 +104,16 @@ def launch_of(kernel: Kernel, cell: Cell, dtype: torch.dtype) -> Launch:
         w1, w2 = turn(w1), turn(w2)
     if kernel == "up_proj_act":
         return launches.up_proj_act_launch(x, w1, b1, plan, tiles, spec, True, H200)[0]
-    if kernel == "down_proj_act_grad":
-        return launches.act_grad_launch(x, w2, h, s, plan, tiles, spec, H200)[0]
+    if kernel == "down_proj_dgrad_dact":
+        return launches.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, H200)[0]
     return launches.rows_launch(kernel, a, w2.transpose(1, 2), b2, plan, tall_tiles, H200)[0]
-
-
-@cache
-def compiled_cells(kernel: Kernel) -> dict[Cell, Any]:
-    """All of a kernel's, a few at the same time."""
-    found = []
-    for first in range(0, len(CELLS_OF[kernel]), AT_ONCE):
-        some = [launch_of(kernel, cell, torch.bfloat16) for cell in CELLS_OF[kernel][first : first + AT_ONCE]]
-        found += [compiled for _, compiled in compile_launches(some, 90)]
-    return dict(zip(CELLS_OF[kernel], found, strict=True))
 
 
 def assert_as_promised(compiled: Any, kernel: Kernel, cell: Cell, folder: Path) -> None:
     ptx = str(compiled.asm["ptx"])
-    assert f"wgmma.mma_async.sync.aligned.m64n{SHAPES[kernel].columns}k16" in ptx
+    assert f"wgmma.mma_async.sync.aligned.m64n{TILES[kernel].block_n}k16" in ptx
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx), "the weight"
-    copies = {"up_proj_act": {16}, "down_proj_act_grad": {4, 16}, "down_proj": set()}[kernel]
+    copies = {"up_proj_act": {16}, "down_proj_dgrad_dact": {4, 16}, "down_proj": set()}[kernel]
     assert bytes_of_copies(ptx) == copies, "rows, and for the scores' gradient their pairs"
     # Of the bias, each of a consumer's threads has an entry or two. Tiles, tokens and scores are loads of 4 bytes.
     bias_loads = {"up_proj_act": 4, "down_proj": 2}.get(kernel, 0) if cell.bias else 0
@@ -136,14 +123,14 @@ def assert_as_promised(compiled: Any, kernel: Kernel, cell: Cell, folder: Path) 
     assert stores <= STORES_OF_TWO_BYTES.get((kernel, cell.gate_up), 0)
     assert not re.search(r"\bld\.shared\.b16\b", ptx)
     assert_threads_meet_before_tma_stores(ptx)
-    assert_threads_meet_after_notes(ptx)
+    assert_threads_meet_after_tile_info(ptx)
     assert compiled.metadata.shared <= H200.shared_bytes
     assert count_spill_loads(compiled, folder) <= SPILLS.get((kernel, cell.activation, cell.gate_up), 0)
 
 
 @pytest.mark.parametrize(("kernel", "cell"), [(k, cell) for k, found in CELLS_OF.items() for cell in found], ids=str)
 def test_every_layout_bias_and_activation(kernel: Kernel, cell: Cell, tmp_path: Path) -> None:
-    assert_as_promised(compiled_cells(kernel)[cell], kernel, cell, tmp_path)
+    assert_as_promised(compile_launch(launch_of(kernel, cell, torch.bfloat16), 90), kernel, cell, tmp_path)
 
 
 @pytest.mark.parametrize("kernel", CELLS_OF)

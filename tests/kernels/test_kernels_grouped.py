@@ -3,8 +3,6 @@
 E experts · R_max row capacity · p, q widths
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -12,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilemoe.kernels.torch import grouped as grouped_module
-from tilemoe.kernels.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
+from tilemoe.kernels.experts.torch import grouped as grouped_module
+from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import ERROR_CAPS, hostile_routings, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

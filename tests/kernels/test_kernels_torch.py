@@ -1,9 +1,7 @@
-"""Each entry of the torch KernelSet by itself, against its formula, row by row in fp64.
+"""Each method of the torch backend by itself, against its formula, row by row in fp64.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R routed rows · w = 2n gated, n ungated
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -11,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilemoe import activations
 from tilemoe.activations import ActivationSpec, activation_spec
-from tilemoe.kernels.base import KernelSet, compute_dtype
-from tilemoe.kernels.torch import mlp
-from tilemoe.kernels.torch.grouped import expert_of_row
+from tilemoe.kernels.experts.base import Backend, compute_dtype
+from tilemoe.kernels.experts.torch import activations as torch_activations
+from tilemoe.kernels.experts.torch import backend as mlp
+from tilemoe.kernels.experts.torch.grouped import expert_of_row
+from tilemoe.plan import RoutingPlan
 from tilemoe.reference import activation
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import ERROR_CAPS, hostile_routings, make_inputs, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -75,13 +73,13 @@ def assert_close(name: str, actual: Tensor, exact: Tensor, dtype: torch.dtype, o
 
 
 @pytest.fixture
-def kernels() -> KernelSet:
-    return mlp.TORCH_KERNELS
+def kernels() -> Backend:
+    return mlp.TorchBackend()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PLANS)
-def test_forward_kernels(kernels: KernelSet, name: str, dtype: torch.dtype) -> None:
+def test_forward_kernels(kernels: Backend, name: str, dtype: torch.dtype) -> None:
     for act, gate_up in (("swiglu", "concatenated"), ("geglu", "interleaved"), ("relu2", "concatenated")):
         c = make_case(name, dtype, act, gate_up)
         x, w1, w2, b1, b2 = (c.given[key] for key in ("x", "w1", "w2", "b1", "b2"))
@@ -112,7 +110,7 @@ def test_forward_kernels(kernels: KernelSet, name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PLANS)
-def test_backward_kernels(kernels: KernelSet, name: str, dtype: torch.dtype) -> None:
+def test_backward_kernels(kernels: Backend, name: str, dtype: torch.dtype) -> None:
     wide = compute_dtype(dtype)
     for act, gate_up in (("swiglu", "interleaved"), ("swiglu_oai", "concatenated"), ("gelu", "concatenated")):
         c = make_case(name, dtype, act, gate_up)
@@ -124,7 +122,7 @@ def test_backward_kernels(kernels: KernelSet, name: str, dtype: torch.dtype) -> 
         da_unscaled = torch.einsum("rd,rdn->rn", do_rows, c.exact("w2")[c.expert])
         (exact_dh,) = torch.autograd.grad(a, exact_h, s_row * da_unscaled)
         for bias in (None, c.given["b2"]):
-            dh, ds, a_scaled = kernels.down_proj_act_grad(c.do, c.given["w2"], bias, h, c.s, c.plan, c.spec)
+            dh, ds, a_scaled = kernels.down_proj_dgrad_dact(c.do, c.given["w2"], bias, h, c.s, c.plan, c.spec)
             ds_row = (da_unscaled * a.detach()).sum(1)
             if bias is not None:
                 ds_row = ds_row + (do_rows * c.exact("b2")[c.expert]).sum(1)
@@ -133,20 +131,20 @@ def test_backward_kernels(kernels: KernelSet, name: str, dtype: torch.dtype) -> 
             assert_close("ds", ds, exact_ds, dtype, wide)
             assert_close("a_scaled", a_scaled[rows], s_row * a.detach(), dtype, dtype)
         experts, a_scaled = c.plan.num_experts, c.row_tensor(N, dtype, 4)
-        dw2 = kernels.down_proj_weight_grad(c.do, a_scaled, c.plan)
+        dw2 = kernels.down_proj_wgrad(c.do, a_scaled, c.plan)
         outer = do_rows[:, :, None] * a_scaled[rows].double()[:, None, :]
         assert_close("dw2", dw2, c.sum_by(c.expert, outer, experts), dtype, dtype)
-        turned = kernels.down_proj_weight_grad(c.do, a_scaled, c.plan, column_major=True)
+        turned = kernels.down_proj_wgrad(c.do, a_scaled, c.plan, column_major=True)
         assert_close("dw2, column-major", turned, c.sum_by(c.expert, outer, experts), dtype, dtype)
         assert turned.stride() == (D * N, 1, D)
         dh = h  # any rows will do
-        dx_rows = kernels.up_proj_act_grad(dh, c.given["w1"], c.plan)
+        dx_rows = kernels.up_proj_dgrad(dh, c.given["w1"], c.plan)
         exact_rows = torch.einsum("rw,rwd->rd", dh[rows].double(), c.exact("w1")[c.expert])
         assert_close("dx_rows", dx_rows[rows], exact_rows, dtype, dtype)
-        dw1 = kernels.up_proj_weight_grad(c.given["x"], dh, c.plan)
+        dw1 = kernels.up_proj_wgrad(c.given["x"], dh, c.plan)
         outer = dh[rows].double()[:, :, None] * c.exact("x")[c.token][:, None, :]
         assert_close("dw1", dw1, c.sum_by(c.expert, outer, experts), dtype, dtype)
-        turned = kernels.up_proj_weight_grad(c.given["x"], dh, c.plan, column_major=True)
+        turned = kernels.up_proj_wgrad(c.given["x"], dh, c.plan, column_major=True)
         assert_close("dw1, column-major", turned, c.sum_by(c.expert, outer, experts), dtype, dtype)
         assert turned.stride() == (dw1.shape[1] * D, 1, dw1.shape[1])
         dx_rows = c.row_tensor(D, dtype, 5)
@@ -165,11 +163,11 @@ def test_blocks_of_rows_fit_together(block_bytes: int, monkeypatch: pytest.Monke
     x, w1, w2, b1 = (c.given[key] for key in ("x", "w1", "w2", "b1"))
 
     def run() -> tuple[Tensor, ...]:
-        a, h = mlp.up_proj_act(x, w1, b1, c.plan, c.spec)
-        return (a, h, *mlp.down_proj_act_grad(c.do, w2, None, h, c.s, c.plan, c.spec))
+        a, h = mlp.TorchBackend().up_proj_act(x, w1, b1, c.plan, c.spec)
+        return (a, h, *mlp.TorchBackend().down_proj_dgrad_dact(c.do, w2, None, h, c.s, c.plan, c.spec))
 
     whole = run()
-    monkeypatch.setattr(activations, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(torch_activations, "_BLOCK_BYTES", block_bytes)
     for one, other in zip(whole, run(), strict=True):
         torch.testing.assert_close(one, other)  # a sum over n may be split otherwise: not bit-equal
 
@@ -180,13 +178,13 @@ def test_kernels_leave_their_inputs_alone() -> None:
     tensors = {**c.given, "do": c.do, "h": h, "y": y}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     versions = {name: tensor._version for name, tensor in tensors.items()}
-    ks, given = mlp.TORCH_KERNELS, c.given
+    ks, given = mlp.TorchBackend(), c.given
     ks.up_proj_act(given["x"], given["w1"], given["b1"], c.plan, c.spec)
-    ks.down_proj_act_grad(c.do, given["w2"], given["b2"], h, c.s, c.plan, c.spec)
+    ks.down_proj_dgrad_dact(c.do, given["w2"], given["b2"], h, c.s, c.plan, c.spec)
     ks.combine(y, c.s, c.plan, torch.empty_like(given["x"]))
     ks.combine_grad(y, c.plan, torch.empty_like(given["x"]))
-    ks.up_proj_act_grad(h, given["w1"], c.plan)
-    ks.up_proj_weight_grad(given["x"], h, c.plan)
+    ks.up_proj_dgrad(h, given["w1"], c.plan)
+    ks.up_proj_wgrad(given["x"], h, c.plan)
     ks.down_proj_bias_grad(c.do, c.s, c.plan)
     ks.up_proj_bias_grad(h, c.plan)
     for name, tensor in tensors.items():

@@ -1,12 +1,11 @@
 """The choice of tiles: whatever it returns fits the GPU, and T takes no part."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
-from tilemoe.kernels.tiling import KERNELS, Device, choose_tile, shared_bytes, tile_rows
+from tilemoe.kernels.experts.triton.configs import KERNELS, choose_tile, shared_bytes, tile_rows
+from tilemoe.runtime.device import Device
 
 KB = 1024
 GPUS = {
@@ -43,7 +42,7 @@ def test_every_tile_fits(gpu: str) -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_row_gemms_share_one_list_of_tiles(gpu: str, itemsize: int) -> None:
     rows = tile_rows(itemsize, GPUS[gpu])
-    for kernel in ("up_proj_act", "down_proj", "down_proj_act_grad", "up_proj_act_grad"):
+    for kernel in ("up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_dgrad"):
         for widths in [(8, 8), (1536, 256), (4096, 14336)]:
             assert choose_tile(kernel, *widths, itemsize, GPUS[gpu]).block_m == rows
 
@@ -51,7 +50,7 @@ def test_row_gemms_share_one_list_of_tiles(gpu: str, itemsize: int) -> None:
 def test_tiles_do_not_outgrow_the_widths() -> None:
     tile = choose_tile("down_proj", 40, 24, 2, GPUS["H200"])
     assert (tile.block_n, tile.block_k) == (32, 64)
-    tile = choose_tile("up_proj_weight_grad", 24, 72, 2, GPUS["H200"])
+    tile = choose_tile("up_proj_wgrad", 24, 72, 2, GPUS["H200"])
     assert (tile.block_m, tile.block_n) == (32, 128)
 
 
@@ -60,17 +59,17 @@ def test_measured_choices_on_an_h200() -> None:
     assert (tile.block_m, tile.block_n, tile.block_k, tile.num_stages) == (128, 128, 64, 4)
     assert tile.flatten
     assert not tile.tma_stores
-    for kernel in ("down_proj", "up_proj_act_grad"):
+    for kernel in ("down_proj", "up_proj_dgrad"):
         tile = choose_tile(kernel, 1536, 512, 2, GPUS["H200"])
         assert (tile.block_m, tile.block_n, tile.num_stages, tile.slices, tile.flatten) == (128, 256, 4, 2, True)
-    assert choose_tile("down_proj_weight_grad", 1536, 256, 2, GPUS["H200"]).num_stages == 7
-    assert choose_tile("up_proj_weight_grad", 1536, 512, 2, GPUS["H200"]).num_stages == 6
+    assert choose_tile("down_proj_wgrad", 1536, 256, 2, GPUS["H200"]).num_stages == 7
+    assert choose_tile("up_proj_wgrad", 1536, 512, 2, GPUS["H200"]).num_stages == 6
 
 
 def test_h_is_read_ahead_where_registers_are_left_for_it() -> None:
-    assert choose_tile("down_proj_act_grad", 1536, 256, 2, GPUS["H200"], "concatenated").load_ahead
-    assert not choose_tile("down_proj_act_grad", 1536, 256, 2, GPUS["H200"], "interleaved").load_ahead
-    assert not choose_tile("down_proj_act_grad", 1536, 256, 2, GPUS["B200"], "concatenated").load_ahead
+    assert choose_tile("down_proj_dgrad_dact", 1536, 256, 2, GPUS["H200"], "concatenated").load_ahead
+    assert not choose_tile("down_proj_dgrad_dact", 1536, 256, 2, GPUS["H200"], "interleaved").load_ahead
+    assert not choose_tile("down_proj_dgrad_dact", 1536, 256, 2, GPUS["B200"], "concatenated").load_ahead
 
 
 def test_interpreter_takes_the_smallest_tiles() -> None:

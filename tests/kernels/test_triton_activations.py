@@ -3,8 +3,6 @@
 The GEMMs' tests compare whole tensors; here every value counts.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ from triton.compiler import ASTSource
 from triton_compile import machine_code
 
 from tilemoe import reference
-from tilemoe.activations import ActivationSpec, activation_grad
+from tilemoe.activations import ActivationSpec
 from tilemoe.config import ACTIVATIONS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
-from tilemoe.kernels.triton import activations
-from tilemoe.kernels.triton.activations import gated_grad, gated_value, inner
+from tilemoe.kernels.experts.torch.activations import activation_grad
+from tilemoe.kernels.experts.triton import activations
+from tilemoe.kernels.experts.triton.activations import gated_grad, gated_value, inner
 
 NAN, INF = float("nan"), float("inf")
 LIMIT, ALPHA = 7.0, 1.702
@@ -67,6 +66,15 @@ def test_value_and_gradient(name: str) -> None:
     if name in GATED_ACTIVATIONS:
         value = of_kernels(gated_value)(h[:, :1], h[:, 1:], LIMIT, ALPHA, name, False)
         torch.testing.assert_close(value, a, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("form", [inner, gated_value])
+def test_a_name_without_a_branch_is_refused(form: Any) -> None:
+    """So the cases above, one for each registered name, fail for a name that has no Triton form."""
+    z = torch.ones(4, 1)
+    arguments = (z,) if form is inner else (z, z, LIMIT, ALPHA)
+    with pytest.raises(AssertionError, match="an activation without a kernel"):
+        of_kernels(form)(*arguments, "softplus", False)
 
 
 def exact_cdf(z: Tensor) -> Tensor:

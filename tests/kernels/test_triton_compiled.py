@@ -3,8 +3,6 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -14,21 +12,22 @@ import triton
 from triton_compile import NVIDIA, compile_launch, count_spill_loads
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.base import empty_weight_grad
-from tilemoe.kernels.tiling import WEIGHT_GRADS, Kernel, tile_rows
-from tilemoe.kernels.triton import bias_grad, mlp
-from tilemoe.kernels.triton.launch import Launch
-from tilemoe.kernels.triton.tiles import tile_lists_launch
+from tilemoe.kernels.experts.base import empty_weight_grad
+from tilemoe.kernels.experts.triton import bias_grad
+from tilemoe.kernels.experts.triton import host as mlp
+from tilemoe.kernels.experts.triton.configs import WEIGHT_GRADS, Kernel, tile_rows
+from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
 from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.launch import Launch
 
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-GATHERED = {"up_proj_act", "down_proj_act_grad", "up_proj_weight_grad"}
+GATHERED = {"up_proj_act", "down_proj_dgrad_dact", "up_proj_wgrad"}
 # Beside a TMA load, Triton 3.6 takes this gather through registers where the matrix units are those of 2020.
-GATHERED_BY_REGISTER = {("up_proj_weight_grad", 120)}
+GATHERED_BY_REGISTER = {("up_proj_wgrad", 120)}
 # Spill loads by kernel and capability, all in the epilogue, once per tile of 128 x 256.
-SPILLS = {("down_proj_act_grad", 100): 48}
+SPILLS = {("down_proj_dgrad_dact", 100): 48}
 if not triton.__version__.startswith("3.6."):
-    SPILLS |= {("up_proj_act", 90): 4, ("down_proj_act_grad", 90): 16}
+    SPILLS |= {("up_proj_act", 90): 4, ("down_proj_dgrad_dact", 90): 16}
 D, N, E, T, K = 1536, 256, 2, 64, 2
 
 
@@ -41,10 +40,10 @@ def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
     s = torch.zeros(T * K)
     up, a, h = mlp.up_proj_act_launch(x, w1, None, plan, tiles, spec, True, device)
     down, _ = mlp.rows_launch("down_proj", a, w2.transpose(1, 2), None, plan, tiles, device)
-    grad, dh, _, partial = mlp.act_grad_launch(x, w2, h, s, plan, tiles, spec, device)
+    grad, dh, _, partial = mlp.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, device)
     products_launch, products = bias_grad.products_launch(x, torch.zeros(E, D, dtype=dtype), device)
     score, _ = mlp.score_grad_launch(partial, products, s, plan, tiles, 128)
-    weight = mlp.weights_launch("up_proj_weight_grad", x, dh, w1.transpose(1, 2), plan, device)
+    weight = mlp.wgrad_launch("up_proj_wgrad", x, dh, w1.transpose(1, 2), plan, device)
     plan.derived[tile_rows(x.element_size(), device)] = tiles
     dense_scores, dense = bias_grad.dense_scores_launch(x, s, plan, device)
     down_bias, _ = bias_grad.scores_times_grad_launch(x, dense, plan, device)
@@ -53,8 +52,8 @@ def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
     return {
         "up_proj_act": up,
         "down_proj": down,
-        "down_proj_act_grad": grad,
-        "up_proj_weight_grad": weight,
+        "down_proj_dgrad_dact": grad,
+        "up_proj_wgrad": weight,
         "score_grad": score,
         "bias_products": products_launch,
         "dense_scores": dense_scores,
@@ -66,7 +65,7 @@ def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
 
 
 @pytest.mark.parametrize("capability", NVIDIA)
-@pytest.mark.parametrize("name", ["up_proj_act", "down_proj", "down_proj_act_grad", "up_proj_weight_grad"])
+@pytest.mark.parametrize("name", ["up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_wgrad"])
 def test_gemm(name: str, capability: int, tmp_path: Path) -> None:
     compiled = compile_launch(launches(capability, torch.bfloat16)[name], capability)
     ptx = compiled.asm["ptx"]
@@ -88,7 +87,7 @@ def test_weight_gradients_of_either_order_leave_by_wide_stores(
     device, plan = NVIDIA[capability], plan_topk(torch.arange(T * K).view(T, K) % E, E)
     by_token, by_row = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
     out = empty_weight_grad(by_row, (E, D, N), column_major)
-    launch = mlp.weights_launch(kernel, by_token, by_row, out, plan, device)
+    launch = mlp.wgrad_launch(kernel, by_token, by_row, out, plan, device)
     assert launch.constants["TRANSPOSED"] == column_major
     compiled = compile_launch(launch, capability)
     ptx = compiled.asm["ptx"]
@@ -133,7 +132,7 @@ def test_the_number_of_tokens_is_in_no_key() -> None:
         _, (tiles,) = tile_lists_launch(plan, 128)
         x, w2, s = torch.zeros(tokens, 64), torch.zeros(E, 64, 32), torch.zeros(tokens * K)
         h = torch.zeros(tokens * K, 64)
-        launch, *_ = mlp.act_grad_launch(x, w2, h, s, plan, tiles, spec, NVIDIA[80])
+        launch, *_ = mlp.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, NVIDIA[80])
         specialised = {
             name: value
             for name, value in launch.args.items()

@@ -1,9 +1,7 @@
-"""The loss of logits in one kernel, for a GPU and for the interpreter: both run this file with pytest.
+"""The loss of logits in one kernel, on a GPU and in Triton's interpreter.
 
 C tokens of a chunk · d model width · V vocabulary
 """
-
-from __future__ import annotations
 
 import math
 
@@ -13,8 +11,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from tilemoe.kernels.triton import cross_entropy
-from tilemoe.kernels.triton.cross_entropy import cross_entropy_
+from tilemoe.kernels.lm import triton_cross_entropy as cross_entropy
+from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_
 from tilemoe.models import loss as head
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.testing import relative_error
@@ -22,10 +20,7 @@ from tilemoe.testing import relative_error
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
-    *([] if INTERPRETED else [pytest.mark.gpu]),
-]
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 # Arithmetic of bf16 is wrong in the interpreter.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]

@@ -17,13 +17,17 @@ from triton.runtime.jit import JITFunction
 from triton_checks import turn
 from triton_compile import GFX942, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
-from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.triton import bias_grad, combine, mlp, rounding, router, router_input, tiles
-from tilemoe.kernels.triton import plan as plan_module
-from tilemoe.kernels.triton.launch import Launch
-from tilemoe.kernels.triton.router import RouterSpec
+from tilemoe.kernels.experts.triton import bias_grad, combine, tiles
+from tilemoe.kernels.experts.triton import host as mlp
+from tilemoe.kernels.plan import triton as plan_module
+from tilemoe.kernels.rounding import triton as rounding
+from tilemoe.kernels.router import triton as router
+from tilemoe.kernels.router import triton_input_grad as router_input
+from tilemoe.kernels.router.triton import RouterSpec
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.device import Device, device_of
+from tilemoe.runtime.launch import Launch
 from tilemoe.testing import forward_and_grads, make_inputs
 
 D, N, E, T, K = 1536, 256, 2, 64, 2
@@ -34,7 +38,7 @@ OPERANDS = {"bf16": r"\.bf16\.bf16", "fp16": r"\.f16\.f16", "tf32": r"\.tf32\.tf
 KIND = {"bf16": r"::f16", "fp16": r"::f16", "tf32": r"::tf32"}  # how tcgen05 calls them
 # Bytes of a thread's stack, all of it used in epilogues, once per tile; 16 are no spill.
 NO_SPILL = 16
-STACK = {"act_grad_kernel": 256}
+STACK = {"gemm_dgrad_dact_kernel": 256}
 # Triton after 3.6 runs out of registers where gate and up alternate.
 STACK_OF_INTERLEAVED = NO_SPILL if triton.__version__.startswith("3.6.") else 40
 
@@ -70,7 +74,7 @@ def layer_launches(
         late = RouterSpec(8, "late softmax", True, 1.0, 1, 1, balance=False, z=False)
         router.select_grad(logits, chosen, None, scores, None, None, late)
         of_router = (logits.to(dtype), torch.zeros(64, D, dtype=dtype), torch.zeros(T, D, dtype=dtype))
-        if dtype != torch.float32 and router_input.serves(*of_router):
+        if dtype != torch.float32 and router_input.why_unsupported(*of_router) is None:
             router_input.input_grad(*of_router)
         how = rounding.RoundingSpec("nearest_score", 16, "softmax", True, 1.0, 2 * T * 8)
         rows = rounding.round_rows(logits, chosen, scores, logits[0], None, how)
@@ -152,3 +156,8 @@ def test_amd() -> None:
         for what in ("private_segment_fixed_size", "vgpr_spill_count"):
             (found,) = re.findall(rf"\.{what}: +(\d+)", code)
             assert int(found) == 0, f"{what} of {name_of(launch)}"
+
+
+def test_without_the_interpreter_a_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="need a GPU but x is on cpu"):
+        device_of(torch.zeros(1))

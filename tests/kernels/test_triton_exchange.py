@@ -1,30 +1,25 @@
-"""The kernels that prepare what is sent between ranks, without a GPU: run in the interpreter, and compiled for GPUs."""
-
-from __future__ import annotations
+"""The kernels that prepare what is sent between ranks, compiled for GPUs that are not here."""
 
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
-from interpreter import passed_in_the_interpreter
 from triton.runtime.jit import JITFunction
 from triton_compile import GFX942, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
-from tilemoe.kernels.select_exchange import select_exchange
-from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.torch.exchange import Routed
-from tilemoe.kernels.triton import exchange
-from tilemoe.kernels.triton.launch import Launch
+from tilemoe.kernels.choose import choose_expert_parallel
+from tilemoe.kernels.expert_parallel import triton as exchange
+from tilemoe.kernels.expert_parallel.torch import Routed
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch
 
 EXPERTS, TOKENS, PER_TOKEN = 128, 48, 8
+
+GPU = torch.device("cuda")
 STACK = 64  # bytes of a thread: some words of the kernel that places pairs
-
-
-def test_the_interpreter_agrees_with_torch() -> None:
-    assert passed_in_the_interpreter("test_triton_exchange_values.py") >= 28
 
 
 def plans(tokens: int = TOKENS) -> list[RoutingPlan]:
@@ -82,8 +77,8 @@ def test_kernels_compile_for_amd() -> None:
 
 
 def test_choice() -> None:
-    assert select_exchange("cpu", 4, 4, 4, 2).reason == "Triton does not run on cpu"
-    assert select_exchange("cuda", 4, 32, 128, 8).name == "triton"
+    assert choose_expert_parallel(torch.device("cpu"), 4, 4, 4, 2).reason == "Triton does not run on cpu"
+    assert choose_expert_parallel(GPU, 4, 32, 128, 8).name == "triton"
     for case in ((0, 0, 128, 8), (4, 32, 130, 65)):
-        chosen = select_exchange("cuda", *case)
-        assert (chosen.name, chosen.reason) == ("torch", exchange.unsupported(*case))
+        chosen = choose_expert_parallel(GPU, *case)
+        assert (chosen.name, chosen.reason) == ("torch", exchange.why_unsupported(*case))

@@ -1,10 +1,8 @@
-"""What is sent between ranks, made by Triton's kernels, is to the bit what PyTorch's make: on a GPU and in the
-interpreter, which both run this file with pytest.
+"""What is sent between ranks, made by Triton's kernels, is to the bit what PyTorch's make: on a GPU and in
+Triton's interpreter.
 
 T tokens · d model width · K experts per token · E experts · W ranks · P pairs
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
@@ -14,18 +12,18 @@ import torch
 import triton
 from torch import Tensor
 
-from tilemoe.kernels.torch import exchange as by_torch
-from tilemoe.kernels.torch.exchange import Routed
-from tilemoe.kernels.triton import exchange as by_triton
-from tilemoe.kernels.triton.plan import MAX_EXPERTS
+from tilemoe.kernels.expert_parallel import torch as by_torch
+from tilemoe.kernels.expert_parallel import triton as by_triton
+from tilemoe.kernels.expert_parallel.torch import Routed
+from tilemoe.kernels.plan.triton import MAX_EXPERTS
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import RoutingPlan
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FP32, FP64 = torch.float32, torch.float64
 
-pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([] if INTERPRETED else [pytest.mark.gpu])]
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 
 def ids_of(rank: int, tokens: int, per_token: int, experts: int) -> Tensor:
@@ -144,7 +142,7 @@ def test_an_x_whose_columns_are_apart(width: int) -> None:
 
 
 def test_what_the_kernels_do_not_serve() -> None:
-    assert by_triton.unsupported(1, 1, 1, 1) is None
-    assert by_triton.unsupported(1000, 8000, MAX_EXPERTS, by_triton.MAX_RANKS) is None
+    assert by_triton.why_unsupported(1, 1, 1, 1) is None
+    assert by_triton.why_unsupported(1000, 8000, MAX_EXPERTS, by_triton.MAX_RANKS) is None
     for case in ((0, 0, 8, 2), (4, 0, 8, 2), (2**30, 2**30, 8, 2), (1, 2**31, 8, 2), (1, 1, 8192, 2), (1, 1, 130, 65)):
-        assert by_triton.unsupported(*case), case
+        assert by_triton.why_unsupported(*case), case

@@ -1,19 +1,18 @@
 """The Triton kernels on a GPU: all dtypes, hostile routings, repeatability, graphs, and no host sync."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
+from gpu_layers import no_host_sync
 from triton_checks import Case, assert_kernels_agree, run_kernels
 
 from tilemoe.config import ACTIVATIONS
-from tilemoe.kernels.triton.kernel_set import TRITON_KERNELS
+from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
-from tilemoe.testing import assert_moe_matches_reference, forward_and_grads, hostile_routings, make_inputs
+from tilemoe.testing import assert_equal, assert_moe_matches_reference, forward_and_grads, hostile_routings, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -36,36 +35,36 @@ ROUTINGS = [routing.name for routing in hostile_routings(tile=128)]
 def test_kernels_agree_on_hostile_routings(name: str) -> None:
     case = CASES[name]
     for routing in hostile_routings(tile=128, device="cuda"):
-        assert_kernels_agree(TRITON_KERNELS, routing.plan, case, TOLERANCE[case.dtype])
+        assert_kernels_agree(TritonBackend(), routing.plan, case, TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_every_activation(activation: str) -> None:
     case = Case(BF16, activation, hidden_size=128, intermediate_size=128)
-    assert_kernels_agree(TRITON_KERNELS, random_plan(300, 4, 2), case, TOLERANCE[BF16])
+    assert_kernels_agree(TritonBackend(), random_plan(300, 4, 2), case, TOLERANCE[BF16])
 
 
 def test_tf32_where_it_is_allowed() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         case = Case(FP32, hidden_size=256, intermediate_size=128)
-        assert_kernels_agree(TRITON_KERNELS, random_plan(500, 4, 2), case, TF32_TOLERANCE)
+        assert_kernels_agree(TritonBackend(), random_plan(500, 4, 2), case, TF32_TOLERANCE)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def test_many_experts() -> None:
     case = Case(BF16, hidden_size=64, intermediate_size=64)
-    assert_kernels_agree(TRITON_KERNELS, random_plan(2000, 4096, 4), case, TOLERANCE[BF16])
+    assert_kernels_agree(TritonBackend(), random_plan(2000, 4096, 4), case, TOLERANCE[BF16])
 
 
 def test_twenty_runs_are_bit_equal() -> None:
     plan, case = random_plan(3000, 8, 2), Case(BF16, bias=True, hidden_size=512, intermediate_size=320)
     num_rows = int(plan.row_start_of_expert[-1])
-    first = {name: pair[0] for name, pair in run_kernels(TRITON_KERNELS, plan, case).items()}
+    first = {name: pair[0] for name, pair in run_kernels(TritonBackend(), plan, case).items()}
     assert num_rows == 6000
     for _ in range(19):
-        for name, pair in run_kernels(TRITON_KERNELS, plan, case).items():
+        for name, pair in run_kernels(TritonBackend(), plan, case).items():
             assert torch.equal(pair[0], first[name]), name
 
 
@@ -89,12 +88,8 @@ def test_no_host_sync_and_the_same_bits_from_a_replayed_graph_with_other_inputs(
         return moe(static["x"], w1, w2, plan, static["scores"], kernels="triton")
 
     run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = run()
@@ -111,12 +106,8 @@ def test_gradients_without_host_sync() -> None:
     leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
     o = moe(plan=plan, **leaves)
     do = torch.randn_like(o)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         torch.autograd.grad(moe(plan=plan, **leaves), list(leaves.values()), do)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_compiled_is_equal_to_eager() -> None:
@@ -124,8 +115,7 @@ def test_compiled_is_equal_to_eager() -> None:
     inputs = make_inputs(plan, 128, 64, dtype=BF16)
     eager = forward_and_grads(moe, inputs, plan)
     compiled = forward_and_grads(torch.compile(moe, fullgraph=True), inputs, plan)
-    for name, tensor in eager.items():
-        assert torch.equal(compiled[name], tensor), name
+    assert_equal(compiled, eager)
 
 
 def random_plan(tokens: int, experts: int, k: int) -> RoutingPlan:

@@ -3,8 +3,6 @@
 T tokens
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_layers import LAYERS, make_input, make_layer, step

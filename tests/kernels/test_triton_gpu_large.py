@@ -5,8 +5,6 @@ Rows, tokens and columns are sampled, and computed again in fp32 from what the k
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -14,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.select import kernel_set, select_for_widths
+from tilemoe.kernels.choose import choose_experts
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -40,13 +39,13 @@ def _all_memory() -> Iterator[None]:
 
 
 @pytest.fixture(params=["triton", "chosen"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KernelSet:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """The portable kernels, and those that are chosen on this GPU: Hopper's wherever they can compute."""
     if request.param == "triton":
-        return kernel_set("triton")
-    chosen = select_for_widths("cuda", BF16, D, N)
+        return backend_named("triton")
+    chosen = choose_experts(torch.device("cuda"), BF16, (D, N)).impl
     if chosen.name == "hopper":
-        monkeypatch.setattr("tilemoe.kernels.hopper.kernel_set.is_faster", lambda *widths: True)
+        monkeypatch.setattr("tilemoe.kernels.experts.hopper.backend.is_faster", lambda *widths: True)
     return chosen
 
 
@@ -87,7 +86,7 @@ def assert_written(*tensors: Tensor) -> None:
         assert all(bool(part.isfinite().all()) for part in tensor.split(1 << 18))
 
 
-def test_rows_and_tokens_beyond_32_bits(kernels: KernelSet) -> None:
+def test_rows_and_tokens_beyond_32_bits(kernels: Backend) -> None:
     assert T * D > LIMIT
     assert T * K * N > LIMIT
     torch.manual_seed(0)
@@ -122,7 +121,7 @@ def test_rows_and_tokens_beyond_32_bits(kernels: KernelSet) -> None:
     assert_close(y[row], times_weight(fresh[row], w2.transpose(1, 2), expert))
     del y, o, fresh
 
-    dh, ds, a_scaled = kernels.down_proj_act_grad(do, w2, None, h, s, plan, spec)
+    dh, ds, a_scaled = kernels.down_proj_dgrad_dact(do, w2, None, h, s, plan, spec)
     assert_written(dh, ds, a_scaled)
     da = times_weight(do[token], w2, expert)
     sigmoid = torch.sigmoid(gate)
@@ -132,8 +131,8 @@ def test_rows_and_tokens_beyond_32_bits(kernels: KernelSet) -> None:
     dgate, dup = da * up * (sigmoid + value * (1 - sigmoid)), da * value
     assert_close(dh[row], s[pair][:, None] * torch.cat([dgate, dup], dim=1))
     del h
-    dw2 = kernels.down_proj_weight_grad(do, a_scaled, plan)
-    dw1 = kernels.up_proj_weight_grad(x, dh, plan)
+    dw2 = kernels.down_proj_wgrad(do, a_scaled, plan)
+    dw1 = kernels.up_proj_wgrad(x, dh, plan)
     for each in (0, E - 1):  # a large expert, and the one at the end
         rows = slice(int(starts[each]), int(starts[each + 1]))
         tokens = plan.token_of_row[rows].long()
@@ -141,7 +140,7 @@ def test_rows_and_tokens_beyond_32_bits(kernels: KernelSet) -> None:
         assert_close(dw2[each][:, columns], do[tokens].float().T @ a_scaled[rows][:, columns].float())
         assert_close(dw1[each][:, columns], dh[rows].float().T @ x[tokens][:, columns].float())
     del a_scaled
-    dx_rows = kernels.up_proj_act_grad(dh, w1, plan)
+    dx_rows = kernels.up_proj_dgrad(dh, w1, plan)
     assert_written(dx_rows)
     assert_close(dx_rows[row], times_weight(dh[row], w1, expert))
     dx = torch.empty_like(x)
@@ -150,7 +149,7 @@ def test_rows_and_tokens_beyond_32_bits(kernels: KernelSet) -> None:
     assert_close(dx[some_token], dx_rows[rows_of_token].float().sum(1))
 
 
-def test_the_whole_operator_beyond_32_bits(kernels: KernelSet) -> None:
+def test_the_whole_operator_beyond_32_bits(kernels: Backend) -> None:
     torch.manual_seed(0)
     plan = make_plan()
     x = torch.randn(T, D, device="cuda", dtype=BF16).requires_grad_()
@@ -173,7 +172,7 @@ def test_the_whole_operator_beyond_32_bits(kernels: KernelSet) -> None:
     assert torch.equal(ds[token], few_ds)
 
 
-def test_weights_beyond_32_bits(kernels: KernelSet) -> None:
+def test_weights_beyond_32_bits(kernels: Backend) -> None:
     d, n, experts, tokens = 2048, 512, 2080, 4000
     assert experts * n * d > LIMIT
     torch.manual_seed(0)
@@ -188,8 +187,8 @@ def test_weights_beyond_32_bits(kernels: KernelSet) -> None:
     a, h = kernels.up_proj_act(x, w1, None, plan, spec)
     assert_close(h[row], times_weight(x[token], w1.transpose(1, 2), expert))
     assert_close(kernels.down_proj(a, w2, None, plan)[row], times_weight(a[row], w2.transpose(1, 2), expert))
-    assert_close(kernels.up_proj_act_grad(h, w1, plan)[row], times_weight(h[row], w1, expert))
-    dw1, dw2 = kernels.up_proj_weight_grad(x, h, plan), kernels.down_proj_weight_grad(x, a, plan)
+    assert_close(kernels.up_proj_dgrad(h, w1, plan)[row], times_weight(h[row], w1, expert))
+    dw1, dw2 = kernels.up_proj_wgrad(x, h, plan), kernels.down_proj_wgrad(x, a, plan)
     assert_written(dw1, dw2)
     for each in (0, experts - 4, experts - 1):
         rows = slice(*plan.row_start_of_expert[each : each + 2].tolist())

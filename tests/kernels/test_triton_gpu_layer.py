@@ -4,8 +4,6 @@ nothing, can be captured and compiled, shares the GPU with other work, and compi
 T tokens
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,11 +13,11 @@ from pathlib import Path
 import gpu_layers
 import pytest
 import torch
-from gpu_layers import LAYERS, assert_equal, compilations, make_input, make_layer, step
+from gpu_layers import LAYERS, aside, compilations, make_input, make_layer, no_host_sync, step
 from torch import Tensor
 
 from tilemoe.layers.moe import MoE
-from tilemoe.testing import relative_error
+from tilemoe.testing import assert_equal, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -42,12 +40,8 @@ def test_nothing_waits_for_the_gpu(name: str) -> None:
     layer = make_layer(name)
     x, do = make_input(layer, 700)
     expected = step(layer, x, do)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         found = step(layer, x, do)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_equal(found, expected)
 
 
@@ -59,11 +53,9 @@ def test_a_captured_layer_routes_what_it_is_given(name: str) -> None:
     assert not torch.equal(expected[0]["tokens_per_expert"], expected[1]["tokens_per_expert"])
     x, do = (tensor.detach().clone() for tensor in inputs[0])
     x.requires_grad_()
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    graph = torch.cuda.CUDAGraph()
+    with aside():
         step(layer, x, do)
-    torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
         captured = step(layer, x, do)
     for index in (1, 2, 0):
@@ -84,12 +76,10 @@ def test_a_captured_training_step_trains_as_it_does_without_capture(name: str) -
     x, target = (tensor.clone() for tensor in batches[0])
     for _ in range(2):
         training_step(layers[1], optimizers[1], x, target)
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    graph = torch.cuda.CUDAGraph()
+    with aside():
         for _ in range(2):
             training_step(layers[0], optimizers[0], x, target)
-    torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
         loss = training_step(layers[0], optimizers[0], x, target)
     losses = []

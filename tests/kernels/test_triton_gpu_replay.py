@@ -3,8 +3,6 @@
 T tokens
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Iterator
@@ -14,10 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from gpu_layers import LAYERS, assert_equal, make_input, make_layer, never_repeated, step
+from gpu_layers import LAYERS, aside, make_input, make_layer, never_repeated, no_host_sync, step
 from torch import Tensor
 
-from tilemoe.kernels.triton.replay import Recording
+from tilemoe.runtime.launch_trace import LaunchTrace
+from tilemoe.testing import assert_equal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -25,16 +24,16 @@ _OPERATORS = 7  # of a step, at least: select, plan, forward, four or more of th
 
 
 @pytest.fixture
-def repeated() -> Iterator[list[Recording]]:
+def repeated() -> Iterator[list[LaunchTrace]]:
     """The recordings that were repeated during the test, one entry for each time."""
-    calls: list[Recording] = []
-    run = Recording.__call__
+    calls: list[LaunchTrace] = []
+    run = LaunchTrace.__call__
 
-    def note(recording: Recording, *args: Any) -> Any:
+    def note(recording: LaunchTrace, *args: Any) -> Any:
         calls.append(recording)
         return run(recording, *args)
 
-    with mock.patch.object(Recording, "__call__", note):
+    with mock.patch.object(LaunchTrace, "__call__", note):
         yield calls
 
 
@@ -45,7 +44,7 @@ def alone(layer: Any, x: Tensor, do: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_fresh_inputs(name: str, repeated: list[Recording]) -> None:
+def test_fresh_inputs(name: str, repeated: list[LaunchTrace]) -> None:
     layer = make_layer(name)
     for seed in range(4):
         x, do = make_input(layer, 710, seed)
@@ -57,7 +56,7 @@ def test_fresh_inputs(name: str, repeated: list[Recording]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_inference(name: str, repeated: list[Recording]) -> None:
+def test_inference(name: str, repeated: list[LaunchTrace]) -> None:
     layer = make_layer(name)
     for seed in range(4):
         x, _ = make_input(layer, 711, seed)
@@ -69,7 +68,7 @@ def test_inference(name: str, repeated: list[Recording]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_tokens_that_vary(name: str, repeated: list[Recording]) -> None:
+def test_tokens_that_vary(name: str, repeated: list[LaunchTrace]) -> None:
     layer = make_layer(name)
     for seed, tokens in enumerate((712, 1, 130, 712, 130, 1, 712, 1, 130, 712)):
         x, do = make_input(layer, tokens, seed)
@@ -78,7 +77,7 @@ def test_tokens_that_vary(name: str, repeated: list[Recording]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_called_by_compiled_code(name: str, repeated: list[Recording]) -> None:
+def test_called_by_compiled_code(name: str, repeated: list[LaunchTrace]) -> None:
     layer = make_layer(name)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True)
@@ -91,7 +90,7 @@ def test_called_by_compiled_code(name: str, repeated: list[Recording]) -> None:
         assert_equal(found, alone(compiled, x, do), f"step {seed}")
 
 
-def test_operands_of_other_strides(repeated: list[Recording]) -> None:
+def test_operands_of_other_strides(repeated: list[LaunchTrace]) -> None:
     """x and the gradient of the output are columns of wider tensors, at addresses that TMA takes and at others."""
     layer = make_layer("softmax")
     for seed in range(4):
@@ -106,18 +105,16 @@ def test_operands_of_other_strides(repeated: list[Recording]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_in_a_captured_graph(name: str, repeated: list[Recording]) -> None:
+def test_in_a_captured_graph(name: str, repeated: list[LaunchTrace]) -> None:
     layer = make_layer(name)
     inputs = [make_input(layer, 714, seed) for seed in range(3)]
     expected = [alone(layer, *given) for given in inputs]
     x, do = (tensor.detach().clone() for tensor in inputs[0])
     x.requires_grad_()
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    graph = torch.cuda.CUDAGraph()
+    with aside():
         for _ in range(3):
             step(layer, x, do)
-    torch.cuda.current_stream().wait_stream(side)
     repeated.clear()
     with torch.cuda.graph(graph):
         captured = step(layer, x, do)
@@ -132,23 +129,19 @@ def test_in_a_captured_graph(name: str, repeated: list[Recording]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_nothing_waits_for_the_gpu(name: str, repeated: list[Recording]) -> None:
+def test_nothing_waits_for_the_gpu(name: str, repeated: list[LaunchTrace]) -> None:
     layer = make_layer(name)
     x, do = make_input(layer, 719)
     for _ in range(3):
         expected = step(layer, x, do)
     repeated.clear()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         found = step(layer, x, do)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(repeated) >= _OPERATORS
     assert_equal(found, expected)
 
 
-def test_on_a_side_stream(repeated: list[Recording]) -> None:
+def test_on_a_side_stream(repeated: list[LaunchTrace]) -> None:
     """The stream waits before it makes the inputs: launched on another, kernels would read what was there before."""
     layer, side = make_layer("softmax"), torch.cuda.Stream()
     inputs = [make_input(layer, 715, seed) for seed in range(4)]
@@ -171,7 +164,7 @@ def test_on_a_side_stream(repeated: list[Recording]) -> None:
         assert_equal(actual, wanted, f"step {index}")
 
 
-def test_two_threads_on_two_streams(repeated: list[Recording]) -> None:
+def test_two_threads_on_two_streams(repeated: list[LaunchTrace]) -> None:
     layer = make_layer("softmax")
     inputs = [[make_input(layer, 716, 10 * thread + seed) for seed in range(10)] for thread in range(2)]
     expected = [[alone(layer, *given) for given in each] for each in inputs]
@@ -197,7 +190,7 @@ def test_two_threads_on_two_streams(repeated: list[Recording]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_nothing_is_kept_and_nothing_more_is_held(name: str, repeated: list[Recording]) -> None:
+def test_nothing_is_kept_and_nothing_more_is_held(name: str, repeated: list[LaunchTrace]) -> None:
     layer = make_layer(name)
     x, do = make_input(layer, 3000)
     alone(layer, x, do)
@@ -226,7 +219,7 @@ def test_nothing_is_kept_and_nothing_more_is_held(name: str, repeated: list[Reco
     assert peak_of_repeated <= peak
 
 
-def test_a_profiler_of_launches_sees_them_all(repeated: list[Recording]) -> None:
+def test_a_profiler_of_launches_sees_them_all(repeated: list[LaunchTrace]) -> None:
     layer = make_layer("softmax")
     x, do = make_input(layer, 717)
     for _ in range(3):

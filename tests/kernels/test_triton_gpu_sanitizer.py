@@ -1,7 +1,5 @@
 """The Triton kernels under compute-sanitizer: no access out of bounds, no race in shared memory."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 import sanitizer_cases
 
-from tilemoe.kernels import hopper
+from tilemoe.kernels.experts import hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +66,7 @@ def test_racecheck_of_the_chosen_kernels(sanitizer: str) -> None:
     """No races but two that are none, behind barriers that racecheck does not follow.
 
     A warp-specialised kernel hands its partitions out through shared memory, behind a barrier of all warps. Triton puts
-    that code at lines where no access of ours is. And a producer leaves notes for the consumers behind a stage's
+    that code at lines where no access of ours is. And a producer publishes tile_info to the consumers behind a stage's
     mbarrier, at which one thread arrives for all: that they meet before it does is read from the PTX
     (test_hopper_compiled.py). No other write may be named. The read may be at any line of a consumer: a load that the
     compiler moves into the branch that needs it keeps no line of its own.
@@ -78,20 +76,20 @@ def test_racecheck_of_the_chosen_kernels(sanitizer: str) -> None:
     assert "RACECHECK SUMMARY" in output, output[-3000:]
     hazards = re.findall(r"Race reported between (.*(?:\n=+ +and .*)*)", output)
     assert len(hazards) == len(re.findall(r"^=+ (?:Error|Warning):", output, re.MULTILINE)), output[-3000:]
-    partitioning, (writes, reads), ours = lines_of_the_partitioning(), lines_of_notes(), []
+    partitioning, (writes, reads), ours = lines_of_the_partitioning(), lines_of_tile_info(), []
     for hazard in hazards:
         accesses = re.findall(r"(Read|Write) access at .* in (?:\S*/)?(\w+\.py:\d+)", hazard)
         is_partitioning = all(place in partitioning for _, place in accesses)
-        is_note = {kind for kind, _ in accesses} == {"Read", "Write"}
-        is_note &= all(place in (writes if kind == "Write" else reads | partitioning) for kind, place in accesses)
-        if len(accesses) != hazard.count(" access at ") or not (is_partitioning or is_note):
+        is_tile_info = {kind for kind, _ in accesses} == {"Read", "Write"}
+        is_tile_info &= all(place in (writes if kind == "Write" else reads | partitioning) for kind, place in accesses)
+        if len(accesses) != hazard.count(" access at ") or not (is_partitioning or is_tile_info):
             ours.append(hazard)
     assert not ours, "\n".join(ours[:20])
 
 
-def lines_of_notes() -> tuple[set[str], set[str]]:
-    """Where a note is written, and where it may be read: by consumers, who call `next_tile`, and what they wait in."""
-    waiting = {"next_tile", "await_full", "pass_by", "multiply", "start_product"}
+def lines_of_tile_info() -> tuple[set[str], set[str]]:
+    """Where tile_info is written, and where it may be read: by consumers, which call `receive_tile`, and in waits."""
+    waiting = {"receive_tile", "consumer_wait", "skip_stages", "mma_mainloop", "issue_mma"}
     writes, reads = set[str](), set[str]()
     for path in Path(hopper.__file__).parent.glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -99,9 +97,9 @@ def lines_of_notes() -> tuple[set[str], set[str]]:
                 continue
             lines = {f"{path.name}:{line}" for line in range(function.body[0].lineno, (function.end_lineno or 0) + 1)}
             calls = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
-            if function.name == "announce":
+            if function.name == "publish_tile":
                 writes |= lines
-            elif function.name in waiting or "next_tile" in calls:
+            elif function.name in waiting or "receive_tile" in calls:
                 reads |= lines
     assert writes
     assert reads

@@ -1,25 +1,19 @@
 """The key by which launches find what is compiled, against Triton's own."""
 
-from __future__ import annotations
-
-from functools import partial
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-import triton
-from interpreter import passed_in_a_process
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.amd.compiler import HIPBackend
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
-from triton_compile import compile_launch
 
-from tilemoe.kernels.triton import ahead, launch, plan, plan_few
-from tilemoe.kernels.triton.kernel_set import _by_token as by_token
+from tilemoe.kernels.experts.triton.backend import aligned_rows as by_token
+from tilemoe.runtime import launch
 
 
 def arguments() -> list[Any]:
@@ -64,34 +58,3 @@ def test_a_gathered_operand_at_an_odd_address_is_copied() -> None:
         assert torch.equal(copy, rows)
         assert copy.is_contiguous()
         assert copy.data_ptr() % 16 == 0
-
-
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="later releases of Triton build no C functions")
-def test_c_functions_are_built_beside_the_kernels() -> None:
-    assert passed_in_a_process("built_beside.py") == 3
-
-
-def test_compiled_at_the_same_time_or_alone_it_is_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    ids = torch.zeros(64, 8, dtype=torch.int64)
-    launches = [
-        *plan.plan_topk_launches(ids, 128)[0],
-        plan_few.plan_topk_launch(ids, 128, plan_few.new_index(ids, 128)),
-    ]
-    code: dict[int, bytes] = {}
-
-    def compile_one(index: int) -> None:
-        code[index] = compile_launch(launches[index], 90).asm["cubin"]
-
-    for future in [ahead.begin(partial(compile_one, index)) for index in range(len(launches))]:
-        future.result(timeout=120)
-    at_once = dict(code)
-    code.clear()
-    for index in range(len(launches)):
-        compile_one(index)
-    assert code == at_once
-    assert len(set(code.values())) == len(launches)
-
-
-def test_a_layer_is_compiled_ahead() -> None:
-    assert passed_in_a_process("compiled_ahead.py") >= 38

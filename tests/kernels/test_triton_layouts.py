@@ -6,8 +6,6 @@ of test_triton_compiled.py. A kernel is compiled once for the cells that its cod
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -17,10 +15,10 @@ from triton_checks import turn
 from triton_compile import NVIDIA, bytes_of_copies, compile_launch, count_loads_of_two_bytes, stack_bytes
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.triton import mlp
-from tilemoe.kernels.triton.launch import Launch
-from tilemoe.kernels.triton.tiles import tile_lists_launch
+from tilemoe.kernels.experts.triton import host as mlp
+from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
 from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.launch import Launch
 
 D, N, E, T, K = 1536, 256, 2, 64, 2
 MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
@@ -34,9 +32,9 @@ CELLS = {  # activation, gate_up, turned, bias
 }
 COMPILED = {
     "up_proj_act": tuple(CELLS),
-    "down_proj_act_grad": tuple(name for name in CELLS if name != "bias"),
+    "down_proj_dgrad_dact": tuple(name for name in CELLS if name != "bias"),
     "down_proj": ("turned", "bias", "interleaved, turned, bias"),
-    "up_proj_act_grad": ("bias", "turned"),
+    "up_proj_dgrad": ("bias", "turned"),
 }
 FOR_ALL = ("turned", "interleaved, turned, bias")  # what is compiled for the newer GPUs, too, which no one has run
 LAUNCHES = [
@@ -48,14 +46,14 @@ LAUNCHES = [
 ]
 # Bytes of a thread's stack, by kernel, capability and cell; 0 where none is named, and 8 of the newest are no spill.
 STACK = {
-    ("down_proj_act_grad", 90, "interleaved"): 88,
-    ("down_proj_act_grad", 90, "turned"): 16,
-    ("down_proj_act_grad", 90, "interleaved, turned, bias"): 88,
-    ("down_proj_act_grad", 90, "clamped, interleaved, turned, bias"): 120,
-    ("down_proj_act_grad", 90, "ungated, turned, bias"): 24,
+    ("down_proj_dgrad_dact", 90, "interleaved"): 88,
+    ("down_proj_dgrad_dact", 90, "turned"): 16,
+    ("down_proj_dgrad_dact", 90, "interleaved, turned, bias"): 88,
+    ("down_proj_dgrad_dact", 90, "clamped, interleaved, turned, bias"): 120,
+    ("down_proj_dgrad_dact", 90, "ungated, turned, bias"): 24,
     ("up_proj_act", 100, "interleaved, turned, bias"): 160,
-    ("down_proj_act_grad", 100, "turned"): 152,
-    ("down_proj_act_grad", 100, "interleaved, turned, bias"): 128,
+    ("down_proj_dgrad_dact", 100, "turned"): 152,
+    ("down_proj_dgrad_dact", 100, "interleaved, turned, bias"): 128,
     ("down_proj", 120, "turned"): 32,
 }
 # Loads of a bias by 2 bytes: a thread's columns of an accumulator are not known to be next to each other.
@@ -75,11 +73,11 @@ def launch_of(name: str, cell: str, capability: int) -> Launch:
         w1, w2 = turn(w1), turn(w2)
     if name == "up_proj_act":
         return mlp.up_proj_act_launch(x, w1, b1, plan, tiles, spec, True, device)[0]
-    if name == "down_proj_act_grad":
-        return mlp.act_grad_launch(x, w2, h, s, plan, tiles, spec, device)[0]
+    if name == "down_proj_dgrad_dact":
+        return mlp.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, device)[0]
     if name == "down_proj":
         return mlp.rows_launch("down_proj", a, w2.transpose(1, 2), b2, plan, tiles, device)[0]
-    return mlp.rows_launch("up_proj_act_grad", h, w1, None, plan, tiles, device)[0]
+    return mlp.rows_launch("up_proj_dgrad", h, w1, None, plan, tiles, device)[0]
 
 
 @pytest.mark.parametrize(("name", "cell", "capability"), LAUNCHES)
@@ -89,7 +87,7 @@ def test_layout(name: str, cell: str, capability: int, tmp_path: Path) -> None:
     ptx = compiled.asm["ptx"]
     assert MATRIX_UNIT[capability] in ptx
     assert bool(re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx)) == device.has_tma, "the weight"
-    copies = name in ("up_proj_act", "down_proj_act_grad") or not device.has_tma
+    copies = name in ("up_proj_act", "down_proj_dgrad_dact") or not device.has_tma
     assert bytes_of_copies(ptx) == ({16} if copies else set())
     most = BIAS_LOADS.get((name, capability, cell), 3) if bias else 0
     assert count_loads_of_two_bytes(ptx) <= most, "by element: a bias, never a weight"

@@ -1,27 +1,21 @@
-"""Plan building and combine in Triton without a GPU: run in the interpreter, and compiled for four GPUs."""
-
-from __future__ import annotations
+"""Plan building and combine in Triton without a GPU: compiled for four GPUs, and when which builder is chosen."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from interpreter import passed_in_the_interpreter
 from triton_compile import compile_launch, compile_launches, count_spill_loads
 
-from tilemoe.kernels.select_plan import select_inference_plan_topk, select_plan_topk
-from tilemoe.kernels.torch.plan import plan_topk as torch_plan_topk
-from tilemoe.kernels.triton import plan_few
-from tilemoe.kernels.triton.combine import combine_launch
-from tilemoe.kernels.triton.plan import MAX_EXPERTS, MAX_PAIRS, plan_topk, plan_topk_launches, unsupported
+from tilemoe.kernels.choose import choose_inference_plan, choose_plan
+from tilemoe.kernels.experts.triton.combine import combine_launch
+from tilemoe.kernels.plan import triton_small as plan_small
+from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
+from tilemoe.kernels.plan.triton import MAX_EXPERTS, MAX_PAIRS, plan_topk, plan_topk_launches, why_unsupported
 from tilemoe.routing.build import plan_pairs
 from tilemoe.routing.build import plan_topk as make_plan
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CAPABILITIES = (80, 90, 100, 120)
-
-
-def test_the_interpreter_agrees_with_torch() -> None:
-    assert passed_in_the_interpreter("test_triton_plan_values.py") >= 24
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -55,21 +49,21 @@ def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("experts", [8, 128, plan_few.MAX_EXPERTS])
+@pytest.mark.parametrize("experts", [8, 128, plan_small.MAX_EXPERTS])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_plan_of_few_pairs_compiles(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
     ids = torch.zeros(64, 8, dtype=dtype)
-    launch = plan_few.plan_topk_launch(ids, experts, plan_few.new_index(ids, experts))
+    launch = plan_small.plan_topk_launch(ids, experts, plan_small.new_index(ids, experts))
     compiled = compile_launch(launch, capability)
     assert count_spill_loads(compiled, tmp_path) == 0
     assert compiled.metadata.shared <= 48 * 1024
 
 
 def test_what_the_plan_kernels_do_not_take() -> None:
-    assert unsupported(1, MAX_EXPERTS) is None
-    assert unsupported(0, 4) is not None
-    assert unsupported(MAX_PAIRS + 1, 4) is not None
-    assert unsupported(8, MAX_EXPERTS + 1) is not None
+    assert why_unsupported(1, MAX_EXPERTS) is None
+    assert why_unsupported(0, 4) is not None
+    assert why_unsupported(MAX_PAIRS + 1, 4) is not None
+    assert why_unsupported(8, MAX_EXPERTS + 1) is not None
 
 
 def test_cpu_tensors_are_refused() -> None:
@@ -78,15 +72,16 @@ def test_cpu_tensors_are_refused() -> None:
 
 
 def test_other_devices_and_sizes_go_to_torch_and_say_why() -> None:
-    for builder in (select_plan_topk("cpu", 8, 4), select_plan_topk("cuda", 0, 4), select_plan_topk("cuda", 8, 5000)):
-        assert builder.name == "torch"
-        assert builder.build is torch_plan_topk
-        assert builder.reason
-    assert select_plan_topk("cuda", 8, 4).build is plan_topk
+    for case in ((CPU, 8, 4), (GPU, 0, 4), (GPU, 8, 5000)):
+        choice = choose_plan(*case)
+        assert choice.name == "torch"
+        assert choice.impl.build is torch_plan_topk
+        assert choice.reason
+    assert choose_plan(GPU, 8, 4).impl.build is plan_topk
 
 
 def test_few_pairs_of_inference_have_a_builder_of_their_own() -> None:
-    assert select_inference_plan_topk("cuda", plan_few.MAX_PAIRS + 1, 4).build is plan_topk
-    assert select_inference_plan_topk("cuda", 8, plan_few.MAX_EXPERTS + 1).build is plan_topk
-    assert select_inference_plan_topk("cuda", 8, 4).build is plan_few.plan_topk
-    assert select_inference_plan_topk("cpu", 8, 4).build is torch_plan_topk
+    assert choose_inference_plan(GPU, plan_small.MAX_PAIRS + 1, 4).impl.build is plan_topk
+    assert choose_inference_plan(GPU, 8, plan_small.MAX_EXPERTS + 1).impl.build is plan_topk
+    assert choose_inference_plan(GPU, 8, 4).impl.build is plan_small.plan_topk
+    assert choose_inference_plan(CPU, 8, 4).impl.build is torch_plan_topk

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_layers import no_host_sync
 
-from tilemoe.kernels.triton import plan as triton_plan
-from tilemoe.kernels.triton import plan_few
-from tilemoe.kernels.triton.combine import combine, combine_grad, combine_kernel
-from tilemoe.kernels.triton.tiles import tile_lists, tile_lists_kernel
+from tilemoe.kernels.experts.triton.combine import combine, combine_grad, combine_kernel
+from tilemoe.kernels.experts.triton.tiles import listed_tiles, tile_lists_kernel
+from tilemoe.kernels.plan import triton as triton_plan
+from tilemoe.kernels.plan import triton_small as plan_small
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +23,7 @@ KERNELS = (
     triton_plan.block_start_kernel,
     triton_plan.row_start_kernel,
     triton_plan.place_kernel,
-    plan_few.plan_few_kernel,
+    plan_small.plan_small_kernel,
     tile_lists_kernel,
     combine_kernel,
 )
@@ -30,8 +31,8 @@ KERNELS = (
 
 def use(ids: torch.Tensor, rows: torch.Tensor) -> RoutingPlan:
     plan = plan_topk(ids, 64)
-    tile_lists(plan, 128)
-    tile_lists(plan, 128, 192)
+    listed_tiles(plan, 128)
+    listed_tiles(plan, 64, 192)
     rows, s = rows[: plan.capacity], torch.ones(plan.capacity, device="cuda")
     out = rows.new_empty(plan.num_tokens, rows.shape[1])
     combine(rows, s, plan, out)
@@ -56,12 +57,8 @@ def test_nothing_waits_for_the_gpu() -> None:
     ids = torch.randint(0, 64, (500, 8), device="cuda")
     rows = torch.randn(4000, 128, device="cuda", dtype=torch.bfloat16)
     use(ids, rows)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         use(ids, rows)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def test_a_captured_plan_follows_its_ids() -> None:

@@ -1,26 +1,24 @@
-"""Checks of plan building and combine in Triton, for a GPU and for the interpreter: both run this file with pytest.
+"""Checks of plan building and combine in Triton, on a GPU and in Triton's interpreter.
 
 T tokens · d hidden_size · K experts per token · E experts · P pairs
 """
-
-from __future__ import annotations
 
 import pytest
 import torch
 import triton
 from torch import Tensor
 
-from tilemoe.kernels.select_plan import PlanTopK
-from tilemoe.kernels.torch import mlp as torch_mlp
-from tilemoe.kernels.torch import plan as torch_plan
-from tilemoe.kernels.triton import plan as triton_plan
-from tilemoe.kernels.triton import plan_few
-from tilemoe.kernels.triton.combine import combine, combine_grad
+from tilemoe.kernels.choose import PlanTopK
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.experts.triton.combine import combine, combine_grad
+from tilemoe.kernels.plan import torch as torch_plan
+from tilemoe.kernels.plan import triton as triton_plan
+from tilemoe.kernels.plan import triton_small as plan_small
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import hostile_routings
 
-BUILDERS: tuple[PlanTopK, ...] = (triton_plan.plan_topk, plan_few.plan_topk, plan_few.plan_topk_in_one)
+BUILDERS: tuple[PlanTopK, ...] = (triton_plan.plan_topk, plan_small.plan_topk, plan_small.plan_topk_in_one)
 NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "rows_per_expert", "error_bits")
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -28,7 +26,7 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FP32: 1e-6, FP16: 5e-4, BF16: 4e-3}  # RMS-relative, of sums rounded once
 DTYPES = (FP32, FP16) if INTERPRETED else (FP32, FP16, BF16)  # the interpreter's bf16 rounds wrongly
 
-pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([] if INTERPRETED else [pytest.mark.gpu])]
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 
 def rows_of(plan: RoutingPlan, width: int, dtype: torch.dtype) -> Tensor:
@@ -76,9 +74,9 @@ def exactly_combined(rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> Tenso
     """The same by the torch kernels in fp64."""
     out = rows.new_empty(plan.num_tokens, rows.shape[1], dtype=torch.float64)
     if s is None:
-        torch_mlp.combine_grad(rows.double(), plan, out)
+        TorchBackend().combine_grad(rows.double(), plan, out)
     else:
-        torch_mlp.combine(rows.double(), s.double(), plan, out)
+        TorchBackend().combine(rows.double(), s.double(), plan, out)
     return out
 
 
@@ -115,8 +113,8 @@ def test_coarse_scores_are_read_as_they_are(dtype: torch.dtype) -> None:
         rows, s = rows_of(plan, 24, dtype), scores_of(plan).to(score_dtype)
         assert torch.equal(combined(rows, s, plan), combined(rows, s.float(), plan))
         out, expected = rows.new_empty(13, 24), rows.new_empty(13, 24)
-        torch_mlp.combine(rows.nan_to_num(), s.nan_to_num(), plan, out)
-        torch_mlp.combine(rows.nan_to_num(), s.float().nan_to_num(), plan, expected)
+        TorchBackend().combine(rows.nan_to_num(), s.nan_to_num(), plan, out)
+        TorchBackend().combine(rows.nan_to_num(), s.float().nan_to_num(), plan, expected)
         assert torch.equal(out, expected)
 
 
@@ -165,7 +163,7 @@ def test_negative_ids_are_recorded(builder: PlanTopK) -> None:
 
 def assert_same_plan(ids: Tensor, experts: int) -> None:
     expected = torch_plan.plan_topk(ids, experts)
-    builders = BUILDERS[: 1 if plan_few.unsupported(ids.numel(), experts) else 2]
+    builders = BUILDERS[: 1 if plan_small.why_unsupported(ids.numel(), experts) else 2]
     for builder in builders:
         for name, actual, wanted in zip(NAMES, builder(ids, experts), expected, strict=True):
             where = f"{name} for {tuple(ids.shape)} ids of {experts} experts by {builder.__module__}"

@@ -1,25 +1,20 @@
-"""The rotation in one kernel, for a GPU and for the interpreter: both run this file with pytest.
+"""The rotation in one kernel, on a GPU and in Triton's interpreter.
 
 B sequences · S tokens · H heads · D head width
 """
-
-from __future__ import annotations
 
 import pytest
 import torch
 import triton
 
-from tilemoe.kernels.triton.rotary import rotate
+from tilemoe.kernels.lm.triton_rotary import rotate
 from tilemoe.layers import attention
 from tilemoe.layers.attention import rotary_angles
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
-    *([] if INTERPRETED else [pytest.mark.gpu]),
-]
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 # Arithmetic of bf16 is wrong in the interpreter.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]

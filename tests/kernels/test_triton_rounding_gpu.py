@@ -3,17 +3,17 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
+from gpu_layers import no_host_sync
 from torch import Tensor
 
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
-from tilemoe.kernels.select_router import select_router
+from tilemoe.kernels.choose import choose_rounding
 from tilemoe.layers.moe import MoE
 from tilemoe.routing.rounding import rounds
 from tilemoe.routing.topk import Routing, route
+from tilemoe.testing import assert_equal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -58,7 +58,7 @@ def test_route_equals_the_cpu(tokens: int, experts: int, k: int, mode: str) -> N
 def test_fp64_logits_are_rounded_by_pytorch(mode: str) -> None:
     """By the operators of any device, and the fused kernels agree with them: the same draws, the same rows."""
     cfg, logits = config(mode), random_logits()
-    assert not select_router(logits.device, torch.float64, E, K).fused
+    assert choose_rounding(logits.device, torch.float64, E).name == "torch"
     found, exact = route(logits, cfg, generator=seeded()), route(logits.double(), cfg, generator=seeded())
     assert exact.scores.dtype == torch.float64
     assert torch.equal(found.tokens_per_expert, exact.tokens_per_expert)
@@ -79,12 +79,8 @@ def test_no_host_sync(mode: str) -> None:
     cfg, weight = config(mode), torch.randn(E * T, device="cuda")
     logits = random_logits().requires_grad_()
     step(logits, cfg, weight)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         step(logits, cfg, weight)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("mode", ROUNDING_MODES)
@@ -127,8 +123,7 @@ def test_twenty_runs_are_bit_equal() -> None:
         out = layer(x, generator=seeded())
         found.append((out.hidden, *torch.autograd.grad(out.hidden.sum(), [x, *layer.parameters()])))
     for again in found[1:]:
-        for one, other in zip(found[0], again, strict=True):
-            assert torch.equal(one, other)
+        assert_equal(found[0], again)
 
 
 @pytest.mark.parametrize("mode", ROUNDING_MODES)

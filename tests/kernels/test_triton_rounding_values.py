@@ -1,9 +1,7 @@
-"""Checks of token rounding in Triton, for a GPU and for the interpreter: both run this file with pytest.
+"""Checks of token rounding in Triton, on a GPU and in Triton's interpreter.
 
 T tokens · E experts · K experts per token
 """
-
-from __future__ import annotations
 
 import pytest
 import torch
@@ -11,9 +9,9 @@ import triton
 from torch import Tensor
 
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
-from tilemoe.kernels.triton import rounding as triton_rounding
-from tilemoe.kernels.triton.rounding import RoundedRows
-from tilemoe.kernels.triton.router import RouterSpec, select
+from tilemoe.kernels.rounding import triton as triton_rounding
+from tilemoe.kernels.rounding.triton import RoundedRows
+from tilemoe.kernels.router.triton import RouterSpec, select
 from tilemoe.ops import rounding as rounding_ops
 from tilemoe.ops.router import spec_args
 from tilemoe.routing.rounding import row_capacity
@@ -23,7 +21,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TILE = 16
 
-pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([] if INTERPRETED else [pytest.mark.gpu])]
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 LATE = RouterConfig(softmax_after_topk=True)
 PLAIN = RouterConfig(normalize=False, scale=1.5)

@@ -3,22 +3,21 @@
 T tokens · d hidden_size · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
+from gpu_layers import no_host_sync
 from torch import Tensor
 
 from tilemoe.config import MoEConfig, RouterConfig
-from tilemoe.kernels.select_router import select_router
-from tilemoe.kernels.triton.router_input import input_grad_kernel
-from tilemoe.kernels.triton.router_kernels import select_grad_kernel, select_kernel
+from tilemoe.kernels.choose import choose_router
+from tilemoe.kernels.router.triton_input_grad import input_grad_kernel
+from tilemoe.kernels.router.triton_kernels import select_grad_kernel, select_kernel
 from tilemoe.layers.router import Router
-from tilemoe.routing.plan import experts_of_rows
+from tilemoe.plan import experts_of_rows
 from tilemoe.routing.topk import Routing, route
-from tilemoe.testing import relative_error
+from tilemoe.testing import assert_equal, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +61,7 @@ def inputs(tokens: int, cfg: MoEConfig = CFG, dtype: torch.dtype = torch.bfloat1
 
 
 def test_it_is_the_fused_path() -> None:
-    assert select_router(torch.device("cuda:0"), torch.float32, 56, 6).fused
+    assert choose_router(torch.device("cuda:0"), torch.float32, 56, 6).name == "triton"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -153,12 +152,8 @@ def test_of_an_input_without_gradient_the_experts_make_none() -> None:
 def test_no_host_sync() -> None:
     router, (x, weight) = make(), inputs(700)
     run(router, x, weight)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         run(router, x, weight)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_replayed_graph_follows_its_inputs() -> None:
@@ -172,16 +167,14 @@ def test_a_replayed_graph_follows_its_inputs() -> None:
         x.copy_(random(700, 256, seed=5))
     graph.replay()
     torch.cuda.synchronize()
-    for name, value in run(router, x, weight).items():
-        assert torch.equal(replayed[name], value), name
+    assert_equal(replayed, run(router, x, weight))
 
 
 def test_twenty_runs_are_bit_equal() -> None:
     router, (x, weight) = make(), inputs(20000)
     first = run(router, x, weight)
     for _ in range(19):
-        for name, value in run(router, x, weight).items():
-            assert torch.equal(first[name], value), name
+        assert_equal(first, run(router, x, weight))
 
 
 def test_compiled_in_one_graph() -> None:
@@ -199,8 +192,7 @@ def test_compiled_in_one_graph() -> None:
         for function in (step, fast):
             scores, loss, rows = function(x)
             grads.append((scores, rows, *torch.autograd.grad((scores * weight).sum() + loss, [x, router.weight])))
-        for got, want in zip(*grads, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*grads)
 
 
 def test_other_numbers_of_tokens_compile_nothing() -> None:

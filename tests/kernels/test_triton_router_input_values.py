@@ -1,16 +1,14 @@
-"""Checks of the router's share of dx, for a GPU and for the interpreter: both run this file with pytest.
+"""Checks of the router's share of dx, on a GPU and in Triton's interpreter.
 
 T tokens · d hidden_size · E experts
 """
-
-from __future__ import annotations
 
 import pytest
 import torch
 import triton
 from torch import Tensor
 
-from tilemoe.kernels.triton.router_input import input_grad, serves
+from tilemoe.kernels.router.triton_input_grad import input_grad, why_unsupported
 from tilemoe.ops import router as ops
 from tilemoe.testing import relative_error
 
@@ -18,7 +16,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]  # whose arithmetic is right there
 
-pytestmark = [pytest.mark.usefixtures("poisoned_memory"), *([] if INTERPRETED else [pytest.mark.gpu])]
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 
 def operands(tokens: int, d: int, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +60,7 @@ def test_what_it_serves(case: str) -> None:
     d_logits, weight, dx = operands(tokens, d, experts, DTYPES[0])
     weight = weight.t().contiguous().t() if case == "turned" else weight
     dx = dx[:1].expand(100, 72) if case == "expanded" else dx
-    assert serves(d_logits, weight, dx) == (case == "served" and not INTERPRETED)  # which has no TMA
+    assert (why_unsupported(d_logits, weight, dx) is None) == (case == "served" and not INTERPRETED)  # which has no TMA
     got, want = ops.input_grad(d_logits, weight, dx), dx.double() + d_logits.double() @ weight.double()
     assert got.shape == dx.shape
     assert tokens == 0 or relative_error(got, want) < torch.finfo(DTYPES[0]).eps

@@ -1,9 +1,7 @@
-"""Checks of the fused top-K selection, for a GPU and for the interpreter: both run this file with pytest.
+"""Checks of the fused top-K selection, on a GPU and in Triton's interpreter.
 
 T tokens · E experts · K experts per token
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -14,9 +12,10 @@ from torch import Tensor
 
 from tilemoe import reference
 from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
-from tilemoe.kernels.triton.router import RouterSpec, select, select_grad
+from tilemoe.kernels.router.triton import RouterSpec, select, select_grad
 from tilemoe.ops import router as router_ops
 from tilemoe.routing.topk import _select, _select_fused
+from tilemoe.testing import assert_equal
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -24,9 +23,10 @@ MANY = 1 if INTERPRETED else 50  # times as many tokens where they are cheap
 INF = float("inf")
 
 pytestmark = [
+    pytest.mark.process("interpreter"),
+    pytest.mark.gpu,
     pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of padding that is computed and not used
-    *([] if INTERPRETED else [pytest.mark.gpu]),
 ]
 
 LOSSES = {"aux_loss_coef": 0.01, "z_loss_coef": 0.001}
@@ -238,8 +238,7 @@ def test_sums_are_the_same_bits_in_every_run() -> None:
     logits, spec = random(40 * MANY, 60), RouterSpec(4, "softmax", True, 1.0, 1, 1, True, True)
     first = select(logits, None, None, spec)
     for _ in range(2):
-        for got, want in zip(select(logits, None, None, spec), first, strict=True):
-            assert torch.equal(got, want)
+        assert_equal(select(logits, None, None, spec), first)
 
 
 def test_opcheck() -> None:

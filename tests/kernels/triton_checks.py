@@ -3,17 +3,15 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R routed rows · w = 2n gated, n ungated
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.base import KernelSet, is_column_major
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.kernels.experts.base import Backend, is_column_major
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.plan import RoutingPlan
 from tilemoe.testing import make_inputs
 
 
@@ -39,7 +37,7 @@ def turn(weight: Tensor) -> Tensor:
     return weight.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def run_kernels(kernels: KernelSet, plan: RoutingPlan, case: Case, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
+def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
     """Every GEMM and bias gradient of ``kernels`` by itself: name to (its result, the same by the torch set in fp64).
 
     Each kernel reads what the one before it wrote, so that errors do not add up. Rows past R are cut off.
@@ -54,7 +52,7 @@ def run_kernels(kernels: KernelSet, plan: RoutingPlan, case: Case, seed: int = 0
     b1, b2, s = given.get("b1"), given.get("b2"), given["scores"].reshape(-1)
     generator = torch.Generator().manual_seed(seed + 1)
     do = torch.randn(plan.num_tokens, case.hidden_size, generator=generator).to(plan.device, case.dtype)
-    exact, num_rows = TORCH_KERNELS, int(plan.row_start_of_expert[-1])
+    exact, num_rows = TorchBackend(), int(plan.row_start_of_expert[-1])
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def add(name: str, actual: Tensor, expected: Tensor, per_row: bool = False) -> None:
@@ -67,26 +65,26 @@ def run_kernels(kernels: KernelSet, plan: RoutingPlan, case: Case, seed: int = 0
     add("a, inference", kernels.up_proj_act_inference(x, w1, b1, plan, spec), exact_a, per_row=True)
     y = kernels.down_proj(a, w2, b2, plan)
     add("y", y, exact.down_proj(a.double(), w2.double(), _double(b2), plan), per_row=True)
-    dh, ds, a_scaled = kernels.down_proj_act_grad(do, w2, b2, h, s, plan, spec)
-    exact_dh, exact_ds, exact_a_scaled = exact.down_proj_act_grad(
+    dh, ds, a_scaled = kernels.down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
+    exact_dh, exact_ds, exact_a_scaled = exact.down_proj_dgrad_dact(
         do.double(), w2.double(), _double(b2), h.double(), s.double(), plan, spec
     )
     add("dh", dh, exact_dh, per_row=True)
     add("ds", ds, exact_ds)
     add("a_scaled", a_scaled, exact_a_scaled, per_row=True)
-    dw2 = kernels.down_proj_weight_grad(do, a_scaled, plan, is_column_major(w2))
+    dw2 = kernels.down_proj_wgrad(do, a_scaled, plan, is_column_major(w2))
     assert dw2.stride() == w2.stride(), "stored as the weight is"
-    add("dw2", dw2, exact.down_proj_weight_grad(do.double(), a_scaled.double(), plan))
-    add("dx_rows", kernels.up_proj_act_grad(dh, w1, plan), exact.up_proj_act_grad(dh.double(), w1.double(), plan), True)
-    dw1 = kernels.up_proj_weight_grad(x, dh, plan, is_column_major(w1))
+    add("dw2", dw2, exact.down_proj_wgrad(do.double(), a_scaled.double(), plan))
+    add("dx_rows", kernels.up_proj_dgrad(dh, w1, plan), exact.up_proj_dgrad(dh.double(), w1.double(), plan), True)
+    dw1 = kernels.up_proj_wgrad(x, dh, plan, is_column_major(w1))
     assert dw1.stride() == w1.stride(), "stored as the weight is"
-    add("dw1", dw1, exact.up_proj_weight_grad(x.double(), dh.double(), plan))
+    add("dw1", dw1, exact.up_proj_wgrad(x.double(), dh.double(), plan))
     add("db2", kernels.down_proj_bias_grad(do, s, plan), exact.down_proj_bias_grad(do.double(), s.double(), plan))
     add("db1", kernels.up_proj_bias_grad(dh, plan), exact.up_proj_bias_grad(dh.double(), plan))
     return found
 
 
-def assert_kernels_agree(kernels: KernelSet, plan: RoutingPlan, case: Case, tolerance: float) -> None:
+def assert_kernels_agree(kernels: Backend, plan: RoutingPlan, case: Case, tolerance: float) -> None:
     """RMS-relative error of every result at most ``tolerance``; zero throughout where the exact value is."""
     for name, (actual, expected) in run_kernels(kernels, plan, case).items():
         where = f"{name} of {case}"
@@ -101,7 +99,7 @@ def assert_kernels_agree(kernels: KernelSet, plan: RoutingPlan, case: Case, tole
             assert bool(actual.any()), f"{where}: all zero"
 
 
-def assert_inference_agrees(kernels: KernelSet, plan: RoutingPlan, case: Case, tolerance: float) -> None:
+def assert_inference_agrees(kernels: Backend, plan: RoutingPlan, case: Case, tolerance: float) -> None:
     """F1 and F2 as inference runs them against the torch set in fp64, RMS-relative, each given what the other wrote."""
     spec = activation_spec(case.activation, case.gate_up, case.limit, None)
     given = make_inputs(
@@ -112,8 +110,8 @@ def assert_inference_agrees(kernels: KernelSet, plan: RoutingPlan, case: Case, t
         w1, w2 = turn(w1), turn(w2)
     a = kernels.up_proj_act_inference(x, w1, b1, plan, spec)
     y = kernels.down_proj_inference(a, w2, b2, plan)
-    exact_a = TORCH_KERNELS.up_proj_act_inference(x.double(), w1.double(), _double(b1), plan, spec)
-    exact_y = TORCH_KERNELS.down_proj(a.double(), w2.double(), _double(b2), plan)
+    exact_a = TorchBackend().up_proj_act_inference(x.double(), w1.double(), _double(b1), plan, spec)
+    exact_y = TorchBackend().down_proj(a.double(), w2.double(), _double(b2), plan)
     num_rows = int(plan.row_start_of_expert[-1])
     for name, actual, exact in (("a", a, exact_a), ("y", y, exact_y)):
         where = f"{name} of {case}"

@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -21,9 +21,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from tilemoe.kernels.tiling import Device
-from tilemoe.kernels.triton import ahead
-from tilemoe.kernels.triton.launch import Launch
+import tilemoe.kernels.experts.triton.backend  # noqa: F401  # which would be imported where it is first asked for
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch
 
 KB = 1024
 # By compute capability.
@@ -35,6 +35,7 @@ NVIDIA = {
 }
 MI300, GFX942 = Device(0, 64 * KB, 304), GPUTarget("hip", "gfx942", 64)
 
+_MAKING_IR = Lock()  # Triton's code generator sets and resets Python's filters of warnings, which threads share
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -45,7 +46,7 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
     users = [
         module
         for name, module in sys.modules.items()
-        if name.startswith("tilemoe.kernels.triton.") and hasattr(module, "device_of")
+        if name.startswith("tilemoe.kernels.") and hasattr(module, "device_of")
     ]
     with ExitStack() as patches:
         for module in users:
@@ -60,23 +61,17 @@ def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
 
 
 def compile_launches(launches: Iterable[Launch], target: int | GPUTarget) -> list[tuple[Launch, Any]]:
-    """Each with what `compile_launch` makes of it: at the same time, as before a layer's first call, and none twice."""
-    begun: dict[tuple[str, str], Future[None]] = {}
-    code: dict[tuple[str, str], Any] = {}
+    """Each with what `compile_launch` makes of it: several at the same time, and none twice."""
     found = []
-
-    def compile_one(key: tuple[str, str], source: Any, options: dict[str, Any]) -> None:
-        code[key] = _compile(source, options, target)
-
-    for launch in launches:
-        source = _source_of(launch)
-        key = (source.hash(), str(launch.options))
-        if key not in begun:
-            begun[key] = ahead.begin(partial(compile_one, key, source, launch.options))
-        found.append((launch, key))
-    for future in begun.values():
-        future.result()
-    return [(launch, code[key]) for launch, key in found]
+    begun: dict[tuple[str, str], Any] = {}
+    with ThreadPoolExecutor() as threads:
+        for launch in launches:
+            source = _source_of(launch)
+            key = (source.hash(), str(launch.options))
+            if key not in begun:
+                begun[key] = threads.submit(_compile, source, launch.options, target)
+            found.append((launch, key))
+    return [(launch, begun[key].result()) for launch, key in found]
 
 
 def _source_of(launch: Launch) -> Any:
@@ -98,7 +93,13 @@ def _source_of(launch: Launch) -> Any:
 
 
 def _compile(source: Any, options: dict[str, Any], target: int | GPUTarget) -> Any:
-    ahead.announce_ir(source)
+    make_ir = source.make_ir
+
+    def make_ir_alone(*args: Any, **kwargs: Any) -> Any:
+        with _MAKING_IR:
+            return make_ir(*args, **kwargs)
+
+    source.make_ir = make_ir_alone
     return triton.compile(
         source, target=target if isinstance(target, GPUTarget) else GPUTarget("cuda", target, 32), options=options
     )
@@ -106,29 +107,31 @@ def _compile(source: Any, options: dict[str, Any], target: int | GPUTarget) -> A
 
 def stack_bytes(compiled: Any, folder: Path) -> int:
     """A thread's stack in the machine code for an NVIDIA GPU: what registers could not hold lies there."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run(
-        [os.fspath(_CUOBJDUMP), "-res-usage", os.fspath(path)], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    (found,) = re.findall(r"STACK:(\d+)", usage)
-    return int(found)
+    usage = _cuobjdump("-res-usage", compiled, folder)
+    (stack,), (local,) = re.findall(r"STACK:(\d+)", usage), re.findall(r"LOCAL:(\d+)", usage)
+    assert int(local) == 0, "local memory beside the stack"
+    return int(stack)
 
 
 def count_spill_loads(compiled: Any, folder: Path) -> int:
     """Loads from local memory in the machine code: what registers could not hold."""
+    if stack_bytes(compiled, folder) == 0:  # nothing to load: spares half a second of disassembling
+        return 0
     return len(re.findall(r"\bLDL", machine_code(compiled, folder)))
 
 
 def machine_code(compiled: Any, folder: Path) -> str:
     """The instructions for an NVIDIA GPU, a line each."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    dump = subprocess.run(
-        [os.fspath(_CUOBJDUMP), "-sass", os.fspath(path)], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    dump = _cuobjdump("-sass", compiled, folder)
     assert "EXIT" in dump, "no machine code in the dump"
     return dump
+
+
+def _cuobjdump(what: str, compiled: Any, folder: Path) -> str:
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    command = [os.fspath(_CUOBJDUMP), what, os.fspath(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def bytes_of_copies(ptx: str) -> set[int]:
@@ -159,15 +162,15 @@ def assert_threads_meet_before_tma_stores(ptx: str) -> None:
     assert stores >= 2
 
 
-def assert_threads_meet_after_notes(ptx: str) -> None:
-    """One thread arrives at a barrier for all: what they have written for the other partitions, or read, is before.
+def assert_threads_meet_after_tile_info(ptx: str) -> None:
+    """One thread arrives at an mbarrier for its warp group: what all have written for others, or read, comes before.
 
-    In the order of the text, where branches that follow a note lie one after the other.
+    In the order of the text, where the branches that follow a tile's coordinates lie one after the other.
     """
     letters = {"st.shared.b32": "w", "ld.shared.b32": "r", "mbarrier.arrive": "a"}
     found = re.findall(r"^.*?((?:st|ld)\.shared\.b32|bar(?:rier)?(?:\.warp)?\.sync|mbarrier\.arrive)", ptx, re.M)
     order = "".join(letters.get(instruction, "|") for instruction in found)
     assert "wwww" in order
-    assert "rrrr" in order, "the four numbers of a note, by each consumer"
+    assert "rrrr" in order, "the four numbers of tile_info, by each consumer"
     assert re.search("w[wr]*a", order) is None
     assert re.search("rrrrr*a", order) is None

@@ -1,7 +1,5 @@
 """Attention against explicit loops in fp64, its causality, its positions and its cache."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters on a model's experts: added, trained, merged, unmerged, taken off."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The MLP of dense blocks and shared experts: against the reference for every activation, and what it saves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

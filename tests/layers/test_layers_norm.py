@@ -1,7 +1,5 @@
 """RMSNorm against its formula in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

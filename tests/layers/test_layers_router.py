@@ -1,7 +1,5 @@
 """Which product gives the router's logits. Their values are tested with the layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

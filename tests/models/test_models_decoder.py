@@ -3,8 +3,6 @@
 B sequences · S tokens each · V vocabulary · E experts · L MoE layers
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -18,7 +16,7 @@ from tilemoe.layers.attention import KVCache
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.testing import relative_error
+from tilemoe.testing import assert_equal, relative_error
 
 CONFIG = ModelConfig(
     vocab_size=41,
@@ -201,15 +199,13 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
     for block in model.blocks:
         plain = block.forward
         block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=reentrant)
-    for got, wanted in zip(gradients(model, inputs, labels), expected, strict=True):
-        assert torch.equal(got, wanted)
+    assert_equal(gradients(model, inputs, labels), expected)
 
 
 def test_recompute_changes_nothing() -> None:
     inputs, labels = batch()
     plain, again = gradients(make(), inputs, labels), gradients(make(recompute="up_proj"), inputs, labels)
-    for got, wanted in zip(again, plain, strict=True):
-        assert torch.equal(got, wanted)
+    assert_equal(again, plain)
 
 
 def test_compiles_without_a_break() -> None:
@@ -220,8 +216,7 @@ def test_compiles_without_a_break() -> None:
     out = compiled(inputs, labels)
     (out.loss + out.aux_loss).backward()
     got = [out.loss.detach(), out.aux_loss.detach(), *(p.grad for p in model.parameters())]
-    for one, two in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(got, expected)
 
 
 # ---------------------------------------------------------------------------------------------------------- the cache

@@ -1,7 +1,5 @@
 """Generation with the cache equals generation without one; sampling; refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of transformers' Qwen3-MoE, OLMoE and Mixtral: in, out, and back, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

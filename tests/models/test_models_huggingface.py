@@ -1,7 +1,5 @@
 """Conversion to and from transformers' Qwen3MoeForCausalLM: the same names, logits, losses and gradients."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from tilemoe.models.huggingface import (
     save_hf,
     to_hf_state_dict,
 )
+from tilemoe.testing import assert_equal
 
 CONFIG = ModelConfig(
     vocab_size=53,
@@ -145,8 +144,7 @@ def test_state_survives_the_round_trip_bit_for_bit(config: ModelConfig) -> None:
     model = make(config, torch.bfloat16)
     back = from_hf_state_dict(config, to_hf_state_dict(model))
     assert back.keys() == model.state_dict().keys()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(back[name], tensor), name
+    assert_equal(back, model.state_dict())
 
 
 def test_converted_tensors_are_views() -> None:

@@ -1,7 +1,5 @@
 """Presets against published parameter counts and transformers' defaults; parameters and FLOPs against real models."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Autocast on CPU: what it casts, what it must not, in the forward and around the backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

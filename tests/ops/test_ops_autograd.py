@@ -3,8 +3,6 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 
@@ -16,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from tilemoe import reference
 from tilemoe.config import ACTIVATIONS, GATE_UP_LAYOUTS, GATED_ACTIVATIONS
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import RoutingPlan
-from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
+from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -97,8 +95,7 @@ def test_recomputing_is_bit_equal(name: str, dtype: torch.dtype) -> None:
         inputs = make_inputs(plan, *size, activation, dtype=dtype, bias=True)
         kept = forward_and_grads(moe, inputs, plan, activation=activation)
         again = forward_and_grads(moe, inputs, plan, activation=activation, recompute="up_proj")
-        for key, value in kept.items():
-            assert torch.equal(value, again[key]), key
+        assert_equal(kept, again)
 
 
 @pytest.mark.parametrize("recompute", [None, "up_proj"])
@@ -138,8 +135,7 @@ def test_the_same_weights_in_two_layers_of_one_graph() -> None:
 
     got = forward_and_grads(lambda **given: twice(moe, **given), inputs, plan)
     expected = forward_and_grads(lambda **given: twice(reference.moe, **given), inputs, plan)
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,5 +226,4 @@ def test_saved_tensors_may_be_moved_by_hooks() -> None:
     expected = torch.autograd.grad(moe(plan=plan, **inputs).sum(), list(inputs.values()))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
         o = moe(plan=plan, **inputs)
-    for got, want in zip(torch.autograd.grad(o.sum(), list(inputs.values())), expected, strict=True):
-        assert torch.equal(got, want)
+    assert_equal(torch.autograd.grad(o.sum(), list(inputs.values())), expected)

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.base import is_column_major
-from tilemoe.kernels.select import kernel_set
-from tilemoe.ops import library
+from tilemoe.kernels.experts.base import is_column_major
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.ops import experts as library
 from tilemoe.ops import lora as lora_ops
 from tilemoe.ops import plan as plan_ops
 from tilemoe.ops import rounding as rounding_ops
 from tilemoe.ops import router as router_ops
-from tilemoe.ops.eager import Operator
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.runtime.operator import Operator
 from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
@@ -39,7 +39,7 @@ def _fresh_compiler() -> None:
 
 
 def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias: bool) -> dict[str, tuple[Any, ...]]:
-    """Arguments of every operator, each with the operators before it already run; inputs require grad.
+    """What each registered operator is called with, those before it already run; inputs require grad.
 
     Weights with biases are column-major, as gpt-oss has them.
     """
@@ -51,19 +51,19 @@ def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias
     given = {name: t.requires_grad_() for name, t in given.items()}
     x, w1, w2, scores = (given[name] for name in ("x", "w1", "w2", "scores"))
     b1, b2, s = given.get("b1"), given.get("b2"), scores.detach().reshape(-1).requires_grad_()
-    tail = library.tail_args(plan, spec, "torch")
-    ks = kernel_set("torch")
+    ks = backend_named("torch")
+    tail = library.ROUTED.flatten((plan, spec, ks))
     with torch.no_grad():
         _, h = ks.up_proj_act(x, w1, b1, plan, spec)
         do = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-        dh, _, a_scaled = ks.down_proj_act_grad(do, w2, b2, h, s, plan, spec)
+        dh, _, a_scaled = ks.down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
     return {
         "moe": (x, w1, w2, s, b1, b2, True, *tail),
         "up_proj": (x, w1, b1, *tail),
-        "down_proj_act_grad": (do, w2, b2, h, s, *tail),
-        "down_proj_weight_grad": (do, a_scaled, is_column_major(w2), *tail),
+        "down_proj_dgrad_dact": (do, w2, b2, h, s, *tail),
+        "down_proj_wgrad": (do, a_scaled, is_column_major(w2), *tail),
         "up_proj_input_grad": (dh, w1, *tail),
-        "up_proj_weight_grad": (x, dh, is_column_major(w1), *tail),
+        "up_proj_wgrad": (x, dh, is_column_major(w1), *tail),
         "down_proj_bias_grad": (do, s, *tail),
         "up_proj_bias_grad": (dh, *tail),
     }

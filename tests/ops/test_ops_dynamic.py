@@ -3,8 +3,6 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

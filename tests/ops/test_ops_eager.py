@@ -1,7 +1,5 @@
 """Operators with and without PyTorch's dispatcher: the same numbers, and whoever watches operators still sees them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,12 +10,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe import reference
-from tilemoe.ops import library
+from tilemoe.ops import experts as library
 from tilemoe.ops import plan as plan_ops
 from tilemoe.ops.moe import moe
 from tilemoe.ops.plan import plan_topk as plan_operator
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
@@ -101,7 +99,7 @@ def test_a_plan_is_told_whether_it_is_for_inference(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(plan_ops, name, select)
 
-    for name in ("select_plan_topk", "select_inference_plan_topk"):
+    for name in ("choose_plan", "choose_inference_plan"):
         watch(name)
     ids = torch.tensor([[0, 2], [1, 2]])
     leaves = leaves_of(plan_topk(ids, 3))
@@ -114,7 +112,7 @@ def test_a_plan_is_told_whether_it_is_for_inference(monkeypatch: pytest.MonkeyPa
         function(leaves["x"]).sum().backward()
         with torch.no_grad():
             function(leaves["x"])
-        assert chosen == ["select_plan_topk", "select_inference_plan_topk"]
+        assert chosen == ["choose_plan", "choose_inference_plan"]
 
 
 def test_plain_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,14 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.select import select_kernels
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.kernels.choose import select_kernels
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.testing import make_inputs
@@ -26,6 +23,16 @@ INPUTS = make_inputs(PLAN, D, N, bias=True)
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     return torch.ones(shape, dtype=dtype, device=device)
+
+
+class Mine(TorchBackend):
+    """Registered under no name."""
+
+    name = "mine"
+
+
+class AlsoTorch(TorchBackend):
+    """Called what another class is registered as."""
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -93,18 +100,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kernels": "cutlass"}, r"kernels must be None or one of .*torch.*; got 'cutlass'"),
     ({"kernels": 3}, r"kernels must be None or one of .*torch.*; got 3"),
     ({"kernels": {}}, r"kernels must be None or one of .*torch"),
-    ({"kernels": replace(TORCH_KERNELS, name="mine")}, r"kernels must be None or one of .*torch.*; got 'mine'"),
+    ({"kernels": Mine()}, r"kernels must be None or one of .*torch.*; got 'mine'"),
     (
-        {"kernels": replace(TORCH_KERNELS, combine=TORCH_KERNELS.down_proj)},
-        "kernels: this KernelSet is not the registered one called 'torch'; pass its name",
+        {"kernels": AlsoTorch()},
+        r"kernels: AlsoTorch is not the class registered as 'torch'; .* tilemoe.register_backend",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    REFUSED,
-    ids=[f"{i}-{'-'.join(changes)}" for i, (changes, _) in enumerate(REFUSED)],
+    ("changes", "message"), REFUSED, ids=[f"{i}-{'-'.join(changes)}" for i, (changes, _) in enumerate(REFUSED)]
 )
 def test_bad_arguments_are_named_in_one_line(changes: dict[str, Any], message: str) -> None:
     arguments = {**INPUTS, "plan": PLAN, **changes}
@@ -121,9 +126,11 @@ def test_the_arguments_they_were_made_from_are_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernels", ["torch", TORCH_KERNELS, select_kernels("cpu", torch.float32)], ids=["name", "set", "selected"]
+    "kernels",
+    ["torch", TorchBackend(), select_kernels("cpu", torch.float32).impl],
+    ids=["name", "instance", "selected"],
 )
-def test_kernels_by_name_by_set_and_as_selected(kernels: Any) -> None:
+def test_kernels_by_name_by_instance_and_as_selected(kernels: Any) -> None:
     assert torch.equal(moe(plan=PLAN, kernels=kernels, **INPUTS), moe(plan=PLAN, **INPUTS))
 
 

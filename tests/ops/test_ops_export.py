@@ -3,8 +3,6 @@
 T tokens · d hidden_size
 """
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -9,7 +9,6 @@ by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +21,14 @@ from torch._subclasses import FakeTensorMode
 import tilemoe
 from tilemoe.activations import activation_spec
 from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
-from tilemoe.kernels.select import BY_TRITON, name_for
+from tilemoe.kernels.choose import choose_experts
 from tilemoe.layers.moe import MoE
 from tilemoe.layers.router import _HalfLinear
-from tilemoe.ops import library
-from tilemoe.ops import moe as moe_ops
+from tilemoe.ops import experts as library
 from tilemoe.ops import rounding as rounding_ops
 from tilemoe.ops import router as router_ops
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.operator import Operator
 
 T, D, N, E, K = 40, 64, 32, 8, 2
 LOSSES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
@@ -205,12 +204,12 @@ class ByHand(SimpleNamespace):
     def maybe_clear_saved_tensors(self) -> None: ...
 
 
-def assert_gradients(setup: Callable[..., None], backward: Callable[..., Any], inputs: Any, output: Any) -> None:
+def assert_gradients(operator: Operator, inputs: tuple[Any, ...], output: Any) -> None:
     """One for each input that is a float tensor, of its shape, dtype and device."""
     ctx = ByHand(inputs)
-    setup(ctx, inputs, output)
+    operator.save(ctx, inputs, output)
     outputs = output if isinstance(output, tuple) else (output,)
-    grads = backward(ctx, *(torch.empty_like(t) if t.is_floating_point() else None for t in outputs))
+    grads = operator.differentiate(ctx, *(torch.empty_like(t) if t.is_floating_point() else None for t in outputs))
     for given, grad in zip(inputs, grads, strict=True):
         if isinstance(given, Tensor) and given.is_floating_point() and grad is not None:
             assert (grad.shape, grad.dtype, grad.device) == (given.shape, given.dtype, given.device)
@@ -226,11 +225,11 @@ def test_backward_of_experts_on_a_gpu_that_is_not_there(dtype: torch.dtype, bias
         shapes = ((T, D), (E, 2 * N, D), (E, D, N))
         x, w1, w2 = (torch.rand(shape, device="cuda", dtype=dtype) for shape in shapes)
         b1, b2 = (torch.rand(E, width, device="cuda", dtype=dtype) if bias else None for width in (2 * N, D))
-        name = name_for(w2.device, w2.dtype, D, N)
-        assert (name in BY_TRITON) == (dtype == torch.bfloat16)
-        tail = library.tail_args(plan, activation_spec("swiglu", "concatenated", None, None), name)
-        inputs = (x, w1, w2, torch.rand(T * K, device="cuda"), b1, b2, True, *tail)
-        assert_gradients(moe_ops._setup_context, moe_ops._backward, inputs, library.moe(*inputs))
+        backend = choose_experts(w2.device, w2.dtype, (D, N)).impl
+        assert (backend.name != "torch") == (dtype == torch.bfloat16)
+        spec = activation_spec("swiglu", "concatenated", None, None)
+        inputs = (x, w1, w2, torch.rand(T * K, device="cuda"), b1, b2, True, plan, spec, backend)
+        assert_gradients(library.moe, inputs, library.moe(*inputs))
 
 
 @torch.no_grad()
@@ -240,11 +239,11 @@ def test_backward_of_routing_on_a_gpu_that_is_not_there() -> None:
         logits = torch.rand(T, E, device="cuda")
         inputs = (logits, None, None, *router_ops.spec_args(cfg))
         selected = router_ops.select(*inputs)
-        assert_gradients(router_ops._setup_context, router_ops._backward, inputs, selected)
+        assert_gradients(router_ops.select, inputs, selected)
         scores, ids = selected[:2]
         inputs = (logits, ids, scores, None, None, *rounding_ops.spec_args(cfg, 3 * T))
         rounded = rounding_ops.rounded_scores(*inputs)
-        assert_gradients(rounding_ops._setup_context, rounding_ops._backward, inputs, rounded)
+        assert_gradients(rounding_ops.rounded_scores, inputs, rounded)
         x, weight = (torch.rand(rows, D, device="cuda", dtype=torch.bfloat16) for rows in (T, E))
         ctx = ByHand((x, weight, None))
         logits, handed_on = _HalfLinear.forward(ctx, x, weight, None)

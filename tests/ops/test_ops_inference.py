@@ -162,6 +162,6 @@ def test_too_little_memory_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 is full. See the manual.")
 
-    monkeypatch.setattr(inference.library, "infer", full)
+    monkeypatch.setattr(inference, "moe_forward", full)
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match=r"inference: CUDA.*12 tokens in 36 rows.*fewer"):
         experts(**operands(), activation=SWIGLU)

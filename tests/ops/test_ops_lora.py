@@ -11,12 +11,14 @@ from torch import Tensor
 
 from tilemoe import reference
 from tilemoe.activations import activation_spec
-from tilemoe.ops import library, lora
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.ops import experts as library
+from tilemoe.ops import lora
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
-from tilemoe.testing import hostile_routings, poisoned_memory, relative_error
+from tilemoe.testing import assert_equal, hostile_routings, poisoned_memory, relative_error
 
 D, N, R, SCALE = 16, 24, 4, 0.7
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
@@ -76,8 +78,7 @@ def test_hostile_routings_in_fp64(routing: str, case: str) -> None:
         o = moe_lora(**arguments, adapters=adapters)
         found = gradients(o, arguments, adapters)
     torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-10)
-    for actual, exact in zip(found, gradients(expected, arguments, adapters), strict=True):
-        torch.testing.assert_close(actual, exact, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, gradients(expected, arguments, adapters), rtol=1e-10, atol=1e-10)
 
 
 def plan_of(tokens: int = 40, experts: int = 5, k: int = 2) -> RoutingPlan:
@@ -157,8 +158,7 @@ def test_compiled_whole() -> None:
     compiled = torch.compile(moe_lora, fullgraph=True, backend="aot_eager")
     o, expected = compiled(**arguments, adapters=adapters), moe_lora(**arguments, adapters=adapters)
     assert torch.equal(o, expected)
-    for ours, theirs in zip(gradients(o, arguments, adapters), gradients(expected, arguments, adapters), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(gradients(o, arguments, adapters), gradients(expected, arguments, adapters))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -166,13 +166,14 @@ def test_opcheck(case: str) -> None:
     for plan in (plan_of(6, 3, 2), plan_of(0, 3, 2)):
         arguments, adapters = given(plan, case, torch.float32)
         spec = activation_spec(arguments["activation"], arguments["gate_up"], None, None)
-        tail = library.tail_args(plan, spec, "torch")
+        routed = (plan, spec, backend_named("torch"))
+        tail = library.ROUTED.flatten(routed)
         x, s = arguments["x"], arguments["scores"].detach().reshape(-1).requires_grad_()
         matrices = (x, arguments["w1"], arguments["w2"], s, *adapters[:4])
         b1, b2 = arguments["b1"], arguments["b2"]
         torch.library.opcheck(lora._forward.registered, (*matrices, b1, b2, SCALE, *tail))
         detached = tuple(t.detach() for t in matrices)
-        o, h, u = lora._forward.run(*detached, b1, b2, SCALE, *tail)
+        o, h, u = lora._forward(*detached, b1, b2, SCALE, *routed)
         torch.library.opcheck(lora._backward_op.registered, (torch.ones_like(o), *detached, b2, h, u, SCALE, *tail))
 
 

@@ -3,10 +3,7 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs · R_max row capacity
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels import select
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import make_inputs
 
 INDEX_FIELDS = ("token_of_row", "pair_of_row", "row_of_pair", "pair_start_of_token", "row_start_of_expert")
@@ -134,7 +131,7 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> No
     """Call ``before`` with the kernel's name at the start of each kernel of the backward."""
 
     def wrap(name: str) -> Callable[..., Any]:
-        kernel = getattr(TORCH_KERNELS, name)
+        kernel = getattr(TorchBackend(), name)
 
         def run(*args: Any) -> Any:
             before(name)
@@ -142,10 +139,10 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> No
 
         return run
 
-    backward = ("down_proj_act_grad", "down_proj_weight_grad", "up_proj_act_grad", "up_proj_weight_grad")
+    backward = ("down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad")
     backward += ("combine_grad", "down_proj_bias_grad", "up_proj_bias_grad")
-    spied = replace(TORCH_KERNELS, **{name: wrap(name) for name in backward})
-    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": spied})
+    for name in backward:
+        monkeypatch.setitem(vars(backend_named("torch")), name, wrap(name))
 
 
 def h_of(o: Tensor, plan: RoutingPlan, width: int) -> StorageWeakRef:
@@ -165,13 +162,13 @@ def test_h_is_gone_once_b1_has_read_it(dtype: torch.dtype, retain: bool, monkeyp
     assert not ref.expired(), "kept for the backward"
     spy_on(monkeypatch, lambda name: alive.__setitem__(name, not ref.expired()))
     o.sum().backward(retain_graph=retain)
-    assert alive.pop("down_proj_act_grad")
+    assert alive.pop("down_proj_dgrad_dact")
     assert alive.pop("down_proj_bias_grad"), "runs first"
-    later = {"down_proj_weight_grad", "up_proj_act_grad", "up_proj_weight_grad", "combine_grad", "up_proj_bias_grad"}
+    later = {"down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad", "combine_grad", "up_proj_bias_grad"}
     assert alive == dict.fromkeys(later, retain)
     if retain:
         o.sum().backward()
-        assert alive["down_proj_weight_grad"] is False
+        assert alive["down_proj_wgrad"] is False
 
 
 def test_recomputed_h_is_gone_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,14 +179,14 @@ def test_recomputed_h_is_gone_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def note_h(*args: Any) -> tuple[Tensor, ...]:
         refs.append(StorageWeakRef(args[3].untyped_storage()))
-        return TORCH_KERNELS.down_proj_act_grad(*args)
+        return TorchBackend().down_proj_dgrad_dact(*args)
 
     def weight_grad(*args: Any) -> Tensor:
         alive_at_b2.append(not refs[-1].expired())
-        return TORCH_KERNELS.down_proj_weight_grad(*args)
+        return TorchBackend().down_proj_wgrad(*args)
 
-    spied = replace(TORCH_KERNELS, down_proj_act_grad=note_h, down_proj_weight_grad=weight_grad)
-    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": spied})
+    monkeypatch.setitem(vars(backend_named("torch")), "down_proj_dgrad_dact", note_h)
+    monkeypatch.setitem(vars(backend_named("torch")), "down_proj_wgrad", weight_grad)
     moe(plan=plan, recompute="up_proj", **inputs).sum().backward()
     assert alive_at_b2 == [False]
 
@@ -206,14 +203,12 @@ def test_nothing_outlives_the_backward() -> None:
 def test_without_grad_the_inference_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It need not write h at all; with recompute the forward takes it too, and only the backward makes h."""
     ran: list[str] = []
-    names = ("up_proj_act", "up_proj_act_inference")
 
     def wrap(name: str) -> Callable[..., Any]:
-        return lambda *args: ran.append(name) or getattr(TORCH_KERNELS, name)(*args)
+        return lambda *args: ran.append(name) or getattr(TorchBackend(), name)(*args)
 
-    monkeypatch.setattr(
-        select, "KERNEL_SETS", {"torch": replace(TORCH_KERNELS, **{name: wrap(name) for name in names})}
-    )
+    for name in ("up_proj_act", "up_proj_act_inference"):
+        monkeypatch.setitem(vars(backend_named("torch")), name, wrap(name))
     plan = topk_plan(24, 6, 3)
     inputs = leaves(plan, 32, 8)
     with torch.no_grad():
@@ -255,18 +250,18 @@ def test_each_kernel_makes_at_most_one_routed_buffer_of_width_d() -> None:
     spec = activation_spec("swiglu", "concatenated", None, None)
     given = make_inputs(plan, d, n, dtype=torch.bfloat16)
     x, w1, w2, s = given["x"], given["w1"], given["w2"], given["scores"].reshape(-1)
-    a, h = TORCH_KERNELS.up_proj_act(x, w1, None, plan, spec)
-    y, out = TORCH_KERNELS.down_proj(a, w2, None, plan), torch.empty_like(x)
+    a, h = TorchBackend().up_proj_act(x, w1, None, plan, spec)
+    y, out = TorchBackend().down_proj(a, w2, None, plan), torch.empty_like(x)
     for name, made, args in (
         ("up_proj_act", 0, (x, w1, None, plan, spec)),
         ("down_proj", 1, (a, w2, None, plan)),
         ("combine", 0, (y, s, plan, out)),
-        ("down_proj_act_grad", 0, (x, w2, None, h, s, plan, spec)),
-        ("down_proj_weight_grad", 0, (x, a, plan)),
-        ("up_proj_act_grad", 1, (h, w1, plan)),
-        ("up_proj_weight_grad", 0, (x, h, plan)),
+        ("down_proj_dgrad_dact", 0, (x, w2, None, h, s, plan, spec)),
+        ("down_proj_wgrad", 0, (x, a, plan)),
+        ("up_proj_dgrad", 1, (h, w1, plan)),
+        ("up_proj_wgrad", 0, (x, h, plan)),
         ("combine_grad", 0, (y, plan, out)),
     ):
         with LargeBuffers(plan.capacity * d) as buffers:
-            getattr(TORCH_KERNELS, name)(*args)
+            getattr(TorchBackend(), name)(*args)
         assert buffers.most == made, name

@@ -1,7 +1,5 @@
 """Too little memory on a GPU: the same exception in one line that says what to do; no buffer stays; a retry works."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tilemoe.kernels import select
-from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
-from tilemoe.ops.errors import out_of_memory_message
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
-from tilemoe.perf.shape import MoEShape
+from tilemoe.ops.out_of_memory import out_of_memory_message
 from tilemoe.routing.build import plan_topk
+from tilemoe.shape import MoEShape
 from tilemoe.testing import forward_and_grads, make_inputs
 
 # As PyTorch words it, with all that it says of the allocator.
@@ -32,11 +29,11 @@ STEP_OF_KERNEL = {
     "up_proj_act": "forward",
     "down_proj": "forward",
     "combine": "forward",
-    "down_proj_act_grad": "down_proj_act_grad",
-    "down_proj_weight_grad": "down_proj_weight_grad",
-    "up_proj_act_grad": "up_proj_input_grad",
+    "down_proj_dgrad_dact": "down_proj_dgrad_dact",
+    "down_proj_wgrad": "down_proj_wgrad",
+    "up_proj_dgrad": "up_proj_input_grad",
     "combine_grad": "up_proj_input_grad",
-    "up_proj_weight_grad": "up_proj_weight_grad",
+    "up_proj_wgrad": "up_proj_wgrad",
     "down_proj_bias_grad": "down_proj_bias_grad",
     "up_proj_bias_grad": "up_proj_bias_grad",
 }
@@ -50,14 +47,14 @@ def full(monkeypatch: pytest.MonkeyPatch, kernel: str) -> list[StorageWeakRef]:
         def run(*args: Any) -> Any:
             if name == kernel:
                 raise torch.OutOfMemoryError(FOUND)
-            result = getattr(TORCH_KERNELS, name)(*args)
+            result = getattr(TorchBackend(), name)(*args)
             made.extend(StorageWeakRef(t.untyped_storage()) for t in _tensors(result))
             return result
 
         return run
 
-    kernels: KernelSet = replace(TORCH_KERNELS, **{name: noted(name) for name in STEP_OF_KERNEL})
-    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": kernels})
+    for name in STEP_OF_KERNEL:
+        monkeypatch.setitem(vars(backend_named("torch")), name, noted(name))
     return made
 
 
@@ -101,8 +98,8 @@ def test_gradients_gathered_so_far_are_left_as_they_were(monkeypatch: pytest.Mon
     for tensor in leaves.values():
         tensor.grad = torch.ones_like(tensor)
     o = moe(plan=PLAN, **leaves)
-    full(monkeypatch, "up_proj_weight_grad")
-    with pytest.raises(torch.OutOfMemoryError, match="up_proj_weight_grad"):
+    full(monkeypatch, "up_proj_wgrad")
+    with pytest.raises(torch.OutOfMemoryError, match="up_proj_wgrad"):
         o.sum().backward()
     for name, tensor in leaves.items():
         assert tensor.grad is not None
@@ -113,7 +110,7 @@ def test_other_errors_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": replace(TORCH_KERNELS, down_proj_inference=broken)})
+    monkeypatch.setitem(vars(backend_named("torch")), "down_proj_inference", broken)
     with pytest.raises(RuntimeError, match=r"^something else$"):
         moe(plan=PLAN, **INPUTS)
 

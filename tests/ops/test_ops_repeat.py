@@ -3,18 +3,16 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
+from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -42,8 +40,7 @@ def test_two_shapes_and_two_activations_alternating() -> None:
     first = [layer() for layer in layers]
     for _ in range(2):
         for layer, expected in zip(layers, first, strict=True):
-            for name, value in layer().items():
-                assert torch.equal(value, expected[name])
+            assert_equal(layer(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,8 +49,7 @@ def test_repeated_runs_are_bit_equal(name: str, dtype: torch.dtype) -> None:
     plan = PLANS[name]
     inputs = make_inputs(plan, 16, 8, dtype=dtype, bias=True)
     first, second = (forward_and_grads(moe, inputs, plan) for _ in range(2))
-    for key, value in first.items():
-        assert torch.equal(value, second[key]), key
+    assert_equal(first, second)
 
 
 @pytest.mark.usefixtures("_two_threads")
@@ -62,8 +58,7 @@ def test_repeated_runs_are_bit_equal_with_two_threads() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         inputs = make_inputs(plan, 64, 40, dtype=dtype, bias=True)
         first, second = (forward_and_grads(moe, inputs, plan) for _ in range(2))
-        for key, value in first.items():
-            assert torch.equal(value, second[key]), key
+        assert_equal(first, second)
 
 
 @pytest.mark.usefixtures("_two_threads")
@@ -72,7 +67,7 @@ def test_a_sum_that_threads_would_share_out_is_bit_equal() -> None:
     pairs = torch.zeros(40_000, dtype=torch.int64)
     plan = plan_pairs(pairs, pairs, 1, 1)
     scores = torch.rand(40_000, generator=torch.Generator().manual_seed(0))
-    first, *others = (TORCH_KERNELS.down_proj_bias_grad(torch.ones(1, 8), scores, plan) for _ in range(20))
+    first, *others = (TorchBackend().down_proj_bias_grad(torch.ones(1, 8), scores, plan) for _ in range(20))
     assert all(torch.equal(first, other) for other in others)
     torch.testing.assert_close(first, scores.sum().expand(1, 8), rtol=1e-3, atol=0.0)
 

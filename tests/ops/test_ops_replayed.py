@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilemoe.ops import replayed
-from tilemoe.ops.replayed import Replayed, is_replayable
+from tilemoe.runtime import launch_cache as replayed
+from tilemoe.runtime.launch_cache import is_replayable
+from tilemoe.runtime.operator import Operator
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def on_gpu_1(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What stands in for a tensor on the second GPU, which is the current one."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(replayed, "_has_triton", lambda: True)
+    monkeypatch.setattr(replayed, "has_triton", lambda: True)
     return SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
 
 
@@ -34,7 +35,7 @@ def test_not_where_launches_go_to_another_gpu(on_gpu_1: Any) -> None:
 
 def test_not_without_triton_nor_on_amd(on_gpu_1: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(replayed, "_has_triton", lambda: False)
+        patch.setattr(replayed, "has_triton", lambda: False)
         assert not is_replayable(on_gpu_1)
     monkeypatch.setattr(torch.version, "hip", "7.1")
     assert not is_replayable(on_gpu_1)
@@ -57,9 +58,10 @@ def test_on_a_cpu_every_call_runs_and_nothing_is_learnt() -> None:
         calls.append(x)
         return x * scale
 
-    operator = Replayed(run)
+    operator = Operator("scaled", run)
     x = torch.ones(3)
     for _ in range(4):
         assert torch.equal(operator(x, 2.0), 2 * x)
     assert len(calls) == 4
-    assert operator._known == {}
+    assert operator._launches is not None
+    assert operator._launches.known == {}

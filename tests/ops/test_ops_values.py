@@ -3,8 +3,6 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.testing import (
     ERROR_CAPS,
     HostileRouting,
+    assert_equal,
     assert_moe_matches_reference,
     forward_and_grads,
     hostile_routings,
@@ -124,8 +123,7 @@ def test_inputs_of_any_strides() -> None:
     expected = forward_and_grads(moe, plain, plan)
     apart = {name: torch.stack([tensor, tensor + 1], dim=-1)[..., 0] for name, tensor in plain.items()}
     assert not any(tensor.is_contiguous() for tensor in apart.values())
-    for name, value in forward_and_grads(moe, apart, plan).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(forward_and_grads(moe, apart, plan), expected, rtol=1e-5, atol=1e-5)
     row = plain["x"][:1].expand(plan.num_tokens, 16)
     assert_moe_matches_reference({**plain, "x": row}, plan)
 
@@ -144,8 +142,7 @@ def test_output_gradients_of_any_strides(dtype: torch.dtype, bias: bool) -> None
     column, row = some[:, :1].contiguous(), some[:1].contiguous()
     for do in (some.mT.contiguous().mT, column.expand_as(o), row.expand_as(o), some[0, 0].expand_as(o)):
         assert not do.is_contiguous()
-        for got, expected in zip(grads(do), grads(do.contiguous()), strict=True):
-            assert torch.equal(got, expected)
+        assert_equal(grads(do), grads(do.contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -234,8 +231,7 @@ def test_order_of_pairs_does_not_matter_beyond_rounding(dtype: torch.dtype) -> N
     one = forward_and_grads(moe, inputs, plan)
     other = forward_and_grads(moe, {**inputs, "scores": inputs["scores"].flip(1)}, flipped)
     other["dscores"] = other["dscores"].flip(1)
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(one, other, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 def test_the_public_name_is_this_operator() -> None:

@@ -3,23 +3,20 @@
 T tokens · d hidden_size · n intermediate_size · E experts · w = 2n gated, n ungated
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tilemoe.kernels import select
-from tilemoe.kernels.base import empty_weight_grad, is_column_major
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
+from tilemoe.kernels.experts.base import empty_weight_grad, is_column_major
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
-from tilemoe.routing.plan import RoutingPlan
-from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
+from tilemoe.plan import RoutingPlan
+from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 D, N = 16, 8
@@ -36,7 +33,7 @@ def written_grads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     written: list[int] = []
 
     def spy(name: str) -> Any:
-        kernel = getattr(TORCH_KERNELS, name)
+        kernel = getattr(TorchBackend(), name)
 
         def run(*args: Any) -> Tensor:
             grad: Tensor = kernel(*args)
@@ -45,9 +42,8 @@ def written_grads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return run
 
-    names = ("down_proj_weight_grad", "up_proj_weight_grad")
-    spied = replace(TORCH_KERNELS, **{name: spy(name) for name in names})
-    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": spied})
+    for name in ("down_proj_wgrad", "up_proj_wgrad"):
+        monkeypatch.setitem(vars(backend_named("torch")), name, spy(name))
     return written
 
 
@@ -91,8 +87,7 @@ def test_compiled(backend: str, autocast: bool) -> None:
         assert leaf1.grad.is_contiguous()
         assert leaf2.grad.is_contiguous()
         results.append((o.detach(), leaf1.grad, leaf2.grad))
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
+    assert_equal(*results)
 
 
 def test_weights_that_are_dense_in_neither_order_get_contiguous_gradients() -> None:
@@ -135,5 +130,4 @@ def test_adapters(name: str) -> None:
         moe_lora(**given, plan=plan, adapters=Adapters(*views, 0.5)).sum().backward()
         assert all(leaf.grad.is_contiguous() for leaf in leaves)
         results.append([leaf.grad.transpose(1, 2) if turned else leaf.grad for leaf in leaves])
-    for grad, turned_grad in zip(*results, strict=True):
-        torch.testing.assert_close(grad, turned_grad)
+    torch.testing.assert_close(*results)

@@ -1,7 +1,5 @@
 """Sizes of a job, as far as they can be told without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -54,10 +52,7 @@ def test_a_dense_model_has_no_experts_to_divide() -> None:
         ({"exchange": "nccl"}, "parallel.exchange must be one of auto, collective, symmetric; got 'nccl'"),
         ({"checkpointing": "all"}, "parallel.checkpointing must be one of attention, block, none; got 'all'"),
         ({"reshard_after_forward": 1}, "parallel.reshard_after_forward must be True or False"),
-        (
-            {"between_micro_batches": "all"},
-            "parallel.between_micro_batches must be one of nothing, weights",
-        ),
+        ({"between_micro_batches": "all"}, "parallel.between_micro_batches must be one of nothing, weights"),
         ({"between_micro_batches": "weights"}, "parallel.reshard_after_forward frees them; set the latter to False"),
     ],
 )

@@ -1,8 +1,6 @@
 """A decoder that four processes share gives the loss and the gradients of one process."""
 
-from __future__ import annotations
-
-from pathlib import Path
+from typing import Any
 
 import pytest
 from parallel_checks import CHECKS
@@ -13,9 +11,8 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    return run_on_ranks(CHECKS, 4, folder)
+def results(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_on_ranks(selected(CHECKS), 4, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])

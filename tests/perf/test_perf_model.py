@@ -3,8 +3,6 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,22 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tilemoe.kernels import select
-from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.torch.mlp import TORCH_KERNELS
-from tilemoe.ops.moe import moe
-from tilemoe.perf import slices as slices_module
-from tilemoe.perf.costs import (
-    BACKWARD,
-    FORWARD,
-    Cost,
-    forward_intensity,
-    kernel_costs,
-    layer_roofline_ms,
-    router_costs,
-)
-from tilemoe.perf.hardware import GPUS, Ceilings, find_gpu
-from tilemoe.perf.memory import (
+from tilemoe.kernels.experts import slicing as slices_module
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.memory import (
     backward_peak_bytes,
     backward_slices,
     forward_peak_bytes,
@@ -39,9 +24,14 @@ from tilemoe.perf.memory import (
     inference_slices,
     saved_bytes,
 )
-from tilemoe.perf.shape import MoEShape
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.ops.moe import moe
+from tilemoe.perf.costs import BACKWARD, FORWARD, Cost, forward_intensity, kernel_costs, layer_roofline_ms, router_costs
+from tilemoe.perf.hardware import GPUS, Ceilings, find_gpu
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.shape import MoEShape
 from tilemoe.testing import make_inputs
 
 SMALL = MoEShape(24, 64, 8, 6, 3)
@@ -90,7 +80,7 @@ class Ledger:
         self.most = 0
         self.calls: Counter[str] = Counter()
 
-    def watch(self, kernels: KernelSet) -> KernelSet:
+    def watch(self, kernels: Backend) -> dict[str, Any]:
         """The same kernels, whose results are entered here."""
 
         def watched(name: str) -> Any:
@@ -108,7 +98,7 @@ class Ledger:
             return run
 
         names = (*FORWARD, "up_proj_act_inference", "down_proj_inference", *BACKWARD)
-        return replace(kernels, **{name: watched(name) for name in names})
+        return {name: watched(name) for name in names}
 
     def enter(self, tensor: Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
@@ -150,7 +140,8 @@ def test_peaks_are_those_of_the_operator(
     shape: MoEShape, in_forward: int, in_backward: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = Ledger()
-    monkeypatch.setattr(select, "KERNEL_SETS", {"torch": ledger.watch(TORCH_KERNELS)})
+    for name, kernel in ledger.watch(TorchBackend()).items():
+        monkeypatch.setitem(vars(backend_named("torch")), name, kernel)
     inputs = inputs_for(shape, plan_for(shape))
     with torch.no_grad():
         moe(**inputs)
@@ -165,7 +156,7 @@ def test_peaks_are_those_of_the_operator(
     grads = torch.autograd.grad(o, [inputs[name] for name in ("x", "w1", "w2", "scores")], do)
     # The output is the caller's: it stays alive in this test, and is no part of the backward.
     assert ledger.most - o.nbytes == backward_peak_bytes(shape)
-    assert ledger.calls["up_proj_act_grad"] == ledger.calls["combine_grad"] == in_backward
+    assert ledger.calls["up_proj_dgrad"] == ledger.calls["combine_grad"] == in_backward
     assert len(grads) == 4
 
 
@@ -176,10 +167,10 @@ def test_costs_by_hand() -> None:
     assert costs["up_proj_act"] == Cost(2 * rows * 4 * 6, x + w1 + 16, h + a)
     assert costs["down_proj"] == Cost(2 * rows * 4 * 3, a + w2, y)
     assert costs["combine"] == Cost(0, y + 32, x)
-    assert costs["down_proj_act_grad"] == Cost(2 * rows * 4 * 3, x + w2 + h + 48, h + a + 16)
-    assert costs["down_proj_weight_grad"] == Cost(2 * rows * 4 * 3, x + a + 16, w2)
-    assert costs["up_proj_act_grad"] == Cost(2 * rows * 4 * 6, h + w1, y)
-    assert costs["up_proj_weight_grad"] == Cost(2 * rows * 4 * 6, x + h + 16, w1)
+    assert costs["down_proj_dgrad_dact"] == Cost(2 * rows * 4 * 3, x + w2 + h + 48, h + a + 16)
+    assert costs["down_proj_wgrad"] == Cost(2 * rows * 4 * 3, x + a + 16, w2)
+    assert costs["up_proj_dgrad"] == Cost(2 * rows * 4 * 6, h + w1, y)
+    assert costs["up_proj_wgrad"] == Cost(2 * rows * 4 * 6, x + h + 16, w1)
     assert costs["combine_grad"] == Cost(0, y + 16, x)
     assert sum(cost.flops for cost in costs.values()) == 18 * rows * 4 * 3
     assert router_costs(MoEShape(2, 4, 3, 5, 2)) == (Cost(80, 16 + 40, 40), Cost(160, 80 + 56, 56))

@@ -1,13 +1,12 @@
 """The oracle's activations against PyTorch's own functions, and the package's table against the oracle."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tilemoe.activations import activation_grad, activation_spec, activation_value
+from tilemoe.activations import activation_spec
 from tilemoe.config import ACTIVATIONS, GATE_UP_LAYOUTS, GATED_ACTIVATIONS
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value
 from tilemoe.reference import activation
 
 UNGATED = {

@@ -1,7 +1,5 @@
 """The reference's token rounding, on cases small enough to be worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

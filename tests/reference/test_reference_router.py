@@ -1,7 +1,5 @@
 """The oracle's router on examples small enough to be worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

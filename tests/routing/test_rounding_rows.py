@@ -3,8 +3,6 @@
 T tokens · E experts · K experts per token · m tile · f rows of an expert under top-K · r rows it computes
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from tilemoe.config import ROUNDING_MODES, TokenRounding
 from tilemoe.ops.rounding import round_rows
+from tilemoe.plan import RoutingPlan
 from tilemoe.reference import rounding as reference
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.routing.rounding import row_capacity
 
 

@@ -1,7 +1,5 @@
 """Selection-bias balancing on one process: the rule, what it refuses, and that it balances."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,20 +1,19 @@
 """Losses and bias updates of two processes equal those of one process on the whole batch."""
 
-from __future__ import annotations
-
-from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from tilemoe import reference
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.topk import Routing, route
+from tilemoe.testing.ranks import run_on_ranks
+
+pytestmark = pytest.mark.dist
 
 RANKS, E, K = 2, 6, 2
 CFG = MoEConfig(8, 8, E, K, router=RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01))
@@ -27,9 +26,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return logits, torch.arange(16) % 7 != 6
 
 
-def check_whole_batch_loss(rank: int, first_of_rank_1: int) -> None:
+def assert_loss_of_the_whole_batch(first_of_rank_1: int) -> None:
     logits, mask = batch()
-    mine = slice(0, first_of_rank_1) if rank == 0 else slice(first_of_rank_1, 16)
+    mine = slice(0, first_of_rank_1) if dist.get_rank() == 0 else slice(first_of_rank_1, 16)
     local = logits[mine].clone().requires_grad_()
     loss = route(local, CFG, token_mask=mask[mine]).aux_loss
     (grad,) = torch.autograd.grad(loss, local)
@@ -44,10 +43,22 @@ def check_whole_batch_loss(rank: int, first_of_rank_1: int) -> None:
     torch.testing.assert_close(grad / RANKS, expected_grad[mine])
 
 
-def check_loss_without_other_ranks(rank: int) -> None:
+def check_loss_of_equal_shares() -> None:
+    assert_loss_of_the_whole_batch(8)
+
+
+def check_loss_of_unequal_shares() -> None:
+    assert_loss_of_the_whole_batch(5)
+
+
+def check_loss_where_a_rank_has_no_tokens() -> None:
+    assert_loss_of_the_whole_batch(0)
+
+
+def check_loss_without_other_ranks() -> None:
     """Evaluation and a group of one rank need no other rank: only one of them calls."""
     groups = [dist.new_group([r]) for r in range(RANKS)]
-    if rank == 0:
+    if dist.get_rank() == 0:
         logits, mask = batch()
         local, local_mask = logits[:5], mask[:5]
         expected = reference.route(local, CFG, token_mask=local_mask).aux_loss.float()
@@ -56,19 +67,20 @@ def check_loss_without_other_ranks(rank: int) -> None:
     dist.barrier()
 
 
-def check_compiled(rank: int) -> None:
-    logits = batch()[0][rank * 4 : rank * 4 + 8]
+def check_compiled() -> None:
+    first = 4 * dist.get_rank()
+    logits = batch()[0][first : first + 8]
 
     def loss_and_counts(logits: Tensor) -> tuple[Tensor, Tensor]:
         routing: Routing = route(logits, CFG)
         return routing.aux_loss, routing.tokens_per_expert
 
     compiled = torch.compile(loss_and_counts, fullgraph=True, backend="aot_eager")(logits)
-    for got, want in zip(compiled, loss_and_counts(logits), strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(compiled, loss_and_counts(logits))
 
 
-def check_bias_update(rank: int) -> None:
+def check_bias_update() -> None:
+    rank = dist.get_rank()
     # Each rank alone would move the biases another way than both together.
     counts = torch.tensor([[[9, 0, 3], [4, 4, 4]], [[0, 3, 3], [6, 1, 5]]])[rank]
     biases = [torch.zeros(3), torch.ones(3)]
@@ -77,25 +89,14 @@ def check_bias_update(rank: int) -> None:
     assert counts.sum() == (12 + 12 if rank == 0 else 6 + 12)  # the caller's counts are left alone
 
 
-def worker(rank: int, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),  # a rank that waits for one that does not call fails the test
-    )
-    try:
-        for first_of_rank_1 in (8, 5, 0):  # equal shares, unequal ones, a rank without tokens
-            check_whole_batch_loss(rank, first_of_rank_1)
-        check_loss_without_other_ranks(rank)
-        check_compiled(rank)
-        check_bias_update(rank)
-    finally:
-        dist.destroy_process_group()
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-@pytest.mark.dist
-def test_two_processes_equal_one_on_the_whole_batch(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path / "rendezvous"),), nprocs=RANKS)
+@pytest.fixture(scope="module")
+def results(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_on_ranks(selected(CHECKS), RANKS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+def test_two_processes_equal_one_on_the_whole_batch(name: str, results: dict[str, str]) -> None:
+    assert not results[name], results[name]

@@ -3,8 +3,6 @@
 T tokens · E experts · K experts per token · P pairs
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe.config import MoEConfig, TokenRounding
+from tilemoe.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan, experts_of_rows
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan, experts_of_rows
 from tilemoe.routing.topk import route
 
 

@@ -3,8 +3,6 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any

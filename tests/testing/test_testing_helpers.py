@@ -3,8 +3,6 @@
 T tokens · E experts · K experts per token
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing import (
     ERROR_CAPS,
     assert_close_to_reference,

@@ -1,7 +1,5 @@
 """Checks of several processes: what one of them finds wrong hides nothing that comes after."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A small corpus and a recipe over it that trains in well under a second."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What jobs of four and of two processes check of their checkpoints; `test_train_distributed_checkpoint` runs it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from dataclasses import replace
@@ -20,10 +18,11 @@ from tilemoe.data import load_tokenizer
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
-from tilemoe.train import distributed_checkpoint
-from tilemoe.train.checkpoint import CheckpointError, TrainState, find_latest, list_checkpoints, open_checkpoint
+from tilemoe.testing import assert_equal
+from tilemoe.train.checkpoints import distributed as distributed_checkpoint
+from tilemoe.train.checkpoints.distributed import begin_distributed_checkpoint, save_distributed_checkpoint
+from tilemoe.train.checkpoints.folder import CheckpointError, TrainState, find_latest, list_checkpoints, open_checkpoint
 from tilemoe.train.config import OptimConfig, load_recipe
-from tilemoe.train.distributed_checkpoint import begin_distributed_checkpoint, save_distributed_checkpoint
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
 RUN = "TILEMOE_TEST_RUN"  # names the folder that the jobs share
@@ -87,8 +86,7 @@ def whole_state(training: Training) -> dict[str, Tensor]:
 def assert_state(training: Training, file: str) -> None:
     expected, got = torch.load(run_dir() / file), whole_state(training)
     assert expected.keys() == got.keys()
-    for name, want in expected.items():
-        assert torch.equal(got[name], want), name
+    assert_equal(got, expected)
 
 
 def check_save_on_four() -> None:

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, whatever fails; damage is found, named, and an older one pointed to."""
 
-from __future__ import annotations
-
 import errno
 import json
 import random
@@ -14,8 +12,8 @@ import torch
 from torch import nn
 
 from tilemoe.data import load_tokenizer
-from tilemoe.train import checkpoint as checkpoints
-from tilemoe.train.checkpoint import (
+from tilemoe.train.checkpoints import folder as checkpoints
+from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
     clean_stale,

@@ -1,7 +1,5 @@
 """Recipes: the packaged ones load, mistakes are one line that names the setting, nothing imports torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Jobs of several processes as users start them: the run of one process, and what happens when one of them fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -18,11 +16,11 @@ import torch
 from tilemoe.cli.main import main
 from tilemoe.cli.train import run as run_command
 from tilemoe.config import ParallelConfig, to_dict
-from tilemoe.train import checkpoint as checkpoints
 from tilemoe.train import run as runs
-from tilemoe.train.checkpoint import find_latest, list_checkpoints
+from tilemoe.train.checkpoints import folder as checkpoints
+from tilemoe.train.checkpoints.folder import find_latest, list_checkpoints
 from tilemoe.train.config import Recipe
-from tilemoe.train.job import ALONE, Job, JobError
+from tilemoe.train.job.processes import ALONE, Job, JobError
 from tilemoe.train.loop import seed_process
 from tilemoe.train.metrics import read_metrics
 from tilemoe.train.run import train
@@ -228,10 +226,7 @@ def test_a_job_that_does_not_fit_is_told_once(recipe: Recipe, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"parallel": ParallelConfig(expert=4)},
-            r"expert 4 needs 4 processes and the job has 2; start it with",
-        ),
+        ({"parallel": ParallelConfig(expert=4)}, r"expert 4 needs 4 processes and the job has 2; start it with"),
         ({"parallel": ParallelConfig(shard=1)}, r"job's 2 processes are not divided evenly by replicate 1 x shard 1"),
         ({"experts": 5}, r"parallel.expert \(2\) must divide model.moe.num_experts \(5\)"),
         ({"experts": 8}, r"is of another model: model.moe.num_experts is 8 here and 4 in the checkpoint; use"),

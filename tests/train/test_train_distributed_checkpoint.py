@@ -1,7 +1,5 @@
 """A checkpoint that four processes wrote goes on, bit for bit, on four, two or one, with expert parallelism or not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tilemoe.cli.main import main
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing.ranks import run_on_ranks
-from tilemoe.train.checkpoint import CheckpointError, open_checkpoint
+from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.optim import make_optimizer
 

@@ -1,10 +1,9 @@
 """The loop: accumulation, the selection bias, NaN, evaluation, and what a run does in which order."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +14,16 @@ import torch
 
 from tilemoe.config import TokenRounding
 from tilemoe.data import Prepared, prepare, sequential_windows
-from tilemoe.train.checkpoint import CheckpointError, list_checkpoints, open_checkpoint
+from tilemoe.testing import assert_equal
+from tilemoe.train.checkpoints.folder import CheckpointError, list_checkpoints, open_checkpoint
+from tilemoe.train.checkpoints.restore import build_model, restore, select_device
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import evaluate
+from tilemoe.train.job.signals import StopRequest
 from tilemoe.train.loop import NonFiniteLossError, Trainer
 from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
-from tilemoe.train.restore import build_model, restore, select_device
 from tilemoe.train.run import require_fresh, require_resumable, train
 from tilemoe.train.sample import continue_text, printable
-from tilemoe.train.signals import StopRequest
 
 CPU = torch.device("cpu")
 
@@ -121,8 +121,7 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(recipe: Recipe, p
         trainer.train_step()
     assert "\n" not in str(caught.value)
     assert trainer.step == 1
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+    assert_equal(trainer.model.state_dict(), before)
 
 
 def test_a_run_that_diverges_keeps_its_last_checkpoint(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +200,30 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: int) -> N
     monkeypatch.setattr(Trainer, "train_step", interrupted)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Path]:
+    """The folder of a whole run of each model."""
+    folders: dict[object, Path] = {}
+
+    def run(recipe: Recipe) -> Path:
+        if recipe.model not in folders:
+            folders[recipe.model] = tmp_path_factory.mktemp("whole") / "run"
+            train(replace(recipe, train=replace(recipe.train, out_dir=str(folders[recipe.model]))))
+        return folders[recipe.model]
+
+    return run
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", [0, 1, 2, 4, 5])
 def test_a_stopped_run_goes_on_to_the_same_end(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, step: int
+    recipe: Recipe,
+    uninterrupted: Callable[[Recipe], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    step: int,
 ) -> None:
-    other = replace(recipe, train=replace(recipe.train, out_dir=recipe.train.out_dir + "-whole"))
-    train(other)
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         interrupt_at(patch, step, number)
@@ -218,9 +234,10 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     latest = list_checkpoints(Path(recipe.train.out_dir))[-1]
     assert latest.name == f"step_{step + 1:08d}"
     assert train(recipe, open_checkpoint(latest)) is not None
-    assert timeless(recipe.train.out_dir) == timeless(other.train.out_dir)
+    whole = uninterrupted(recipe)
+    assert timeless(recipe.train.out_dir) == timeless(whole)
     for file in ("model.safetensors", "optimizer.safetensors"):
-        ends = [Path(r.train.out_dir) / "step_00000006" / file for r in (recipe, other)]
+        ends = [folder / "step_00000006" / file for folder in (Path(recipe.train.out_dir), whole)]
         assert ends[0].read_bytes() == ends[1].read_bytes()
 
 

@@ -1,7 +1,5 @@
 """metrics.jsonl: appended, cut back on resuming, mirrored to TensorBoard, drawn."""
 
-from __future__ import annotations
-
 import builtins
 import json
 from pathlib import Path

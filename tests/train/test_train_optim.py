@@ -1,7 +1,5 @@
 """Parameter groups, clipping and the named state of AdamW."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

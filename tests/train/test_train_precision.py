@@ -1,7 +1,5 @@
 """Where bf16 comes from: autocast over fp32 weights, or FSDP, which gathers them in bf16, but never both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -13,10 +11,10 @@ import torch.distributed as dist
 from tilemoe.config import ParallelConfig
 from tilemoe.data import prepare
 from tilemoe.layers.norm import RMSNorm
+from tilemoe.train.checkpoints.restore import build_model, build_shared_model
 from tilemoe.train.config import Recipe
-from tilemoe.train.job import ALONE
+from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
-from tilemoe.train.restore import build_model, build_shared_model
 
 CPU = torch.device("cpu")
 

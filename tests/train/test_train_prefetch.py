@@ -1,7 +1,5 @@
 """Reading ahead: the same batches in any order they are asked for, early, and none of it visible to a run."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Callable
@@ -12,11 +10,11 @@ import torch
 
 from tilemoe.data import prepare
 from tilemoe.data.sampler import Batch
+from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.loop import Trainer
 from tilemoe.train.prefetch import AHEAD, Prefetcher
 from tilemoe.train.progress import PlainReporter
-from tilemoe.train.restore import build_model
 
 CPU = torch.device("cpu")
 PATIENCE = 20.0  # seconds, of a test that would otherwise hang

@@ -1,7 +1,5 @@
 """What a run shows: plain lines in a pipe, a bar on a terminal."""
 
-from __future__ import annotations
-
 import io
 import sys
 

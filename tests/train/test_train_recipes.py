@@ -1,7 +1,5 @@
 """The recipes of published sizes: what their models count and cost, and that they can be built."""
 
-from __future__ import annotations
-
 import pytest
 
 from tilemoe.models.decoder import DecoderLM

@@ -1,7 +1,5 @@
 """A run's folder belongs to one run and one process, and a signal before the first step loses nothing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Learning-rate schedules against their definition."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

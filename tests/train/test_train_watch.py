@@ -1,7 +1,5 @@
 """Rank 0's end of the connections that the processes of a job watch each other by; whole jobs are watched elsewhere."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time
@@ -10,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from tilemoe.train.job import Job
-from tilemoe.train.watch import Watch, _connect, _Hub, _Link
+from tilemoe.train.job.processes import Job
+from tilemoe.train.job.watch import Watch, _connect, _Hub, _Link
 
 
 @pytest.fixture

@@ -65,17 +65,15 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
     """One line for each choice that the layer makes: the experts' kernels, the router's, the plan's."""
     import torch
 
-    from tilemoe.kernels.select import select_kernels
-    from tilemoe.kernels.select_plan import select_plan_topk
-    from tilemoe.kernels.select_router import select_router
+    from tilemoe.kernels.choose import choose_plan, choose_router, select_kernels
 
     found = torch.device(device)
     lines = []
     for name in _DTYPES:
-        kernels = select_kernels(found, getattr(torch, name), cfg)
-        lines.append(f"experts in {name}: {kernels.name} ({kernels.reason})")
-    router = select_router(found, torch.float32, cfg.num_experts, cfg.num_experts_per_tok)
-    lines.append(f"router: {'triton' if router.fused else 'torch'} ({router.reason})")
-    plan = select_plan_topk(found.type, tokens * cfg.num_experts_per_tok, cfg.num_experts)
+        experts = select_kernels(found, getattr(torch, name), cfg)
+        lines.append(f"experts in {name}: {experts.name} ({experts.reason})")
+    router = choose_router(found, torch.float32, cfg.num_experts, cfg.num_experts_per_tok)
+    lines.append(f"router: {router.name} ({router.reason})")
+    plan = choose_plan(found, tokens * cfg.num_experts_per_tok, cfg.num_experts)
     lines.append(f"plan: {plan.name} ({plan.reason})")
     return lines

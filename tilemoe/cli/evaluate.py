@@ -33,9 +33,9 @@ def run(arguments: Sequence[str]) -> None:
     import torch
 
     from tilemoe.data import prepare
+    from tilemoe.train.checkpoints.restore import restore
     from tilemoe.train.evaluate import evaluate
     from tilemoe.train.loop import data_fingerprint
-    from tilemoe.train.restore import restore
 
     restored = restore(options.checkpoint.expanduser(), options.device)
     recipe = restored.checkpoint.state.recipe

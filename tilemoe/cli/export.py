@@ -32,8 +32,8 @@ def run(arguments: Sequence[str]) -> None:
 
     from tilemoe.data.files import staged_folder
     from tilemoe.models.huggingface import save_hf
-    from tilemoe.train.checkpoint import TOKENIZER_FILE
-    from tilemoe.train.restore import restore
+    from tilemoe.train.checkpoints.folder import TOKENIZER_FILE
+    from tilemoe.train.checkpoints.restore import restore
 
     restored = restore(options.checkpoint.expanduser(), "cpu")
     try:

@@ -34,7 +34,7 @@ class GenerateOptions:
 def run(arguments: Sequence[str]) -> None:
     options = parse(GenerateOptions, arguments, prog="tilemoe generate", description="Continue a prompt.")
 
-    from tilemoe.train.restore import restore
+    from tilemoe.train.checkpoints.restore import restore
     from tilemoe.train.sample import continue_text
 
     restored = restore(options.checkpoint.expanduser(), options.device)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from tilemoe.cli.parsing import parse
 from tilemoe.config import MoEConfig
+from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
 from tilemoe.models.presets import moe_preset
 from tilemoe.perf.costs import BACKWARD, FORWARD, kernel_costs, layer_roofline_ms, router_costs
 from tilemoe.perf.hardware import DTYPE_BYTES, Gpu, find_gpu
-from tilemoe.perf.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 
 @dataclass(frozen=True)

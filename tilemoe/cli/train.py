@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
-from tilemoe.train.job import Job
+from tilemoe.train.job.processes import Job
 
 if TYPE_CHECKING:
-    from tilemoe.train.checkpoint import Checkpoint
+    from tilemoe.train.checkpoints.folder import Checkpoint
 
 _LATEST, _AUTO = "", "auto"  # --resume without a path, in words
 _Found = TypeVar("_Found", bound="Checkpoint | None")
@@ -77,7 +77,7 @@ def _choose(
     recipe = _override(base, overrides)
     run_dir = Path(recipe.train.out_dir).expanduser()
 
-    from tilemoe.train.checkpoint import find_latest
+    from tilemoe.train.checkpoints.folder import find_latest
     from tilemoe.train.run import require_fresh
 
     if resume is None:
@@ -94,7 +94,7 @@ def _opened(find: Callable[[Callable[[Path], Checkpoint]], _Found], recipe: Reci
     """What ``find`` finds, verified. In a job the first process does that, which may take minutes, after all have
     looked whether it fits: what they find alike, they are to find at the same time.
     """
-    from tilemoe.train.checkpoint import open_checkpoint, read_checkpoint
+    from tilemoe.train.checkpoints.folder import open_checkpoint, read_checkpoint
     from tilemoe.train.run import require_resumable
 
     if job.is_alone:
@@ -107,7 +107,7 @@ def _opened(find: Callable[[Callable[[Path], Checkpoint]], _Found], recipe: Reci
 
 def _resume_from(path: Path, base: Recipe | None, overrides: Sequence[str], job: Job) -> tuple[Recipe, Checkpoint]:
     """``--resume PATH``: the run stays in PATH's folder, with the checkpoint's own recipe unless one is named."""
-    from tilemoe.train.checkpoint import open_checkpoint, read_checkpoint, resolve_checkpoint
+    from tilemoe.train.checkpoints.folder import open_checkpoint, read_checkpoint, resolve_checkpoint
 
     checkpoint = resolve_checkpoint(path, open_checkpoint if job.is_alone else read_checkpoint)
     run_dir = str(checkpoint.path.parent)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from tilemoe.dispatch.base import Dispatched
 from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.exchange import sums_from_experts, tokens_to_experts
-from tilemoe.kernels.torch.exchange import Routed
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.kernels.expert_parallel.torch import Routed
+from tilemoe.plan import RoutingPlan
 
 _INT32_MAX = 2**31 - 1
 

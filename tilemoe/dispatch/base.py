@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from tilemoe.dispatch.transport import Transport, Way
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from tilemoe.config import EXCHANGES, require_choice
+from tilemoe.checks import require_choice
+from tilemoe.config import EXCHANGES
 from tilemoe.dispatch.pull import Pull
 from tilemoe.dispatch.transport import Collective, Transport
 
@@ -37,10 +38,10 @@ class Transports:
             return Collective(self.group)
         from tilemoe.dispatch import symmetric  # for GPUs alone
 
-        reason = symmetric.reason_against(self.group, device)
-        if reason is None:
+        why = symmetric.why_unsupported(self.group, device)
+        if why is None:
             window = partial(symmetric.SymmetricWindow, self.group, device)
             return Pull(dist.get_rank(self.group), dist.get_world_size(self.group), window)
         if self.exchange == "symmetric":
-            raise ValueError(f"exchange='symmetric': {reason}; pass 'auto' or 'collective'")
+            raise ValueError(f"exchange='symmetric': {why}; pass 'auto' or 'collective'")
         return Collective(self.group)

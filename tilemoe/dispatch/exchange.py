@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from tilemoe.dispatch.base import Sent
 from tilemoe.dispatch.transport import Arrival, Transport, Way
-from tilemoe.kernels.base import compute_dtype
-from tilemoe.kernels.torch.exchange import Routed
-from tilemoe.ops.exchange import count_sent, place_sent, plan_received, sum_copies
-from tilemoe.routing.plan import ROWS_PER_EXPERT, RoutingPlan
+from tilemoe.kernels.expert_parallel.torch import Routed
+from tilemoe.kernels.experts.base import compute_dtype
+from tilemoe.ops.expert_parallel import count_sent, place_sent, plan_received, sum_copies
+from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
 
 tell_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in PyTorch 2.11
 

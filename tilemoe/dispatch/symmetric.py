@@ -25,18 +25,18 @@ _WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _FLAG_BYTES = 4
 
 
-def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def why_unsupported(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the group's ranks cannot exchange rows so, in a few words; None if they can.
 
     All ranks call it and get one answer: each tells the others what it sees.
     """
-    found = _told(group, (socket.gethostname(), _reason_here(group, device)))
+    found = _told(group, (socket.gethostname(), _why_unsupported_here(group, device)))
     if len({host for host, _ in found}) > 1:
         return "symmetric memory needs all ranks on one host"
     return next((reason for _, reason in found if reason is not None), None)
 
 
-def _reason_here(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def _why_unsupported_here(group: dist.ProcessGroup, device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return "symmetric memory needs NVIDIA GPUs"
     gpus = range(torch.cuda.device_count())

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilemoe.activations import ActivationSpec, activation_value
-from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.activations import REGISTRY, ActivationSpec
+from tilemoe.config import GATE_UP_LAYOUTS
+from tilemoe.kernels.experts.torch.activations import activation_value
 
 _ROWS, _WIDTH = 128, 32
 # Up to magnitudes beyond any clamp that is there to be met; a limit that is known is added.
@@ -50,13 +51,10 @@ def _probe(columns: int, limit: float | None) -> Tensor:
 
 
 def _candidates(is_gated: bool, limit: float | None, alpha: float | None) -> list[ActivationSpec]:
-    if not is_gated:
-        return [ActivationSpec(name) for name in sorted(UNGATED_ACTIVATIONS)]
-    specs = [
-        ActivationSpec(name, layout)
-        for layout in GATE_UP_LAYOUTS
-        for name in sorted(GATED_ACTIVATIONS - {"swiglu_oai"})
-    ]
+    names = sorted(name for name, entry in REGISTRY.items() if entry.is_gated == is_gated)
+    layouts = GATE_UP_LAYOUTS if is_gated else GATE_UP_LAYOUTS[:1]
+    clamped = [name for name in names if REGISTRY[name].takes_limit_and_alpha]
+    specs = [ActivationSpec(name, layout) for layout in layouts for name in names if name not in clamped]
     if limit is not None and alpha is not None:
-        specs += [ActivationSpec("swiglu_oai", layout, limit, alpha) for layout in GATE_UP_LAYOUTS]
+        specs += [ActivationSpec(name, layout, limit, alpha) for layout in layouts for name in clamped]
     return specs

@@ -33,8 +33,8 @@ except ImportError as error:
     ) from error
 
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan
 
 
 class TileMoEGroupedExperts(FusedGroupedExperts):

@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.integrations.gates import recognised_activation
-from tilemoe.kernels.select import FLOAT_DTYPES
+from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.ops.inference import Activation
 from tilemoe.ops.inference import experts as infer_experts
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
-from tilemoe.tracing import constant_when_traced
+from tilemoe.runtime.tracing import constant_when_traced
 
 NAME = "tilemoe"
 OLDEST = (5, 7)  # transformers; before it the names of experts' implementations were a fixed list

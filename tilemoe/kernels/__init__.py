@@ -1,1 +1,1 @@
-"""The eight kernels of the layer, in as many implementations (KernelSets) as there are kinds of device."""
+"""The eight kernels of the layer, in as many implementations (backends) as there are kinds of device."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilemoe.config import ModelConfig
-from tilemoe.kernels.select import takes_a_triton_kernel
+from tilemoe.kernels.choose import choose_lm
 from tilemoe.layers.norm import RMSNorm
 
 
@@ -106,11 +106,11 @@ class _Rotation(torch.autograd.Function):
 def _is_one_kernel(x: Tensor, cos: Tensor) -> bool:
     """Whether Triton turns ``x`` in one pass, where PyTorch takes four, slow ones for their mixture of dtypes."""
     is_fp32 = cos.dtype == torch.float32 == torch.promote_types(x.dtype, torch.float32)
-    return is_fp32 and x.ndim == 4 and takes_a_triton_kernel(x)
+    return is_fp32 and x.ndim == 4 and choose_lm(x).name == "triton"
 
 
 def _by_one_kernel(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
-    from tilemoe.kernels.triton.rotary import rotate as rotate_by_triton  # Triton is not on every machine
+    from tilemoe.kernels.lm.triton_rotary import rotate as rotate_by_triton  # Triton is not on every machine
 
     return rotate_by_triton(x, cos, sin, dtype, back=back)
 

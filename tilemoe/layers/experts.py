@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tilemoe.activations import activation_spec
 from tilemoe.config import MoEConfig
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
-from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.select import check_name
-from tilemoe.ops.moe import check_options, compile_ahead, moe
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.registry import check_kernels
+from tilemoe.ops.moe import check_options, moe
+from tilemoe.plan import RoutingPlan
 
 
 class Experts(nn.Module):
@@ -23,8 +22,6 @@ class Experts(nn.Module):
     ``dispatcher`` brings tokens to the experts: all are here, unless expert parallelism sets another one.
     """
 
-    _has_begun = False  # to compile
-
     def __init__(
         self,
         cfg: MoEConfig,
@@ -32,12 +29,12 @@ class Experts(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recompute: str | None = None,
-        kernels: str | KernelSet | None = None,
+        kernels: str | Backend | None = None,
     ) -> None:
         super().__init__()
         check_options(cfg.gate_up, recompute)
         if kernels is not None:
-            check_name(kernels.name if isinstance(kernels, KernelSet) else kernels)
+            check_kernels(kernels)
         self.cfg, self.recompute, self.kernels = cfg, recompute, kernels
         self.dispatcher: Dispatcher = LocalDispatcher()
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
@@ -56,17 +53,6 @@ class Experts(nn.Module):
         for bias in (self.b1, self.b2):
             if bias is not None:
                 nn.init.zeros_(bias)
-
-    def compile_ahead(self, x: Tensor) -> None:
-        """Before the first forward, begin to compile its kernels and its backward's, while tokens are still routed."""
-        if torch.compiler.is_compiling() or self._has_begun:
-            return
-        self._has_begun = True
-        cfg = self.cfg
-        if cfg.rounding is None and isinstance(self.dispatcher, LocalDispatcher):
-            spec = activation_spec(cfg.activation, cfg.gate_up, cfg.activation_limit, cfg.activation_alpha)
-            weights = (self.w1, self.w2, self.b1, self.b2)
-            compile_ahead(x, *weights, cfg.num_experts_per_tok, spec, self.recompute, self.kernels)
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
         """x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d) in x's dtype, under autocast in autocast's."""

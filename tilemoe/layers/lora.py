@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe.dispatch.base import LocalDispatcher
-from tilemoe.kernels.base import KernelSet
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE
 from tilemoe.ops.lora import Adapters, moe_lora
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan
 
 
 class LoRAExperts(nn.Module):
@@ -80,7 +79,7 @@ class LoRAExperts(nn.Module):
             gate_up=base.cfg.gate_up,
             b1=base.b1,
             b2=base.b2,
-            kernels=base.kernels.name if isinstance(base.kernels, KernelSet) else base.kernels,
+            kernels=base.kernels,
         )
 
     def merge(self) -> None:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tilemoe.activations import ActivationSpec, activation_grad, activation_value, row_blocks
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
 
 
 class _Activation(torch.autograd.Function):

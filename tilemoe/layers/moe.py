@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import MoEConfig
-from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.select import FLOAT_DTYPES
+from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.mlp import MLP
-from tilemoe.layers.router import Router
+from tilemoe.layers.router import Router, checked_output
 from tilemoe.routing.balance import update_selection_bias
-from tilemoe.routing.topk import route
+from tilemoe.routing.topk import Routing, route
 
 
 class MoEOutput(NamedTuple):
@@ -26,13 +25,14 @@ class MoEOutput(NamedTuple):
 
     aux_loss            fp32 scalar, coefficients applied; 0 when the router has none
     tokens_per_expert   (E,) int32 rows really computed
-    router_logits       (T, E) fp32, or fp64; differentiable
+    router_logits       (T, E) fp32 or fp64, or as a router of one's own gave them; differentiable. None where it gave
+                        a `Routing`
     """
 
     hidden: Tensor
     aux_loss: Tensor
     tokens_per_expert: Tensor
-    router_logits: Tensor
+    router_logits: Tensor | None
 
 
 class MoE(nn.Module):
@@ -42,7 +42,11 @@ class MoE(nn.Module):
         cfg: the layer.
         device, dtype: of the parameters.
         recompute: "up_proj" keeps no pre-activations for backward and repeats one GEMM there.
-        kernels: name of a KernelSet; None chooses by device, dtype and shape.
+        kernels: a `Backend`, or the name of one; None chooses by device, dtype and shape.
+        router: None for a linear one; or any module that is called with x (T, d) and gives logits (T, E) of a float
+            dtype, which `tilemoe.route` turns into experts as ``cfg.router`` says, or a `tilemoe.Routing` of its own
+            (`tilemoe.plan_topk` and `tilemoe.plan_pairs` make plans). It is on the layer's device already. With
+            ``cfg.router.selection_bias`` it has an fp32 buffer ``selection_bias`` (E,).
 
     Parameters: ``router.weight`` (E, d) · ``experts.w1`` (E, 2n or n, d) · ``experts.w2`` (E, d, n) ·
     ``experts.b1``, ``experts.b2`` · ``shared.w1`` (2m or m, d), ``shared.w2`` (d, m), m the shared width, in the
@@ -56,13 +60,19 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recompute: str | None = None,
-        kernels: str | KernelSet | None = None,
+        kernels: str | Backend | None = None,
+        router: nn.Module | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(cfg, MoEConfig):
             raise ValueError(f"cfg must be a MoEConfig, got {type(cfg).__name__}")
+        if router is not None and not isinstance(router, nn.Module):
+            raise ValueError(
+                "router must be None or a torch.nn.Module that gives logits (T, E) or a Routing, got "
+                f"{type(router).__name__}; wrap a function in a module"
+            )
         self.cfg = cfg
-        self.router = Router(cfg, device=device, dtype=dtype)
+        self.router = Router(cfg, device=device, dtype=dtype) if router is None else router
         self.experts = Experts(cfg, device=device, dtype=dtype, recompute=recompute, kernels=kernels)
         self.shared: MLP | None = None
         self.shared_gate: nn.Linear | None = None
@@ -75,9 +85,18 @@ class MoE(nn.Module):
             self.shared_gate = nn.Linear(cfg.hidden_size, 1, bias=False, device=device, dtype=dtype)
             nn.init.normal_(self.shared_gate.weight, 0.0, cfg.initializer_range)
 
+    @property
+    def selection_bias(self) -> Tensor | None:
+        """(E,) fp32, the router's buffer; None where it has none."""
+        return getattr(self.router, "selection_bias", None)
+
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the weights anew, for instance after ``to_empty`` brought the layer here from the meta device."""
-        self.router.reset_parameters(generator)
+        """Draw the weights anew, for instance after ``to_empty`` brought the layer here from the meta device.
+
+        A router of one's own is left as it is.
+        """
+        if isinstance(self.router, Router):
+            self.router.reset_parameters(generator)
         self.experts.reset_parameters(generator)
         if self.shared is not None:
             self.shared.reset_parameters(generator)
@@ -93,7 +112,8 @@ class MoE(nn.Module):
         activation checkpointing restores before it repeats a forward.
 
         Raises:
-            ValueError: a shape, dtype or device is off, or (on CPU) the router's logits are not finite.
+            ValueError: a shape, dtype or device is off, (on CPU) the router's logits are not finite, or the router gave
+                a `Routing` and ``token_mask`` or ``cfg.rounding`` asks for another.
         """
         if not isinstance(x, Tensor):
             raise ValueError(f"x must be a tensor, got {type(x).__name__}")
@@ -102,17 +122,19 @@ class MoE(nn.Module):
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
         flat = x.reshape(-1, x.shape[-1])
-        if isinstance(self.experts, Experts):  # not with adapters
-            self.experts.compile_ahead(flat)
-        logits, x_of_experts = self.router(flat)
-        routing = route(
-            logits,
-            self.cfg,
-            training=self.training,
-            generator=generator,
-            selection_bias=self.router.selection_bias,
-            token_mask=_flat_mask(token_mask, x),
-        )
+        out = checked_output(self.router(flat), flat, self.cfg, token_mask)
+        if isinstance(out, Routing):
+            routing, logits, x_of_experts = out, None, flat
+        else:
+            logits, x_of_experts = out
+            routing = route(
+                logits,
+                self.cfg,
+                training=self.training,
+                generator=generator,
+                selection_bias=self.selection_bias,
+                token_mask=_flat_mask(token_mask, x),
+            )
         hidden = self.experts(x_of_experts, routing.plan, routing.scores)
         if self.shared is not None:
             hidden = hidden + self._shared(flat, self.shared)
@@ -134,9 +156,9 @@ class MoE(nn.Module):
         Raises:
             ValueError: the router has no selection bias.
         """
-        if self.router.selection_bias is None:
+        if self.selection_bias is None:
             raise ValueError("this layer has no selection bias; set router.selection_bias=True in its MoEConfig")
-        update_selection_bias([self.router.selection_bias], tokens_per_expert[None], rate)
+        update_selection_bias([self.selection_bias], tokens_per_expert[None], rate)
 
 
 def _flat_mask(token_mask: Tensor | None, x: Tensor) -> Tensor | None:

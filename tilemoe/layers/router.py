@@ -1,4 +1,4 @@
-"""The router's weights and its logits; turning logits into a plan is `tilemoe.route`.
+"""The linear router: its weights and logits, and what a router of one's own may give. `tilemoe.route` makes the plan.
 
 T tokens · d hidden_size · E experts
 """
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tilemoe.config import MoEConfig
 from tilemoe.ops import router as ops
-from tilemoe.tracing import constant_when_traced, without_autocast
+from tilemoe.routing.topk import Routing
+from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
 
 class _UpcastLinear(torch.autograd.Function):
@@ -114,6 +115,36 @@ class RouterOutput(NamedTuple):
     x: Tensor
 
 
+def checked_output(out: Any, x: Tensor, cfg: MoEConfig, token_mask: Tensor | None) -> RouterOutput | Routing:
+    """What a router gave for x (T, d), logits alone with x beside them; ValueError if it does not fit the layer."""
+    if isinstance(out, RouterOutput):
+        return out
+    tokens, experts = x.shape[0], cfg.num_experts
+    if isinstance(out, Tensor):
+        if out.ndim != 2 or out.shape[0] != tokens or out.shape[1] != experts:
+            raise ValueError(
+                f"router must give logits (T, E) = ({tokens}, {experts}) for x (T, d), got shape {tuple(out.shape)}; "
+                "let it give one row for each token and one column for each of cfg.num_experts"
+            )
+        return RouterOutput(out, x)
+    if not isinstance(out, Routing):
+        raise ValueError(
+            f"router must give logits (T, E) or a Routing, got {type(out).__name__}; return a tensor or tilemoe.Routing"
+        )
+    if out.plan.num_tokens != tokens or out.plan.num_experts != experts:
+        raise ValueError(
+            f"router gave a Routing of {out.plan.num_tokens} tokens and {out.plan.num_experts} experts, but there are "
+            f"{tokens} and {experts}; make its plan for x's tokens and cfg.num_experts"
+        )
+    if token_mask is not None:
+        raise ValueError(
+            "token_mask needs a router that gives logits; one that gives a Routing leaves tokens out of its plan itself"
+        )
+    if cfg.rounding is not None:
+        raise ValueError("cfg.rounding needs a router that gives logits; set it to None for one that gives a Routing")
+    return out
+
+
 class Router(nn.Module):
     """``logits = x weight^T + bias``, in fp32 (fp64 for fp64 x or weights), whatever autocast says.
 
@@ -147,7 +178,6 @@ class Router(nn.Module):
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
         if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):
-            ops.compile_ahead(x, self.weight)
             logits, handed_on = _HalfLinear.apply(x, self.weight, self.bias)
             return RouterOutput(logits, handed_on if x.requires_grad else x)  # else the experts would make a dx
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)

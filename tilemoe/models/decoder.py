@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tilemoe.activations import activation_spec
-from tilemoe.config import CHECKPOINTING_MODES, ModelConfig, require_choice
-from tilemoe.kernels.base import KernelSet
+from tilemoe.checks import require_choice
+from tilemoe.config import CHECKPOINTING_MODES, ModelConfig
+from tilemoe.kernels.experts.base import Backend
 from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.moe import MoE
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.routing.balance import update_selection_bias
-from tilemoe.tracing import can_be_read
+from tilemoe.runtime.tracing import can_be_read
 
 
 class LMOutput(NamedTuple):
@@ -62,7 +63,7 @@ class Block(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recompute: str | None = None,
-        kernels: str | KernelSet | None = None,
+        kernels: str | Backend | None = None,
     ) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.norm_eps
@@ -74,7 +75,7 @@ class Block(nn.Module):
         if config.moe is not None and config.is_moe_layer(layer):
             self.mlp = MoE(config.moe, device=device, dtype=dtype, recompute=recompute, kernels=kernels)
         else:
-            spec = activation_spec("swiglu", "concatenated", None, None)
+            spec = activation_spec("swiglu")
             width = config.dense_intermediate_size
             self.mlp = MLP(d, width, spec, config.initializer_range, device=device, dtype=dtype)
 
@@ -124,7 +125,7 @@ class DecoderLM(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recompute: str | None = None,
-        kernels: str | KernelSet | None = None,
+        kernels: str | Backend | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -184,7 +185,7 @@ class DecoderLM(nn.Module):
         ranks, over which the counts are summed. Does nothing when the routers have no selection bias.
         """
         layers = [block.mlp for block in self._blocks() if isinstance(block.mlp, MoE)]
-        biases = [moe.router.selection_bias for moe in layers if moe.router.selection_bias is not None]
+        biases = [moe.selection_bias for moe in layers if moe.selection_bias is not None]
         if biases:
             update_selection_bias(biases, tokens_per_expert, rate)
 

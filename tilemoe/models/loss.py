@@ -5,7 +5,7 @@ T tokens · C tokens of a chunk · d model width · V vocabulary
 The head's output is by far the largest tensor of a training step: at T = 32768 and V = 151936 it takes 20 GB in fp32,
 and its gradient as much. Here each chunk of tokens goes forward and backward before the next: its logits become its
 loss and its share of both gradients, and are dropped. On a GPU that Triton serves one kernel turns them into their
-gradient where they lie (`tilemoe.kernels.triton.cross_entropy`).
+gradient where they lie (`tilemoe.kernels.lm.triton_cross_entropy`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilemoe.kernels.select import takes_a_triton_kernel
-from tilemoe.tracing import autocast_dtype, can_be_read, without_autocast
+from tilemoe.kernels.choose import choose_lm
+from tilemoe.runtime.tracing import autocast_dtype, can_be_read, without_autocast
 
 IGNORED = -100
 _CHUNK_BYTES = 1 << 29  # large enough a chunk for the GEMMs, small beside a training step's rest
@@ -137,12 +137,12 @@ def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chun
 
 def _is_one_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:
     """Whether Triton makes the gradient of logits in ``dtype`` where they lie."""
-    return dtype != torch.float64 and takes_a_triton_kernel(hidden)
+    return dtype != torch.float64 and choose_lm(hidden).name == "triton"
 
 
 def _chunk_loss_in_place(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(summed loss in fp32, the logits, which have become its gradient); that of a token without a label is 0."""
-    from tilemoe.kernels.triton.cross_entropy import cross_entropy_  # Triton is not on every machine
+    from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_  # Triton is not on every machine
 
     return cross_entropy_(logits, labels.contiguous(), IGNORED).sum(), logits
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tilemoe.config import ModelConfig, MoEConfig, RouterConfig, require_choice
+from tilemoe.checks import require_choice
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 
 def moe_preset(name: str) -> MoEConfig:

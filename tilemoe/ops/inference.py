@@ -8,27 +8,21 @@ shapes, dtypes and devices, is what a recording is found by: it is checked when 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.base import KernelSet
-from tilemoe.kernels.select import BY_TRITON, kernel_set, name_for
-from tilemoe.kernels.select_plan import PlanTopK
-from tilemoe.kernels.tiling import few_rows
-from tilemoe.ops import library
-from tilemoe.ops.ahead import Ahead
-from tilemoe.ops.eager import is_plain
-from tilemoe.ops.errors import with_advice
+from tilemoe.kernels.choose import choose_experts
+from tilemoe.ops.experts import moe_forward
 from tilemoe.ops.moe import check_options, check_plan, check_tensors
+from tilemoe.ops.out_of_memory import out_of_memory_message
 from tilemoe.ops.plan import builder_for, check_topk_ids
-from tilemoe.ops.replayed import Replayed, is_replayable
-from tilemoe.perf.shape import MoEShape
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.launch_cache import is_replayable
+from tilemoe.runtime.operator import Operator, is_plain
+from tilemoe.shape import MoEShape
 
 
 class Activation(NamedTuple):
@@ -71,27 +65,7 @@ def experts(
     return out
 
 
-def _choose(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    expert_ids: Tensor,
-    scores: Tensor,
-    activation: Activation,
-) -> tuple[PlanTopK, KernelSet]:
-    """What plans and computes such operands, once they are checked."""
-    check_topk_ids(expert_ids)
-    check_options(activation.gate_up, None)
-    check_tensors(x, w1, w2, b1, b2, activation_spec(*activation).width_factor)
-    build = builder_for(expert_ids, w2.shape[0], is_inference=True).build_in_one
-    return build, kernel_set(name_for(w2.device, w2.dtype, *w2.shape[1:]))
-
-
-def _compute(
-    build: PlanTopK,
-    kernels: KernelSet,
+def _run(
     x: Tensor,
     w1: Tensor,
     w2: Tensor,
@@ -101,44 +75,32 @@ def _compute(
     scores: Tensor,
     activation: Activation,
 ) -> Tensor:
-    token_of_row, pair_of_row, row_of_pair, row_start, *_ = build(expert_ids, w2.shape[0])
-    plan = RoutingPlan(token_of_row, pair_of_row, row_of_pair, None, row_start, w2.shape[0], expert_ids.shape[0])
+    check_topk_ids(expert_ids)
+    check_options(activation.gate_up, None)
+    spec = activation_spec(*activation)
+    check_tensors(x, w1, w2, b1, b2, spec.width_factor)
+    num_experts = w2.shape[0]
+    build = builder_for(expert_ids, num_experts, is_inference=True).build_in_one
+    backend = choose_experts(w2.device, w2.dtype, w2.shape[1:]).impl
+    token_of_row, pair_of_row, row_of_pair, row_start, *_ = build(expert_ids, num_experts)
+    plan = RoutingPlan(token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, expert_ids.shape[0])
     check_plan(x, w1, plan, scores)
     s = scores.reshape(-1).contiguous()
-    return library.infer(x, w1, w2, s, b1, b2, plan, activation_spec(*activation), kernels)
+    return moe_forward(x, w1, w2, s, b1, b2, False, plan, spec, backend)[0]
 
 
-def _run(*args: Any) -> Tensor:
-    return _compute(*_choose(*args), *args)
-
-
-def _rehearsed(*args: Any) -> Callable[..., Tensor]:
-    return partial(_compute, *_choose(*args))
-
-
-def _kind(*args: Any) -> Hashable:
-    """What decides the kernels; None where they are not Triton's, or there are no rows."""
-    build, kernels = _choose(*args)
-    x, w1, w2, b1, b2, expert_ids, scores, activation = args
-    if expert_ids.numel() == 0 or kernels.name not in BY_TRITON:
-        return None
-    rows = few_rows(expert_ids.numel(), w2.shape[0])
-    weights = [None if w is None else (w.shape, w.stride(), w.data_ptr() % 16 == 0) for w in (w1, w2, b1, b2)]
-    return x.dtype, x.stride(), *weights, expert_ids.dtype, expert_ids.shape[1], scores.dtype, build, rows, activation
-
-
-def _shape(
-    x: Tensor, w1: Tensor, w2: Tensor, b1: Any, b2: Any, expert_ids: Tensor, scores: Tensor, activation: Activation
-) -> MoEShape:
-    return MoEShape(
+def _advise(name: str, found: str, arguments: dict[str, Any]) -> str:
+    x, w2 = arguments["x"], arguments["w2"]
+    shape = MoEShape(
         num_tokens=x.shape[0],
         hidden_size=w2.shape[1],
         intermediate_size=w2.shape[2],
         num_experts=w2.shape[0],
-        num_experts_per_tok=expert_ids.shape[1],
-        is_gated=activation_spec(*activation).is_gated,
+        num_experts_per_tok=arguments["expert_ids"].shape[1],
+        is_gated=activation_spec(*arguments["activation"]).is_gated,
         element_bytes=x.element_size(),
     )
+    return out_of_memory_message(name, found, shape)
 
 
-_experts = with_advice("inference", Replayed(_run, Ahead(_kind, _rehearsed)), _shape)
+_experts = Operator("inference", _run, advise=_advise)

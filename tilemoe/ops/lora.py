@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.activations import ActivationSpec, activation_grad, activation_spec, activation_value, row_blocks
-from tilemoe.kernels.base import KernelSet, compute_dtype, empty_weight_grad, is_column_major
-from tilemoe.kernels.select import kernel_set, name_for
-from tilemoe.kernels.torch.grouped import expert_of_row
-from tilemoe.kernels.torch.mlp import rows_to_pairs
-from tilemoe.ops import library
-from tilemoe.ops.moe import cast_under_autocast
-from tilemoe.perf.memory import backward_slices, forward_slices
-from tilemoe.perf.shape import MoEShape
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.activations import ActivationSpec, activation_spec
+from tilemoe.kernels.experts.base import Backend, compute_dtype, empty_weight_grad, is_column_major
+from tilemoe.kernels.experts.memory import backward_slices, forward_slices, shape_of
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
+from tilemoe.kernels.experts.torch.backend import rows_to_pairs
+from tilemoe.kernels.experts.torch.grouped import expert_of_row
+from tilemoe.ops.experts import routed_operator, without_derived
+from tilemoe.ops.moe import backend_for, cast_under_autocast
+from tilemoe.plan import RoutingPlan, plan_of
 
 _LINEAR = ActivationSpec("relu")  # for kernels of which only the product before the activation is used
 
@@ -55,7 +54,7 @@ def moe_lora(
     gate_up: str = "concatenated",
     b1: Tensor | None = None,
     b2: Tensor | None = None,
-    kernels: str | None = None,
+    kernels: str | Backend | None = None,
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
 ) -> Tensor:
@@ -71,11 +70,10 @@ def moe_lora(
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
     low_rank = [adapter.to(x.dtype) for adapter in adapters[:4]]
     _check(x, w1, w2, plan, scores, adapters, spec)
-    if kernels is None:
-        kernels = name_for(w2.device, w2.dtype, *w2.shape[1:], adapters.up_a.shape[1])
+    backend = backend_for(kernels, w2, (*w2.shape[1:], adapters.up_a.shape[1]))
     s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
-    tail = library.tail_args(plan, spec, kernel_set(kernels).name)
-    return _forward(x, w1, w2, s, *low_rank, b1, b2, adapters.scale, *tail)[0]
+    o: Tensor = _forward(x, w1, w2, s, *low_rank, b1, b2, adapters.scale, plan, spec, backend)[0]
+    return o
 
 
 def _check_frozen(weights: dict[str, Tensor | None]) -> None:
@@ -111,49 +109,36 @@ def _check(
         )
 
 
-def _shape(w2: Tensor, plan: RoutingPlan, spec: ActivationSpec) -> MoEShape:
-    return MoEShape(
-        num_tokens=plan.num_tokens,
-        hidden_size=w2.shape[1],
-        intermediate_size=w2.shape[2],
-        num_experts=plan.num_experts,
-        num_experts_per_tok=1,  # the rows say how many there are
-        is_gated=spec.is_gated,
-        element_bytes=w2.element_size(),
-        rows=plan.capacity,
-        is_topk=plan.pair_start_of_token is None,
-    )
-
-
-def _gathered(ks: KernelSet, x: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
+def _gathered(backend: Backend, x: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
     """``x weight_e^T`` for each row of expert e (R_max, q), x (T, p) gathered by token inside; weight (E, q, p)."""
-    return ks.up_proj_act(x, weight, None, plan, _LINEAR)[1]
+    return backend.up_proj_act(x, weight, None, plan, _LINEAR)[1]
 
 
 def _run(
     x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor,
-    b1: Tensor | None, b2: Tensor | None, scale: float, *tail: Any,
+    b1: Tensor | None, b2: Tensor | None, scale: float, plan: RoutingPlan, spec: ActivationSpec, backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(o (T, d), h (R_max, w), u (R_max, r))."""
-    plan, spec, ks = library.unpack(tail)
-    u = _gathered(ks, x, up_a, plan)
-    h = ks.up_proj_act(x, w1, b1, plan, spec)[1]
-    h.add_(ks.down_proj(u, up_b, None, plan), alpha=scale)
+    plan = without_derived(plan)
+    u = _gathered(backend, x, up_a, plan)
+    h = backend.up_proj_act(x, w1, b1, plan, spec)[1]
+    h.add_(backend.down_proj(u, up_b, None, plan), alpha=scale)
     a = h.new_empty(h.shape[0], w2.shape[2])
     for block in row_blocks(h):
         a[block] = activation_value(h[block], spec)
-    p = ks.down_proj(a, down_a, None, plan)
+    p = backend.down_proj(a, down_a, None, plan)
     o = x.new_empty(x.shape[0], w2.shape[1])
-    for columns in forward_slices(_shape(w2, plan, spec)):
-        y = ks.down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)
-        y.add_(ks.down_proj(p, down_b[:, columns], None, plan), alpha=scale)
-        ks.combine(y, s, plan, o[:, columns])
+    for columns in forward_slices(shape_of(w2, w2.shape[1], w2.shape[2], plan, spec)):
+        y = backend.down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)
+        y.add_(backend.down_proj(p, down_b[:, columns], None, plan), alpha=scale)
+        backend.combine(y, s, plan, o[:, columns])
         del y
     return o, h, u
 
 
 def _fake(x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    capacity = rest[-library.NUM_TAIL].shape[0]
+    *_, plan, _, _ = rest
+    capacity = plan.capacity
     return (
         x.new_empty(x.shape[0], w2.shape[1]),
         x.new_empty(capacity, w1.shape[1]),
@@ -163,29 +148,30 @@ def _fake(x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, *rest: Any
 
 def _run_grad(
     do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor,
-    down_b: Tensor, b2: Tensor | None, h: Tensor, u: Tensor, scale: float, *tail: Any,
+    down_b: Tensor, b2: Tensor | None, h: Tensor, u: Tensor, scale: float, plan: RoutingPlan, spec: ActivationSpec,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, ds, dup_a, dup_b, ddown_a, ddown_b)."""
-    plan, spec, ks = library.unpack(tail)
+    plan = without_derived(plan)
     rows = _plan_of_rows(plan)
-    v = _gathered(ks, do, down_b.transpose(1, 2), plan).mul_(scale)
-    da = _gathered(ks, do, w2.transpose(1, 2), plan).add_(ks.down_proj(v, down_a.transpose(1, 2), None, plan))
+    v = _gathered(backend, do, down_b.transpose(1, 2), plan).mul_(scale)
+    da = _gathered(backend, do, w2.transpose(1, 2), plan).add_(backend.down_proj(v, down_a.transpose(1, 2), None, plan))
     s_row = s.index_select(0, plan.pair_of_row)
     a, dh, ds_row = _activation_grads(h, da, s_row, spec)
     s_row = s_row.unsqueeze(1)
     del da
-    p = ks.down_proj(a, down_a, None, plan)
-    ddown_b = ks.down_proj_weight_grad(do, (p * (scale * s_row)).to(p.dtype), plan, is_column_major(down_b))
-    ddown_a = ks.up_proj_weight_grad(a, (v * s_row).to(v.dtype), rows, is_column_major(down_a))
-    dup_b = ks.up_proj_weight_grad(u, dh, rows, is_column_major(up_b)).mul_(scale)
-    du = ks.down_proj(dh, up_b.transpose(1, 2), None, plan).mul_(scale)
-    dup_a = ks.up_proj_weight_grad(x, du, plan, is_column_major(up_a))
+    p = backend.down_proj(a, down_a, None, plan)
+    ddown_b = backend.down_proj_wgrad(do, (p * (scale * s_row)).to(p.dtype), plan, is_column_major(down_b))
+    ddown_a = backend.up_proj_wgrad(a, (v * s_row).to(v.dtype), rows, is_column_major(down_a))
+    dup_b = backend.up_proj_wgrad(u, dh, rows, is_column_major(up_b)).mul_(scale)
+    du = backend.down_proj(dh, up_b.transpose(1, 2), None, plan).mul_(scale)
+    dup_a = backend.up_proj_wgrad(x, du, plan, is_column_major(up_a))
     del a, p
     dx = x.new_empty(x.shape)
-    for columns in backward_slices(_shape(w2, plan, spec)):
-        dx_rows = ks.up_proj_act_grad(dh, w1[:, :, columns], plan)
-        dx_rows.add_(ks.up_proj_act_grad(du, up_a[:, :, columns], plan))
-        ks.combine_grad(dx_rows, plan, dx[:, columns])
+    for columns in backward_slices(shape_of(w2, w2.shape[1], w2.shape[2], plan, spec)):
+        dx_rows = backend.up_proj_dgrad(dh, w1[:, :, columns], plan)
+        dx_rows.add_(backend.up_proj_dgrad(du, up_a[:, :, columns], plan))
+        backend.combine_grad(dx_rows, plan, dx[:, columns])
         del dx_rows
     if b2 is not None:
         ds_row = ds_row + _bias_products(do, b2, plan, ds_row.dtype)
@@ -224,47 +210,38 @@ def _fake_grad(
 
 
 _ADAPTED = "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor up_a, Tensor up_b, Tensor down_a, Tensor down_b"
-_forward = library.define(
-    "moe_lora",
-    f"{_ADAPTED}, Tensor? b1, Tensor? b2, float scale",
-    "(Tensor, Tensor, Tensor)",
-    _run,
-    _fake,
-    lambda given, parts: (given[2].shape[1], given[2].shape[2]),
+_forward = routed_operator(
+    "moe_lora", f"{_ADAPTED}, Tensor? b1, Tensor? b2, float scale", "(Tensor, Tensor, Tensor)", _run, _fake
 )
-_backward_op = library.define(
+_backward_op = routed_operator(
     "moe_lora_grad",
     f"Tensor do, {_ADAPTED}, Tensor? b2, Tensor h, Tensor u, float scale",
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_grad,
     _fake_grad,
-    lambda given, parts: (given[3].shape[1], given[3].shape[2]),
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, _, b2, scale = inputs[: -library.NUM_TAIL]
-    tail = inputs[-library.NUM_TAIL :]
+def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, _, b2, ctx.scale, plan, ctx.spec, ctx.backend = args
     _, h, u = output
     ctx.mark_non_differentiable(h, u)
     ctx.set_materialize_grads(False)
-    plan_tensors, ctx.options = tail[: library.NUM_PLAN_TENSORS], tail[library.NUM_PLAN_TENSORS :]
-    ctx.scale = scale
-    ctx.save_for_backward(*tensors, b2, h, u, *plan_tensors)
+    ctx.num_tokens = plan.num_tokens
+    ctx.save_for_backward(*tensors, b2, h, u, *plan.arrays)
 
 
 def _backward(ctx: Any, do: Tensor | None, _dh: None, _du: None) -> tuple[Tensor | None, ...]:
-    rest = (None,) * (3 + library.NUM_TAIL)
     if do is None:
-        return (None,) * 8 + rest
-    x, w1, w2, s, up_a, up_b, down_a, down_b, b2, h, u, *plan_tensors = ctx.saved_tensors
-    tail = (*plan_tensors, *ctx.options)
-    given = (do.contiguous(), x, w1, w2, s, up_a, up_b, down_a, down_b, b2, h, u, ctx.scale, *tail)
-    dx, ds, *adapters = _backward_op(*given)
-    return (dx, None, None, ds, *adapters, *rest)
+        return (None,) * 8
+    x, w1, w2, s, up_a, up_b, down_a, down_b, b2, h, u, *arrays = ctx.saved_tensors
+    routed = (plan_of(tuple(arrays), ctx.num_tokens), ctx.spec, ctx.backend)
+    given = (do.contiguous(), x, w1, w2, s, up_a, up_b, down_a, down_b, b2, h, u, ctx.scale)
+    dx, ds, *adapters = _backward_op(*given, *routed)
+    return (dx, None, None, ds, *adapters)
 
 
-_forward.register_autograd(_backward, _setup_context)
+_forward.register_autograd(_backward, _save)
 _backward_op.refuse_autograd(
     "tilemoe's experts with adapters are differentiable once: their backward cannot be differentiated. Take the first "
     "gradient without create_graph=True."

@@ -1,34 +1,27 @@
-"""The differentiable expert MLP: `moe`, and its backward, which keeps nothing of size (routed rows x hidden_size).
+"""`moe`, the differentiable expert MLP, and what it says of arguments that are off. How it computes: `ops.experts`.
 
-T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs · R_max row capacity
-
-Paper (arXiv 2512.14080), section 3: with ``da' = do w2`` the score's gradient is ``ds = <da', a>``, so neither y nor
-the gathered x has to be saved. Saved: x, h, the scores and the plan's indices (and the weights, which are alive
-anyway).
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilemoe.activations import ActivationSpec, activation_spec
+from tilemoe.activations import activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
-from tilemoe.kernels.base import KernelSet, compute_dtype, is_column_major
-from tilemoe.kernels.select import FLOAT_DTYPES, kernel_set, name_for
-from tilemoe.ops import library
-from tilemoe.ops.eager import is_differentiable, is_plain
-from tilemoe.ops.replayed import is_replayable
-from tilemoe.routing.plan import RoutingPlan
-from tilemoe.tracing import autocast_dtype, constant_when_traced
+from tilemoe.kernels.choose import choose_experts
+from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
+from tilemoe.kernels.experts.registry import backend_of
+from tilemoe.ops import experts as expert_ops
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.operator import is_differentiable
+from tilemoe.runtime.tracing import autocast_dtype
 
 _RECOMPUTE = (None, "up_proj")
-_ONCE = (
-    "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
-    "higher derivatives, or take the first gradient without create_graph=True."
-)
 
 
 def moe(
@@ -42,7 +35,7 @@ def moe(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     recompute: str | None = None,
-    kernels: str | KernelSet | None = None,
+    kernels: str | Backend | None = None,
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
 ) -> Tensor:
@@ -52,7 +45,7 @@ def moe(
     b1 (E, 2n or n); b2 (E, d); scores (T, K) for a top-K plan, (P,) for a plan of pairs, any float dtype, computed in
     fp32 or better. x, w1, w2, b1, b2 share one float dtype, except under autocast, which casts them to its own.
     Weights may have any strides. ``recompute="up_proj"`` keeps no h and runs the up projection again in backward.
-    ``kernels`` names a KernelSet; None chooses by device, dtype and shape.
+    ``kernels``: a `Backend`, or the name that one is registered by; None chooses by device, dtype and shape.
 
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
     """
@@ -62,120 +55,15 @@ def moe(
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
     check_tensors(x, w1, w2, b1, b2, spec.width_factor)
     check_plan(x, w1, plan, scores)
-    name = _kernels_name(kernels, w2)
+    backend = backend_for(kernels, w2, w2.shape[1:])
     s = scores.reshape(-1)
     if is_differentiable(x, w1, w2, s, b1, b2):  # otherwise only `combine` reads them, and upcasts as it does
         s = s.to(torch.promote_types(s.dtype, compute_dtype(x.dtype)))
     s = s.contiguous()  # kernels index it by position; of one column, or of an expanded tensor, reshape is a view
     inputs = (x, w1, w2, s, b1, b2)
     keep_h = recompute is None and is_differentiable(*inputs)
-    return library.moe(*inputs, keep_h, *library.tail_args(plan, spec, name))[0]
-
-
-def compile_ahead(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    experts_per_token: int,
-    spec: ActivationSpec,
-    recompute: str | None = None,
-    kernels: str | KernelSet | None = None,
-) -> None:
-    """Begin to compile what `moe` will launch for these operands, once K experts are chosen for each token.
-
-    Scores of fp32, whose gradient is wanted if any other is. Nothing is done where the operands are not plain tensors
-    on the current GPU, will be cast, or somebody watches: then `moe` begins.
-    """
-    given = (x, w1, w2, b1, b2)
-    if not is_plain(*given) or not is_replayable(x) or torch.is_autocast_enabled(x.device.type):
-        return
-    tokens, experts = x.shape[0], w1.shape[0]
-
-    def index(length: int) -> Tensor:
-        return torch.empty(length, dtype=torch.int32, device="meta")
-
-    pairs = tokens * experts_per_token
-    plan = RoutingPlan(index(pairs), index(pairs), index(pairs), None, index(experts + 1), experts, tokens)
-    s = torch.empty(pairs, dtype=torch.float32, device="meta")
-    keep_h = recompute is None and is_differentiable(*given)
-    tail = library.tail_args(plan, spec, _kernels_name(kernels, w2))
-    library.ahead_of_moe(x, w1, w2, s, b1, b2, keep_h, *tail)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w1, w2, s, b1, b2, keep_h, *tail = inputs
-    h = output[1]
-    ctx.mark_non_differentiable(h)
-    ctx.set_materialize_grads(False)
-    plan_tensors, ctx.options = tail[: library.NUM_PLAN_TENSORS], tail[library.NUM_PLAN_TENSORS :]
-    ctx.save_for_backward(x, w1, w2, s, b1, b2, h if keep_h else None, *plan_tensors)
-
-
-def _backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ...]:
-    """B1 to B5, each step only if something asks for its result; h is given back as soon as B1 has read it."""
-    need_x, need_w1, need_w2, need_s, need_b1, need_b2 = ctx.needs_input_grad[:6]
-    no_grad_of_rest = (None,) * (1 + library.NUM_TAIL)
-    if do is None:
-        return (None,) * 6 + no_grad_of_rest
-    do = do.contiguous()
-    x, w1, w2, s, b1, b2, h, *plan_tensors = ctx.saved_tensors
-    if torch.is_grad_enabled():  # create_graph=True
-        do = _DependentOnInputs.apply(do, x, w1, w2, s, b1, b2)
-    tail = (*plan_tensors, *ctx.options)
-    dx = dw1 = dw2 = ds = db1 = db2 = None
-    if need_b2:
-        db2 = library.down_proj_bias_grad(do, s, *tail).to(b2.dtype)
-    if need_x or need_w1 or need_w2 or need_s or need_b1:
-        if h is None:
-            h = library.up_proj(x, w1, b1, *tail)
-        dh, ds, a_scaled = library.down_proj_act_grad(do, w2, b2, h, s, *tail)
-        del h
-        ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
-        if need_w2:
-            dw2 = library.down_proj_weight_grad(do, a_scaled, is_column_major(w2), *tail)
-        del a_scaled
-        if need_b1:
-            db1 = library.up_proj_bias_grad(dh, *tail).to(b1.dtype)
-        if need_x:  # before dw1: dx_rows is alive beside every gradient made so far
-            dx = library.up_proj_input_grad(dh, w1, *tail)
-            _announce(ctx, dx, ds if need_s else None)
-        if need_w1:
-            dw1 = library.up_proj_weight_grad(x, dh, is_column_major(w1), *tail)
-    return (dx, dw1, dw2, ds if need_s else None, db1, db2, *no_grad_of_rest)
-
-
-def _announce(ctx: Any, dx: Tensor, ds: Tensor | None) -> None:
-    """Say that the gradients of x and, if it is wanted, of s are made to the node that made x, if it asks: it may send
-    them away beside the weights' GEMMs.
-
-    The node gets them from autograd all the same, and something else where they have other uses or a hook.
-    """
-    node, _ = ctx.next_functions[0]
-    are_made = getattr(node, "input_grads_are_made", None)
-    if are_made is not None:
-        are_made(dx, ds)
-
-
-class _DependentOnInputs(torch.autograd.Function):
-    """The output's gradient, made to depend on the inputs: h, which does, is saved without a graph.
-
-    So no gradient can be differentiated: with frozen weights, dx would pass for a constant in a second derivative.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, do: Tensor, *inputs: Tensor | None) -> Tensor:
-        return do.view_as(do)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> None:
-        raise RuntimeError(_ONCE)
-
-
-library.moe.register_autograd(_backward, _setup_context)
-for _op in library.BACKWARD_OPS:
-    _op.refuse_autograd(_ONCE)
+    o: Tensor = expert_ops.moe(*inputs, keep_h, plan, spec, backend)[0]
+    return o
 
 
 def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
@@ -188,19 +76,9 @@ def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype not in castable else t.to(dtype) for t in tensors)
 
 
-def _kernels_name(kernels: str | KernelSet | None, w2: Tensor) -> str:
-    if kernels is None:
-        return name_for(w2.device, w2.dtype, *w2.shape[1:])
-    if not isinstance(kernels, KernelSet):
-        return _known_name(kernels)
-    if kernel_set(kernels.name) != kernels.because(""):
-        raise ValueError(f"kernels: this KernelSet is not the registered one called {kernels.name!r}; pass its name")
-    return kernels.name
-
-
-@constant_when_traced
-def _known_name(kernels: str) -> str:
-    return kernel_set(kernels).name
+def backend_for(kernels: str | Backend | None, w2: Tensor, widths: Sequence[int]) -> Backend:
+    """The one that the argument ``kernels`` says; None: by device, dtype and the layer's widths."""
+    return choose_experts(w2.device, w2.dtype, widths).impl if kernels is None else backend_of(kernels)
 
 
 def check_options(gate_up: str, recompute: str | None) -> None:

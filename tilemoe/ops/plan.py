@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.select_plan import PlanBuilder, select_inference_plan_topk, select_plan_topk
-from tilemoe.kernels.torch import plan as torch_plan
-from tilemoe.ops.ahead import Ahead
-from tilemoe.ops.eager import Operator
-from tilemoe.ops.replayed import Replayed
+from tilemoe.kernels.choose import PlanBuilder, choose_inference_plan, choose_plan
+from tilemoe.kernels.plan import torch as torch_plan
+from tilemoe.runtime.operator import Operator
 
 _INT32_MAX = 2**31 - 1
 
@@ -39,7 +34,7 @@ def check_topk_ids(expert_ids: Tensor) -> None:
 def _plan_topk(
     expert_ids: Tensor, num_experts: int, is_inference: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilemoe.kernels.torch.plan.plan_topk`; device, size and ``is_inference`` choose the builder.
+    """See `tilemoe.kernels.plan.torch.plan_topk`; device, size and ``is_inference`` choose the builder.
 
     An argument, and not autograd's state: what is repeated follows the arguments, and compiled training runs its
     forward without autograd.
@@ -49,20 +44,8 @@ def _plan_topk(
 
 def builder_for(expert_ids: Tensor, num_experts: int, is_inference: bool) -> PlanBuilder:
     """What plans these ids where they lie."""
-    select = select_inference_plan_topk if is_inference else select_plan_topk
-    return select(expert_ids.device.type, expert_ids.numel(), num_experts)
-
-
-def _kind_of_plan(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Any:
-    builder = builder_for(expert_ids, num_experts, is_inference)
-    if builder.name != "triton":
-        return None
-    return expert_ids.dtype, expert_ids.shape[1], num_experts, builder.build
-
-
-def _plans_launches(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Callable[..., Any]:
-    builder = builder_for(expert_ids, num_experts, is_inference)
-    return lambda ids, count, _: builder.build(ids, count)
+    choose = choose_inference_plan if is_inference else choose_plan
+    return choose(expert_ids.device, expert_ids.numel(), num_experts).impl
 
 
 def _plan_topk_fake(
@@ -87,14 +70,15 @@ def _plan_pairs_fake(
 
 plan_topk = Operator(
     "plan_topk",
+    _plan_topk,
     "(Tensor expert_ids, SymInt num_experts, bool is_inference) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    Replayed(_plan_topk, Ahead(_kind_of_plan, _plans_launches)),
     _plan_topk_fake,
 )
 plan_pairs = Operator(
     "plan_pairs",
+    torch_plan.plan_pairs,
     "(Tensor token, Tensor expert, SymInt num_tokens, SymInt num_experts) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    torch_plan.plan_pairs,
     _plan_pairs_fake,
+    repeats=False,
 )

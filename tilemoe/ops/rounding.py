@@ -8,18 +8,15 @@ differentiable once, in the logits; its other tensors go through no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilemoe.config import MoEConfig
-from tilemoe.kernels.torch import rounding as torch_rounding
-from tilemoe.ops.ahead import Ahead
-from tilemoe.ops.eager import Operator
-from tilemoe.ops.replayed import Replayed
+from tilemoe.kernels.rounding import torch as torch_rounding
 from tilemoe.ops.router import spec_args as router_spec_args
+from tilemoe.runtime.operator import Operator
 
 _ROUNDING_SCHEMA = "str mode, int tile, str score, bool normalize, float scale, SymInt capacity"
 Spec = tuple[str, int, str, bool, float, int]
@@ -51,7 +48,7 @@ def _rounded_scores(
     token_mask: Tensor | None,
     *spec: Any,
 ) -> tuple[Tensor, ...]:
-    from tilemoe.kernels.triton import rounding  # not on every machine
+    from tilemoe.kernels.rounding import triton as rounding  # not on every machine
 
     found = rounding.round_rows(logits, expert_ids, kept_scores, uniform, token_mask, rounding.RoundingSpec(*spec))
     return tuple(found)
@@ -75,7 +72,7 @@ def _rounded_scores_grad(
     pair_start_of_token: Tensor,
     *spec: Any,
 ) -> Tensor:
-    from tilemoe.kernels.triton import rounding
+    from tilemoe.kernels.rounding import triton as rounding
 
     pairs = (row_of_pair, code_of_pair, pair_start_of_token)
     return rounding.score_grad(d_scores, logits, expert_ids, token_mask, norm, *pairs, rounding.RoundingSpec(*spec))
@@ -85,53 +82,33 @@ def _rounded_scores_grad_fake(d_scores: Tensor, logits: Tensor, *rest: Any) -> T
     return logits.new_empty(logits.shape)
 
 
-def _kind_of_rounding(
-    logits: Tensor,
-    expert_ids: Tensor,
-    kept_scores: Tensor,
-    uniform: Tensor | None,
-    token_mask: Tensor | None,
-    *spec: Any,
-) -> Any:
-    return logits.shape[1], expert_ids.shape[1], expert_ids.dtype, uniform is None, token_mask is None, spec[:-1]
-
-
-def _roundings_launches(*_: Any) -> Callable[..., None]:
-    def launch(logits: Tensor, expert_ids: Tensor, kept_scores: Tensor, uniform: Any, mask: Any, *spec: Any) -> None:
-        rows = _rounded_scores(logits, expert_ids, kept_scores, uniform, mask, *spec)
-        scores, _, _, row_of_pair, pair_start_of_token, _, _, norm, code_of_pair = rows
-        saved = (norm, row_of_pair, code_of_pair, pair_start_of_token)
-        _rounded_scores_grad(scores, logits, expert_ids, mask, *saved, *spec)
-
-    return launch
-
-
 _SELECTION_SCHEMA = "Tensor expert_ids, Tensor kept_scores, Tensor? uniform, Tensor? token_mask"
 round_rows = Operator(
     "round_rows",
+    torch_rounding.round_rows,
     f"(Tensor all_scores, {_SELECTION_SCHEMA}, str mode, int tile, float scale, SymInt capacity) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    torch_rounding.round_rows,
     _round_rows_fake,
+    repeats=False,
 )
 rounded_scores = Operator(
     "rounded_scores",
+    _rounded_scores,
     f"(Tensor logits, {_SELECTION_SCHEMA}, {_ROUNDING_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    Replayed(_rounded_scores, Ahead(_kind_of_rounding, _roundings_launches)),
     _rounded_scores_fake,
 )
 rounded_scores_grad = Operator(
     "rounded_scores_grad",
+    _rounded_scores_grad,
     "(Tensor d_scores, Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor norm, Tensor row_of_pair, "
     f"Tensor code_of_pair, Tensor pair_start_of_token, {_ROUNDING_SCHEMA}) -> Tensor",
-    Replayed(_rounded_scores_grad),
     _rounded_scores_grad_fake,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, expert_ids, _, _, token_mask, *ctx.spec = inputs
+def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, expert_ids, _, _, token_mask, *ctx.spec = args
     _, _, _, row_of_pair, pair_start_of_token, _, _, norm, code_of_pair = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -139,13 +116,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, d_scores: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    no_grad_of_rest = (None,) * (4 + len(ctx.spec))
     if d_scores is None:
-        return (None, *no_grad_of_rest)
-    return (rounded_scores_grad(d_scores, *ctx.saved_tensors, *ctx.spec), *no_grad_of_rest)
+        return (None,)
+    return (rounded_scores_grad(d_scores, *ctx.saved_tensors, *ctx.spec),)
 
 
-rounded_scores.register_autograd(_backward, _setup_context)
+rounded_scores.register_autograd(_backward, _save)
 rounded_scores_grad.refuse_autograd(
     "tilemoe.route on a GPU is differentiable once: its backward cannot be differentiated. Use fp64 logits for "
     "higher derivatives, or take the first gradient without create_graph=True."

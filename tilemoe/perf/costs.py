@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilemoe.perf.hardware import Ceilings
-from tilemoe.perf.shape import MoEShape
+from tilemoe.shape import MoEShape
 
 FORWARD = ("up_proj_act", "down_proj", "combine")
 BACKWARD = (
-    "down_proj_act_grad",
-    "down_proj_weight_grad",
-    "up_proj_act_grad",
-    "up_proj_weight_grad",
+    "down_proj_dgrad_dact",
+    "down_proj_wgrad",
+    "up_proj_dgrad",
+    "up_proj_wgrad",
     "combine_grad",
 )
 _INDEX_BYTES = 4  # of an entry of the plan
@@ -54,10 +54,10 @@ def kernel_costs(shape: MoEShape) -> dict[str, Cost]:
         "up_proj_act": Cost(up, x + w1 + index, h + a),
         "down_proj": Cost(down, a + w2, y),
         "combine": Cost(0, y + score + index, x),
-        "down_proj_act_grad": Cost(down, x + w2 + h + score + 2 * index, h + a + score),
-        "down_proj_weight_grad": Cost(down, x + a + index, w2),
-        "up_proj_act_grad": Cost(up, h + w1, y),
-        "up_proj_weight_grad": Cost(up, x + h + index, w1),
+        "down_proj_dgrad_dact": Cost(down, x + w2 + h + score + 2 * index, h + a + score),
+        "down_proj_wgrad": Cost(down, x + a + index, w2),
+        "up_proj_dgrad": Cost(up, h + w1, y),
+        "up_proj_wgrad": Cost(up, x + h + index, w1),
         "combine_grad": Cost(0, y + index, x),
     }
 

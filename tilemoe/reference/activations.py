@@ -10,7 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, require_choice, validate_activation
+from tilemoe.activations import validate_activation
+from tilemoe.checks import require_choice
+from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS
 
 
 def activation(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilemoe.plan import RoutingPlan
 from tilemoe.reference.activations import activation as activate
-from tilemoe.routing.plan import RoutingPlan
 
 
 def moe(

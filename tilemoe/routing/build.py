@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.ops import plan as plan_ops
-from tilemoe.routing.plan import ROWS_PER_EXPERT, RoutingPlan
+from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
 
 _INT32_MAX = 2**31 - 1
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import MoEConfig, TokenRounding
-from tilemoe.kernels.select_router import select_router
+from tilemoe.kernels.choose import choose_rounding
 from tilemoe.ops import rounding as rounding_ops
-from tilemoe.routing.plan import RoutingPlan, experts_of_rows
-from tilemoe.tracing import constant_when_traced, specialised
+from tilemoe.plan import RoutingPlan, experts_of_rows
+from tilemoe.runtime.tracing import constant_when_traced, specialised
 
 _DRAWING = ("stochastic", "nearest_score")
 _MAX_ROWS = 2**30  # row numbers, a block of them further, are int32
@@ -68,9 +68,8 @@ def round_tokens(
     assert rounding is not None, "the caller asks `rounds` first"
     uniform = draw_uniform(cfg.num_experts, rounding, logits.device, generator)
     capacity = row_capacity(rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
-    # Experts are bounded as in the selection, experts per token are not.
-    fused = select_router(logits.device, logits.dtype, *specialised(cfg.num_experts, 1)).fused
-    by = _by_triton if fused else _by_torch
+    choice = choose_rounding(logits.device, logits.dtype, *specialised(cfg.num_experts))
+    by = _by_triton if choice.name == "triton" else _by_torch
     scores, *plan_tensors, pairs_of_expert = by(logits, expert_ids, kept_scores, uniform, token_mask, cfg, capacity)
     token_of_row, pair_of_row, row_of_pair, pair_start_of_token, row_start_of_expert = plan_tensors
     plan = RoutingPlan(

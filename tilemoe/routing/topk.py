@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilemoe.config import MoEConfig, RouterConfig
-from tilemoe.kernels.select_router import select_router
+from tilemoe.kernels.choose import choose_router
 from tilemoe.ops import router as router_ops
+from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.routing.balance import num_ranks, sum_over_ranks
 from tilemoe.routing.build import plan_topk
-from tilemoe.routing.plan import RoutingPlan, experts_of_rows
 from tilemoe.routing.rounding import round_tokens, rounds
-from tilemoe.tracing import can_be_read, specialised
+from tilemoe.runtime.tracing import can_be_read, specialised
 
 _EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
 
@@ -82,8 +82,8 @@ def route(
     """
     _check(logits, cfg, selection_bias, token_mask)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    choice = select_router(logits.device, logits.dtype, *specialised(cfg.num_experts, cfg.num_experts_per_tok))
-    select = _select_fused if choice.fused else _select
+    choice = choose_router(logits.device, logits.dtype, *specialised(cfg.num_experts, cfg.num_experts_per_tok))
+    select = _select_fused if choice.name == "triton" else _select
     chosen = select(logits, cfg, selection_bias, token_mask)
     if rounds(cfg, logits.shape[0], training):
         rounded = round_tokens(
@@ -170,7 +170,7 @@ def _best(values: Tensor, count: int) -> Tensor:
     """(T, count) columns of the largest values, best first, a tie to the lower column.
 
     torch.topk leaves the order of ties open, and on a GPU it does give another. argmax promises the first maximum, and
-    repeating it costs no more than topk or a stable sort for the usual counts (docs/notes/routing.md).
+    repeating it costs no more than topk or a stable sort for the usual counts (docs/lab/routing.md).
     """
     values = values.clone()
     columns = []

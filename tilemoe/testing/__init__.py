@@ -1,4 +1,4 @@
-"""What tests of a KernelSet need: hostile routings, inputs of the right scale, poisoned memory and one way to compare.
+"""What tests of a backend need: hostile routings, inputs of the right scale, poisoned memory and one way to compare.
 
 Everything is judged against `tilemoe.reference` in fp64, and measured against ordinary PyTorch in the same dtype.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from tilemoe.testing.compare import (
     ERROR_CAPS,
     assert_close_to_reference,
+    assert_equal,
     assert_moe_matches_reference,
     relative_error,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "ERROR_CAPS",
     "HostileRouting",
     "assert_close_to_reference",
+    "assert_equal",
     "assert_moe_matches_reference",
     "forward_and_grads",
     "hostile_routings",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilemoe import reference
 from tilemoe.ops.moe import moe as tilemoe_moe
-from tilemoe.routing.plan import RoutingPlan
+from tilemoe.plan import RoutingPlan
 from tilemoe.testing.inputs import MoE, forward_and_grads, plain_moe
 
 # No RMS-relative error may be larger, however bad the yardstick is.
@@ -28,6 +28,12 @@ _OUTLIER = 12.0  # caps that a single element may be off by, in units of the RMS
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """RMS of the difference over the RMS of ``exact``, which must not be all zeros."""
     return _rms(actual.double() - exact) / _rms(exact)
+
+
+def assert_equal(actual: Any, expected: Any, where: object = "") -> None:
+    """To the last bit: tensors, or sequences or mappings of them, of the same dtypes; NaN equals nothing."""
+    message = (lambda found: f"{where}: {found}") if where else None
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, msg=message)
 
 
 def assert_close_to_reference(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import GATED_ACTIVATIONS
+from tilemoe.plan import RoutingPlan
 from tilemoe.reference import activation as activate
-from tilemoe.routing.plan import RoutingPlan
 from tilemoe.testing.routings import used_pairs
 
 MoE = Callable[..., Tensor]
@@ -92,7 +92,7 @@ def plain_moe(
 ) -> Tensor:
     """The layer as ordinary PyTorch computes it: every matrix product's result is stored in the inputs' dtype.
 
-    Its error is the yardstick for a KernelSet's. The activation and the sum over experts are computed in fp32.
+    Its error is the yardstick for a backend's. The activation and the sum over experts are computed in fp32.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tilemoe.ops.rounding import round_rows
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.plan import RoutingPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class HostileRouting:
 
 
 def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[HostileRouting]:
-    """Every routing that a KernelSet has to survive. ``tile``: rows of the tile whose edges the ragged ones straddle.
+    """Every routing that a backend has to survive. ``tile``: rows of the tile whose edges the ragged ones straddle.
 
     Experts number at most 5, pairs about ``3 * tile``; ``tile`` is at least 4.
     """

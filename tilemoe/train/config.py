@@ -14,15 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.config import (
-    ModelConfig,
-    ParallelConfig,
-    from_dict,
-    require_bool,
-    require_choice,
-    require_finite,
-    require_int,
-)
+from tilemoe.checks import require_bool, require_choice, require_finite, require_int
+from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 
 SCHEDULES = ("cosine", "wsd", "constant")
 

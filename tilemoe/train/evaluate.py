@@ -16,8 +16,8 @@ from torch import nn
 
 from tilemoe.data import TokenShards, sequential_windows
 from tilemoe.data.sampler import IGNORED_TARGET
-from tilemoe.train.collective import any_process, sum_of_processes, values_of_processes
-from tilemoe.train.job import ALONE, Job
+from tilemoe.train.job.collective import any_process, sum_of_processes, values_of_processes
+from tilemoe.train.job.processes import ALONE, Job
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,19 @@ from tilemoe.parallel.expert import rows_of_experts
 from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
-from tilemoe.train.checkpoint import Checkpoint, TrainState, list_checkpoints, save_checkpoint
-from tilemoe.train.collective import any_process, sum_of_processes, values_of_processes
+from tilemoe.train.checkpoints.distributed import PendingCheckpoint, begin_distributed_checkpoint
+from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, list_checkpoints, save_checkpoint
+from tilemoe.train.checkpoints.whole_state import is_shared
 from tilemoe.train.config import Recipe
-from tilemoe.train.distributed_checkpoint import PendingCheckpoint, begin_distributed_checkpoint
 from tilemoe.train.evaluate import Evaluation, evaluate
-from tilemoe.train.job import ALONE, Job
+from tilemoe.train.job.collective import any_process, sum_of_processes, values_of_processes
+from tilemoe.train.job.processes import ALONE, Job
+from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
 from tilemoe.train.optim import make_optimizer, set_learning_rate
 from tilemoe.train.prefetch import Prefetcher
 from tilemoe.train.progress import Reporter, Speed, StepStats
 from tilemoe.train.schedule import learning_rate
-from tilemoe.train.watch import Progress
-from tilemoe.train.whole_state import is_shared
 
 if TYPE_CHECKING:
     from tilemoe.models.decoder import DecoderLM

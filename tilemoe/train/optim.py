@@ -23,7 +23,7 @@ def decays(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW with the decayed parameters in group 0 and all others in group 1.
 
-    ``fused`` is the fastest form on a CPU too (docs/notes/cpu.md).
+    ``fused`` is the fastest form on a CPU too (docs/lab/cpu.md).
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -9,7 +9,7 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tilemoe.train.job import ALONE, Job
+from tilemoe.train.job.processes import ALONE, Job
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ from tilemoe.config import to_dict
 from tilemoe.data import Prepared, prepare
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
-from tilemoe.train.checkpoint import Checkpoint, CheckpointError, clean_stale, list_checkpoints, set_aside
-from tilemoe.train.collective import joined
+from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, clean_stale, list_checkpoints, set_aside
+from tilemoe.train.checkpoints.restore import build_model, build_shared_model, select_device
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.evaluate import Evaluation
-from tilemoe.train.job import ALONE, Job
+from tilemoe.train.job.collective import joined
+from tilemoe.train.job.processes import ALONE, Job
+from tilemoe.train.job.signals import StopRequest, sigterm_interrupts
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, open_tensorboard, truncate_metrics
 from tilemoe.train.plots import draw
 from tilemoe.train.progress import Reporter, make_reporter
-from tilemoe.train.restore import build_model, build_shared_model, select_device
 from tilemoe.train.sample import continue_text
-from tilemoe.train.signals import StopRequest, sigterm_interrupts
 
 RESULT_FILE = "result.json"
 _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40

@@ -1,0 +1,176 @@
+"""`HopperBackend` on a CPU: its Gluon kernels in the emulator, the Triton kernels beside them in plain PyTorch.
+
+The emulator's fp16 stands for both 16-bit types.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from gluon_emulator import Edits, Emulator
+from torch import Tensor
+from triton_checks import Case, assert_kernels_agree
+
+from tilemoe.kernels.experts.hopper import backend as hopper_backend
+from tilemoe.kernels.experts.hopper.backend import HopperBackend
+from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.experts.triton import backend as triton_backend
+from tilemoe.plan import RoutingPlan
+from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch
+
+TOLERANCE = 6e-4  # as on a GPU
+OUTPUTS = {
+    "up_proj_act_kernel": ("a", "h"),
+    "gemm_rows_kernel": ("out",),
+    "gemm_dgrad_dact_kernel": ("dh", "a_scaled", "partial"),
+    "gemm_wgrad_kernel": ("out",),
+}
+
+
+class WithoutBiasGrads(HopperBackend):
+    """The bias gradients are the portable kernels', which other tests have."""
+
+    down_proj_bias_grad = TorchBackend.down_proj_bias_grad
+    up_proj_bias_grad = TorchBackend.up_proj_bias_grad
+
+
+KERNELS = WithoutBiasGrads()
+
+
+def plan_of(*rows_per_expert: int) -> RoutingPlan:
+    """One expert for each token, in no order; the last of these numbers counts tokens without an expert."""
+    ids = torch.arange(len(rows_per_expert)).repeat_interleave(torch.tensor(rows_per_expert))
+    shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+    return plan_topk(shuffled[:, None], len(rows_per_expert) - 1)
+
+
+@contextmanager
+def emulated(
+    ctas: int = 2, seed: int = 0, late: float = 0.9, edits: Edits | None = None, emulator: Emulator | None = None
+) -> Iterator[list[Launch]]:
+    """Inside, HopperBackend computes on the CPU, on ``ctas`` multiprocessors; gives what is launched."""
+    device = Device(90, SHARED_BYTES, ctas)
+    emulator, launches = emulator or Emulator(seed, late, edits), list[Launch]()
+
+    def run(launch: Launch) -> None:
+        launches.append(launch)
+        if launch.kernel.is_gluon():
+            emulator.run(launch)
+        else:
+            IN_PYTORCH[name_of(launch)](launch.args, launch.constants)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (hopper_backend, triton_backend):
+            patch.setattr(module, "device_of", lambda t: device)
+            patch.setattr(module, "small_m", lambda num_rows, num_experts: None)
+        patch.setattr(Launch, "run", run)
+        yield launches
+
+
+def name_of(launch: Launch) -> str:
+    return str(launch.kernel.fn.__name__)
+
+
+def gluon_kernels(launches: list[Launch]) -> set[str]:
+    return {name_of(launch) for launch in launches if launch.kernel.is_gluon()}
+
+
+# One launch alone, with and without a fault
+
+
+@cache
+def recorded(case: Case, plan: tuple[int, ...]) -> list[tuple[Launch, dict[str, Tensor]]]:
+    """Each Gluon launch of a layer's kernels on one CTA, and what it wrote, which is right."""
+    with emulated(ctas=1) as launches:
+        assert_kernels_agree(KERNELS, plan_of(*plan), case, TOLERANCE)
+    return [
+        (launch, {name: t.clone() for name, t in written(launch)}) for launch in launches if launch.kernel.is_gluon()
+    ]
+
+
+def written(launch: Launch) -> Iterator[tuple[str, Tensor]]:
+    for name in OUTPUTS[name_of(launch)]:
+        value = launch.args[name]
+        if value is not None:
+            yield name, getattr(value, "base", value)  # a descriptor's tensor
+
+
+def errors_with(edits: Edits, late: float, launch: Launch, expected: dict[str, Tensor]) -> list[str]:
+    """Run a launch once more with faults planted: what is wrong in what it writes. Leaves the tensors as they were."""
+    errors = []
+    try:
+        for _, t in written(launch):
+            t.fill_(torch.nan)
+        Emulator(late=late, edits=edits).run(launch)
+        for name, t in written(launch):
+            inside = expected[name].isfinite()  # rows past the last are unspecified
+            actual, exact = t[inside].double(), expected[name][inside].double()
+            error = float((actual - exact).norm() / exact.norm())
+            if not bool(actual.isfinite().all()):
+                errors.append(f"{name}: not finite")
+            elif error > TOLERANCE:
+                errors.append(f"{name}: RMS-relative error {error:.2e}")
+        return errors
+    finally:
+        for name, t in written(launch):
+            t.copy_(expected[name])
+        if "num_tiles" in launch.args:
+            launch.args["num_tiles"][1] = 0
+
+
+@cache
+def functions_of(kernel: Any) -> frozenset[str]:
+    """Names of the jitted functions that a kernel calls, and its own."""
+    found, left = dict[str, Any](), [kernel]
+    while left:
+        function = left.pop().fn
+        found[function.__name__] = function
+        called = (function.__globals__.get(name) for name in function.__code__.co_names)
+        left += [callee for callee in called if hasattr(callee, "fn") and callee.fn.__name__ not in found]
+    return frozenset(found)
+
+
+# The Triton kernels that HopperBackend launches
+
+
+def list_tiles(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    start = args["row_start_of_expert"].tolist()
+    for prefix in ("", "second_") if args["second_tile_m"] else ("",):
+        tile_m = args[f"{prefix}tile_m"]
+        tiles = [
+            (expert, row, start[expert + 1])
+            for expert in range(len(start) - 1)
+            for row in range(start[expert], start[expert + 1], tile_m)
+        ]
+        columns = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).unbind(1)
+        for name, column in zip(("expert_of_tile", "row_of_tile", "end_of_tile"), columns, strict=True):
+            args[prefix + name][: len(tiles)] = column
+        args[f"{prefix}num_tiles"].copy_(torch.tensor([len(tiles), 0]))
+
+
+def sum_score_grads(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    for tile in range(int(args["num_tiles"][0])):
+        expert, row, end = (int(args[name][tile]) for name in ("expert_of_tile", "row_of_tile", "end_of_tile"))
+        rows = slice(row, min(row + constants["BLOCK_M"], end))
+        total = args["partial"][:, rows].sum(0)
+        if args["products"] is not None:
+            total = total + args["products"][args["token_of_row"][rows].long(), expert]
+        args["ds"].view(-1)[args["pair_of_row"][rows].long()] = total.to(args["ds"].dtype)
+
+
+def multiply_bias(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    do, bias = (getattr(args[name], "base", args[name]).float() for name in ("do", "bias"))
+    args["products"].copy_(do @ bias.T)
+
+
+IN_PYTORCH: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
+    "tile_lists_kernel": list_tiles,
+    "score_grad_kernel": sum_score_grads,
+    "bias_products_kernel": multiply_bias,
+}

@@ -1,0 +1,265 @@
+"""Faults to be planted in the Hopper kernels' sources, each with the errors by which the emulator shows it.
+
+Each is (function, a text that is once in its source, what is put in its place, the errors); where a layout or a bias
+must be there to show it, in such a case of its own.
+"""
+
+from dataclasses import replace
+
+import torch
+from triton_checks import Case
+
+Fault = tuple[str, str, str, str]
+
+# As many columns as fill B1's slices: past them nothing is stored.
+SWIGLU = Case(torch.float16, hidden_size=192, intermediate_size=256)
+TURNED = replace(SWIGLU, turned=True)
+INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
+UNGATED = replace(SWIGLU, activation="relu2")
+CLAMPED = replace(SWIGLU, activation="swiglu_oai")
+BIAS = replace(SWIGLU, bias=True, hidden_size=136, intermediate_size=200)
+
+PROTOCOL = "deadlock|more arrivals"
+FENCE = "before a fence"
+NUMBERS = "RMS-relative error|not finite"
+UNFINISHED = "has not waited for"
+SOONER = f"{PROTOCOL}|{FENCE}"
+EITHER = f"{PROTOCOL}|{NUMBERS}"
+GIVE_TURN = "mbarrier.arrive(order_of_other, count=1)"
+RELEASE = "consumer_release_previous(ring, step)"
+SKIP = "mbarrier.arrive(empty.index(stage), count=1)"
+WAIT_FULL, TAKE = "consumer_wait(ring, step)", "step % ring[2].shape[0]"
+RELEASE_IN_LOOP, RELEASE_PENDING = f"        {RELEASE}", "consumer_release_previous(ring, step, pending_release)"
+WAIT = "warpgroup_mma_wait({}, deps=(acc,))\n"
+WAIT_BLOCKS = f"acc2, COUNT, COUNT)\n{RELEASE_IN_LOOP}"
+TILE = "publish_tile(tile_info, stage, expert, row, end, col)"
+NO_TILE = "publish_tile(tile_info, producer_acquire(ring, step), -1, 0, 0, 0)"
+RELEASE_SLICE = "consumer_release_previous(ring, step, index > 0)"
+SLICE_ARGS = "scale, dh, a_scaled, end, first, col + i * EPILOGUE_N, limit, alpha, ring, step"
+OWN_ROW = "gl.arange(0, BM, THREAD_LAYOUT)"
+PREFETCH = "scheduler_prefetch(num_tiles, next_index < total)"
+FREE, TAKEN = "stage = producer_acquire(ring, step)\n        ", f"stage = {TAKE}\n        "
+WEIGHTS = "publish_tile(tile_info, stage, expert"
+ANOTHER = "stored twice|past the tensor|outside the tensor"
+PUBLISHED = f"{PROTOCOL}|{NUMBERS}|{ANOTHER}"
+FAULTS: dict[str, Fault] = {
+    "a stage is filled while it is read": ("producer_acquire", "mbarrier.wait(empty.", "(empty.", PROTOCOL),
+    "the producer's first phase": ("producer_acquire", " & 1) ^ 1)", " & 1))", PROTOCOL),
+    "a stage is read before it is full": ("issue_mma", WAIT_FULL, TAKE, SOONER),
+    "the consumer's phase": ("consumer_wait", "(step // full.shape[0]) & 1)", "step & 1)", SOONER),
+    "a stage is released with its wgmma in flight": (
+        "mma_mainloop",
+        WAIT.format(1) + RELEASE_IN_LOOP,
+        WAIT.format(2) + RELEASE_IN_LOOP,
+        NUMBERS,
+    ),
+    "a stage is released that nobody holds": (
+        "mma_mainloop",
+        RELEASE_PENDING,
+        "consumer_release_previous(ring, step, True)",
+        PROTOCOL,
+    ),
+    "a pending release is forgotten": (
+        "mma_mainloop",
+        RELEASE_PENDING,
+        "consumer_release_previous(ring, step, False)",
+        "deadlock",
+    ),
+    "the last stage is not released": ("mma_mainloop", f"{WAIT.format(0)}    {RELEASE}", WAIT.format(0), "deadlock"),
+    "a stage is released while a tile is stored from it": ("mma_mainloop", "tma.store_wait(0)", "pass", NUMBERS),
+    "copies are committed before they land": ("producer_commit", "(LAG)", "(LAG + 1)", f"{FENCE}|{NUMBERS}|{ANOTHER}"),
+    "copies without a fence": ("producer_commit", "fence_async_shared()", "pass", FENCE),
+    "the last copies": ("producer_flush", "async_copy.wait_group(0)", "pass", UNFINISHED),
+    "no stage is skipped": ("skip_stages", SKIP, "pass", "deadlock"),
+    "stages are skipped twice": ("skip_stages", SKIP, f"{SKIP}; {SKIP}", EITHER),
+    "stages are skipped before they are full": ("skip_stages", WAIT_FULL, TAKE, SOONER),
+    "skipping forgets the pending release": ("skip_stages", RELEASE, "pass", "deadlock"),
+    "skipping releases while a tile is stored": ("skip_stages", "tma.store_wait(0)", "pass", NUMBERS),
+    "a store without a fence": ("fence_and_store", "fence_async_shared()", "pass", FENCE),
+    "fewer bytes than come": ("load_blocks", "COUNT * rows", "1 * rows", "more bytes"),
+    "more bytes than come": ("load_blocks", "COUNT * rows", "3 * rows", "deadlock"),
+    "four blocks are three and one": (
+        "block_tile_coords",
+        "(remaining == BLOCKS + 1)",
+        "(remaining == 99)",
+        "stored twice",
+    ),
+    "nobody moves up": ("block_tile_coords", "gl.where(takes_one, row - WARPGROUP_M, row)", "row", NUMBERS),
+    "F1 overwrites a slice of h": ("store_h", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "F1 overwrites a slice of a": ("store_act", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "F1 ends before its stores": ("act_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "no consumer waits for its turn": (
+        "pingpong_consumer",
+        "mbarrier.wait(mma_order.index(CONSUMER), ",
+        "(",
+        f"{PROTOCOL}|{ANOTHER}",
+    ),
+    "no consumer gives the turn": ("mma_mainloop_blocks", GIVE_TURN, "pass", PROTOCOL),
+    "a turn is given at every step": (
+        "mma_mainloop_blocks",
+        "        step += 1",
+        f"        step += 1; {GIVE_TURN}",
+        f"{PROTOCOL}|{ANOTHER}",
+    ),
+    "neither consumer's first wait passes": ("pingpong_consumer", "phase = 1 - CONSUMER", "phase = 0", PROTOCOL),
+    "both consumers' first wait passes": ("pingpong_consumer", "phase = 1 - CONSUMER", "phase = 1", PROTOCOL),
+    "turns do not alternate": ("pingpong_consumer", "phase ^= 1", "pass", PROTOCOL),
+    "a consumer takes the other's stages": ("pingpong_consumer", "step += steps", "pass", PROTOCOL),
+    "a full stage is read early": ("issue_mma_blocks", WAIT_FULL, TAKE, PROTOCOL),
+    "a stage is released with its wgmmas in flight": (
+        "mma_mainloop_blocks",
+        WAIT_BLOCKS,
+        WAIT_BLOCKS.replace("COUNT)", "COUNT + 1)"),
+        NUMBERS,
+    ),
+    "F2 has no third block": ("pingpong_consumer", "count > 2", "count > 3", NUMBERS),
+    "F2 overwrites a slice": ("store_block", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
+    "F2 ends before its stores": ("pingpong_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "F2 stores past the expert's end": ("store_block", "end, last,", "end + 64, last - 64,", "stored twice"),
+    "tile_info before the stage is free, F1": ("gather_producer", FREE + TILE, TAKEN + TILE, PUBLISHED),
+    "tile_info before the stage is free, F2": ("pingpong_producer", "producer_acquire(ring, step)", TAKE, PUBLISHED),
+    "tile_info before the stage is free, B2": ("wgrad_producer", FREE + WEIGHTS, TAKEN + WEIGHTS, PUBLISHED),
+    "another tile is published": ("gather_producer", TILE, TILE.replace("row", "next_row"), f"{NUMBERS}|{ANOTHER}"),
+    "the end is not published": ("gather_producer", NO_TILE, "producer_acquire(ring, step)", "deadlock"),
+    "the scheduler gives a tile twice": ("scheduler_next", "number + 2 * gl", "number + 1 * gl", "stored twice"),
+    "no tile is prefetched": (
+        "gather_producer",
+        PREFETCH,
+        "scheduler_prefetch(num_tiles, False)",
+        f"{NUMBERS}|{ANOTHER}",
+    ),
+    "another row's score": ("gather_producer", OWN_ROW, f"0 * {OWN_ROW}", NUMBERS),
+    "no stage for an expert without rows": (
+        "wgrad_producer",
+        "step += 1\n        upper",
+        "pass\n        upper",
+        PROTOCOL,
+    ),
+    "nobody loads h": ("gather_producer", "step = load_h(ring, step, h, row, col, BN, GATE_UP)", "pass", "deadlock"),
+    "h of the next tile": ("gather_producer", "step, h, row, col, BN", "step, h, next_row, next_col, BN", NUMBERS),
+    "h overwrites an operand": ("load_h", "producer_acquire(ring, step)", "step % full.shape[0]", EITHER),
+    "fewer bytes than come of h": ("load_h", "CONSUMERS * BLOCKS * h", "1 * h", "more bytes"),
+    "more bytes than come of h": ("load_h", "CONSUMERS * BLOCKS * h", "3 * h", "deadlock"),
+    "h is not committed": ("load_h", "producer_commit(ring, step)", "pass", "deadlock"),
+    "all of h in one stage": ("load_h", "        step += 1", "        pass", PROTOCOL),
+    "h of the first consumer's rows": ("load_h", "row + consumer * WARPGROUP_M", "row", NUMBERS),
+    "h of the first slice": ("load_h", "col + i * EPILOGUE_N", "col", NUMBERS),
+    "B1 reads h before it is there": ("dact_slice", WAIT_FULL, TAKE, f"{EITHER}|nobody waited for"),
+    "B1's slice in the stage of another": (
+        "dact_consumer",
+        f"slices[i], {SLICE_ARGS} + i,",
+        f"slices[i], {SLICE_ARGS},",
+        PROTOCOL,
+    ),
+    "B1's consumers in one place": ("dact_slice", "index(CONSUMER * BLOCKS),", "index(0),", FENCE),
+    "B1 releases a stage twice": ("dact_slice", RELEASE_SLICE, f"{RELEASE}; {RELEASE}", PROTOCOL),
+    "B1 releases no stage": ("dact_slice", RELEASE_SLICE, "pass", "deadlock"),
+    "B1 releases an operand's stage": ("dact_slice", RELEASE_SLICE, RELEASE, f"{SOONER}|{NUMBERS}"),
+    "B1 releases a stage while it is stored": ("dact_slice", "tma.store_wait(0)", "pass", NUMBERS),
+    "B1 waits for a_scaled only": ("dact_slice", "tma.store_wait(0)", "tma.store_wait(1)", NUMBERS),
+    "B1 stores without a fence": ("dact_slice", "fence_async_shared()", "pass", FENCE),
+    "B1 has no pending release": ("dact_consumer", "pending_release = True", "pass", "deadlock"),
+    "B1 releases what is not pending": (
+        "dact_consumer",
+        "            pending_release = False",
+        "            pass",
+        EITHER,
+    ),
+    "B1 skips no slices": ("dact_consumer", "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}"),
+    "B1 counts one slice": ("dact_consumer", "step += BN // EPILOGUE_N", "step += 1", f"{SOONER}|{ANOTHER}"),
+    "B1 ends before its stores": ("dact_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "B2 overwrites a slice": ("wgrad_consumer", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "B2 ends before its stores": ("wgrad_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+}
+OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
+    "the parts are the halves of a tile": (TURNED, ("gate_up_slices", "elif B_K_MAJOR", "elif True", NUMBERS)),
+    "F1 stores the parts as halves": (TURNED, ("store_h", "elif B_K_MAJOR", "elif True", NUMBERS)),
+    "F1 has the halves of a tile for parts": (SWIGLU, ("gate_up_slices", "elif B_K_MAJOR", "elif False", NUMBERS)),
+    "up's weight only": (TURNED, ("load_weight", "0, k, col", "1, k, col", NUMBERS)),
+    "fewer bytes than come of a weight": (TURNED, ("load_gathered", "weight.block", "-weight.block", "more bytes")),
+    "more bytes than come of a weight": (TURNED, ("load_gathered", "weight.block", "2 * weight.block", "deadlock")),
+    "half a part for a tile": (TURNED, ("gather_producer", "cdiv(width_out, BN)", "cdiv(width_out, 2 * BN)", NUMBERS)),
+    "F1 takes halves for pairs": (
+        INTERLEAVED,
+        ("gate_up_slices", "deinterleave(acc, BN)", "(acc[:, : BN // 2], acc[:, BN // 2 :])", NUMBERS),
+    ),
+    "F1 swaps the columns of a pair": (INTERLEAVED, ("gate_up_slices", "gate, up =", "up, gate =", NUMBERS)),
+    "F1 stores a where h is": (INTERLEAVED, ("store_act", "col = col // 2", "pass", f"{NUMBERS}|{ANOTHER}")),
+    "F1 sees half of h": (INTERLEAVED, ("up_proj_act_kernel", "2 * n if GATE", "n if GATE", NUMBERS)),
+    "F1 stores the slope": (UNGATED, ("store_act", "value, _slope", "_slope, value", NUMBERS)),
+    "F1 stores half a tile": (UNGATED, ("store_act", "BN if GATE", "BN // 2 if GATE", NUMBERS)),
+    "nobody adds the bias": (BIAS, ("act_consumer", "acc += broadcast", "broadcast", NUMBERS)),
+    "the bias of another expert": (BIAS, ("act_consumer", "bias(bias, expert", "bias(bias, 0 * expert", NUMBERS)),
+    "the bias of the first columns": (BIAS, ("load_tile_bias", "inside = col +", "inside =", NUMBERS)),
+    "the bias of the gate twice": (BIAS, ("load_tile_bias", "// RUN % 2", "// RUN % 1", NUMBERS)),
+    "the bias of halves for parts": (
+        replace(BIAS, turned=True),
+        ("load_tile_bias", "BN // 2 if B_K_MAJOR else EPILOGUE_N", "BN // 2", NUMBERS),
+    ),
+    "the bias past the last column": (
+        replace(BIAS, gate_up="interleaved"),
+        ("load_bias", ", mask=column < width, other=0.0", "", "past the tensor"),
+    ),
+    "no bias past half of h": (
+        replace(BIAS, gate_up="interleaved"),
+        ("load_tile_bias", "col + column, 2 * n", "col + column, n", NUMBERS),
+    ),
+    "F2 publishes another expert": (
+        BIAS,
+        ("pingpong_producer", "4 * expert + count", "4 * next_expert + count", NUMBERS),
+    ),
+    "F2 adds another expert's bias": (BIAS, ("pingpong_consumer", "count // 4,", "count // 8,", NUMBERS)),
+    "F2 adds the first columns' bias": (BIAS, ("pingpong_consumer", "col + gl", "gl", NUMBERS)),
+    "F2 adds the left half's bias": (BIAS, ("store_block", "j * EPILOGUE_N, EPILOGUE_N", "0, EPILOGUE_N", NUMBERS)),
+    "F2's consumers share a bias": (
+        replace(BIAS, hidden_size=264, intermediate_size=64),
+        ("pingpong_consumer", "bias_smem.index(CONSUMER)", "bias_smem.index(0)", NUMBERS),
+    ),
+    "nobody loads the second block of h": (
+        INTERLEAVED,
+        ("load_h", "static_range(BLOCKS)", "static_range(1)", "deadlock"),
+    ),
+    "h's blocks in one place": (INTERLEAVED, ("load_h", "BLOCKS + block)", "BLOCKS)", NUMBERS)),
+    "the same block of h twice": (INTERLEAVED, ("load_h", " + block * EPILOGUE_N", "", NUMBERS)),
+    "B1 has one block": (INTERLEAVED, ("dact_slice", "BLOCKS + BLOCKS - 1", "BLOCKS", NUMBERS)),
+    "nobody stores dh's second block": (
+        INTERLEAVED,
+        ("dact_slice", 'if GATE_UP == "interleaved":\n        tma', "if False:\n        tma", NUMBERS),
+    ),
+    "dh's blocks in one place": (INTERLEAVED, ("dact_slice", "* col + EPILOGUE_N", "* col", "stored twice")),
+    "B1 takes halves for pairs": (
+        INTERLEAVED,
+        (
+            "half_pairs_grad",
+            "deinterleave(buffer.load(both), EPILOGUE_N)",
+            "halves(buffer.load(both), WARPGROUP_M, EPILOGUE_N)",
+            NUMBERS,
+        ),
+    ),
+    "B1 stores halves for pairs": (
+        INTERLEAVED,
+        ("half_pairs_grad", "dtype)).reshape", "dtype)).permute([0, 2, 1]).reshape", NUMBERS),
+    ),
+    "B1 joins the left half and itself": (INTERLEAVED, ("pairs_grad", "right_a, da", "left_a, da", NUMBERS)),
+    "B1's gradient without the score": (UNGATED, ("dact_slice", "score[:, None] * slope", "slope", NUMBERS)),
+    "B1 stores no gradient": (UNGATED, ("dact_slice", "    buffer.store", "    ", NUMBERS)),
+    "B1 joins pairs, not halves": (CLAMPED, ("joined", ".permute([0, 2, 1])", "", NUMBERS)),
+    "B1 takes the left half twice": (
+        CLAMPED,
+        ("halves_grad", "gate_buffer.slice(HALF", "gate_buffer.slice(0", NUMBERS),
+    ),
+    "B1 takes more than half a slice": (
+        CLAMPED,
+        ("halves_grad", "up_buffer.slice(HALF, HALF", "up_buffer.slice(HALF, EPILOGUE_N", "outside the buffer"),
+    ),
+    "B1's loop keeps to a slice": (CLAMPED, ("dact_consumer", "da, next_da, third_da = ", "_ = ", NUMBERS)),
+    "B1's loop stays in a stage": (
+        CLAMPED,
+        (
+            "dact_consumer",
+            f"                        da, {SLICE_ARGS} + i,",
+            f"                        da, {SLICE_ARGS},",
+            PROTOCOL,
+        ),
+    ),
+}

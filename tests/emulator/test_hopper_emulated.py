@@ -1,0 +1,175 @@
+"""The Hopper kernels' numbers and protocols without a GPU: their sources in an emulator of Gluon (README.md)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from emulated_layer import (
+    KERNELS,
+    OUTPUTS,
+    TOLERANCE,
+    emulated,
+    errors_with,
+    functions_of,
+    gluon_kernels,
+    name_of,
+    plan_of,
+    recorded,
+)
+from gluon_emulator import Emulator
+from hopper_faults import FAULTS, OF_LAYOUTS, SWIGLU, Fault
+from triton_checks import Case, assert_inference_agrees, assert_kernels_agree
+
+from tilemoe.activations import activation_spec
+from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.testing import hostile_routings, make_inputs
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+
+FP16 = torch.float16
+ALL_KERNELS = set(OUTPUTS)
+ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=128)}
+# Widths: ragged in both; more steps than the ring has stages, all full; one step, one slice; two tiles of columns.
+SIZES = ((136, 200), (320, 136), (64, 64), (192, 264))
+LAYOUTS = [(name, layout) for name in sorted(GATED_ACTIVATIONS) for layout in ("concatenated", "interleaved")]
+LAYOUTS += [(name, "concatenated") for name in sorted(UNGATED_ACTIVATIONS)]
+CASES = [
+    Case(FP16, name, gate_up, bias, turned, *SIZES[(i + j) % len(SIZES)])
+    for i, (name, gate_up) in enumerate(LAYOUTS)
+    for j, (bias, turned) in enumerate(product((False, True), (False, True)))
+]
+# Rows of the experts, and tokens without one: at the ends of blocks of 64, of tiles of 128, 192; with four blocks.
+ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0), (192, 0, 193, 128, 2), (385, 1, 0)]
+ENDS += [(256, 0, 320, 193, 2)]
+OF_FAULTS = (130, 0, 64, 194, 5)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The emulator sets this for its own threads, and so for those that begin later."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_hostile_routings(name: str) -> None:
+    # Every case meets a few of all these plans, and every plan a few cases: all pairs would take an hour.
+    index = list(ROUTINGS).index(name)
+    plan, case = ROUTINGS[name], CASES[7 * index % len(CASES)]
+    with emulated(ctas=1 + index % 3, seed=index, late=(0.3, 0.9, 1.0)[index // 3 % 3]) as launches:
+        assert_kernels_agree(KERNELS, plan, case, TOLERANCE)
+        assert_inference_agrees(KERNELS, plan, case, TOLERANCE)
+    assert gluon_kernels(launches) == (ALL_KERNELS if plan.capacity else set())
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
+def test_every_layout_bias_and_activation(index: int) -> None:
+    counts = ENDS[(index + index // 12) % len(ENDS)]
+    with emulated(ctas=1 + index % 3, seed=index) as launches:
+        assert_kernels_agree(KERNELS, plan_of(*counts), CASES[index], TOLERANCE)
+    assert gluon_kernels(launches) == ALL_KERNELS
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+def test_clamped_gates(gate_up: str) -> None:
+    """With a limit that half of them pass."""
+    case = Case(FP16, "swiglu_oai", gate_up, True, hidden_size=136, intermediate_size=200, limit=0.3)
+    with emulated(ctas=3):
+        assert_kernels_agree(KERNELS, plan_of(65, 0, 130, 40), case, TOLERANCE)
+
+
+def test_rows_past_the_last_are_not_written() -> None:
+    plan, spec = plan_of(65, 0, 130, 40), activation_spec("swiglu", "concatenated", None, None)
+    given = make_inputs(plan, 136, 200, dtype=FP16)
+    with emulated():
+        a, h = KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
+        y = KERNELS.down_proj(a, given["w2"], None, plan)
+        s = given["scores"].reshape(-1)
+        dh, _, a_scaled = KERNELS.down_proj_dgrad_dact(given["x"], given["w2"], None, h, s, plan, spec)
+        dx_rows = KERNELS.up_proj_dgrad(dh, given["w1"], plan)
+    for rows in (a, h, y, dh, a_scaled, dx_rows):
+        assert not bool(rows[:195].isnan().any())
+        assert bool(rows[195:].isnan().all())
+
+
+def test_the_forward_lists_tiles_of_both_heights_at_once() -> None:
+    """And each operator of the backward, which has a plan of its own, those that it needs."""
+    spec = activation_spec("swiglu", "concatenated", None, None)
+    plans = [plan_of(65, 0, 130, 40) for _ in range(3)]
+    given = make_inputs(plans[0], 136, 200, dtype=FP16)
+    with emulated() as launches:
+        a, h = KERNELS.up_proj_act(given["x"], given["w1"], None, plans[0], spec)
+        KERNELS.down_proj(a, given["w2"], None, plans[0])
+        of_forward = len(launches)
+        KERNELS.down_proj_dgrad_dact(given["x"], given["w2"], None, h, given["scores"].reshape(-1), plans[1], spec)
+        KERNELS.up_proj_dgrad(h, given["w1"], plans[2])
+    listed = [
+        (i < of_forward, launch.args["tile_m"], launch.args["second_tile_m"])
+        for i, launch in enumerate(launches)
+        if name_of(launch) == "tile_lists_kernel"
+    ]
+    assert listed == [(True, 128, 192), (False, 128, 0), (False, 192, 0)]
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 3, 4, 5, 12])
+def test_the_scheduler_leaves_its_counter_at_zero(ctas: int) -> None:
+    """However many CTAs there are for three tiles (F1: six): some prefetch in vain, some have nothing to prefetch."""
+    plan, spec = plan_of(65, 0, 130, 40), activation_spec("swiglu", "concatenated", None, None)
+    given, counts = make_inputs(plan, 136, 200, dtype=FP16), list[int]()
+    with emulated(ctas):
+        a, h = KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
+        counts += plan.derived[128].num_tiles.tolist()
+        again, _ = KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
+        KERNELS.down_proj_dgrad_dact(given["x"], given["w2"], None, h, given["scores"].reshape(-1), plan, spec)
+        counts += plan.derived[128].num_tiles.tolist()
+    assert counts == [3, 0, 3, 0]
+    assert torch.equal(a[:195], again[:195])
+    other = plan_of(65, 0, 130, 40)
+    with emulated(ctas, edits={"scheduler_next": ("mask=wanted & is_last", "mask=False")}):
+        KERNELS.up_proj_act(given["x"], given["w1"], None, other, spec)
+    assert (int(other.derived[128].num_tiles[1]) == 0) == (ctas >= 6), "without what puts it back"
+
+
+def test_a_seed_gives_the_same_order_again() -> None:
+    emulators = Emulator(seed=5), Emulator(seed=5)
+    for emulator in emulators:
+        with emulated(emulator=emulator):
+            assert_inference_agrees(KERNELS, plan_of(65, 0, 130, 40), CASES[0], TOLERANCE)
+    assert emulators[0].random.getstate() == emulators[1].random.getstate()
+
+
+def assert_agree_with_a_fault(case: Case, fault: Fault) -> None:
+    """With loads that come late, which shows a missing wait; then with sooner ones, which overwrite what is in use.
+
+    One CTA, so that buffers are used again; each kernel that the fault is in, alone.
+    """
+    function, text, instead, _ = fault
+    if function == "gather_producer":  # as many steps as stages: a tile begins where the one before did
+        case = replace(case, hidden_size=256)
+    launches = [found for found in recorded(case, OF_FAULTS) if function in functions_of(found[0].kernel)]
+    assert launches, f"no kernel calls {function}"
+    for late in (0.9, 0.3):
+        errors = [errors_with({function: (text, instead)}, late, *found) for found in launches]
+        assert not any(errors), errors
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught(name: str) -> None:
+    with pytest.raises(AssertionError, match=FAULTS[name][-1]):
+        assert_agree_with_a_fault(SWIGLU, FAULTS[name])
+
+
+@pytest.mark.parametrize("name", OF_LAYOUTS)
+def test_faults_of_layouts_are_caught(name: str) -> None:
+    case, fault = OF_LAYOUTS[name]
+    with pytest.raises(AssertionError, match=fault[-1]):
+        assert_agree_with_a_fault(case, fault)
+
+
+def test_without_a_fault_nothing_is_caught() -> None:
+    for late, found in product((0.9, 0.3), recorded(SWIGLU, OF_FAULTS)):
+        assert not errors_with({}, late, *found)

@@ -1,0 +1,223 @@
+"""The seam for backends: what may be registered, and that a layer computes and trains with a user's own."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilemoe
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts import registry
+from tilemoe.kernels.experts.base import Backend, Operand
+from tilemoe.kernels.experts.registry import backend_named, backend_of, check_kernels, register_backend
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.ops.lora import Adapters, moe_lora
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_topk
+from tilemoe.testing import forward_and_grads, make_inputs
+
+BUILT_IN = ("hopper", "torch", "triton")
+PLAN = plan_topk(torch.arange(24).view(12, 2) % 5, 5)
+INPUTS = make_inputs(PLAN, 16, 8, bias=True)
+
+
+class Doubled(TorchBackend):
+    """F2 gives twice what it should, so that it is seen; its gradients are those of the plain layer."""
+
+    name = "doubled"
+
+    def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: tilemoe.RoutingPlan) -> Tensor:
+        return 2 * super().down_proj(a, w2, b2, plan)
+
+
+class Int8Weights(TorchBackend):
+    """w2 in int8 with a scale for each block of 8 x 4: how a backend of a narrow precision uses `Operand`."""
+
+    name = "int8_weights"
+
+    def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: tilemoe.RoutingPlan) -> Tensor:
+        return super().down_proj(a, in_int8(w2).dense(w2.dtype), b2, plan)
+
+
+def in_int8(weight: Tensor, block: tuple[int, int] = (8, 4)) -> Operand:
+    """weight (E, p, q), p and q multiples of the block's, each element to within half a step of its block."""
+    experts, p, q = weight.shape
+    blocks = weight.float().view(experts, p // block[0], block[0], q // block[1], block[1])
+    scale = blocks.abs().amax((2, 4)) / 127
+    steps = (blocks / scale[:, :, None, :, None]).round().to(torch.int8)
+    return Operand(steps.view(weight.shape), scale, block)
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was() -> Iterator[None]:
+    """Names that a test registers are free again after it."""
+    before = dict(registry._BACKENDS)
+    yield
+    registry._BACKENDS.clear()
+    registry._BACKENDS.update(before)
+    registry._made.cache_clear()
+
+
+def test_each_backend_has_the_name_that_it_is_registered_by() -> None:
+    for name in BUILT_IN:
+        assert backend_named(name).name == name
+        assert backend_named(name) is backend_named(name)
+        assert backend_of(name) is backend_of(backend_named(name)) is backend_named(name)
+        check_kernels(name)
+        check_kernels(backend_named(name))
+
+
+def missing_kernels() -> type[Backend]:
+    class Partial(Backend):
+        name = "partial"
+
+        def why_unsupported(self, *args: Any) -> str | None:
+            return None
+
+    return Partial
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "message"),
+    [
+        ("torch", TorchBackend, "name 'torch' is taken; the backends are hopper, torch, triton"),
+        ("hopper", Doubled, "name 'hopper' is taken"),
+        ("two words", Doubled, "name must be letters, digits and underscores, got 'two words'"),
+        (3, Doubled, "name must be letters, digits and underscores, got 3"),
+        ("mine", Doubled(), "cls must be a subclass of tilemoe.Backend, got <.*Doubled object"),
+        ("mine", dict, "cls must be a subclass of tilemoe.Backend, got <class 'dict'>"),
+        ("mine", Doubled, "cls Doubled must have the name that it is registered by: set name = 'mine' in it"),
+        ("partial", missing_kernels(), "cls Partial does not define combine, combine_grad, down_proj, "),
+    ],
+)
+def test_what_cannot_be_registered_is_named_in_one_line(name: Any, cls: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        register_backend(name, cls)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"one of hopper, torch, triton; got"):
+        check_kernels("mine")
+
+
+def test_a_name_is_registered_once() -> None:
+    register_backend("doubled", Doubled)
+    with pytest.raises(ValueError, match="name 'doubled' is taken; the backends are doubled, hopper, torch, triton"):
+        register_backend("doubled", Doubled)
+
+
+@pytest.mark.parametrize("name", ["cutlass", 3, None, [], {}], ids=str)
+def test_unknown_names_are_refused_in_one_line(name: Any) -> None:
+    for ask in (backend_named, backend_of, check_kernels):
+        with pytest.raises(ValueError, match=r"kernels must be None or one of hopper, torch, triton; got") as error:
+            ask(name)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "torch.compile"])
+@pytest.mark.parametrize("kernels", ["doubled", Doubled()], ids=["name", "instance"])
+def test_a_users_backend_trains(kernels: str | Backend, compiled: bool) -> None:
+    """Its F2 is taken, in inference, too, and what it inherits makes the gradients."""
+    register_backend("doubled", Doubled)
+    function = torch.compile(moe, backend="aot_eager", fullgraph=True) if compiled else moe
+    found, plain = forward_and_grads(function, INPUTS, PLAN, kernels=kernels), forward_and_grads(moe, INPUTS, PLAN)
+    assert torch.equal(found.pop("o"), 2 * plain.pop("o"))
+    assert found.keys() == plain.keys()
+    for name, grad in found.items():
+        assert torch.equal(grad, plain[name]), name
+    with torch.no_grad():
+        assert torch.equal(function(plan=PLAN, kernels=kernels, **INPUTS), 2 * moe(plan=PLAN, **INPUTS))
+
+
+@pytest.mark.parametrize("kernels", ["doubled", Doubled()], ids=["name", "instance"])
+def test_layers_and_adapters_take_it_too(kernels: str | Backend) -> None:
+    register_backend("doubled", Doubled)
+    cfg = tilemoe.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=5, num_experts_per_tok=2)
+    layer, plain = tilemoe.MoE(cfg, kernels=kernels), tilemoe.MoE(cfg)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(7, 16)
+    torch.testing.assert_close(layer(x).hidden, 2 * plain(x).hidden)
+    assert layer(x).hidden.isfinite().all()
+    shapes = {"up_a": (5, 2, 16), "up_b": (5, 16, 2), "down_a": (5, 2, 8), "down_b": (5, 16, 2)}
+    adapters = Adapters(**{name: torch.randn(shape) for name, shape in shapes.items()}, scale=0.5)
+    given = {**INPUTS, "adapters": adapters, "plan": PLAN}
+    assert not torch.equal(moe_lora(**given, kernels=kernels), moe_lora(**given))
+
+
+def test_an_instance_of_no_registered_class_says_how_to_register_it() -> None:
+    class Other(TorchBackend):
+        pass
+
+    fix = r"kernels: Other is not the class registered as 'torch'; give it a name of its own and call tilemoe\.register"
+    cfg = tilemoe.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=5, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match=fix):
+        moe(plan=PLAN, kernels=Other(), **INPUTS)
+    with pytest.raises(ValueError, match=fix):
+        tilemoe.MoE(cfg, kernels=Other())
+    with pytest.raises(ValueError, match="kernels must be None or one of hopper, torch, triton; got 'doubled'"):
+        tilemoe.MoE(cfg, kernels=Doubled())
+
+
+def test_what_is_for_inference_is_what_is_for_training_unless_a_backend_says_more() -> None:
+    """So a subclass that overrides F1 and F2 has overridden them everywhere."""
+    spec, given = ActivationSpec("swiglu"), INPUTS
+    a, _ = Doubled().up_proj_act(given["x"], given["w1"], given["b1"], PLAN, spec)
+    assert torch.equal(Doubled().up_proj_act_inference(given["x"], given["w1"], given["b1"], PLAN, spec), a)
+    y = Doubled().down_proj_inference(a, given["w2"], given["b2"], PLAN)
+    assert torch.equal(y, Doubled().down_proj(a, given["w2"], given["b2"], PLAN))
+
+
+def test_an_operand_is_its_data_times_its_scales() -> None:
+    data = torch.arange(2 * 5 * 7).view(2, 5, 7) - 30
+    scale = torch.rand(2, 3, 3, dtype=torch.float64) + 0.5
+    dense = Operand(data.to(torch.int8), scale, (2, 3)).dense(torch.float64)
+    for e, i, j in itertools.product(range(2), range(5), range(7)):
+        assert dense[e, i, j] == data[e, i, j] * scale[e, i // 2, j // 3]
+    assert Operand(data).dense(torch.float32).equal(data.float())
+    assert Operand(dense).dense(torch.float64) is dense, "nothing is copied where there is no scale"
+    for wrong in ({"scale": scale}, {"block": (2, 3)}, {"scale": scale[:, :2], "block": (2, 3)}):
+        with pytest.raises(AssertionError):
+            Operand(data, **wrong)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "torch.compile"])
+def test_a_backend_of_a_narrow_precision_trains_within_its_rounding(compiled: bool) -> None:
+    register_backend("int8_weights", Int8Weights)
+    function = torch.compile(moe, backend="aot_eager", fullgraph=True) if compiled else moe
+    found, plain = (
+        forward_and_grads(function, INPUTS, PLAN, kernels="int8_weights"),
+        forward_and_grads(moe, INPUTS, PLAN),
+    )
+    rounded = {**INPUTS, "w2": in_int8(INPUTS["w2"]).dense(torch.float32)}
+    assert torch.equal(found["o"], moe(plan=PLAN, **rounded))
+    assert 0 < (found.pop("o") - plain.pop("o")).abs().max() < 0.02 * INPUTS["w2"].abs().max()
+    for name, grad in found.items():
+        assert torch.equal(grad, plain[name]), name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tilemoe; tilemoe.MoE; tilemoe.Backend; tilemoe.register_backend; tilemoe.select_kernels",
+        "import tilemoe, torch; tilemoe.select_kernels('cpu', torch.bfloat16)",
+        "import tilemoe; tilemoe.MoE(tilemoe.MoEConfig(8, 8, 4, 2), kernels='hopper')",
+        "import tilemoe, torch; tilemoe.MoE(tilemoe.MoEConfig(8, 8, 4, 2))(torch.ones(3, 8)).hidden.sum().backward()",
+    ],
+    ids=["names", "select", "by name", "a step on CPU"],
+)
+def test_triton_is_not_imported_by(code: str) -> None:
+    code += "\nimport sys\nassert 'triton' not in sys.modules, 'triton was imported'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_triton_its_backends_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "has_triton", lambda: False)
+    registry._made.cache_clear()
+    for name in ("triton", "hopper"):
+        with pytest.raises(ValueError, match=f"kernels='{name}' needs the package triton, which PyTorch's builds"):
+            backend_named(name)
+    assert backend_named("torch").name == "torch"

@@ -1,0 +1,304 @@
+"""What is repeated of an operator is what it does by itself.
+
+R_max row capacity
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import layout
+from replay_cases import (
+    BF16,
+    CASES,
+    RUNS,
+    Args,
+    Case,
+    assert_repeated,
+    recordings,
+    repeating,
+    select_args,
+    watch,
+)
+from torch import Tensor
+
+from tilemoe.kernels.choose import Choice, PlanBuilder
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.plan import triton_small as plan_small
+from tilemoe.kernels.plan.triton import plan_topk as triton_plan_topk
+from tilemoe.ops import experts as library
+from tilemoe.ops import inference, lora, rounding, router
+from tilemoe.routing.build import plan_topk
+from tilemoe.runtime import c_launcher as launcher
+from tilemoe.runtime import launch_trace as replay
+from tilemoe.testing import poisoned_memory
+
+pytestmark = pytest.mark.process("fake_driver")
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("is_known_release", [True, False])
+def test_layers_operators(case: Case, name: str, is_known_release: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_known_release:
+        monkeypatch.setattr(launcher, "_RELEASE", "3.5.")
+    operator = assert_repeated(RUNS[name], lambda: case.args(name))
+    (recording,) = recordings(operator)
+    how = replay._LaunchedDirectly if is_known_release else replay._Launched
+    assert any(isinstance(step, how) for step in recording.steps)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 2100])
+def test_inference_by_ids(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = plan_small.why_unsupported(2 * tokens, 4) is None
+    build = (plan_small.plan_topk, plan_small.plan_topk_in_one) if few else (triton_plan_topk,) * 2
+    monkeypatch.setattr(inference, "builder_for", lambda *args, **options: PlanBuilder(*build))
+    monkeypatch.setattr(inference, "choose_experts", lambda *args: Choice("hopper", backend_named("hopper"), ""))
+    case = Case(tokens=tokens)
+
+    def make() -> Args:
+        x, w1, w2, s, b1, b2 = case.args("moe")[:6]
+        ids = torch.zeros(tokens, 2, dtype=torch.int64)
+        return (x, w1, w2, b1, b2, ids, s.view(tokens, 2), inference.Activation("swiglu", "concatenated", None, None))
+
+    (recording,) = recordings(assert_repeated(inference._run, make))
+    made = [step for step in recording.steps if isinstance(step, replay._Made)]
+    if few:
+        assert len(made) == 4, "the plan, a, y and o"
+
+
+def test_encoded_descriptors_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_MAX_ENCODED", 2)
+    case, operator = Case(), repeating(library.moe_forward)
+    given = [case.args("moe") for _ in range(4)]
+    for args in given * 3:
+        assert watch(operator, args)[0].events == watch(library.moe_forward, args)[0].events
+    (recording,) = recordings(operator)
+    encoded = [entry[-1] for step in recording.steps for entry in getattr(step, "descriptors", ())]
+    assert encoded
+    assert all(1 <= len(each._known) <= 2 for each in encoded)
+
+
+def select_grad_args(balance: bool, z: bool, spread: bool = False, mode: str = "softmax") -> Args:
+    d_sums = torch.zeros(1).expand(8) if spread else torch.zeros(8)
+    spec = (2, mode, True, 1.0, 1, 1, balance, z)
+    logits, _, mask, *_ = select_args(mask=z)
+    d_scores = torch.zeros(2, 40).t() if spread else torch.zeros(40, 2)
+    ids = torch.arange(2, dtype=torch.int32).repeat(40, 1)
+    return (logits, ids, mask, d_scores, d_sums if balance else None, torch.zeros(()) if z else None, *spec)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("with_operands", [False, True])
+@pytest.mark.parametrize(("balance", "z"), [(False, False), (True, False), (False, True), (True, True)])
+def test_select(balance: bool, z: bool, with_operands: bool, turned: bool) -> None:
+    spec = (2, "sigmoid", True, 2.5, 1, 1, balance, z)
+    assert_repeated(
+        router._select, lambda: select_args(spec=spec, bias=with_operands, mask=with_operands, turned=turned)
+    )
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("mode", ["softmax", "late softmax"])
+@pytest.mark.parametrize(("balance", "z"), [(False, False), (True, False), (True, True)])
+def test_select_grad(balance: bool, z: bool, mode: str, spread: bool) -> None:
+    assert_repeated(router._select_grad, lambda: select_grad_args(balance, z, spread, mode))
+
+
+@pytest.mark.parametrize("tokens", [40, 1])
+def test_the_routers_share_of_dx(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "why_not_triton", lambda *args: None)
+
+    def args() -> Args:
+        sizes = ((tokens, 16), (16, 64), (tokens, 64))
+        return tuple(torch.zeros(size, dtype=torch.bfloat16) for size in sizes)
+
+    assert_repeated(router._input_grad, args)
+
+
+def rounding_spec(mode: str, score: str) -> tuple[Any, ...]:
+    """Of 40 tokens, 8 experts, 2 a token, and tiles of 16."""
+    return (mode, 16, score, True, 2.5, 40 * 2 + 8 * 15)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "score"), [("nearest", "softmax"), ("nearest_score", "late softmax"), ("balance", "sigmoid")]
+)
+def test_rounding(mode: str, score: str, masked: bool) -> None:
+    def make() -> Args:
+        logits, _, mask, *_ = select_args(mask=masked, turned=masked)
+        uniform = torch.zeros(8) if mode == "nearest_score" else None
+        ids = torch.zeros(40, 2, dtype=torch.int32)
+        return (logits, ids, torch.zeros(40, 2), uniform, mask, *rounding_spec(mode, score))
+
+    operator = assert_repeated(rounding._rounded_scores, make)
+    (recording,) = recordings(operator)
+    launched = [step for step in recording.steps if isinstance(step, replay._LaunchedDirectly)]
+    assert len(launched) == (8 if mode == "nearest_score" else 6), "all of them without Triton's launcher"
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "late softmax", "sigmoid"])
+def test_rounding_grad(score: str, spread: bool) -> None:
+    *_, capacity = spec = rounding_spec("nearest", score)
+
+    def make() -> Args:
+        logits, _, mask, *_ = select_args(mask=spread, turned=spread)
+        d_scores = torch.zeros(1).expand(capacity) if spread else torch.zeros(capacity)
+        norm = torch.zeros(0 if score == "sigmoid" else 40, 2)
+        row, code = (torch.zeros(capacity, dtype=dtype) for dtype in (torch.int32, torch.int16))
+        start, ids = torch.zeros(41, dtype=torch.int32), torch.zeros(40, 2, dtype=torch.int32)
+        return (d_scores, logits, ids, mask, norm, row, code, start, *spec)
+
+    assert_repeated(rounding._rounded_scores_grad, make)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_plan_topk(dtype: torch.dtype, extra: int) -> None:
+    for build in (triton_plan_topk, plan_small.plan_topk):
+        assert_repeated(build, lambda: (torch.zeros(300, 2 + extra, dtype=dtype)[:, :2], 8))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_to_do(name: str) -> None:
+    """No tokens, and so no rows: most of it is a fill in place, which is not recorded."""
+    run = repeating(RUNS[name])
+    for _ in range(4):
+        args = Case("triton", tokens=0).args(name)
+        (expected, returned), (found, got) = watch(RUNS[name], args), watch(run, args)
+        assert (found.events, got) == (expected.events, returned)
+
+
+def test_operators_that_add_in_place_are_not_recorded() -> None:
+    case, rank, run = Case("triton"), 8, repeating(lora._run)
+    for _ in range(3):
+        x, w1, w2, s, b1, b2, _, *tail = case.args("moe")
+        shapes = ((rank, case.d), (2 * case.n, rank), (rank, case.n), (case.d, rank))
+        adapters = [torch.zeros(case.experts, *shape, dtype=BF16) for shape in shapes]
+        args = (x, w1, w2, s, *adapters, b1, b2, 0.5, *tail)
+        assert watch(run, args)[0].events == watch(lora._run, args)[0].events
+    assert recordings(run) == [None]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, poisoned_memory])
+def test_in_every_mode(mode: Callable[[], Any]) -> None:
+    """In inference mode `contiguous` and `to` reach a dispatch mode whole, and may be views or copies."""
+    assert_repeated(router._select, lambda: select_args(turned=True), mode)
+    assert_repeated(RUNS["moe"], lambda: CASES["hopper, x to be copied"].args("moe"), mode)
+    bias = CASES["triton, bias, interleaved"]
+    assert_repeated(RUNS["down_proj_bias_grad"], lambda: bias.args("down_proj_bias_grad"), mode)
+
+
+def test_what_one_mode_recorded_another_repeats() -> None:
+    """Memory that is not initialised is poisoned where PyTorch is asked to, and zeros stay zeros."""
+    case, run = Case(), repeating(RUNS["down_proj_dgrad_dact"])
+    for _ in range(2):
+        run(*case.args("down_proj_dgrad_dact"))
+    with poisoned_memory():
+        dh, ds, a_scaled = run(*case.args("down_proj_dgrad_dact"))
+    assert bool(dh.isnan().all() & a_scaled.isnan().all() & (ds == 0).all())
+    with torch.inference_mode():
+        assert all(t.is_inference() for t in run(*case.args("down_proj_dgrad_dact")))
+    assert not any(t.is_inference() for t in run(*case.args("down_proj_dgrad_dact")))
+
+
+def test_results_without_elements_are_apart() -> None:
+    select = repeating(router._select)
+    for _ in range(3):
+        results = select(*select_args())
+        assert results[2].numel() == results[3].numel() == 0
+        assert results[2] is not results[3]
+
+
+@pytest.mark.parametrize("operator", [router.select, library.moe])
+def test_registered_operators_as_compiled_code_calls_them(operator: Any) -> None:
+    args = select_args(turned=True) if operator is router.select else Case(extra=3).args("moe_inference")
+    flat = operator._arguments.flatten(args)
+    results = [operator.registered(*flat) for _ in range(4)]
+    layouts = [[layout(t) for t in each] for each in results]
+    assert layouts[1:] == layouts[:-1]
+    assert len({id(t) for each in results for t in each}) == 4 * len(results[0])
+
+
+@pytest.mark.parametrize("keep_h", [True, False])
+def test_slices_are_given_back_in_turn(keep_h: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = [slice(0, 48), slice(48, 96), slice(96, 128)]
+    for name in ("forward_slices", "inference_slices", "backward_slices"):
+        monkeypatch.setattr(library, name, lambda shape: cut)
+    case = Case("triton")
+    moe = assert_repeated(library.moe_forward, lambda: case.args("moe" if keep_h else "moe_inference"))
+    args = case.args("moe" if keep_h else "moe_inference")
+    alone, _ = watch(library.moe_forward, args)
+    repeated, _ = watch(moe, args)
+    assert repeated.peak_bytes() <= alone.peak_bytes()
+    rows = case.tokens * case.k
+    of_slice = [number for number, size in enumerate(repeated.bytes) if size in (rows * 48 * 2, rows * 32 * 2)]
+    a = next(number for number, size in enumerate(repeated.bytes) if size == rows * case.n * 2)
+    of_slice = [number for number in of_slice if number != a]
+    assert len(of_slice) == 3
+    for number, later in pairwise(of_slice):
+        assert number not in repeated.alive[later], "one slice of y at a time"
+    assert_repeated(library._up_proj_input_grad, lambda: case.args("up_proj_input_grad"))
+
+
+def test_a_is_gone_before_the_output_is_made() -> None:
+    """Where there is one slice; as `tilemoe.kernels.experts.memory` counts it."""
+    case = Case()
+    moe = assert_repeated(library.moe_forward, lambda: case.args("moe"))
+    repeated, (o, _) = watch(moe, case.args("moe"))
+    output = o[0][0]
+    sizes = {number: repeated.bytes[number] for number in repeated.alive[output]}
+    rows = case.tokens * case.k
+    assert rows * case.d * 2 in sizes.values(), "y"
+    assert rows * 2 * case.n * 2 in sizes.values(), "h"
+    assert rows * case.n * 2 not in sizes.values(), "a"
+
+
+def test_operands_cut_from_one_buffer() -> None:
+    case = Case()
+
+    def in_one(shapes: list[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+        flat = torch.zeros(sum(shape.numel() for shape in shapes), dtype=dtype)
+        parts = flat.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def make() -> Args:
+        plan = case.plan()
+        token, pair = in_one([plan.token_of_row.shape, plan.pair_of_row.shape], torch.int32)
+        x, w1, w2, *rest, _, spec, backend = case.args("moe", plan)
+        w1, w2 = in_one([w1.shape, w2.shape], case.dtype)
+        return (x, w1, w2, *rest, replace(plan, token_of_row=token, pair_of_row=pair), spec, backend)
+
+    assert_repeated(library.moe_forward, make)
+
+
+def test_operands_that_are_one_tensor() -> None:
+    """Not recorded, as a pointer does not say whose it is; but what others recorded is repeated for them."""
+    case = Case()
+    shape = (case.tokens * case.k, case.d)
+    plan = plan_topk(torch.arange(shape[0]).view(-1, 1) % case.experts, case.experts)
+
+    def make(shared: bool) -> Args:
+        do, _, *tail = case.args("down_proj_wgrad", plan)
+        do = torch.zeros(shape, dtype=BF16)
+        return (do, do if shared else torch.zeros(shape, dtype=BF16), *tail)
+
+    run = library._down_proj_wgrad
+    operator = repeating(run)
+    for shared in (False, False, True, True, False):
+        args = make(shared)
+        assert watch(operator, args)[0].events == watch(run, args)[0].events
+    (recording,) = recordings(operator)
+    assert recording
+    operator = repeating(run)
+    for shared in (True, True, True, False):
+        args = make(shared)
+        assert watch(operator, args)[0].events == watch(run, args)[0].events
+    assert recordings(operator) == [None]

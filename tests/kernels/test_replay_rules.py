@@ -1,0 +1,370 @@
+"""Which recording serves which call, and who else takes part.
+
+T tokens
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import fake_driver
+import pytest
+import torch
+import triton
+from replay_cases import CASES, DRIVER, Args, Case, recordings, repeating, select_args, tensors_of, watch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilemoe.ops import experts as library
+from tilemoe.ops import router
+from tilemoe.runtime import launch
+from tilemoe.runtime import launch_cache as replayed
+from tilemoe.runtime import launch_trace as replay
+
+pytestmark = pytest.mark.process("fake_driver")
+
+FOUND = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1 GiB."
+
+
+def another(args: Args, position: int, change: Callable[[Any], Any]) -> Args:
+    return (*args[:position], change(args[position]), *args[position + 1 :])
+
+
+def shifted(t: Tensor) -> Tensor:
+    """The same values and strides, one element further in memory."""
+    return torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+
+
+CHANGES: dict[str, tuple[int, Callable[[Any], Any]]] = {
+    "alignment of x": (0, shifted),
+    "stride of x": (0, lambda x: torch.zeros(x.shape[0], x.shape[1] + 8, dtype=x.dtype)[:, : x.shape[1]]),
+    "stride of w1": (1, lambda w: torch.zeros(w.mT.shape, dtype=w.dtype).mT),
+    "alignment of w2": (2, shifted),
+    "dtype of the scores": (3, lambda s: s.double()),
+    "alignment of the plan": (7, lambda plan: replace(plan, token_of_row=shifted(plan.token_of_row))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_layout_is_not_served(change: str) -> None:
+    case, operator = Case(), repeating(library.moe_forward)
+    for _ in range(3):
+        args = case.args("moe")
+        other = another(case.args("moe"), *CHANGES[change])
+        for given in (args, other):
+            expected = watch(library.moe_forward, given)
+            found = watch(operator, given)
+            assert (found[0].events, found[1]) == (expected[0].events, expected[1])
+    assert len(recordings(operator)) == 2
+    assert all(recordings(operator))
+
+
+def test_another_number_of_tokens_or_option_is_not_served() -> None:
+    operator = repeating(library.moe_forward)
+    cases = [Case(), Case(tokens=41), Case("triton"), Case(activation="geglu"), Case(dtype=torch.float16)]
+    for _ in range(3):
+        for given in [case.args(name) for case in cases for name in ("moe", "moe_inference")]:
+            assert watch(operator, given)[0].events == watch(library.moe_forward, given)[0].events
+    assert len(recordings(operator)) == 10
+
+
+def test_how_fp32_is_multiplied_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, operator = CASES["triton, fp32"], repeating(library.moe_forward)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision in ("ieee", "ieee", "ieee", "tf32", "tf32", "tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            args = case.args("moe")
+            found = watch(operator, args)[0].events
+            assert found == watch(library.moe_forward, args)[0].events
+            assert any(precision in event[-1] for event in found if event[0] == "up_proj_act_kernel")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_no_more_layouts_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed, "MAX_LAYOUTS", 3)
+    operator = repeating(router._select)
+    for tokens in (1, 2, 3, 1, 2, 3, 1, 4, 1, 1, 1):
+        args = select_args(tokens)
+        assert watch(operator, args)[0].events == watch(router._select, args)[0].events
+        assert len(recordings(operator)) <= 3
+
+
+def test_what_cannot_be_repeated_is_never_recorded() -> None:
+    def in_place(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape).copy_(x)
+
+    def of_a_part(x: Tensor) -> Tensor:
+        return x[1:].sum(0)
+
+    def read_back(x: Tensor) -> Tensor:
+        return x.new_empty(int(x.sum()) + 2)
+
+    def several(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sort()
+
+    def as_given(x: Tensor) -> Tensor:
+        return x
+
+    constant = torch.zeros(4, 4)
+
+    def of_another(x: Tensor) -> Tensor:
+        return x + constant
+
+    def a_view(x: Tensor) -> Tensor:
+        return x.new_empty(4, 4)[1:]
+
+    def of_a_shape_that_values_decide(x: Tensor) -> tuple[Tensor, Tensor]:
+        found = x.nonzero()
+        return found, x.new_zeros(found.shape[0])
+
+    def elsewhere(x: Tensor) -> Tensor:
+        torch.empty(3, device="meta")
+        return x.new_zeros(x.shape)
+
+    runs = (in_place, of_a_part, read_back, several, as_given, of_another, a_view, elsewhere)
+    for run in (*runs, of_a_shape_that_values_decide):
+        operator = repeating(run)
+        for index in range(4):
+            x = torch.full((4, 4), float(index))
+            expected, found = run(x), operator(x)
+            if run is not a_view and run is not read_back:
+                assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), run
+            assert [t.shape for t in tensors_of(expected)] == [t.shape for t in tensors_of(found)]
+        assert recordings(operator) == [None], run
+
+
+@pytest.mark.parametrize(("first", "length", "is_inside"), [(4, 4, True), (2, 4, False), (4, 8, False), (0, 4, False)])
+def test_a_pointer_must_point_into_an_operand(first: int, length: int, is_inside: bool) -> None:
+    """Into the operand itself: what lies beside it in its memory may be elsewhere at another call."""
+    operand = torch.zeros(12)[4:8]
+    watching = replay.LaunchTracer((operand,))
+    metadata = SimpleNamespace(name="kernel", global_scratch_size=0, profile_scratch_size=0)
+    watching.launched(
+        SimpleNamespace(metadata=metadata, run=None), (1,), [operand.as_strided((length,), (1,), storage_offset=first)]
+    )
+    assert (watching.problem is None) == is_inside
+
+
+def test_what_the_interpreter_runs_is_never_recorded() -> None:
+    class Interpreted:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda out, x, **options: out.numpy().__setitem__(slice(None), x.numpy())
+
+    def run(x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        launch.Launch(Interpreted(), (1,), {"out": out, "x": x}, {}, num_warps=1, num_stages=1).run()
+        return out
+
+    operator = repeating(run)
+    for value in range(4):
+        x = torch.full((5,), float(value))
+        assert torch.equal(operator(x), x)
+    assert recordings(operator) == [None]
+
+
+def test_strides_of_what_is_made_are_kept() -> None:
+    operator = repeating(lambda x: torch.empty_like(x))
+    for _ in range(3):
+        assert operator(torch.zeros(3, 5).t()).stride() == (1, 5)
+    (recording,) = recordings(operator)
+    assert recording
+
+
+def test_operators_of_one_tensor_twice() -> None:
+    add = repeating(lambda x, y: x + 2 * y)
+    x, y = torch.randn(3), torch.randn(3)
+    for first, second in ((x, x), (x, x), (x, y), (y, x), (y, y)):
+        assert torch.equal(add(first, second), first + 2 * second)
+
+
+def test_whole_tensors_operators_are_repeated() -> None:
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = (x + y).to(torch.float64)
+        return total.sum(0), total.t().contiguous()
+
+    operator = repeating(run)
+    for mode in (nullcontext, torch.inference_mode, nullcontext, torch.inference_mode):
+        x, y = torch.randn(3, 5), torch.randn(3, 5)
+        with mode():
+            for found, expected in zip(operator(x, y), run(x, y), strict=True):
+                assert torch.equal(found, expected)
+
+
+def test_hooks_are_called() -> None:
+    case = Case()
+    for _ in range(2):
+        library.moe(*case.args("moe"))
+    names: list[str] = []
+    hook = triton.knobs.runtime.launch_enter_hook
+    note = lambda metadata: names.append(metadata.get()["name"])  # noqa: E731
+    for _ in range(2):
+        hook.add(note)
+        try:
+            library.moe(*case.args("moe"))
+        finally:
+            hook.remove(note)
+        assert names[-1] == "combine_kernel"
+        assert len(names) == 4
+        names.clear()
+        library.moe(*case.args("moe"))
+        assert not names
+
+
+def test_a_dispatch_mode_sees_the_operator() -> None:
+    seen: list[str] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    args = select_args()
+    for _ in range(3):
+        router.select(*args)
+    with See():
+        router.select(*args)
+    assert seen == ["tilemoe.select.default"]
+
+
+def test_the_current_stream_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = repeating(library.moe_forward)
+    for stream in (1, 2, 3, 4):
+        monkeypatch.setattr(DRIVER, "stream", stream)
+        args = Case().args("moe")
+        found = watch(operator, args)[0].events
+        assert found == watch(library.moe_forward, args)[0].events
+        assert {event[4] for event in found if event[0].endswith("_kernel")} == {stream}
+
+
+@pytest.mark.parametrize("operator", ["moe", "select"])
+def test_nothing_is_alive_after_the_call(operator: str) -> None:
+    run = repeating(library.moe_forward if operator == "moe" else router._select)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            args = Case().args("moe") if operator == "moe" else select_args(spec=(2, "softmax", True, 1.0, 1, 1, 1, 1))
+            results = run(*args)
+            refs = [StorageWeakRef(t.untyped_storage()) for t in (*tensors_of(args), *results)]
+            del args, results
+            assert all(ref.expired() for ref in refs)
+    finally:
+        gc.enable()
+
+
+def test_too_little_memory_is_the_same_error() -> None:
+    """Whichever allocation fails, by itself, while it is recorded or repeated; and the next call works."""
+    allocations = len(watch(library.moe_forward, Case().args("moe"))[0].bytes)
+    assert allocations >= 4
+    for limit in range(allocations):
+        args = Case(tokens=48 + limit).args("moe")  # a layout of its own
+        texts = []
+        for call in range(4):
+            with fake_driver.tracked(tensors_of(args), limit=limit, error=torch.OutOfMemoryError(FOUND)) as tracker:
+                with pytest.raises(torch.OutOfMemoryError) as error:
+                    library.moe(*args, seen=True)
+                assert tracker.all_expired(), "nothing is held while the error is handled"
+            texts.append(str(error.value))
+            library.moe(*args, seen=True)
+            assert texts[0] == texts[-1], f"call {call}"
+        assert texts[0].startswith("tilemoe.moe, forward: CUDA out of memory. Tried to allocate 20.00 MiB.")
+        assert f"With {48 + limit} tokens" in texts[0]
+
+
+def test_two_threads_repeat_one_recording_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, operator = Case(), repeating(library.moe_forward)
+    for _ in range(2):
+        operator(*case.args("moe"))
+    given = [case.args("moe") for _ in range(2)]
+    expected = [watch(library.moe_forward, args)[0].events for args in given]
+    found: list[Any] = [None, None]
+    in_step = threading.Barrier(2)
+    made = replay._Made.__call__
+
+    def make(*args: Any) -> None:
+        in_step.wait(timeout=20)
+        made(*args)
+
+    monkeypatch.setattr(replay._Made, "__call__", make)
+
+    def work(index: int) -> None:
+        found[index] = watch(operator, given[index])[0].events
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == expected
+
+
+def test_threads_that_forget_while_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed, "MAX_LAYOUTS", 2)
+    operator = repeating(lambda x: x.new_empty(x.shape))
+    problems: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            for index in range(3000):
+                size = first + index % 3
+                assert operator(torch.empty(size)).shape == (size,)
+        except (KeyError, AssertionError) as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not problems
+
+
+def test_a_kernel_that_asks_for_memory_is_not_recorded() -> None:
+    args, operator = Case().args("moe"), repeating(library.moe_forward)
+    operator(*args)
+    kernels = [compiled for known in _known_kernels() for compiled in known.values()]
+    assert kernels
+    try:
+        for compiled in kernels:
+            compiled.metadata.global_scratch_size = 16
+        operator(*args)
+        assert recordings(operator) == [None]
+        assert watch(operator, args)[0].events == watch(library.moe_forward, args)[0].events
+    finally:
+        for compiled in kernels:
+            compiled.metadata.global_scratch_size = 0
+
+
+def _known_kernels() -> list[dict[Any, Any]]:
+    from tilemoe.kernels.experts.hopper import gemm_gather_act as gemm_rows
+    from tilemoe.kernels.experts.hopper import gemm_pingpong as ping_pong
+    from tilemoe.kernels.experts.triton import combine
+
+    kernels = (ping_pong.gemm_rows_kernel, gemm_rows.up_proj_act_kernel, combine.combine_kernel)
+    return [launch._compiled(kernel, torch.device("cpu")) for kernel in kernels]
+
+
+def test_a_hook_of_either_kind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hook(metadata: Any) -> None: ...
+
+    runtime = triton.knobs.runtime
+    assert not replay.is_hooked()
+    for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        chain.add(hook)
+        try:
+            assert replay.is_hooked()
+        finally:
+            chain.remove(hook)
+        assert not replay.is_hooked()
+    for value, seen in ((hook, True), (None, False)):
+        monkeypatch.setattr(runtime, "launch_enter_hook", value)
+        assert replay.is_hooked() is seen

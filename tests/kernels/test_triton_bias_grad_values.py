@@ -1,0 +1,124 @@
+"""The gradients of the biases, and b2's share of the scores', in Triton's interpreter.
+
+T tokens · d hidden_size · n intermediate_size · E experts · w = 2n gated, n ungated
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.triton import backend as triton_backend
+from tilemoe.kernels.experts.triton.backend import TritonBackend
+from tilemoe.plan import RoutingPlan
+from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.runtime.device import Device
+from tilemoe.testing import hostile_routings, make_inputs
+
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.usefixtures("poisoned_memory")]
+
+D, N = 40, 24
+ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
+TOLERANCE = 3e-6  # of fp16 operands, too: products and sums are fp32's
+
+
+@pytest.fixture(params=["pointer", "descriptor"], autouse=True)
+def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    capability = 90 if request.param == "descriptor" else 0
+    device = Device(capability, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
+    monkeypatch.setattr(triton_backend, "device_of", lambda t: device)
+    return str(request.param)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == torch.float32
+    assert bool(actual.isfinite().all())
+    assert float((actual.double() - expected).norm()) <= TOLERANCE * float(expected.norm())
+
+
+def assert_bias_grads(plan: RoutingPlan, dtype: torch.dtype, scale: float = 1.0) -> None:
+    """db1, db2 and b2's share of ds, row by row in fp64. h and do are zero where it makes no difference."""
+    given = make_inputs(plan, D, N, "relu", dtype=dtype, bias=True)
+    s, b2 = scale * given["scores"].reshape(-1), given["b2"]
+    do, dh = random(plan.num_tokens, D, dtype=dtype), random(plan.capacity, 2 * N, dtype=dtype, seed=1)
+    starts = plan.row_start_of_expert.tolist()
+    dh[starts[-1] :] = float("nan")
+    db1 = torch.zeros(plan.num_experts, 2 * N, dtype=torch.float64)
+    db2 = torch.zeros(plan.num_experts, D, dtype=torch.float64)
+    ds = torch.zeros(plan.num_pairs, dtype=torch.float64)
+    for expert in range(plan.num_experts):
+        for row in range(starts[expert], starts[expert + 1]):
+            token, pair = int(plan.token_of_row[row]), int(plan.pair_of_row[row])
+            db1[expert] += dh[row].double()
+            db2[expert] += s[pair].double() * do[token].double()
+            ds[pair] = do[token].double() @ b2[expert].double()
+    assert_close(TritonBackend().up_proj_bias_grad(dh, plan), db1)
+    assert_close(TritonBackend().down_proj_bias_grad(do, s, plan), db2)
+    spec, h = activation_spec("relu", "concatenated", None, None), torch.zeros(plan.capacity, N, dtype=dtype)
+    assert_close(TritonBackend().down_proj_dgrad_dact(do, given["w2"], b2, h, s, plan, spec)[1], ds)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_hostile_routings(name: str, access: str) -> None:
+    dtype = (torch.float16, torch.float32)[(list(ROUTINGS).index(name) + (access == "pointer")) % 2]
+    assert_bias_grads(ROUTINGS[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_pairs_that_were_given_several_times(dtype: torch.dtype) -> None:
+    """More often than a tile has rows, at the end of one, and beside others; by top-K, too."""
+    token = torch.tensor([3] * 37 + [5, 5, 4, 6, 6, 6] + list(range(16)) * 2)
+    expert = torch.tensor([1] * 37 + [1, 1, 1, 0, 2, 2] + [2] * 32)
+    shuffled = torch.randperm(len(token), generator=torch.Generator().manual_seed(0))
+    assert_bias_grads(plan_pairs(token[shuffled], expert[shuffled], 17, 4), dtype)
+    assert_bias_grads(plan_topk(torch.tensor([[1, 1, 1], [0, 2, 0], [2, 2, 9], [9, 1, 9]]), 3), dtype)
+
+
+def test_small_scores_in_fp16() -> None:
+    """The lower of a score's two parts would be below fp16's least number."""
+    assert_bias_grads(ROUTINGS["random"], torch.float16, scale=1e-3)
+
+
+def test_many_experts() -> None:
+    ids = torch.stack([torch.arange(40) * 7 % 130, torch.arange(40) * 11 % 130 // 2], dim=1)
+    assert_bias_grads(plan_topk(ids, 130), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_any_strides_give_the_same(dtype: torch.dtype) -> None:
+    plan, spec = ROUTINGS["sentinels"], activation_spec("relu", "concatenated", None, None)
+    given = make_inputs(plan, D, N, "relu", dtype=dtype, bias=True)
+    s, b2, do = given["scores"].reshape(-1), given["b2"], random(plan.num_tokens, D, dtype=dtype)
+    h, dh = torch.zeros(plan.capacity, N, dtype=dtype), random(plan.capacity, N, dtype=dtype)
+    same_rows = b2[:1].expand_as(b2)
+    expected = TritonBackend().down_proj_dgrad_dact(do, given["w2"], b2, h, s, plan, spec)[1]
+    of_same_rows = TritonBackend().down_proj_dgrad_dact(do, given["w2"], same_rows.contiguous(), h, s, plan, spec)[1]
+    db2, db1 = TritonBackend().down_proj_bias_grad(do, s, plan), TritonBackend().up_proj_bias_grad(dh, plan)
+    wide = torch.full((plan.num_experts, 2 * D + 1), float("nan"), dtype=dtype)
+    wide[:, 1 : D + 1] = b2
+    for bias, ds in ((b2.t().contiguous().t(), expected), (wide[:, 1 : D + 1], expected), (same_rows, of_same_rows)):
+        assert torch.equal(TritonBackend().down_proj_dgrad_dact(do, given["w2"], bias, h, s, plan, spec)[1], ds)
+    for view in (lambda t: t.t().contiguous().t(), lambda t: torch.cat([t, t[:, :3]], dim=1)[:, : t.shape[1]]):
+        assert torch.equal(TritonBackend().down_proj_bias_grad(view(do), s, plan), db2)
+        assert torch.equal(TritonBackend().up_proj_bias_grad(view(dh), plan), db1)
+        assert torch.equal(
+            TritonBackend().down_proj_dgrad_dact(view(do), given["w2"], b2, h, s, plan, spec)[1], expected
+        )
+
+
+def test_scores_of_a_token_that_no_expert_has_change_nothing() -> None:
+    plan = ROUTINGS["sentinels"]
+    s = torch.ones(plan.num_pairs)
+    do = random(plan.num_tokens, D, dtype=torch.float32)
+    expected = TritonBackend().down_proj_bias_grad(do, s, plan)
+    num_rows = int(plan.row_start_of_expert[-1])
+    used = torch.zeros(plan.num_pairs, dtype=torch.bool)
+    used[plan.pair_of_row[:num_rows].long()] = True
+    assert not bool(used.all())
+    s[~used] = float("nan")
+    assert torch.equal(TritonBackend().down_proj_bias_grad(do, s, plan), expected)

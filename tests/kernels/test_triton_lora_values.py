@@ -1,0 +1,58 @@
+"""The experts with adapters over the Triton kernels in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe.kernels.experts.triton import backend as triton_backend
+from tilemoe.ops.lora import Adapters, moe_lora
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import Device
+from tilemoe.testing import hostile_routings, poisoned_memory, relative_error
+
+pytestmark = pytest.mark.process("interpreter")
+
+D, N, R = 32, 24, 8
+ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
+# Both ways to reach memory are met by several; all pairs would take a minute.
+CASES = {
+    "random": 90,
+    "ragged tiles": 0,
+    "sentinels": 90,
+    "one token on a sentinel": 0,
+    "pairs, many per token": 0,
+    "pairs, sentinels": 90,
+    "rounded up": 90,
+}
+
+
+def run(plan: RoutingPlan, kernels: str, dtype: torch.dtype) -> list[Tensor]:
+    """The output and the gradients of x, the scores and the adapters."""
+    generator = torch.Generator().manual_seed(0)
+    experts, tokens = plan.num_experts, plan.num_tokens
+
+    def random(*shape: int) -> Tensor:
+        return (shape[-1] ** -0.5 * torch.randn(shape, generator=generator)).to(dtype)
+
+    pairs = (plan.num_pairs,) if plan.pair_start_of_token is not None else (tokens, plan.num_pairs // tokens)
+    x, scores = random(tokens, D).mul_(4).requires_grad_(), torch.rand(pairs, generator=generator).requires_grad_()
+    shapes = ((experts, R, D), (experts, 2 * N, R), (experts, R, N), (experts, D, R))
+    adapters = [random(*shape).requires_grad_() for shape in shapes]
+    w1, w2, b1, b2 = random(experts, 2 * N, D), random(experts, D, N), random(experts, 2 * N), random(experts, D)
+    with poisoned_memory():
+        o = moe_lora(x, w1, w2, plan, scores, Adapters(*adapters, 0.5), b1=b1, b2=b2, kernels=kernels)
+        do = torch.linspace(-1.0, 1.5, o.numel()).view_as(o).to(dtype)
+        return [o.detach(), *torch.autograd.grad(o, [x, scores, *adapters], do)]
+
+
+@pytest.mark.parametrize(("name", "capability"), CASES.items())
+def test_hostile_routings(name: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(capability, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
+    monkeypatch.setattr(triton_backend, "device_of", lambda t: device)
+    for ours, plain in zip(
+        run(ROUTINGS[name], "triton", torch.float32), run(ROUTINGS[name], "torch", torch.float32), strict=True
+    ):
+        if plain.any():
+            assert relative_error(ours, plain.double()) < 5e-6
+        else:
+            assert not ours.any()

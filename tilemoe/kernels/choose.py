@@ -1,0 +1,221 @@
+"""Which implementation serves a call, and why: of the experts, the router, the plan and what else has several.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs · W ranks
+
+Triton's implementations are imported where they are chosen: Triton is not on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilemoe.config import MoEConfig
+from tilemoe.kernels.expert_parallel import torch as torch_expert_parallel
+from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
+from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
+from tilemoe.runtime.device import why_no_triton
+from tilemoe.runtime.tracing import constant_when_traced
+
+Impl = TypeVar("Impl")
+PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
+
+_SERVES: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "torch": "plain PyTorch runs on any device, for",
+        "triton": "Triton kernels serve",
+        "hopper": "warp-specialised kernels serve",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Choice(Generic[Impl]):
+    """``impl``, called ``name``, serves a call; ``reason`` says why, in one line.
+
+    ``impl`` is None where its callers hold the code of each name.
+    """
+
+    name: str
+    impl: Impl
+    reason: str
+
+
+class PlanBuilder(NamedTuple):
+    """``build(expert_ids (T, K), num_experts)`` gives the same tensors, whichever is chosen.
+
+    ``build_in_one`` where they may be parts of one allocation, which only what stays inside an operator may be.
+    """
+
+    build: PlanTopK
+    build_in_one: PlanTopK
+
+
+class ExpertParallelKernels(NamedTuple):
+    """As `tilemoe.kernels.expert_parallel.torch` documents them."""
+
+    count_sent: Callable[..., Any]
+    place_sent: Callable[..., Any]
+    plan_received: Callable[..., Any]
+
+
+def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfig | None = None) -> Choice[Backend]:
+    """The backend that computes experts on this device, in this dtype and for this layer, and why.
+
+    ``cfg`` is None when only the device and the dtype are known. ValueError for a dtype that no backend computes in.
+    """
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(str(d) for d in FLOAT_DTYPES)}; got {dtype}")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}") from error
+    widths = () if cfg is None else (cfg.hidden_size, cfg.intermediate_size)
+    chosen = choose_experts(found, dtype, widths)
+    layer = "".join(f", {letter}={width}" for letter, width in zip("dn", widths, strict=False))
+    return Choice(chosen.name, chosen.impl, f"{_SERVES[chosen.name]} {found.type}, {dtype}{layer}: {chosen.reason}")
+
+
+def choose_experts(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> Choice[Backend]:
+    """For a layer with these values of d and n, or none of them. Traceable, widths may be symbolic."""
+    why = why_widths_unsupported(*widths)
+    return _experts_on(device, dtype) if why is None else _torch_experts_on(device, dtype, why)
+
+
+def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
+    """Why Triton kernels are not taken for GEMMs in ``dtype``, in a few words; None if they are. Traceable, widths may
+    be symbolic.
+    """
+    why = why_no_triton(device)
+    if why is not None:
+        return why
+    if dtype == torch.float64:
+        return f"no Triton kernel computes in {dtype}"
+    if dtype == torch.float32:
+        return "cuBLAS's fp32 products are faster; pass kernels='triton' where nothing may wait for the GPU"
+    return why_widths_unsupported(*widths)
+
+
+@constant_when_traced
+def _experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backend]:
+    return _known_experts_on(device, dtype)
+
+
+@cache  # asked by every forward, and the answer takes a look at the GPU
+def _known_experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backend]:
+    why = why_not_triton(device, dtype)
+    if why is not None:
+        return _experts("torch", why)
+    why = _why_not_hopper(device)
+    if why is not None:
+        return _experts("triton", why)
+    return _experts("hopper", "the GPU has compute capability 9.0")
+
+
+@constant_when_traced
+def _torch_experts_on(device: torch.device, dtype: torch.dtype, why: str) -> Choice[Backend]:
+    """Where the widths are against the Triton kernels, too; what else is comes first."""
+    return _experts("torch", why_not_triton(device, dtype) or why)
+
+
+def _experts(name: str, reason: str) -> Choice[Backend]:
+    return Choice(name, backend_named(name), reason)
+
+
+def _why_not_hopper(device: torch.device) -> str | None:
+    """Why the warp-specialised kernels do not serve where the Triton kernels do, in a few words; None if they do."""
+    if not torch.cuda.is_available():
+        return "no GPU is here to ask"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return "the Hopper kernels need compute capability 9.0"
+    from tilemoe.kernels.experts.hopper.serves import why_unsupported
+
+    return why_unsupported(device)
+
+
+@constant_when_traced
+def choose_router(device: torch.device, dtype: torch.dtype, num_experts: int, experts_per_token: int) -> Choice[None]:
+    """For logits of this device and dtype, fp32 or fp64 (narrower ones are widened before)."""
+    return _known_router(why_no_triton(device), dtype, num_experts, experts_per_token)
+
+
+@cache  # asked by every forward
+def _known_router(why: str | None, dtype: torch.dtype, num_experts: int, experts_per_token: int) -> Choice[None]:
+    """``why``: no Triton kernel runs on the device."""
+    if why is None and dtype != torch.float32:
+        why = f"no Triton kernel computes in {dtype}"
+    if why is None:
+        from tilemoe.kernels.router.triton import why_unsupported
+
+        why = why_unsupported(num_experts, experts_per_token)
+    if why is not None:
+        return Choice("torch", None, why)
+    return Choice("triton", None, "selection, scores and the losses' sums in one kernel that reads each logit once")
+
+
+def choose_rounding(device: torch.device, dtype: torch.dtype, num_experts: int) -> Choice[None]:
+    """For logits that are rounded: experts are bounded as in the router, K is not."""
+    return choose_router(device, dtype, num_experts, 1)
+
+
+def choose_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choice[PlanBuilder]:
+    """For P = T*K pairs of a top-K selection."""
+    why = why_no_triton(device)
+    if why is None:
+        from tilemoe.kernels.plan import triton as triton_plan
+
+        why = triton_plan.why_unsupported(num_pairs, num_experts)
+    if why is not None:
+        return Choice("torch", PlanBuilder(torch_plan_topk, torch_plan_topk), why)
+    plan_topk = triton_plan.plan_topk
+    return Choice("triton", PlanBuilder(plan_topk, plan_topk), "a counting sort in four kernels")
+
+
+def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choice[PlanBuilder]:
+    """As `choose_plan`; few pairs, as of tokens that are generated, have a builder of their own.
+
+    Not so in training, where no number of tokens compiles anything that another has not.
+    """
+    if why_no_triton(device) is None:
+        from tilemoe.kernels.plan import triton_small
+
+        if triton_small.why_unsupported(num_pairs, num_experts) is None:
+            builder = PlanBuilder(triton_small.plan_topk, triton_small.plan_topk_in_one)
+            return Choice("triton", builder, "few pairs: a counting sort in one kernel")
+    return choose_plan(device, num_pairs, num_experts)
+
+
+def choose_expert_parallel(
+    device: torch.device, num_tokens: int, num_pairs: int, num_experts: int, ranks: int
+) -> Choice[ExpertParallelKernels]:
+    """For T tokens and P pairs that W ranks send or receive."""
+    why = why_no_triton(device)
+    if why is None:
+        from tilemoe.kernels.expert_parallel import triton as triton_expert_parallel
+
+        why = triton_expert_parallel.why_unsupported(num_tokens, num_pairs, num_experts, ranks)
+    if why is not None:
+        return Choice("torch", _steps_of(torch_expert_parallel), why)
+    return Choice("triton", _steps_of(triton_expert_parallel), "counting sorts, a few kernels each")
+
+
+def _steps_of(module: Any) -> ExpertParallelKernels:
+    return ExpertParallelKernels(module.count_sent, module.place_sent, module.plan_received)
+
+
+def choose_lm(x: Tensor) -> Choice[None]:
+    """For the language model's kernels (loss, rotary positions) on ``x``, here and now."""
+    if torch.compiler.is_compiling():
+        return Choice("torch", None, "torch.compile makes a kernel of its own")
+    if type(x) is not Tensor:
+        return Choice("torch", None, f"{type(x).__name__} may stand for a tensor")
+    why = why_no_triton(x.device)
+    return Choice("triton", None, "one kernel in place of several") if why is None else Choice("torch", None, why)

@@ -1,0 +1,1 @@
+"""What prepares tokens to be sent between ranks."""

@@ -1,0 +1,129 @@
+"""What crosses between the processes that share a layer's experts, in plain PyTorch: who gets which token and pair.
+
+T tokens of this process · W processes (ranks) · E experts, e = E / W of them on each rank · P pairs · d model width
+M tokens received · Q pairs received
+
+Copies and pairs lie by the rank that they go to or come from: the other ranks in their order, then this one, whose own
+need no message; of one rank, in the order of the tokens, pairs of a token in that of the plan. A pair is a line of
+int32 words: the bits of its score, one word of fp32 or two of fp64, then its place, ``slot * e + expert``, where slot
+is its token's place among the copies for that rank and expert counts the experts there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilemoe.kernels.plan.torch import plan_topk
+from tilemoe.plan import experts_of_rows
+
+
+class Routed(NamedTuple):
+    """A plan's tensors, as in `RoutingPlan`, of T tokens over the experts of all ranks; this one is ``here``."""
+
+    row_of_pair: Tensor
+    pair_of_row: Tensor
+    pair_start_of_token: Tensor | None
+    row_start_of_expert: Tensor
+    num_tokens: int
+    ranks: int
+    here: int
+
+    @property
+    def experts_per_rank(self) -> int:
+        return (self.row_start_of_expert.shape[0] - 1) // self.ranks
+
+
+def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
+    """(sizes, before). sizes (2, W, 2) int32: ``sizes[0]``, the tokens and pairs for each rank; ``sizes[1]`` is for
+    what the other ranks say. ``before`` is for `place_sent`: here the pairs of each token for each rank (T, W) int64.
+    """
+    _, rank = _experts_and_ranks(routed)
+    pairs = torch.zeros(routed.num_tokens * (routed.ranks + 1), dtype=torch.int64, device=rank.device)
+    pairs.scatter_add_(0, _token_of_pair(routed) * (routed.ranks + 1) + rank, torch.ones_like(rank))
+    before = pairs.view(-1, routed.ranks + 1)[:, : routed.ranks]
+    sizes = torch.zeros(2, routed.ranks, 2, dtype=torch.int32, device=rank.device)
+    sizes[0] = torch.stack(((before > 0).sum(0), before.sum(0)), dim=1)
+    return sizes, before
+
+
+def place_sent(
+    x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, routed: Routed
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From x (T, d) and scores (P,) fp32 or fp64 in the caller's order, with what `count_sent` gave:
+
+    token_of_copy (W T,) int32 · copy_of_token (T W,) int32, token-major, -1 where a token does not go · first_copy
+    (W + 1,) int32, where those for a rank begin, and their number · words (P, 2), or (P, 3) of fp64, what is said of
+    each pair · position_of_pair (P,) int32, the place of its score · copies (`most_copies`, d) of x, those for other
+    ranks. Past what ``sizes`` counts their values mean nothing.
+    """
+    ranks, here, e = routed.ranks, routed.here, routed.experts_per_rank
+    expert, rank = _experts_and_ranks(routed)
+    turns = _turn(torch.arange(ranks, device=x.device), ranks, here)
+    by_turn = plan_topk(turns.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
+    token_of_copy, copy_of_token, first_copy = by_turn[0], by_turn[2], by_turn[3]
+    pair = plan_topk(_turn(rank, ranks, here)[:, None], ranks)[1].long()  # by rank; where there is none, any
+    to = rank[pair].clamp(max=ranks - 1)
+    slot = copy_of_token[_token_of_pair(routed)[pair] * ranks + to] - first_copy[turns[to]]
+    row = routed.row_of_pair[pair].clamp(min=0, max=max(0, routed.pair_of_row.shape[0] - 1))
+    position = routed.pair_of_row[row]
+    place = (slot * e + expert[pair] % e).int()
+    words = torch.cat((scores[position][:, None].view(torch.int32), place[:, None]), dim=1)
+    copies = x.index_select(0, token_of_copy[: most_copies(routed)])
+    return token_of_copy, copy_of_token, first_copy, words, position, copies
+
+
+def plan_received(
+    words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of the words (Q, 2 or 3) of pairs that came for ``experts`` of this rank, ``sizes[1]`` of them from each:
+
+    token_of_row, pair_of_row, row_of_pair, pair_start_of_token (M + 1), row_start_of_expert, rows_per_expert, all
+    int32: what `plan_pairs` would give, without its sort by token; and the scores (Q,).
+    """
+    place = words[:, -1]
+    by_rank = _others_then(here, sizes[1].long())
+    first_token = by_rank[:, 0].cumsum(0) - by_rank[:, 0]
+    token = torch.repeat_interleave(first_token, by_rank[:, 1], output_size=place.shape[0]) + place // experts
+    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, _ = plan_topk(place[:, None] % experts, experts)
+    token_of_row = token[pair_of_row].int()
+    tokens = torch.arange(num_tokens + 1, device=place.device)
+    pair_start = torch.searchsorted(token, tokens, out_int32=True)
+    scores = words[:, :-1].flatten().view(torch.float32 if words.shape[1] == 2 else torch.float64)
+    return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores
+
+
+def most_copies(routed: Routed) -> int:
+    """Of tokens for other ranks."""
+    return min((routed.ranks - 1) * routed.num_tokens, routed.row_of_pair.shape[0])
+
+
+def _turn(rank: Tensor, ranks: int, here: int) -> Tensor:
+    """Where a rank comes in the order of copies and pairs; W for none."""
+    return (rank - (rank > here).int()).masked_fill(rank == here, ranks - 1).masked_fill(rank == ranks, ranks)
+
+
+def _others_then(here: int, of_rank: Tensor) -> Tensor:
+    return torch.cat((of_rank[:here], of_rank[here + 1 :], of_rank[here : here + 1]))
+
+
+def _token_of_pair(routed: Routed) -> Tensor:
+    """(P,) int64; of a pair that belongs to no token, one of them."""
+    pairs, tokens, start = routed.row_of_pair.shape[0], routed.num_tokens, routed.pair_start_of_token
+    pair = torch.arange(pairs, device=routed.row_of_pair.device)
+    if start is None:
+        return pair // max(1, pairs // max(1, tokens))
+    return (torch.searchsorted(start, pair.int(), right=True) - 1).clamp(max=max(0, tokens - 1))
+
+
+def _experts_and_ranks(routed: Routed) -> tuple[Tensor, Tensor]:
+    """(expert, rank) of each pair (P,) int64, in the plan's order; E and W for one that has no row."""
+    row, experts = routed.row_of_pair, routed.row_start_of_expert.shape[0] - 1
+    expert = experts_of_rows(routed.row_start_of_expert, row)
+    has_none = row < 0
+    if routed.pair_start_of_token is not None:  # past its end nothing is said
+        has_none |= torch.arange(row.shape[0], device=row.device) >= routed.pair_start_of_token[-1]
+    expert = expert.masked_fill(has_none, experts)
+    return expert, expert // routed.experts_per_rank

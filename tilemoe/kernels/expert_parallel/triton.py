@@ -1,0 +1,447 @@
+"""What crosses between the processes that share a layer's experts, on a GPU.
+
+`tilemoe.kernels.expert_parallel.torch` says what is made and in which order; here it takes eight small kernels and a
+copy, where PyTorch takes some seventy.
+
+T tokens · W ranks · E experts, e = E / W of them on each rank · P pairs sent · Q pairs received · B blocks
+
+Before the sizes are known: `count_sent_kernel`, the running sums of `block_start_kernel`, `place_sent_kernel`, and
+`copy_tokens_kernel`. What came is planned as `tilemoe.kernels.plan.triton` plans ids: counts of each block, running
+sums, places.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.kernels.expert_parallel.torch import Routed, most_copies
+from tilemoe.kernels.plan.triton import (
+    MAX_EXPERTS,
+    MAX_PAIRS,
+    block_start_launch,
+    experts_of_block,
+    pairs_of_block,
+    row_start_launch,
+)
+from tilemoe.runtime.device import device_of
+from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
+
+MAX_RANKS = 64  # a token's destinations are a line of registers
+_TOKENS = 64  # of a block of pairs to be sent, where there are few ranks
+_DESTINATIONS = 1024  # tokens times ranks of a block
+_BYTES_OF_THREAD = 32  # of a copied token
+
+
+def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: int) -> str | None:
+    """Why these kernels cannot send this, in a few words; None if they can."""
+    if num_tokens == 0 or not 0 < num_pairs <= MAX_PAIRS or num_tokens * ranks > MAX_PAIRS:
+        return f"tokens times ranks, or pairs, are not in [1, {MAX_PAIRS}]"
+    if num_experts > MAX_EXPERTS or ranks > MAX_RANKS:
+        return f"more than {MAX_EXPERTS} experts or {MAX_RANKS} ranks"
+    return None
+
+
+def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
+    """As in `tilemoe.kernels.expert_parallel.torch`; ``before``: what each block of tokens has before it (B, 2 W)."""
+    like, ranks = routed.row_of_pair, routed.ranks
+    device_of(like)
+    tokens = _tokens_of_block(ranks)
+    blocks, columns = ceil_div(routed.num_tokens, tokens), 2 * ranks
+    sizes, before = like.new_empty(2, ranks, 2), like.new_empty(blocks * columns)
+    (counts,) = int32_vectors(like, blocks * columns)
+    Launch(
+        count_sent_kernel,
+        (blocks,),
+        {**_routed_args(routed), "counts": counts},
+        {**_constants(routed), "BLOCK": tokens},
+        num_warps=4,
+        num_stages=1,
+    ).run()
+    block_start_launch(counts, before, sizes, blocks, columns).run()
+    return sizes, before
+
+
+def place_sent(
+    x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, routed: Routed
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `tilemoe.kernels.expert_parallel.torch.place_sent`, with this file's `count_sent`."""
+    device_of(x)
+    like, ranks, pairs = routed.row_of_pair, routed.ranks, routed.row_of_pair.shape[0]
+    tokens, score_words = _tokens_of_block(ranks), scores.element_size() // 4
+    token_of_copy, copy_of_token = like.new_empty(routed.num_tokens * ranks), like.new_empty(routed.num_tokens * ranks)
+    first_copy = like.new_empty(ranks + 1)
+    words, position_of_pair = like.new_empty(pairs, score_words + 1), like.new_empty(pairs)
+    copies = x.new_empty(most_copies(routed), x.shape[1])
+    Launch(
+        place_sent_kernel,
+        (ceil_div(routed.num_tokens, tokens),),
+        {
+            **_routed_args(routed),
+            "here": routed.here,
+            "pair_of_row": routed.pair_of_row,
+            "scores": scores,
+            "sizes": sizes,
+            "before": before,
+            "token_of_copy": token_of_copy,
+            "copy_of_token": copy_of_token,
+            "first_copy": first_copy,
+            "words": words,
+            "position_of_pair": position_of_pair,
+        },
+        {
+            **_constants(routed),
+            "STEPS": routed.experts_per_rank.bit_length(),
+            "SCORE_WORDS": score_words,
+            "BLOCK": tokens,
+        },
+        num_warps=4,
+        num_stages=1,
+    ).run()
+    if copies.numel():
+        x = x if x.stride(1) == 1 else x.contiguous()  # the kernel walks along a token
+        _copy_launch(x, token_of_copy, sizes, copies, routed).run()
+    return token_of_copy, copy_of_token, first_copy, words, position_of_pair, copies
+
+
+def plan_received(
+    words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `tilemoe.kernels.expert_parallel.torch.plan_received`, for at least one pair."""
+    device_of(words)
+    pairs, score_words = words.shape[0], words.shape[1] - 1
+    block = pairs_of_block(experts)
+    blocks = ceil_div(pairs, block)
+    counts, block_start, error_bits = int32_vectors(words, blocks * experts, blocks * experts, 1)
+    token_of_row, pair_of_row, row_of_pair = (words.new_empty(pairs) for _ in range(3))
+    pair_start, row_start = words.new_empty(num_tokens + 1), words.new_empty(experts + 1)
+    rows_per_expert = words.new_empty(experts)
+    scores = words.new_empty(pairs, dtype=torch.float32 if score_words == 1 else torch.float64)
+    given = {"words": words, "num_pairs": pairs, "experts": experts}
+    Launch(
+        count_received_kernel,
+        (blocks,),
+        {**given, "counts": counts},
+        {"SCORE_WORDS": score_words, "BLOCK": block, "BLOCK_E": experts_of_block(experts)},
+        num_warps=4,
+        num_stages=1,
+    ).run()
+    block_start_launch(counts, block_start, rows_per_expert, blocks, experts).run()
+    row_start_launch(rows_per_expert, counts, row_start, error_bits, 0, experts).run()
+    Launch(
+        place_received_kernel,
+        (blocks,),
+        {
+            **given,
+            "here": here,
+            "sizes": sizes,
+            "block_start": block_start,
+            "row_start_of_expert": row_start,
+            "token_of_row": token_of_row,
+            "pair_of_row": pair_of_row,
+            "row_of_pair": row_of_pair,
+            "pair_start_of_token": pair_start,
+            "scores": scores,
+        },
+        {"RANKS": sizes.shape[1], "SCORE_WORDS": score_words, "BLOCK": block},
+        num_warps=block // 32,
+        num_stages=1,
+    ).run()
+    return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores
+
+
+def _copy_launch(x: Tensor, token_of_copy: Tensor, sizes: Tensor, copies: Tensor, routed: Routed) -> Launch:
+    width = x.shape[1]
+    block = min(power_of_two(width), 16384 // x.element_size())
+    return Launch(
+        copy_tokens_kernel,
+        (copies.shape[0] * ceil_div(width, block),),
+        {
+            "x": x,
+            "token_of_copy": token_of_copy,
+            "sizes": sizes,
+            "copies": copies,
+            "here": routed.here,
+            "width": width,
+            "stride_token": x.stride(0),
+        },
+        {"RANKS": routed.ranks, "BLOCK_W": power_of_two(routed.ranks), "BLOCK_D": block},
+        num_warps=max(1, block * x.element_size() // (_BYTES_OF_THREAD * 32)),
+        num_stages=1,
+    )
+
+
+def _tokens_of_block(ranks: int) -> int:
+    return min(_TOKENS, _DESTINATIONS // power_of_two(ranks))
+
+
+def _routed_args(routed: Routed) -> dict[str, Tensor | int | None]:
+    return {
+        "row_of_pair": routed.row_of_pair,
+        "pair_start_of_token": routed.pair_start_of_token,
+        "row_start_of_expert": routed.row_start_of_expert,
+        "num_tokens": routed.num_tokens,
+        "experts_per_rank": routed.experts_per_rank,
+    }
+
+
+def _constants(routed: Routed) -> dict[str, int]:
+    is_topk = routed.pair_start_of_token is None
+    return {
+        "RANKS": routed.ranks,
+        "PAIRS_PER_TOKEN": routed.row_of_pair.shape[0] // routed.num_tokens if is_topk else 0,
+        "BLOCK_W": power_of_two(routed.ranks),
+    }
+
+
+@triton.jit
+def pairs_of_tokens(pair_start_of_token, token, num_tokens, PAIRS_PER_TOKEN: tl.constexpr):
+    """(first pair, number of pairs) of each token; none past the last."""
+    inside = token < num_tokens
+    if PAIRS_PER_TOKEN > 0:
+        first = token * PAIRS_PER_TOKEN
+        count = tl.where(inside, PAIRS_PER_TOKEN, 0)
+    else:
+        first = tl.load(pair_start_of_token + token, mask=inside, other=0)
+        count = tl.load(pair_start_of_token + token + 1, mask=inside, other=0) - first
+    return first, count
+
+
+@triton.jit
+def rows_of_ranks(row_start_of_expert, experts_per_rank, rank, RANKS: tl.constexpr):
+    """(first row, end) of each rank's experts; none past the last rank."""
+    start = tl.load(row_start_of_expert + rank * experts_per_rank, mask=rank < RANKS, other=2147483647)
+    end = tl.load(row_start_of_expert + (rank + 1) * experts_per_rank, mask=rank < RANKS, other=0)
+    return start[None, :], end[None, :]
+
+
+@triton.jit
+def pairs_for_ranks(row_of_pair, first, count, start, end, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr):
+    """(BLOCK, BLOCK_W) int32: the pairs of each token that go to each rank."""
+    pairs = tl.zeros((BLOCK, BLOCK_W), dtype=tl.int32)
+    for i in range(tl.max(count, axis=0)):
+        row = tl.load(row_of_pair + first + i, mask=i < count, other=-1)[:, None]
+        pairs += ((row >= start) & (row < end)).to(tl.int32)
+    return pairs
+
+
+@triton.jit
+def destinations_of_block(
+    row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank,
+    RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """(ranks, this program's tokens, their first pairs and numbers of pairs, the ranks' first rows and ends, each
+    token's pairs for each rank).
+    """
+    rank = tl.arange(0, BLOCK_W)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first, count = pairs_of_tokens(pair_start_of_token, token, num_tokens, PAIRS_PER_TOKEN)
+    start, end = rows_of_ranks(row_start_of_expert, experts_per_rank, rank, RANKS)
+    pairs = pairs_for_ranks(row_of_pair, first, count, start, end, BLOCK, BLOCK_W)
+    return rank, token, first, count, start, end, pairs
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def count_sent_kernel(
+    row_of_pair,
+    pair_start_of_token,
+    row_start_of_expert,
+    num_tokens,
+    experts_per_rank,
+    counts,
+    RANKS: tl.constexpr,
+    PAIRS_PER_TOKEN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """counts (B, W, 2): of each block of tokens, those that go to each rank, and their pairs."""
+    rank, _token, _first, _count, _start, _end, pairs = destinations_of_block(
+        row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
+        BLOCK, BLOCK_W,
+    )  # fmt: skip
+    out = counts + tl.program_id(0).to(tl.int64) * (2 * RANKS) + 2 * rank
+    tl.store(out, tl.sum((pairs > 0).to(tl.int32), axis=0), mask=rank < RANKS)
+    tl.store(out + 1, tl.sum(pairs, axis=0), mask=rank < RANKS)
+
+
+@triton.jit
+def first_of_ranks(sizes, here, rank, RANKS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """(BLOCK_W): where what is for each rank begins, this one's last; of ``sizes`` (W, 2) the first column."""
+    size = tl.load(sizes + 2 * rank, mask=rank < RANKS, other=0)[:, None]
+    other, of = rank[:, None], rank[None, :]
+    return tl.sum(tl.where((other != here) & ((other < of) | (of == here)), size, 0), axis=0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "here"])
+def place_sent_kernel(
+    row_of_pair,
+    pair_start_of_token,
+    row_start_of_expert,
+    num_tokens,
+    experts_per_rank,
+    here,
+    pair_of_row,
+    scores,
+    sizes,
+    before,
+    token_of_copy,
+    copy_of_token,
+    first_copy,
+    words,
+    position_of_pair,
+    RANKS: tl.constexpr,
+    PAIRS_PER_TOKEN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    STEPS: tl.constexpr,
+    SCORE_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All that `place_sent` gives but for the copies; STEPS halve the experts of a rank to one."""
+    rank, token, first, count, start, end, pairs = destinations_of_block(
+        row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
+        BLOCK, BLOCK_W,
+    )  # fmt: skip
+    block_before = before + tl.program_id(0).to(tl.int64) * (2 * RANKS) + 2 * rank
+
+    goes = (pairs > 0).to(tl.int32)
+    slot = tl.load(block_before, mask=rank < RANKS, other=0)[None, :] + tl.cumsum(goes, axis=0) - goes
+    first_of_rank = first_of_ranks(sizes, here, rank, RANKS, BLOCK_W)
+    copy = first_of_rank[None, :] + slot
+    there = (token < num_tokens)[:, None] & (rank < RANKS)[None, :]
+    tl.store(copy_of_token + token[:, None] * RANKS + rank[None, :], tl.where(goes > 0, copy, -1), mask=there)
+    tl.store(token_of_copy + copy, tl.broadcast_to(token[:, None], (BLOCK, BLOCK_W)), mask=goes > 0)
+
+    if tl.program_id(0) == 0:
+        turn = tl.where(rank == here, RANKS - 1, rank - (rank > here).to(tl.int32))
+        tl.store(first_copy + turn, first_of_rank, mask=rank < RANKS)
+        last = first_of_rank + tl.load(sizes + 2 * rank, mask=rank == here, other=0)
+        tl.store(first_copy + RANKS + 0 * rank, last, mask=rank == here)
+
+    place = tl.load(block_before + 1, mask=rank < RANKS, other=0)[None, :] + tl.cumsum(pairs, axis=0) - pairs
+    place += first_of_ranks(sizes + 1, here, rank, RANKS, BLOCK_W)[None, :]
+    for i in range(tl.max(count, axis=0)):
+        row = tl.load(row_of_pair + first + i, mask=i < count, other=-1)
+        is_used = row >= 0
+        to = (row[:, None] >= start) & (row[:, None] < end)
+        line = tl.sum(tl.where(to, place, 0), axis=1).to(tl.int64)
+        place += to.to(tl.int32)  # of the token's next pair for the rank
+        of_rank = tl.sum(tl.where(to, rank[None, :], 0), axis=1) * experts_per_rank
+        low, high = of_rank, of_rank + experts_per_rank
+        for _ in tl.static_range(STEPS):
+            middle = (low + high) // 2
+            is_past = tl.load(row_start_of_expert + middle + 1, mask=is_used & (low < high), other=0) <= row
+            low, high = tl.where(is_past & (low < high), middle + 1, low), tl.where(is_past, high, middle)
+        slot_there = tl.sum(tl.where(to, slot, 0), axis=1)
+        position = tl.load(pair_of_row + row, mask=is_used, other=0)
+        tl.store(position_of_pair + line, position, mask=is_used)
+        out = words + line * (SCORE_WORDS + 1)
+        score = tl.load(scores + position, mask=is_used, other=0.0)
+        if SCORE_WORDS == 1:
+            tl.store(out, score.to(tl.int32, bitcast=True), mask=is_used)
+        else:
+            bits = score.to(tl.int64, bitcast=True)
+            tl.store(out, (bits & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), mask=is_used)
+            tl.store(out + 1, (bits >> 32).to(tl.int32), mask=is_used)
+        tl.store(out + SCORE_WORDS, slot_there * experts_per_rank + low - of_rank, mask=is_used)
+
+
+@triton.jit(do_not_specialize=["here"])
+def copy_tokens_kernel(
+    x,
+    token_of_copy,
+    sizes,
+    copies,
+    here,
+    width,
+    stride_token,
+    RANKS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """copies (C, d): those for other ranks, as many as ``sizes`` says. A program: BLOCK_D columns of one."""
+    blocks = tl.cdiv(width, BLOCK_D)
+    copy = tl.program_id(0) // blocks
+    rank = tl.arange(0, BLOCK_W)
+    size = tl.load(sizes + 2 * rank, mask=(rank < RANKS) & (rank != here), other=0)
+    if copy < tl.sum(size, axis=0):
+        column = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
+        token = tl.load(token_of_copy + copy).to(tl.int64)
+        value = tl.load(x + token * stride_token + column, mask=column < width)
+        tl.store(copies + copy.to(tl.int64) * width + column, value, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_received_kernel(
+    words, num_pairs, experts, counts, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """counts (B, e): of each block of pairs, those of each expert."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    place = tl.load(words + pair.to(tl.int64) * (SCORE_WORDS + 1) + SCORE_WORDS, mask=inside, other=0)
+    count = tl.histogram(place % experts, BLOCK_E, mask=inside)
+    bins = tl.arange(0, BLOCK_E)
+    tl.store(counts + tl.program_id(0).to(tl.int64) * experts + bins, count, mask=bins < experts)
+
+
+@triton.jit
+def first_token_of_source(sizes, pair, here, RANKS: tl.constexpr):
+    """The tokens that came from the ranks before the one that sent each pair; ``sizes`` (W, 2), of what came."""
+    end = 0
+    first = pair * 0
+    for rank in range(RANKS):
+        is_other = rank != here
+        end += tl.load(sizes + 2 * rank + 1, mask=is_other, other=0)
+        first += tl.where(pair >= end, tl.load(sizes + 2 * rank, mask=is_other, other=0), 0)
+    return first
+
+
+@triton.jit(do_not_specialize=["num_pairs", "here"])
+def place_received_kernel(
+    words,
+    num_pairs,
+    experts,
+    here,
+    sizes,
+    block_start,
+    row_start_of_expert,
+    token_of_row,
+    pair_of_row,
+    row_of_pair,
+    pair_start_of_token,
+    scores,
+    RANKS: tl.constexpr,
+    SCORE_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """token_of_row, pair_of_row, row_of_pair, scores (Q), pair_start_of_token (M + 1)."""
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    line = words + pair.to(tl.int64) * (SCORE_WORDS + 1)
+    place = tl.load(line + SCORE_WORDS, mask=inside, other=0)
+    expert = tl.where(inside, place % experts, experts)
+    came = sizes + 2 * RANKS
+    token = first_token_of_source(came, pair, here, RANKS) + place // experts
+    last = tl.load(line - 1, mask=inside & (pair > 0), other=0)  # the place of the pair before
+    last_token = first_token_of_source(came, pair - 1, here, RANKS) + last // experts
+    # Each token that came has a pair.
+    tl.store(pair_start_of_token + token, pair, mask=inside & ((pair == 0) | (token != last_token)))
+    tl.store(pair_start_of_token + token + 1, pair + 1, mask=pair == num_pairs - 1)
+
+    # As in the kernel that places ids: every pair of the block against every other.
+    earlier = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
+    row = tl.load(row_start_of_expert + expert, mask=inside, other=0) + tl.sum(earlier.to(tl.int32), axis=0)
+    row += tl.load(block_start + block.to(tl.int64) * experts + expert, mask=inside, other=0)
+    tl.store(row_of_pair + pair, row, mask=inside)
+    tl.store(pair_of_row + row, pair, mask=inside)
+    tl.store(token_of_row + row, token, mask=inside)
+    low = tl.load(line, mask=inside, other=0)
+    if SCORE_WORDS == 1:
+        tl.store(scores + pair, low.to(tl.float32, bitcast=True), mask=inside)
+    else:
+        high = tl.load(line + 1, mask=inside, other=0).to(tl.int64)
+        bits = (high << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.store(scores + pair, bits.to(tl.float64, bitcast=True), mask=inside)

@@ -1,0 +1,161 @@
+"""Backend: the interface between the differentiable operators and an implementation of the experts' kernels.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+
+``x`` (T,d) · ``w1`` (E,w,d) · ``w2`` (E,d,n) · ``b1`` (E,w) · ``b2`` (E,d) · ``h`` (R_max,w) pre-activation ·
+``a`` (R_max,n) · ``y`` (R_max,d) · ``s`` scores, flat, in the caller's order · ``o`` (T,d). Gradients prefix ``d``.
+Rows past R of any (R_max, .) tensor are unspecified and never read.
+
+y and dx_rows, the only buffers of size R_max x d, may be made and combined a slice of d at a time: the kernels that
+make them take a slice of the weight, (E,c,n) of w2 or (E,w,c) of w1, and those that combine them write to columns of
+a wider tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.plan import RoutingPlan
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of a layer's tensors
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a GEMM reads where elements share scales: ``value = data * scale``, a scale for each block of elements.
+
+    data (..., p, q) · block (bp, bq), of data's last two dimensions · scale (..., ceil(p / bp), ceil(q / bq)), any
+    float dtype. scale and block are None where data is the value: bf16, fp16, fp32 and fp64 have no scale.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    block: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.scale is None) == (self.block is None), "scales are of blocks"
+        if self.scale is not None and self.block is not None:
+            *batch, p, q = self.data.shape
+            blocks = (-(-p // self.block[0]), -(-q // self.block[1]))
+            assert self.scale.shape == (*batch, *blocks), "a scale for each block, the ragged ones, too"
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The values in ``dtype``, for a GEMM that takes no scales; multiplied in the scale's dtype, rounded once."""
+        if self.scale is None or self.block is None:
+            return self.data.to(dtype)
+        p, q = self.data.shape[-2:]
+        scale = self.scale.repeat_interleave(self.block[0], -2)[..., :p, :]
+        return (self.data.to(scale.dtype) * scale.repeat_interleave(self.block[1], -1)[..., :q]).to(dtype)
+
+
+class Backend(ABC):
+    """One implementation of the eight kernels F1 to B5 and of the bias gradients.
+
+    A backend holds no state: an instance stands for its class, and `register_backend` makes one. Subclass one that
+    exists and override what you do better. A method may refuse operands with a ValueError that names the fix.
+
+    Operands and results are tensors of the layer's dtype. A backend that multiplies in a narrower precision makes an
+    `Operand` of each inside its methods, and no scale leaves them.
+    """
+
+    name: ClassVar[str]  # that it is registered by
+
+    @abstractmethod
+    def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
+        """Why it cannot compute here in ``dtype`` with these values of d and n, in a few words; None if it can."""
+
+    @abstractmethod
+    def up_proj_act(
+        self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+    ) -> tuple[Tensor, Tensor]:
+        """F1: gather x by token, ``h = x w1^T + b1``, ``a = act(h)``; (a (R_max, n), h (R_max, w))."""
+
+    def up_proj_act_inference(
+        self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+    ) -> Tensor:
+        """F1 where nothing will be differentiated: a (R_max, n) alone, h need not reach memory."""
+        return self.up_proj_act(x, w1, b1, plan, spec)[0]
+
+    @abstractmethod
+    def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        """F2: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) from c of w2's and b2's columns of d."""
+
+    def down_proj_inference(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        """F2 of what `up_proj_act_inference` gave: the two may share what suits few rows."""
+        return self.down_proj(a, w2, b2, plan)
+
+    @abstractmethod
+    def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
+        """F3: ``o_t`` = sum over the token's rows of score times y, in fp32, or fp64 where s or y is. s of any float
+        dtype; y (R_max, c) contiguous; o (T, c) of y's dtype, rows of any stride, is written.
+        """
+
+    @abstractmethod
+    def down_proj_dgrad_dact(
+        self,
+        do: Tensor,
+        w2: Tensor,
+        b2: Tensor | None,
+        h: Tensor,
+        s: Tensor,
+        plan: RoutingPlan,
+        spec: ActivationSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """B1: gather do (T, d), ``da' = do w2``; (dh (R_max, w), ds, a_scaled (R_max, n)) with
+        ``ds = <da', a> + <do, b2>``, ``dh = dact(h) s da'``, ``a_scaled = s a``. ds has s's shape and dtype, 0 for a
+        skipped pair.
+        """
+
+    @abstractmethod
+    def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+        """B2: ``dw2_e = sum over rows of do_row^T a_scaled_row`` (E, d, n), stored as `is_column_major` says of w2;
+        zeros for an empty expert.
+        """
+
+    @abstractmethod
+    def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
+        """B3: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) from c of w1's columns of d."""
+
+    @abstractmethod
+    def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+        """B4: ``dw1_e = sum over rows of dh_row^T x_row`` (E, w, d), stored as `is_column_major` says of w1; zeros for
+        an empty expert.
+        """
+
+    @abstractmethod
+    def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
+        """B5: ``dx_t`` = sum over the token's rows of dx_rows (R_max, c); dx (T, c) is written as by `combine`."""
+
+    @abstractmethod
+    def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
+        """``db2_e = sum over rows of s do`` (E, d) in s's dtype.
+
+        It may be a GEMM over all tokens: what is not finite in do reaches every expert, from unrouted tokens, too.
+        """
+
+    @abstractmethod
+    def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
+        """``db1_e = sum over rows of dh`` (E, w) in the compute dtype."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a tensor of ``dtype`` is computed and accumulated in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_column_major(weight: Tensor) -> bool:
+    """Whether a weight (E, p, q) is dense with each expert's p contiguous, as a transposed view of (E, q, p) is."""
+    return not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
+
+
+def empty_weight_grad(like: Tensor, shape: Sequence[int], column_major: bool) -> Tensor:
+    """Uninitialised, dense: of ``shape`` (E, p, q), with p contiguous if ``column_major``, else q."""
+    _, p, q = shape
+    return like.new_empty_strided(shape, (p * q, 1, p) if column_major else (p * q, q, 1))

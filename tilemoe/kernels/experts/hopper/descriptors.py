@@ -1,0 +1,47 @@
+"""TMA descriptors of the Hopper kernels' operands, all swizzled by 128 bytes.
+
+E experts · R_max row capacity · parts = 2 where gate and up are two halves of one tile, else 1
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tilemoe.kernels.experts.hopper.configs import BLOCK_K
+from tilemoe.kernels.experts.triton.configs import RAGGED_EXTENT
+
+
+def described(t: Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, _swizzled(t.element_size(), len(block)))
+
+
+def weight_descriptor(weight: Tensor, columns: int) -> tuple[TensorDescriptor, bool]:
+    """Of a weight (E, parts, in, out), ``columns`` of each part; and whether it is K-major: ``in`` is contiguous."""
+    parts = weight.shape[1]
+    if weight.stride(2) == 1:
+        return described(weight.transpose(2, 3), [1, parts, columns, BLOCK_K]), True
+    return described(weight, [1, parts, BLOCK_K, columns]), False
+
+
+def ragged_descriptor(rows: Tensor, block: list[int], rows_at: int = 0) -> TensorDescriptor:
+    """As `triton.tools.ragged_tma.create_ragged_descriptor`, whose descriptor Gluon does not take.
+
+    Two leading dimensions, whose strides cancel modulo 2^64, move the end of the rows, which are dimension ``rows_at``,
+    to wherever an expert's end.
+    """
+    stride = rows.stride(rows_at)
+    shape = [0x7FFF0000, 0x7FFF0000, *rows.shape]
+    shape[2 + rows_at] = RAGGED_EXTENT
+    block = [1, 1, *block]
+    return TensorDescriptor(
+        rows, shape, [2**34 - stride, stride, *rows.stride()], block, _swizzled(rows.element_size(), len(block))
+    )
+
+
+@cache
+def _swizzled(itemsize: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=rank)

@@ -1,0 +1,249 @@
+"""B1: ``da' = do w2``, ``dh = dact(h) s da'``, ``a_scaled = s act(h)`` and each row's ``<da', act(h)>``, in one kernel.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · BM, BN tile · S stages
+
+The epilogue goes through the pipeline, without buffers of its own. For each slice of 64 columns the producer loads h
+(gate and up) into a further stage, in B's buffer; the consumer overwrites it with dh, and A's buffer with a_scaled,
+and starts TMA stores of both. It releases the stage one slice later, once they have read it (a pending release); a
+tile's last one during the next tile's first wgmma. So neither loads of h nor stores are waited for.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from tilemoe.kernels.experts.hopper.gemm_gather_act import gather_producer
+from tilemoe.kernels.experts.hopper.gluon_compat import tma_store
+from tilemoe.kernels.experts.hopper.pipeline import (
+    BK,
+    BM,
+    CONSUMERS,
+    EPILOGUE_N,
+    RAGGED_EXTENT,
+    WARPGROUP_M,
+    consumer_release_previous,
+    consumer_wait,
+    deinterleave,
+    epilogue_slices,
+    halves,
+    mma_mainloop,
+    new_barriers,
+    new_scheduler_smem,
+    new_tile_info,
+    receive_tile,
+    reshape_blocks,
+    skip_stages,
+)
+from tilemoe.kernels.experts.triton.activations import gated_grad, inner
+
+
+@gluon.jit
+def halves_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
+    """a for a slice da' (64, EPILOGUE_N). buffer (128, EPILOGUE_N): gate, then up; overwritten by their gradients."""
+    gate_buffer, up_buffer = buffer.slice(0, WARPGROUP_M), buffer.slice(WARPGROUP_M, WARPGROUP_M)
+    if ACTIVATION == "swiglu_oai":
+        # In two halves of the columns: a clamped gate's masks leave too few registers for all at once.
+        HALF: gl.constexpr = EPILOGUE_N // 2
+        left, right = halves(da, WARPGROUP_M, EPILOGUE_N)
+        left_gate, left_up = gate_buffer.slice(0, HALF, 1), up_buffer.slice(0, HALF, 1)
+        right_gate, right_up = gate_buffer.slice(HALF, HALF, 1), up_buffer.slice(HALF, HALF, 1)
+        left_a = gate_up_grad(left_gate, left_up, left, score, limit, alpha, ACTIVATION)
+        right_a = gate_up_grad(right_gate, right_up, right, score, limit, alpha, ACTIVATION)
+        a = joined(left_a, right_a, da)
+    else:
+        a = gate_up_grad(gate_buffer, up_buffer, da, score, limit, alpha, ACTIVATION)
+    return a
+
+
+@gluon.jit
+def gate_up_grad(gate_buffer, up_buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
+    """a for columns da' of a slice; gate and up, in a buffer each, are overwritten by their gradients."""
+    gate = gate_buffer.load(da.type.layout).to(gl.float32)
+    up = up_buffer.load(da.type.layout).to(gl.float32)
+    scale = gl.convert_layout(score, gl.SliceLayout(1, da.type.layout))
+    a, dgate, dup = gated_grad(gate, up, da * scale[:, None], limit, alpha, ACTIVATION, False)
+    up_buffer.store(dup.to(up_buffer.dtype))
+    gate_buffer.store(dgate.to(gate_buffer.dtype))
+    return a
+
+
+@gluon.jit
+def joined(left, right, like):
+    """(64, EPILOGUE_N) from its two halves, in the layout of ``like``: the inverse of `halves`, no data moves."""
+    return gl.convert_layout(
+        gl.join(left, right).permute([0, 2, 1]).reshape([WARPGROUP_M, EPILOGUE_N]), like.type.layout
+    )
+
+
+@gluon.jit
+def pairs_grad(left_buffer, right_buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
+    """As `halves_grad`; each buffer (64, EPILOGUE_N) has pairs of gate and up, of the slice's left or right half."""
+    left, right = halves(da, WARPGROUP_M, EPILOGUE_N)
+    left_a = half_pairs_grad(left_buffer, left, score, limit, alpha, ACTIVATION)
+    right_a = half_pairs_grad(right_buffer, right, score, limit, alpha, ACTIVATION)
+    return joined(left_a, right_a, da)
+
+
+@gluon.jit
+def half_pairs_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
+    """a for da' (64, EPILOGUE_N / 2); pairs of gate and up in ``buffer`` are overwritten by their gradients."""
+    both: gl.constexpr = gl.join(da, da).reshape([WARPGROUP_M, EPILOGUE_N]).type.layout
+    gate, up = deinterleave(buffer.load(both), EPILOGUE_N)
+    gate = gl.convert_layout(gate.to(gl.float32), da.type.layout)
+    up = gl.convert_layout(up.to(gl.float32), da.type.layout)
+    scale = gl.convert_layout(score, gl.SliceLayout(1, da.type.layout))
+    a, dgate, dup = gated_grad(gate, up, da * scale[:, None], limit, alpha, ACTIVATION, False)
+    buffer.store(gl.join(dgate.to(buffer.dtype), dup.to(buffer.dtype)).reshape([WARPGROUP_M, EPILOGUE_N]))
+    return a
+
+
+@gluon.jit
+def dact_slice(
+    da, score, dh, a_scaled, end, row, col, limit, alpha, ring, step, index,
+    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """<da', a> (64) of slice ``index`` of da' (64, EPILOGUE_N), whose h is in the stage of ``step``.
+
+    Starts the TMA stores of dh and a_scaled. col: the slice's first column of a.
+    """
+    a_smem, b_smem, _full, _empty = ring
+    stage = consumer_wait(ring, step)
+    BLOCKS: gl.constexpr = 2 if GATE_UP == "interleaved" else 1
+    ROWS: gl.constexpr = 2 * WARPGROUP_M if GATE_UP == "concatenated" else WARPGROUP_M
+    buffers = reshape_blocks(b_smem.index(stage), CONSUMERS * BLOCKS, ROWS)
+    buffer, last_buffer = buffers.index(CONSUMER * BLOCKS), buffers.index(CONSUMER * BLOCKS + BLOCKS - 1)
+    a_buffer = reshape_blocks(a_smem.index(stage), CONSUMERS, WARPGROUP_M).index(CONSUMER)
+    if GATE_UP == "concatenated":
+        a = halves_grad(buffer, da, score, limit, alpha, ACTIVATION)
+    elif GATE_UP == "interleaved":
+        a = pairs_grad(buffer, last_buffer, da, score, limit, alpha, ACTIVATION)
+    else:
+        a, slope = inner(buffer.load(da.type.layout).to(gl.float32), ACTIVATION, False)
+        buffer.store((da * score[:, None] * slope).to(dh.dtype))
+    # After stores to shared memory: ptxas moves a wait ahead of mere arithmetic, which would then start late.
+    tma.store_wait(0)
+    consumer_release_previous(ring, step, index > 0)
+    # Columns past n add 0: there the weight, and so da', is 0. The sum spills least at this place.
+    ds = gl.sum(da * a, axis=1)
+    # Last: the compiler puts a barrier between the fence and the first TMA store only if that store's own buffer has
+    # been written since the last barrier.
+    a_buffer.store((a * score[:, None]).to(dh.dtype))
+    last = RAGGED_EXTENT - end + row
+    fence_async_shared()
+    tma_store(a_scaled, [RAGGED_EXTENT, end, last, col], a_buffer.reshape(a_scaled.block_shape))
+    if GATE_UP == "concatenated":
+        tma_store(dh, [RAGGED_EXTENT, end, 0, last, col], buffer.reshape(dh.block_shape))
+    else:
+        tma_store(dh, [RAGGED_EXTENT, end, last, BLOCKS * col], buffer.reshape(dh.block_shape))
+    if GATE_UP == "interleaved":
+        tma_store(dh, [RAGGED_EXTENT, end, last, BLOCKS * col + EPILOGUE_N], last_buffer.reshape(dh.block_shape))
+    return ds
+
+
+@gluon.jit
+def dact_consumer(
+    dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, tile_info, pairs,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
+    ROLLED: gl.constexpr,
+):  # fmt: skip
+    """Consumer of B1. pairs (S, BM): the rows' pairs, in a tile's first stage; for partial see the kernel."""
+    steps = gl.cdiv(d, BK)
+    step, pending_release = 0, False
+    layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
+    expert, row, end, col = receive_tile(ring, tile_info, step)
+    while expert >= 0:
+        first = row + CONSUMER * WARPGROUP_M
+        if first < end:
+            pair = pairs.index(step % pairs.shape[0]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(layout)
+            score = gl.load(s + pair).to(gl.float32)
+            acc, step = mma_mainloop(ring, step, steps, pending_release, CONSUMER, BN, True, B_K_MAJOR)
+            slices = epilogue_slices(acc, BN)
+            of_slice: gl.constexpr = gl.SliceLayout(1, slices[0].type.layout)
+            scale = gl.convert_layout(score, of_slice)
+            ds = gl.zeros([WARPGROUP_M], gl.float32, of_slice)
+            if ROLLED:
+                da, next_da, third_da, last_da = slices
+                for i in range(BN // EPILOGUE_N):
+                    ds += dact_slice(
+                        da, scale, dh, a_scaled, end, first, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
+                        i, CONSUMER, GATE_UP, ACTIVATION,
+                    )  # fmt: skip
+                    da, next_da, third_da = next_da, third_da, last_da
+            else:
+                for i in gl.static_range(BN // EPILOGUE_N):
+                    ds += dact_slice(
+                        slices[i], scale, dh, a_scaled, end, first, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
+                        i, CONSUMER, GATE_UP, ACTIVATION,
+                    )  # fmt: skip
+            step += BN // EPILOGUE_N
+            pending_release = True
+            column_tile = (col // BN).to(gl.int64)
+            stored = first + gl.arange(0, WARPGROUP_M, of_slice)
+            gl.store(partial + column_tile * capacity + stored, ds, mask=stored < end)
+        else:
+            step = skip_stages(ring, step, steps + BN // EPILOGUE_N, pending_release)
+            pending_release = False
+        expert, row, end, col = receive_tile(ring, tile_info, step)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["capacity"])
+def gemm_dgrad_dact_kernel(
+    do,
+    weight,
+    h,
+    dh,
+    a_scaled,
+    s,
+    partial,
+    token_of_row,
+    pair_of_row,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    capacity,
+    d,
+    n,
+    stride_do,
+    limit,
+    alpha,
+    ACTIVATION: gl.constexpr,
+    GATE_UP: gl.constexpr,
+    ROLLED: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+    EVEN_K: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """``da' = do w2``, do (T, d) gathered, weight (E, d, n); h, dh, a_scaled (R_max, n).
+
+    h and dh: (2, R_max, n) of concatenated gate and up, else (R_max, w); GATE_UP is "none" where there is no gate.
+    partial (column tiles, R_max) fp32: <da', a> over a tile's columns. ROLLED: the epilogue is a loop over slices.
+    """
+    dtype: gl.constexpr = do.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], swizzled)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    ring = (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS))
+    tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
+    pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    gl.warp_specialize(
+        [
+            (dact_consumer, (dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, tile_info, pairs, 0, BN,
+                             B_K_MAJOR, GATE_UP, ACTIVATION, ROLLED)),
+            (dact_consumer, (dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, tile_info, pairs, 1, BN,
+                             B_K_MAJOR, GATE_UP, ACTIVATION, ROLLED)),
+            (gather_producer, (do, stride_do, token_of_row, weight, tiles, num_tiles, row_start_of_expert, d, n, ring,
+                               tile_info, scheduler_smem, (h, pair_of_row, pairs), BN, B_K_MAJOR, EVEN_K, GATE_UP)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,346 @@
+"""F1 ``h = x w1^T + b1, a = act(h)``, and the producer of F1 and B1: A gathered by token, B an expert's weight by TMA.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+parts = 2 where gate and up are two halves of one tile, else 1 · BM, BN tile · BK contraction step · S stages
+
+Weight descriptors are (E, parts, out, in) if B_K_MAJOR, else (E, parts, in, out). Output descriptors are ragged: their
+bounds check ends at the expert's last row. Interleaved gate and up are adjacent columns of one thread.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilemoe.kernels.experts.hopper.gluon_compat import cp_async, tma_load
+from tilemoe.kernels.experts.hopper.pipeline import (
+    BK,
+    BM,
+    CONSUMERS,
+    EPILOGUE_N,
+    PAIR_LAYOUT,
+    RAGGED_EXTENT,
+    THREAD_LAYOUT,
+    WARPGROUP_M,
+    broadcast_bias,
+    deinterleave,
+    epilogue_slices,
+    load_bias,
+    mma_mainloop,
+    new_barriers,
+    new_bias_smem,
+    new_scheduler_smem,
+    new_tile_info,
+    producer_acquire,
+    producer_commit,
+    producer_commit_empty,
+    producer_flush,
+    publish_tile,
+    receive_tile,
+    reshape_blocks,
+    row_pointers,
+    scheduler_next,
+    scheduler_prefetch,
+    skip_stages,
+    store_slice,
+    swizzled_tile_coords,
+    tile_coords,
+)
+from tilemoe.kernels.experts.triton.activations import gated_value, inner
+
+# 64 x 64 of a 16-bit type over a warp group, 16 bytes of a thread at a time.
+CP_ASYNC_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def load_weight(weight, expert, k, col, ring, stage, B_K_MAJOR: gl.constexpr):
+    """Start the TMA load of one step's B; its bytes count towards ``full``."""
+    _a_smem, b_smem, full, _empty = ring
+    if B_K_MAJOR:
+        tma_load(weight, [expert, 0, col, k], full.index(stage), b_smem.index(stage))
+    else:
+        tma_load(weight, [expert, 0, k, col], full.index(stage), b_smem.index(stage))
+
+
+@gluon.jit
+def load_gathered(
+    ring, step, upper, lower, weight, expert, col, k_from, k_to, width_in,
+    B_K_MAJOR: gl.constexpr, EVEN_K: gl.constexpr,
+):  # fmt: skip
+    """Producer: stages of the contraction from ``k_from`` to ``k_to``; A's rows at ``upper`` and ``lower`` (64, BK).
+
+    Returns the next step and the advanced pointers, which spares an addition of row and column per step.
+    """
+    a_smem, _b_smem, full, _empty = ring
+    columns = gl.arange(0, BK, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
+    for k in range(k_from, k_to, BK):
+        stage = producer_acquire(ring, step)
+        mbarrier.expect(full.index(stage), weight.block_type.nbytes)
+        load_weight(weight, expert, k, col, ring, stage, B_K_MAJOR)
+        buffer = a_smem.index(stage)
+        if EVEN_K:
+            cp_async(buffer.slice(0, WARPGROUP_M), upper)
+            cp_async(buffer.slice(WARPGROUP_M, WARPGROUP_M), lower)
+        else:
+            inside = (k + columns < width_in)[None, :]
+            cp_async(buffer.slice(0, WARPGROUP_M), upper, mask=inside)
+            cp_async(buffer.slice(WARPGROUP_M, WARPGROUP_M), lower, mask=inside)
+        producer_commit(ring, step)
+        step += 1
+        upper, lower = upper + BK, lower + BK
+    return step, upper, lower
+
+
+@gluon.jit
+def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
+    """Producer: a stage for each epilogue slice of a tile, with both consumers' h in B's buffer.
+
+    h: descriptor of (2, R_max, n) with blocks (2, 64, 64) of concatenated gate and up; else of (R_max, w) with blocks
+    (64, 64), two for each slice if interleaved.
+    """
+    _a_smem, b_smem, full, _empty = ring
+    BLOCKS: gl.constexpr = 2 if GATE_UP == "interleaved" else 1
+    for i in gl.static_range(BN // EPILOGUE_N):
+        stage = producer_acquire(ring, step)
+        mbarrier.expect(full.index(stage), CONSUMERS * BLOCKS * h.block_type.nbytes)
+        buffers = reshape_blocks(
+            b_smem.index(stage), CONSUMERS * BLOCKS, 2 * WARPGROUP_M if GATE_UP == "concatenated" else WARPGROUP_M
+        )
+        for consumer in gl.static_range(CONSUMERS):
+            for block in gl.static_range(BLOCKS):
+                first, inside = row + consumer * WARPGROUP_M, BLOCKS * (col + i * EPILOGUE_N) + block * EPILOGUE_N
+                place = [0, first, inside] if GATE_UP == "concatenated" else [first, inside]
+                buffer = buffers.index(consumer * BLOCKS + block)
+                tma_load(h, place, full.index(stage), buffer.reshape(h.block_shape))
+        producer_commit(ring, step)
+        step += 1
+    return step
+
+
+@gluon.jit
+def scheduled_tile(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
+    """`swizzled_tile_coords` if row_start_of_expert is given, else `tile_coords`."""
+    if row_start_of_expert is None:
+        tile = tile_coords(index, total, column_tiles, tiles, BN)
+    else:
+        tile = swizzled_tile_coords(index, total, column_tiles, tiles, row_start_of_expert, BN)
+    return tile
+
+
+@gluon.jit
+def gather_producer(
+    source, stride_source, token_of_row, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out,
+    ring, tile_info, scheduler_smem, extra,
+    BN: gl.constexpr, B_K_MAJOR: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """Producer of F1 and B1: A is ``source`` (T, width_in) gathered by token.
+
+    tile_info: (expert, first row, end of the expert's rows, first column); expert -1 ends the consumers.
+
+    row_start_of_expert: for `swizzled_tile_coords`, else None.
+    extra: B1's (h, pair_of_row, pairs), else None. h follows A and B; the rows' pairs go to pairs (S, BM).
+    """
+    # The compiler is told that they are multiples of 8, whence 16-byte copies.
+    width_in, stride_source = width_in // 8 * 8, stride_source // 8 * 8
+    column_tiles = gl.cdiv(width_out, BN)
+    total = gl.load(num_tiles) * column_tiles
+    rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, CP_ASYNC_LAYOUT))
+    columns = gl.arange(0, BK, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
+    # Columns to load before the next tile's tokens: the remaining ones, or h, hide that latency.
+    before = width_in // BK // 2 * BK if extra is None else width_in
+    step = 0
+    index = gl.program_id(0)
+    next_index = index + gl.num_programs(0)
+    expert, row, end, col = scheduled_tile(index, total, column_tiles, tiles, row_start_of_expert, BN)
+    upper_token = gl.load(row_pointers(token_of_row, row, end, rows))
+    lower_token = gl.load(row_pointers(token_of_row, row + WARPGROUP_M, end, rows))
+    while index < total:
+        next_expert, next_row, next_end, next_col = scheduled_tile(
+            next_index, total, column_tiles, tiles, row_start_of_expert, BN
+        )
+        upper = source + (upper_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
+        lower = source + (lower_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
+        prefetched = scheduler_prefetch(num_tiles, next_index < total)
+        stage = producer_acquire(ring, step)
+        publish_tile(tile_info, stage, expert, row, end, col)
+        if extra is not None:
+            h, pair_of_row, pairs = extra
+            cp_async(pairs.index(stage), row_pointers(pair_of_row, row, end, gl.arange(0, BM, THREAD_LAYOUT)))
+        step, upper, lower = load_gathered(
+            ring, step, upper, lower, weight, expert, col, 0, before, width_in, B_K_MAJOR, EVEN_K
+        )
+        # By now the next tile's coordinates have arrived; by its first stage its tokens will have.
+        upper_token = gl.load(row_pointers(token_of_row, next_row, next_end, rows))
+        lower_token = gl.load(row_pointers(token_of_row, next_row + WARPGROUP_M, next_end, rows))
+        index, next_index = next_index, scheduler_next(prefetched, scheduler_smem, num_tiles, total, next_index < total)
+        if extra is None:
+            step, upper, lower = load_gathered(
+                ring, step, upper, lower, weight, expert, col, before, width_in, width_in, B_K_MAJOR, EVEN_K
+            )
+        else:
+            step = load_h(ring, step, h, row, col, BN, GATE_UP)
+        expert, row, end, col = next_expert, next_row, next_end, next_col
+    publish_tile(tile_info, producer_acquire(ring, step), -1, 0, 0, 0)
+    producer_commit_empty(ring, step)
+    producer_flush(ring, step + 1)
+
+
+@gluon.jit
+def load_tile_bias(bias, expert, stride, col, n, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr):
+    """(BN) of b1 (E, w) in the order of a tile's columns, spread over the threads; zero past the last column."""
+    column = gl.arange(0, BN, PAIR_LAYOUT)
+    if GATE_UP == "concatenated":
+        RUN: gl.constexpr = BN // 2 if B_K_MAJOR else EPILOGUE_N  # of gate's columns before up's
+        inside = col + column // (2 * RUN) * RUN + column % RUN
+        column = gl.where(inside < n, inside + column // RUN % 2 * n, 2 * n)
+        width = 2 * n
+    elif GATE_UP == "interleaved":
+        column, width = col + column, 2 * n
+    else:
+        column, width = col + column, n
+    return load_bias(bias, expert, stride, column, width)
+
+
+@gluon.jit
+def gate_up_slices(acc, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr):
+    """Gate and up of a tile, two tuples of (64, EPILOGUE_N); both are h where there is no gate."""
+    if GATE_UP == "interleaved":
+        gate, up = deinterleave(acc, BN)
+        gates, ups = epilogue_slices(gate, BN // 2), epilogue_slices(up, BN // 2)
+    else:
+        slices = epilogue_slices(acc, BN)
+        if GATE_UP == "none":
+            gates, ups = slices, slices
+        elif B_K_MAJOR:
+            gates, ups = (slices[0], slices[1]), (slices[2], slices[3])
+        else:
+            gates, ups = (slices[0], slices[2]), (slices[1], slices[3])
+    return gates, ups
+
+
+@gluon.jit
+def store_h(
+    acc, h, end, row, col, staging,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """Start the TMA stores of a consumer's rows of h, a slice at a time through two buffers."""
+    last = RAGGED_EXTENT - end + row
+    slices = epilogue_slices(acc, BN)
+    for i in gl.static_range(BN // EPILOGUE_N):
+        tma.store_wait(1)
+        if GATE_UP != "concatenated":
+            place = [RAGGED_EXTENT, end, last, col + i * EPILOGUE_N]
+        elif B_K_MAJOR:
+            place = [RAGGED_EXTENT, end, last, i // 2, col + i % 2 * EPILOGUE_N]
+        else:
+            place = [RAGGED_EXTENT, end, last, i % 2, col + i // 2 * EPILOGUE_N]
+        store_slice(h, place, slices[i], staging.index(2 * CONSUMER + i % 2))
+
+
+@gluon.jit
+def store_act(
+    acc, a, end, row, col, limit, alpha, staging,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Start the TMA stores of a consumer's rows of a = act(h); acc (64, BN) is h."""
+    WIDTH: gl.constexpr = BN if GATE_UP == "none" else BN // 2
+    gates, ups = gate_up_slices(acc, BN, B_K_MAJOR, GATE_UP)
+    if GATE_UP == "interleaved":
+        col = col // 2
+    for i in gl.static_range(WIDTH // EPILOGUE_N):
+        if GATE_UP == "none":
+            value, _slope = inner(gates[i], ACTIVATION, False)
+        else:
+            value = gated_value(gates[i], ups[i], limit, alpha, ACTIVATION, False)
+        tma.store_wait(1)
+        place = [RAGGED_EXTENT, end, RAGGED_EXTENT - end + row, col + i * EPILOGUE_N]
+        store_slice(a, place, value, staging.index(2 * CONSUMER + i % 2))
+
+
+@gluon.jit
+def act_consumer(
+    a, h, bias, stride_bias, d, n, limit, alpha, ring, tile_info, staging, bias_smem,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
+    KEEP_H: gl.constexpr,
+):  # fmt: skip
+    """Consumer of F1. Epilogue: add the bias, store h and act(h)."""
+    steps = gl.cdiv(d, BK)
+    step = 0
+    expert, row, end, col = receive_tile(ring, tile_info, step)
+    while expert >= 0:
+        row += CONSUMER * WARPGROUP_M
+        if row < end:
+            if bias is not None:
+                of_tile = load_tile_bias(bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
+            acc, step = mma_mainloop(ring, step, steps, False, CONSUMER, BN, True, B_K_MAJOR)
+            if bias is not None:
+                acc += broadcast_bias(of_tile, bias_smem.index(CONSUMER), acc)
+            if KEEP_H:
+                store_h(acc, h, end, row, col, staging, CONSUMER, BN, B_K_MAJOR, GATE_UP)
+            store_act(acc, a, end, row, col, limit, alpha, staging, CONSUMER, BN, B_K_MAJOR, GATE_UP, ACTIVATION)
+        else:
+            step = skip_stages(ring, step, steps, False)
+        expert, row, end, col = receive_tile(ring, tile_info, step)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def up_proj_act_kernel(
+    x,
+    weight,
+    bias,
+    a,
+    h,
+    token_of_row,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    d,
+    n,
+    stride_x,
+    stride_bias,
+    limit,
+    alpha,
+    ACTIVATION: gl.constexpr,
+    GATE_UP: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+    KEEP_H: gl.constexpr,
+    EVEN_K: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """F1: ``h = x w1^T + b1``, ``a = act(h)``; x (T, d) gathered, bias (E, w), a (R_max, n); KEEP_H: h is written.
+
+    GATE_UP "concatenated": weight (E, 2, n, d), h (R_max, 2, n); a tile is BN/2 columns of gate and the same of up,
+    as two halves if B_K_MAJOR, else alternating by 64 columns. "interleaved" and "none" (no gate): weight (E, 1, w, d),
+    h (R_max, w); a tile is BN columns of h.
+    """
+    dtype: gl.constexpr = x.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
+    width_out = 2 * n if GATE_UP == "interleaved" else n
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], swizzled)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], swizzled)
+    ring = (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS))
+    bias_smem = new_bias_smem(BN)
+    tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    gl.warp_specialize(
+        [
+            (act_consumer, (a, h, bias, stride_bias, d, n, limit, alpha, ring, tile_info, staging, bias_smem, 0, BN,
+                            B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H)),
+            (act_consumer, (a, h, bias, stride_bias, d, n, limit, alpha, ring, tile_info, staging, bias_smem, 1, BN,
+                            B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H)),
+            (gather_producer, (x, stride_x, token_of_row, weight, tiles, num_tiles, row_start_of_expert, d, width_out,
+                               ring, tile_info, scheduler_smem, None, COLUMNS, B_K_MAJOR, EVEN_K, GATE_UP)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

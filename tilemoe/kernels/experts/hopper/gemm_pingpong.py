@@ -1,0 +1,257 @@
+"""F2 and B3, ping-pong: ``out = rows weight (+ bias)``, contiguous rows of each expert times its weight, all by TMA.
+
+E experts · R_max row capacity · BN tile columns · BK contraction step · S stages
+
+Ping-pong schedule: the consumers alternate tiles, so that one's epilogue overlaps the other's mainloop, which has the
+tensor cores and all stages to itself. ``mma_order``, two mbarriers as CUTLASS's OrderedSequenceBarrier: a consumer
+starts its mainloop once the other has seen its last stage full. Earlier, it would wait for a stage more than one phase
+ahead, and mbarriers know only a phase's parity.
+
+A tile is up to three blocks of 64 rows, an accumulator each; at an expert's end, as many as there are rows for. The
+last four blocks of an expert are two tiles of two: three and one would load more for the same products.
+Weight descriptors are those of `gemm_gather_act`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilemoe.kernels.experts.hopper import configs
+from tilemoe.kernels.experts.hopper.gemm_gather_act import load_weight
+from tilemoe.kernels.experts.hopper.gluon_compat import tma_load
+from tilemoe.kernels.experts.hopper.pipeline import (
+    BK,
+    CONSUMERS,
+    EPILOGUE_N,
+    RAGGED_EXTENT,
+    THREAD_LAYOUT,
+    WARPGROUP_M,
+    b_operand,
+    consumer_release_previous,
+    consumer_wait,
+    halves,
+    load_bias,
+    new_barriers,
+    new_bias_smem,
+    new_tile_info,
+    producer_acquire,
+    publish_tile,
+    receive_tile,
+    store_slice,
+    tile_coords,
+    zero_accumulator,
+)
+
+BLOCKS = gl.constexpr(configs.PINGPONG_BLOCKS)
+BUFFERS = gl.constexpr(4)  # epilogue slices of a consumer in shared memory: two blocks'
+
+
+@gluon.jit
+def block_tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr):
+    """(expert, first row, end of the expert's rows, first column, blocks) of a tile; see `tile_coords`."""
+    expert, row, end, col = tile_coords(index, total, column_tiles, tiles, BN)
+    before = gl.maximum(index // column_tiles - 1, 0)
+    expert_before = gl.load(tiles[0] + before, mask=(index >= column_tiles) & (index < total), other=-1)
+    remaining = gl.cdiv(end - row, WARPGROUP_M)
+    takes_one = (remaining == 1) & (expert_before == expert)  # of the four blocks of the tile before
+    count = gl.where(takes_one | (remaining == BLOCKS + 1), 2, gl.minimum(remaining, BLOCKS))
+    return expert, gl.where(takes_one, row - WARPGROUP_M, row), end, col, count
+
+
+@gluon.jit
+def load_blocks(rows, weight, expert, row, col, width_in, ring, step, COUNT: gl.constexpr, B_K_MAJOR: gl.constexpr):
+    """Producer: the stages of a tile of COUNT blocks; the next step."""
+    a_smem, _b_smem, full, _empty = ring
+    for k in range(0, width_in, BK):
+        stage = producer_acquire(ring, step)
+        mbarrier.expect(full.index(stage), COUNT * rows.block_type.nbytes + weight.block_type.nbytes)
+        for block in gl.static_range(COUNT):
+            tma_load(rows, [row + block * WARPGROUP_M, k], full.index(stage), a_smem.index(BLOCKS * stage + block))
+        load_weight(weight, expert, k, col, ring, stage, B_K_MAJOR)
+        step += 1
+    return step
+
+
+@gluon.jit
+def pingpong_producer(
+    rows, weight, tiles, num_tiles, width_in, width_out, ring, tile_info, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
+):
+    """Producer, one warp: A is ``rows`` (R_max, width_in), block by block.
+
+    tile_info: (first row, end of the expert's rows, first column, 4 * expert + blocks).
+    """
+    column_tiles = gl.cdiv(width_out, BN)
+    total = gl.load(num_tiles) * column_tiles
+    step = 0
+    expert, row, end, col, count = block_tile_coords(gl.program_id(0), total, column_tiles, tiles, BN)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_expert, next_row, next_end, next_col, next_count = block_tile_coords(
+            index + gl.num_programs(0), total, column_tiles, tiles, BN
+        )
+        publish_tile(tile_info, producer_acquire(ring, step), row, end, col, 4 * expert + count)
+        if count == 3:
+            step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 3, B_K_MAJOR)
+        elif count == 2:
+            step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 2, B_K_MAJOR)
+        else:
+            step = load_blocks(rows, weight, expert, row, col, width_in, ring, step, 1, B_K_MAJOR)
+        expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count
+
+
+@gluon.jit
+def mma_mainloop_blocks(
+    ring, step, steps, order_of_other, COUNT: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
+):
+    """Three accumulators (64, BN) fp32, of which COUNT are computed over ``steps`` stages, at least one; the next step.
+
+    Lets the other consumer start once the last stage is full, while this one's last wgmmas still run.
+    """
+    acc0, acc1, acc2 = zero_accumulator(BN), zero_accumulator(BN), zero_accumulator(BN)
+    acc0, acc1, acc2 = issue_mma_blocks(ring, step, acc0, acc1, acc2, False, COUNT, BN, B_K_MAJOR)
+    acc0, acc1, acc2 = wait_mma_blocks(acc0, acc1, acc2, COUNT, COUNT)  # as in `pipeline.mma_mainloop`
+    for _ in range(1, steps):
+        step += 1
+        acc0, acc1, acc2 = issue_mma_blocks(ring, step, acc0, acc1, acc2, True, COUNT, BN, B_K_MAJOR)
+        acc0, acc1, acc2 = wait_mma_blocks(acc0, acc1, acc2, COUNT, COUNT)
+        consumer_release_previous(ring, step)
+    step += 1
+    mbarrier.arrive(order_of_other, count=1)
+    acc0, acc1, acc2 = wait_mma_blocks(acc0, acc1, acc2, COUNT, 0)
+    consumer_release_previous(ring, step)
+    return acc0, acc1, acc2, step
+
+
+@gluon.jit
+def issue_mma_blocks(
+    ring, step, acc0, acc1, acc2, ACCUMULATE: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+):  # fmt: skip
+    """As `pipeline.issue_mma`, for the first COUNT blocks."""
+    a_smem, b_smem, _full, _empty = ring
+    stage = consumer_wait(ring, step)
+    b = b_operand(b_smem, stage, BN, B_K_MAJOR)
+    acc0 = warpgroup_mma(a_smem.index(BLOCKS * stage), b, acc0, use_acc=ACCUMULATE, is_async=True)
+    if COUNT > 1:
+        acc1 = warpgroup_mma(a_smem.index(BLOCKS * stage + 1), b, acc1, use_acc=ACCUMULATE, is_async=True)
+    if COUNT > 2:
+        acc2 = warpgroup_mma(a_smem.index(BLOCKS * stage + 2), b, acc2, use_acc=ACCUMULATE, is_async=True)
+    return acc0, acc1, acc2
+
+
+@gluon.jit
+def wait_mma_blocks(acc0, acc1, acc2, COUNT: gl.constexpr, PENDING: gl.constexpr):
+    """Wait until at most PENDING wgmmas are in flight, of those into the first COUNT accumulators."""
+    if COUNT == 3:
+        acc0, acc1, acc2 = warpgroup_mma_wait(PENDING, deps=(acc0, acc1, acc2))
+    elif COUNT == 2:
+        acc0, acc1 = warpgroup_mma_wait(PENDING, deps=(acc0, acc1))
+    else:
+        acc0 = warpgroup_mma_wait(PENDING, deps=(acc0,))
+    return acc0, acc1, acc2
+
+
+@gluon.jit
+def store_block(acc, out, bias, row, end, col, staging, block, BN: gl.constexpr, CONSUMER: gl.constexpr):
+    """Start the TMA stores of a block, the ``block``-th of this consumer's, which alternate buffers."""
+    first, second = halves(acc, WARPGROUP_M, BN)
+    last = RAGGED_EXTENT - end + row
+    for j in gl.static_range(2):
+        value = first if j == 0 else second
+        if bias is not None:
+            value += bias.slice(j * EPILOGUE_N, EPILOGUE_N).load(gl.SliceLayout(0, value.type.layout))[None, :]
+        # Frees the oldest of the BUFFERS stores' buffers, which is the one needed now.
+        tma.store_wait(BUFFERS - 1)
+        buffer = staging.index(BUFFERS * CONSUMER + 2 * (block & 1) + j)
+        store_slice(out, [RAGGED_EXTENT, end, last, col + j * EPILOGUE_N], value, buffer)
+
+
+@gluon.jit
+def pingpong_consumer(
+    out, bias, stride_bias, num_tiles, width_in, width_out, ring, tile_info, staging, bias_smem, mma_order,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
+):  # fmt: skip
+    """Consumer of F2 and B3: every other tile of the CTA's. mma_order: (CONSUMERS, 1) mbarriers."""
+    total = gl.load(num_tiles) * gl.cdiv(width_out, BN)
+    steps = gl.cdiv(width_in, BK)
+    step = CONSUMER * steps
+    phase = 1 - CONSUMER  # the first consumer's first wait passes at once
+    block = 0
+    for _ in range(gl.program_id(0) + CONSUMER * gl.num_programs(0), total, CONSUMERS * gl.num_programs(0)):
+        mbarrier.wait(mma_order.index(CONSUMER), phase)
+        phase ^= 1
+        row, end, col, expert_and_count = receive_tile(ring, tile_info, step)
+        expert, count = expert_and_count // 4, expert_and_count % 4
+        bias_of_tile = None
+        if bias is not None:
+            of_tile = load_bias(bias, expert, stride_bias, col + gl.arange(0, BN, THREAD_LAYOUT), width_out)
+        if count == 3:
+            acc0, acc1, acc2, step = mma_mainloop_blocks(
+                ring, step, steps, mma_order.index(1 - CONSUMER), 3, BN, B_K_MAJOR
+            )
+        elif count == 2:
+            acc0, acc1, acc2, step = mma_mainloop_blocks(
+                ring, step, steps, mma_order.index(1 - CONSUMER), 2, BN, B_K_MAJOR
+            )
+        else:
+            acc0, acc1, acc2, step = mma_mainloop_blocks(
+                ring, step, steps, mma_order.index(1 - CONSUMER), 1, BN, B_K_MAJOR
+            )
+        step += steps  # the other consumer's
+        if bias is not None:
+            bias_of_tile = bias_smem.index(CONSUMER)
+            bias_of_tile.store(of_tile.to(gl.float32))
+        store_block(acc0, out, bias_of_tile, row, end, col, staging, block, BN, CONSUMER)
+        if count > 1:
+            store_block(acc1, out, bias_of_tile, row + WARPGROUP_M, end, col, staging, block + 1, BN, CONSUMER)
+        if count > 2:
+            store_block(acc2, out, bias_of_tile, row + 2 * WARPGROUP_M, end, col, staging, block + 2, BN, CONSUMER)
+        block += count
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_rows_kernel(
+    rows,
+    weight,
+    bias,
+    out,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    width_in,
+    width_out,
+    stride_bias,
+    B_K_MAJOR: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """F2 and B3: ``out_r = rows_r weight_e (+ bias_e)``; rows (R_max, in), weight (E, in, out), bias (E, out), out
+    (R_max, out).
+    """
+    a_smem = gl.allocate_shared_memory(rows.dtype, [BLOCKS * STAGES, WARPGROUP_M, BK], rows.layout)
+    b_smem = gl.allocate_shared_memory(rows.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(
+        rows.dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    bias_smem = new_bias_smem(BN)
+    mma_order = new_barriers(CONSUMERS, 1)
+    ring = (a_smem, b_smem, new_barriers(STAGES, 1), new_barriers(STAGES, 1))
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    tile_info = new_tile_info(STAGES)
+    gl.warp_specialize(
+        [
+            (pingpong_consumer, (out, bias, stride_bias, num_tiles, width_in, width_out, ring, tile_info, staging,
+                                 bias_smem, mma_order, 0, BN, B_K_MAJOR)),
+            (pingpong_consumer, (out, bias, stride_bias, num_tiles, width_in, width_out, ring, tile_info, staging,
+                                 bias_smem, mma_order, 1, BN, B_K_MAJOR)),
+            (pingpong_producer, (rows, weight, tiles, num_tiles, width_in, width_out, ring, tile_info, BN, B_K_MAJOR)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""B2 and B4, the weight gradients: ``out_e = A_e^T B_e`` over an expert's rows, A gathered by token.
+
+T tokens · E experts · R_max row capacity · p, q widths of A (gathered) and B (contiguous) · BM x BN tile of (p, q) ·
+BK rows of the expert per step
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilemoe.kernels.experts.hopper.gemm_gather_act import CP_ASYNC_LAYOUT
+from tilemoe.kernels.experts.hopper.gluon_compat import cp_async, tma_load
+from tilemoe.kernels.experts.hopper.pipeline import (
+    BK,
+    BM,
+    CONSUMERS,
+    EPILOGUE_N,
+    RAGGED_EXTENT,
+    WARPGROUP_M,
+    fence_and_store,
+    halves,
+    mma_mainloop,
+    new_barriers,
+    new_tile_info,
+    producer_acquire,
+    producer_commit,
+    producer_commit_empty,
+    producer_flush,
+    publish_tile,
+    receive_tile,
+    row_pointers,
+    skip_stages,
+    store_slice,
+    zero_accumulator,
+)
+
+
+@gluon.jit
+def weight_tile_coords(index, total, p, q, row_start_of_expert, BN: gl.constexpr):
+    """(expert, its first row, its end, first row and column of the tile); of the last tile from ``total`` on."""
+    index = gl.minimum(index, total - 1)
+    row_tiles, column_tiles = gl.cdiv(p, BM), gl.cdiv(q, BN)
+    tiles = row_tiles * column_tiles
+    expert = index // tiles
+    start = gl.load(row_start_of_expert + expert)
+    end = gl.load(row_start_of_expert + expert + 1)
+    # Raster order along the shorter side: the CTAs of a wave then share more of what they read.
+    along_rows = row_tiles < column_tiles
+    shorter = gl.minimum(row_tiles, column_tiles)
+    fast, slow = index % tiles % shorter, index % tiles // shorter
+    row, column = gl.where(along_rows, fast, slow), gl.where(along_rows, slow, fast)
+    return expert, start, end, row * BM, column * BN
+
+
+@gluon.jit
+def wgrad_producer(
+    by_token,
+    stride_token,
+    token_of_row,
+    by_row,
+    row_start_of_expert,
+    num_experts,
+    p,
+    q,
+    ring,
+    tile_info,
+    BN: gl.constexpr,
+):
+    """Producer: BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q), zero past the expert's end.
+
+    tile_info: (expert, first row and column of the tile, steps); without steps, in a stage without operands.
+    """
+    # The compiler is told that they are multiples of 8, whence 16-byte copies.
+    p, stride_token = p // 8 * 8, stride_token // 8 * 8
+    a_smem, b_smem, full, _empty = ring
+    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
+    rows = gl.arange(0, BK, gl.SliceLayout(1, CP_ASYNC_LAYOUT))
+    columns = gl.arange(0, WARPGROUP_M, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
+    step = 0
+    expert, start, end, first, col = weight_tile_coords(gl.program_id(0), total, p, q, row_start_of_expert, BN)
+    token = gl.load(row_pointers(token_of_row, start, end, rows))
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_expert, next_start, next_end, next_first, next_col = weight_tile_coords(
+            index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
+        )
+        stage = producer_acquire(ring, step)
+        publish_tile(tile_info, stage, expert, first, col, gl.cdiv(end - start, BK))
+        if start >= end:
+            producer_commit_empty(ring, step)
+            step += 1
+        upper = first + columns
+        lower = upper + WARPGROUP_M
+        for k in range(start, end, BK):
+            pointers = by_token + (token.to(gl.int64) * stride_token)[:, None]
+            # Prefetch the next step's tokens, or the next tile's.
+            more = k + BK < end
+            row, bound = gl.where(more, k + BK, next_start), gl.where(more, end, next_end)
+            token = gl.load(row_pointers(token_of_row, row, bound, rows))
+            stage = producer_acquire(ring, step)
+            mbarrier.expect(full.index(stage), by_row.block_type.nbytes)
+            place = [RAGGED_EXTENT, end, RAGGED_EXTENT - end + k, col]
+            tma_load(by_row, place, full.index(stage), b_smem.index(stage))
+            cp_async(a_smem.index(CONSUMERS * stage), pointers + upper[None, :], mask=(upper < p)[None, :])
+            cp_async(a_smem.index(CONSUMERS * stage + 1), pointers + lower[None, :], mask=(lower < p)[None, :])
+            producer_commit(ring, step)
+            step += 1
+        # An expert without rows has no loop that prefetches the next tile's tokens.
+        no_rows = (start + rows * 0) >= end
+        token = gl.load(row_pointers(token_of_row, next_start, next_end, rows), mask=no_rows, other=token)
+        expert, start, end, first, col = next_expert, next_start, next_end, next_first, next_col
+    producer_flush(ring, step)
+
+
+@gluon.jit
+def wgrad_consumer(
+    out, num_experts, p, q, ring, tile_info, staging, CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr
+):
+    """Consumer. Epilogue: store its rows of the tile, transposed if the output is (E, q, p)."""
+    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
+    step = 0
+    for _ in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, col, steps = receive_tile(ring, tile_info, step)
+        acc = zero_accumulator(BN)
+        if steps > 0:
+            acc, step = mma_mainloop(ring, step, steps, False, CONSUMER, BN, False, False)
+        else:
+            step = skip_stages(ring, step, 1, False)
+        row = first + CONSUMER * WARPGROUP_M
+        left_half, right_half = halves(acc, WARPGROUP_M, BN)
+        for i in gl.static_range(2):
+            left_slice, right_slice = halves(left_half if i == 0 else right_half, WARPGROUP_M, BN // 2)
+            for j in gl.static_range(2):
+                tma.store_wait(1)
+                buffer = staging.index(2 * CONSUMER + j)
+                value = left_slice if j == 0 else right_slice
+                slice_col = col + (2 * i + j) * EPILOGUE_N
+                if TRANSPOSED:
+                    buffer.permute([1, 0]).store(value.to(out.dtype))
+                    fence_and_store(out, [expert, slice_col, row], buffer)
+                else:
+                    store_slice(out, [expert, row, slice_col], value, buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_wgrad_kernel(
+    by_token,
+    by_row,
+    out,
+    token_of_row,
+    row_start_of_expert,
+    num_experts,
+    p,
+    q,
+    stride_token,
+    TRANSPOSED: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
+
+    Zeros for an expert without rows.
+    """
+    dtype: gl.constexpr = by_token.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    a_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * STAGES, BK, WARPGROUP_M], swizzled)
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + by_row.block_shape, by_row.layout)  # noqa: RUF005
+    staging = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], swizzled)
+    ring = (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS))
+    tile_info = new_tile_info(STAGES)
+    gl.warp_specialize(
+        [
+            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED)),
+            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED)),
+            (wgrad_producer, (by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q,
+                              ring, tile_info, BN)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

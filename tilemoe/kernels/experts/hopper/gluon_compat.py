@@ -1,0 +1,21 @@
+"""Gluon across Triton's releases: functions that have one name in 3.6 and another in 3.9.
+
+cp_async        cp.async, from global pointers to shared memory
+tma_load        TMA, from a descriptor's tensor to shared memory; its bytes count towards an mbarrier
+tma_store       TMA, from shared memory to a descriptor's tensor
+reinterpret     shared memory as of another dtype, shape and layout
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+_HAS_SHORT_NAMES = hasattr(tma, "async_load")  # 3.6 has none, 3.9 no others
+
+cp_async = async_copy.async_load if _HAS_SHORT_NAMES else async_copy.async_copy_global_to_shared
+tma_load = tma.async_load if _HAS_SHORT_NAMES else tma.async_copy_global_to_shared
+tma_store = tma.async_store if _HAS_SHORT_NAMES else tma.async_copy_shared_to_global
+_shared = gl.shared_memory_descriptor
+reinterpret = _shared.reinterpret if _HAS_SHORT_NAMES else _shared._reinterpret

@@ -1,0 +1,194 @@
+"""Host side of the Hopper GEMMs: descriptors, arguments, compile-time constants, grid. Reads no device value.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.hopper.configs import (
+    ACTIVATIONS_IN_A_LOOP,
+    BLOCK_K,
+    CONSUMER_WARPS,
+    EPILOGUE_N,
+    MAX_COLUMN_TILES,
+    MAX_REGISTERS,
+    TILES,
+    WARPGROUP_M,
+    TileConfig,
+)
+from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor, weight_descriptor
+from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import gemm_dgrad_dact_kernel
+from tilemoe.kernels.experts.hopper.gemm_gather_act import up_proj_act_kernel
+from tilemoe.kernels.experts.hopper.gemm_pingpong import gemm_rows_kernel
+from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_wgrad_kernel
+from tilemoe.kernels.experts.triton.configs import Kernel
+from tilemoe.kernels.experts.triton.host import (
+    act_outputs,
+    contiguous_gradient,
+    dact_outputs,
+    gate_up_layout,
+    gather_args,
+    split_parts,
+    wgrad_args,
+)
+from tilemoe.kernels.experts.triton.tiles import TileList
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
+
+_EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
+
+
+def rows_launch(
+    kernel: Kernel,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    device: Device,
+) -> tuple[Launch, Tensor]:
+    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, p, q), whose p or q is contiguous, plus bias (E, q)
+    of contiguous rows.
+    """
+    p, q = weight.shape[1:]
+    out = rows.new_empty(plan.capacity, q)
+    tile = TILES[kernel]
+    descriptor, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
+    args = {
+        "rows": described(rows, [WARPGROUP_M, BLOCK_K]),
+        "weight": descriptor,
+        "bias": bias,
+        "out": ragged_descriptor(out, _EPILOGUE_BLOCK),
+        **tiles._asdict(),
+        "width_in": p,
+        "width_out": q,
+        "stride_bias": 0 if bias is None else bias.stride(0),
+    }
+    grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n))
+    return _launch(gemm_rows_kernel, grid, args, {"B_K_MAJOR": k_major}, tile), out
+
+
+def up_proj_act_launch(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    keep_h: bool,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor]:
+    """F1: (a (R_max, n), h (R_max, w), or (0, w) if not kept). w1's w or d is contiguous, and so are b1's rows."""
+    d, n = x.shape[1], w1.shape[1] // spec.width_factor
+    a, h = act_outputs(x, plan, spec, n, keep_h)
+    weight = split_parts(w1, spec).transpose(2, 3)
+    parts, width = weight.shape[1], weight.shape[3]
+    tile = TILES["up_proj_act"]
+    columns = tile.block_n // parts
+    descriptor, k_major = weight_descriptor(weight, columns)
+    args = {
+        **gather_args("x", x, plan, tiles, spec, d, n),
+        "weight": descriptor,
+        "bias": b1,
+        "a": ragged_descriptor(a, _EPILOGUE_BLOCK),
+        "h": _h_output(h, parts, n) if keep_h else None,
+        "row_start_of_expert": _swizzle_of(plan, width, columns),
+        "stride_bias": 0 if b1 is None else b1.stride(0),
+    }
+    constants = {**_gather_constants(spec, k_major, d), "KEEP_H": keep_h}
+    grid = persistent_grid(device, tiles.capacity * ceil_div(width, columns))
+    return _launch(up_proj_act_kernel, grid, args, constants, tile), a, h
+
+
+def dgrad_dact_launch(
+    do: Tensor,
+    w2: Tensor,
+    h: Tensor,
+    s: Tensor,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor, Tensor]:
+    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32 of the scores' gradient)."""
+    d, n = w2.shape[1:]
+    tile = TILES["down_proj_dgrad_dact"]
+    column_tiles = ceil_div(n, tile.block_n)
+    dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
+    descriptor, k_major = weight_descriptor(w2.unsqueeze(1), tile.block_n)
+    if gate_up_layout(spec) == "concatenated":
+        h_view, dh_view = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
+        h_block, rows_at = [2, *_EPILOGUE_BLOCK], 1
+    else:
+        h_view, dh_view = h, dh
+        h_block, rows_at = _EPILOGUE_BLOCK, 0
+    args = {
+        **gather_args("do", do, plan, tiles, spec, d, n),
+        "weight": descriptor,
+        "h": described(h_view, h_block),
+        "dh": ragged_descriptor(dh_view, h_block, rows_at),
+        "a_scaled": ragged_descriptor(a_scaled, _EPILOGUE_BLOCK),
+        "s": s,
+        "partial": partial,
+        "pair_of_row": plan.pair_of_row,
+        "row_start_of_expert": _swizzle_of(plan, n, tile.block_n),
+        "capacity": plan.capacity,
+    }
+    constants = {**_gather_constants(spec, k_major, d), "ROLLED": spec.name in ACTIVATIONS_IN_A_LOOP}
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
+    return _launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
+
+
+def wgrad_launch(
+    kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, device: Device
+) -> Launch:
+    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q)."""
+    p, q = by_token.shape[1], by_row.shape[1]
+    out, transposed = contiguous_gradient(out)
+    tile = TILES[kernel]
+    args = {
+        **wgrad_args(by_token, plan, p, q),
+        "by_row": ragged_descriptor(by_row, [BLOCK_K, tile.block_n]),
+        "out": described(out, [1, *_EPILOGUE_BLOCK]),
+    }
+    grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
+    return _launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed}, tile)
+
+
+def _launch(kernel: Any, grid: tuple[int], args: dict[str, Any], constants: dict[str, Any], tile: TileConfig) -> Launch:
+    constants = {
+        **constants,
+        "BN": tile.block_n,
+        "STAGES": tile.num_stages,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "PRODUCER_REGISTERS": tile.producer_registers,
+    }
+    return Launch(kernel, grid, args, constants, CONSUMER_WARPS, num_stages=1, max_registers=MAX_REGISTERS)
+
+
+def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> dict[str, Any]:
+    """GATE_UP: the layout of gate and up, "none" where there is no gate."""
+    return {
+        "ACTIVATION": spec.name,
+        "GATE_UP": gate_up_layout(spec) or "none",
+        "B_K_MAJOR": k_major,
+        "EVEN_K": contraction % BLOCK_K == 0,
+    }
+
+
+def _h_output(h: Tensor, parts: int, n: int) -> Any:
+    """A ragged descriptor of h (R_max, w), of two parts as (R_max, 2, n)."""
+    if parts == 2:
+        return ragged_descriptor(h.unflatten(1, (2, n)), [WARPGROUP_M, 1, EPILOGUE_N])
+    return ragged_descriptor(h, _EPILOGUE_BLOCK)
+
+
+def _swizzle_of(plan: RoutingPlan, width: int, columns: int) -> Tensor | None:
+    """The kernels' row_start_of_expert: given where the output is wide enough for a threadblock swizzle, else None."""
+    return plan.row_start_of_expert if ceil_div(width, columns) > MAX_COLUMN_TILES else None

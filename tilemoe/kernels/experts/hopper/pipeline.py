@@ -1,0 +1,387 @@
+"""What all Hopper kernels share: the TMA/cp.async pipeline, the tile scheduler, the mainloop and the epilogue's stores.
+
+BM, BN tile · BK contraction step · S stages
+
+Warp-specialised persistent CTAs: one producer warp group and two consumer warp groups. The producer fills stages of
+shared memory with A (BM x BK) and B (BK x BN). Cooperative kernels (F1, B1, B2, B4): each consumer multiplies its 64
+of a tile's 128 rows, and one epilogue overlaps the other consumer's mainloop; a consumer whose rows lie past the
+expert's end skips its mainloop, so that a ragged end costs half a tile. Ping-pong kernels (F2, B3, `gemm_pingpong`):
+each consumer has whole tiles, and the tensor cores to itself meanwhile.
+
+Pipeline, as CUTLASS's PipelineTmaAsync: the tuple ``ring = (a_smem, b_smem, full, empty)`` of operand buffers (S, ...)
+and mbarriers (S, 1). ``step`` counts a role's steps from 0: its stage is step % S, its phase step // S % 2.
+
+Tile scheduler: the producer decodes tiles and publishes each one's coordinates in shared memory, ``tile_info``, with
+its first stage. Static: CTA i of P has the tiles i, i + P, ... Dynamic (F1, B1): see `scheduler_next`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilemoe.kernels.experts.hopper import configs
+from tilemoe.kernels.experts.hopper.gluon_compat import reinterpret, tma_store
+from tilemoe.kernels.experts.triton.configs import RAGGED_EXTENT as _RAGGED_EXTENT
+
+CONSUMERS = gl.constexpr(configs.CONSUMERS)
+WARPGROUP_M = gl.constexpr(configs.WARPGROUP_M)
+BM = gl.constexpr(configs.COOPERATIVE_M)
+BK = gl.constexpr(configs.BLOCK_K)
+EPILOGUE_N = gl.constexpr(configs.EPILOGUE_N)
+SWIZZLE_TILES = gl.constexpr(configs.SWIZZLE_TILES)
+RAGGED_EXTENT = gl.constexpr(_RAGGED_EXTENT)
+# One element for each thread of a warp group, or one for all of them; and two for each.
+THREAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [configs.CONSUMER_WARPS], [0]))
+PAIR_LAYOUT = gl.constexpr(gl.BlockedLayout([2], [32], [configs.CONSUMER_WARPS], [0]))
+WARPGROUP_THREADS = gl.constexpr(32 * configs.CONSUMER_WARPS)
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """(COUNT, 1) mbarriers, each of which completes a phase after ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+# Tile scheduler
+
+
+@gluon.jit
+def tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr):
+    """(expert, first row, end of the expert's rows, first column) of a tile, in row-major order.
+
+    tiles: (expert_of_tile, row_of_tile, end_of_tile). From ``total`` on: values that may be read, but not used, so that
+    a producer can decode a tile ahead and hide the loads' latency.
+    """
+    expert_of_tile, row_of_tile, end_of_tile = tiles
+    exists = index < total
+    tile = index // column_tiles
+    expert = gl.load(expert_of_tile + tile, mask=exists, other=0)
+    row = gl.load(row_of_tile + tile, mask=exists, other=0)
+    end = gl.load(end_of_tile + tile, mask=exists, other=0)
+    return expert, row, end, (index % column_tiles) * BN
+
+
+@gluon.jit
+def swizzled_tile_coords(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
+    """As `tile_coords`, with a threadblock swizzle: an expert's row tiles by SWIZZLE_TILES column tiles, then the next.
+
+    For wide outputs: the CTAs of a wave then share columns as well as rows, and read both from L2. In row-major order
+    they would stream all of an expert's weight from DRAM for each row tile.
+    """
+    expert, row, end, col = tile_coords(index, total, column_tiles, tiles, BN)
+    start = gl.load(row_start_of_expert + expert)
+    row_tiles = gl.maximum(gl.cdiv(end - start, BM), 1)
+    of_expert = (row - start) // BM * column_tiles + col // BN
+    band = of_expert // (row_tiles * SWIZZLE_TILES) * SWIZZLE_TILES
+    width = gl.minimum(SWIZZLE_TILES, column_tiles - band)
+    of_band = of_expert - row_tiles * band
+    return expert, start + of_band // width * BM, end, (band + of_band % width) * BN
+
+
+@gluon.jit
+def scheduler_prefetch(num_tiles, wanted):
+    """Dynamic scheduler: if ``wanted``, take the next id by an atomicAdd on num_tiles[1]. For `scheduler_next`.
+
+    One thread adds, and nobody waits until the result is used. The other threads' addresses differ: with equal ones the
+    compiler reduces within the warp first, and broadcasts the result at once.
+    """
+    thread = gl.arange(0, WARPGROUP_THREADS, THREAD_LAYOUT)
+    one = gl.full([WARPGROUP_THREADS], 1, gl.int32, THREAD_LAYOUT)
+    counter = num_tiles + gl.where(thread == 0, 1, 0)
+    return gl.atomic_add(counter, one, mask=(thread == 0) & wanted, sem="relaxed")
+
+
+@gluon.jit
+def new_scheduler_smem():
+    """(128) int32, through which `scheduler_next` broadcasts."""
+    return gl.allocate_shared_memory(gl.int32, [WARPGROUP_THREADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def scheduler_next(prefetched, scheduler_smem, num_tiles, total, wanted):
+    """The tile id that `scheduler_prefetch` took, broadcast through shared memory; ``total`` or more: none.
+
+    Dynamic persistent scheduler: each CTA starts with two static tiles and prefetches the next id by atomicAdd, until
+    it gets none. The CTA that draws the last number resets the counter to 0.
+    """
+    scheduler_smem.store(prefetched)
+    number = gl.sum(scheduler_smem.slice(0, 1).load(THREAD_LAYOUT), axis=0)
+    is_last = number == total - gl.num_programs(0) - 1
+    gl.store(num_tiles + 1, 0, mask=wanted & is_last)
+    return gl.where(wanted, number + 2 * gl.num_programs(0), total)
+
+
+@gluon.jit
+def new_tile_info(STAGES: gl.constexpr):
+    """Four int32 for each stage: the coordinates of the tile that begins there. See `publish_tile`."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    first = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    second = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    third = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    fourth = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def publish_tile(tile_info, stage, first, second, third, fourth):
+    """Producer: write a tile's coordinates to its first stage, once acquired. Each kernel chooses its four numbers."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tile_info[0].index(stage).store(gl.full([1], first, gl.int32, layout))
+    tile_info[1].index(stage).store(gl.full([1], second, gl.int32, layout))
+    tile_info[2].index(stage).store(gl.full([1], third, gl.int32, layout))
+    tile_info[3].index(stage).store(gl.full([1], fourth, gl.int32, layout))
+
+
+@gluon.jit
+def receive_tile(ring, tile_info, step):
+    """Consumer: the four numbers published with the stage of ``step``, once it is full."""
+    stage = consumer_wait(ring, step)
+    first = gl.sum(tile_info[0].index(stage).load(THREAD_LAYOUT), axis=0)
+    second = gl.sum(tile_info[1].index(stage).load(THREAD_LAYOUT), axis=0)
+    third = gl.sum(tile_info[2].index(stage).load(THREAD_LAYOUT), axis=0)
+    fourth = gl.sum(tile_info[3].index(stage).load(THREAD_LAYOUT), axis=0)
+    return first, second, third, fourth
+
+
+# Pipeline
+
+
+@gluon.jit
+def producer_acquire(ring, step):
+    """The stage of ``step``, once its consumers have released it."""
+    _a_smem, _b_smem, full, empty = ring
+    stage = step % full.shape[0]
+    mbarrier.wait(empty.index(stage), ((step // full.shape[0]) & 1) ^ 1)
+    return stage
+
+
+@gluon.jit
+def producer_commit(ring, step):
+    """Commit ``step``'s cp.async group, and arrive at ``full`` for the step LAG before, whose copies have landed.
+
+    cp.async completes per thread, not on an mbarrier: hence wait_group, a proxy fence for wgmma, and the lag. Fencing
+    in the consumers instead was no faster (docs/lab/power.md).
+    """
+    _a_smem, _b_smem, full, _empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    LAG: gl.constexpr = STAGES - 2  # consumers release a stage one step late: more would deadlock
+    async_copy.commit_group()
+    async_copy.wait_group(LAG)
+    fence_async_shared()
+    mbarrier.arrive(full.index((step + STAGES - LAG) % STAGES), count=1, pred=step >= LAG)
+
+
+@gluon.jit
+def producer_commit_empty(ring, step):
+    """As `producer_commit`, of a stage that holds tile_info and no operands."""
+    _a_smem, _b_smem, full, _empty = ring
+    mbarrier.arrive(full.index(step % full.shape[0]), count=1)  # in place of a TMA load's
+    producer_commit(ring, step)
+
+
+@gluon.jit
+def producer_flush(ring, step):
+    """After the last of ``step`` steps: wait for all copies, and arrive for what `producer_commit` has not yet."""
+    _a_smem, _b_smem, full, _empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    LAG: gl.constexpr = STAGES - 2
+    async_copy.wait_group(0)
+    fence_async_shared()
+    for i in gl.static_range(LAG):
+        mbarrier.arrive(full.index((step + STAGES - LAG + i) % STAGES), count=1, pred=step >= LAG - i)
+
+
+@gluon.jit
+def consumer_wait(ring, step):
+    """The stage of ``step``, once it is full."""
+    _a_smem, _b_smem, full, _empty = ring
+    stage = step % full.shape[0]
+    mbarrier.wait(full.index(stage), (step // full.shape[0]) & 1)
+    return stage
+
+
+@gluon.jit
+def consumer_release_previous(ring, step, pred=True):
+    """Release the stage of the step before ``step``, if ``pred``."""
+    _a_smem, _b_smem, _full, empty = ring
+    STAGES: gl.constexpr = empty.shape[0]
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=pred)
+
+
+@gluon.jit
+def skip_stages(ring, step, steps, pending_release):
+    """Release ``steps`` stages unread, for a tile of the other consumer's; the next step. See `mma_mainloop`."""
+    _a_smem, _b_smem, _full, empty = ring
+    if pending_release:
+        tma.store_wait(0)
+        consumer_release_previous(ring, step)
+    for _ in range(steps):
+        stage = consumer_wait(ring, step)
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    return step
+
+
+# Mainloop
+
+
+@gluon.jit
+def zero_accumulator(BN: gl.constexpr):
+    """(WARPGROUP_M, BN) fp32, an accumulator of one warp group."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    return gl.zeros([WARPGROUP_M, BN], gl.float32, layout)
+
+
+@gluon.jit
+def b_operand(b_smem, stage, BN: gl.constexpr, B_K_MAJOR: gl.constexpr):
+    """B (BK, BN) of a stage. B_K_MAJOR: stored as (BN, BK), the contraction contiguous; else as (BK, BN)."""
+    if B_K_MAJOR:
+        b = b_smem.index(stage).reshape([BN, BK]).permute([1, 0])
+    else:
+        swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        b = reinterpret(b_smem.index(stage), b_smem.dtype, [BK, BN], swizzled)
+    return b
+
+
+@gluon.jit
+def issue_mma(
+    ring, step, acc, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr, BN: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+):  # fmt: skip
+    """Issue the wgmma of a stage once it is full.
+
+    A tile's first one does not ACCUMULATE: then the accumulator need not be filled with zeros.
+    """
+    a_smem, b_smem, _full, _empty = ring
+    stage = consumer_wait(ring, step)
+    if A_K_MAJOR:
+        a = a_smem.index(stage).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M)
+    else:
+        a = a_smem.index(CONSUMERS * stage + CONSUMER).permute([1, 0])
+    b = b_operand(b_smem, stage, BN, B_K_MAJOR)
+    return warpgroup_mma(a, b, acc, use_acc=ACCUMULATE, is_async=True)
+
+
+@gluon.jit
+def mma_mainloop(
+    ring,
+    step,
+    steps,
+    pending_release,
+    CONSUMER: gl.constexpr,
+    BN: gl.constexpr,
+    A_K_MAJOR: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+):
+    """(WARPGROUP_M, BN) fp32 of this consumer's rows over ``steps`` stages, at least one; and the next step.
+
+    pending_release: the stage before the first is still being read by TMA stores. It is released once they have, while
+    the first wgmma runs. A_K_MAJOR: a_smem is (S, BM, BK), else (S, 2, BK, 64). B_K_MAJOR: see `b_operand`.
+    """
+    acc = issue_mma(ring, step, zero_accumulator(BN), False, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR)
+    if pending_release:
+        tma.store_wait(0)
+    acc = warpgroup_mma_wait(1, deps=(acc,))  # waits for nothing: makes acc a value that the loop can carry
+    consumer_release_previous(ring, step, pending_release)
+    for _ in range(1, steps):
+        step += 1
+        acc = issue_mma(ring, step, acc, True, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        consumer_release_previous(ring, step)
+    step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    consumer_release_previous(ring, step)
+    return acc, step
+
+
+@gluon.jit
+def row_pointers(table, row, end, rows):
+    """Pointers to the entries ``row + rows`` of a table of all rows, clamped to the expert's last row.
+
+    Rows that are read twice so are masked on their way out, or multiplied by zeros.
+    """
+    return table + gl.maximum(gl.minimum(row + rows, end - 1), 0)
+
+
+# Epilogue
+
+
+@gluon.jit
+def reshape_blocks(buffer, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """The memory of ``buffer`` as COUNT blocks of (ROWS, EPILOGUE_N)."""
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return reinterpret(buffer, buffer.dtype, [COUNT, ROWS, EPILOGUE_N], swizzled)
+
+
+@gluon.jit
+def halves(value, M: gl.constexpr, N: gl.constexpr):
+    """The left and the right half of (M, N). In wgmma's layout no data moves between threads."""
+    return value.reshape([M, 2, N // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def epilogue_slices(value, N: gl.constexpr):
+    """(WARPGROUP_M, N) as a tuple of two or four slices of EPILOGUE_N columns, from left to right."""
+    gl.static_assert(N == 2 * EPILOGUE_N or N == 4 * EPILOGUE_N, "two slices or four")
+    slices = halves(value, WARPGROUP_M, N)
+    if N == 4 * EPILOGUE_N:
+        slices = halves(slices[0], WARPGROUP_M, N // 2) + halves(slices[1], WARPGROUP_M, N // 2)
+    return slices
+
+
+@gluon.jit
+def deinterleave(value, N: gl.constexpr):
+    """The even and the odd columns of (WARPGROUP_M, N): a thread holds both of a pair."""
+    return value.reshape([WARPGROUP_M, N // 2, 2]).split()
+
+
+@gluon.jit
+def load_bias(bias, expert, stride, column, width):
+    """The entries ``column`` of an expert's bias, zero past ``width``, in a register of each thread.
+
+    Issued before a tile's mainloop, which hides the load.
+    """
+    # The compiler is told that they are multiples of 8.
+    stride, width = stride // 8 * 8, width // 8 * 8
+    return gl.load(bias + expert.to(gl.int64) * stride + column, mask=column < width, other=0.0)
+
+
+@gluon.jit
+def new_bias_smem(BN: gl.constexpr):
+    """(CONSUMERS, BN) fp32, through which a consumer broadcasts a tile's bias."""
+    return gl.allocate_shared_memory(gl.float32, [CONSUMERS, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def broadcast_bias(values, buffer, like):
+    """``values`` (BN), spread over the threads, as (1, BN) fp32 in the layout of ``like``'s columns."""
+    buffer.store(values.to(gl.float32))
+    return buffer.load(gl.SliceLayout(0, like.type.layout))[None, :]
+
+
+@gluon.jit
+def store_slice(descriptor, place, value, buffer):
+    """Start a TMA store of ``value`` (WARPGROUP_M, EPILOGUE_N) to ``place`` through ``buffer``, which is free."""
+    buffer.store(value.to(descriptor.dtype))
+    fence_and_store(descriptor, place, buffer)
+
+
+@gluon.jit
+def fence_and_store(descriptor, place, buffer):
+    """Start a TMA store of ``buffer`` to ``place``."""
+    fence_async_shared()
+    source = buffer.reshape(descriptor.block_shape)
+    tma_store(descriptor, place, source)

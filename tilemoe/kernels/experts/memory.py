@@ -1,0 +1,143 @@
+"""Bytes that the layer keeps for its backward, and the most that it holds at once.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+h (R_max, w) · a (R_max, n) · y and dx_rows (R_max, d), of which a slice of columns exists at a time · o, dx (T, d)
+
+Peaks count what the layer itself allocates: not x, the output's gradient, the weights, the scores and the plan, which
+are alive anyway. Allocators round up; kernels that split a sum over programs hold its parts for a moment. Not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from tilemoe.kernels.experts.slicing import fewest, widest
+from tilemoe.shape import MoEShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tilemoe.activations import ActivationSpec
+    from tilemoe.plan import RoutingPlan
+
+_INDEX_BYTES = 4
+_SCORE_BYTES = 4
+_SHARE = 5 / 6  # of everything together: what slices bring a peak down to
+
+
+def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec) -> MoEShape:
+    """The sizes of one call in elements of ``like``; its rows are those that buffers have."""
+    return MoEShape(
+        num_tokens=plan.num_tokens,
+        hidden_size=d,
+        intermediate_size=n,
+        num_experts=plan.num_experts,
+        num_experts_per_tok=1,  # the rows say how many there are
+        is_gated=spec.is_gated,
+        element_bytes=like.element_size(),
+        rows=plan.capacity,
+        is_topk=plan.pair_start_of_token is None,
+    )
+
+
+def saved_bytes(shape: MoEShape) -> int:
+    """Kept beside x and the weights: h, the fp32 scores and the plan's indices.
+
+    ``4 R_max n + 16 R_max + O(E + T)`` for a gated 16-bit layer. The pairs are as many as the rows can be.
+    """
+    starts = shape.num_experts + 1 + (0 if shape.is_topk else shape.num_tokens + 1)
+    per_row = shape.element_bytes * shape.width + _SCORE_BYTES + 3 * _INDEX_BYTES
+    return shape.num_rows * per_row + _INDEX_BYTES * starts
+
+
+@lru_cache
+def forward_slices(shape: MoEShape) -> Sequence[slice]:
+    """Slices of d that y is made and combined in where h is kept."""
+    return _output_slices(_sizes(shape), shape, _sizes(shape).h)
+
+
+@lru_cache
+def inference_slices(shape: MoEShape) -> Sequence[slice]:
+    """Slices of d that y is made and combined in where h is not kept."""
+    return _output_slices(_sizes(shape), shape, 0)
+
+
+@lru_cache
+def backward_slices(shape: MoEShape) -> Sequence[slice]:
+    """Slices of d that dx_rows is made and combined in."""
+    size = _sizes(shape)
+    everything = size.h + size.w1 + size.w2 + size.y + size.o
+    limit = max(_SHARE * everything, *_peaks_of_other_steps(size))
+    return fewest(shape, lambda slices: _input_grad_peak(size, slices), limit)
+
+
+def inference_peak_bytes(shape: MoEShape) -> int:
+    """The most at once where nothing is differentiated."""
+    return _output_peak(_sizes(shape), 0, inference_slices(shape))
+
+
+def forward_peak_bytes(shape: MoEShape) -> int:
+    """The most at once in a forward that keeps h."""
+    size = _sizes(shape)
+    return _output_peak(size, size.h, forward_slices(shape))
+
+
+def backward_peak_bytes(shape: MoEShape) -> int:
+    """The most at once in a backward that gives every gradient, which are counted; h is freed after its one reader."""
+    size = _sizes(shape)
+    return size.s + max(_input_grad_peak(size, backward_slices(shape)), *_peaks_of_other_steps(size))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of each tensor, its gradient alike; ``column``: of one column of y."""
+
+    h: int
+    a: int
+    y: int
+    column: int
+    o: int
+    s: int
+    w1: int
+    w2: int
+
+
+def _sizes(shape: MoEShape) -> _Sizes:
+    rows, tokens, size = shape.num_rows, shape.num_tokens, shape.element_bytes
+    d, n, w, experts = shape.hidden_size, shape.intermediate_size, shape.width, shape.num_experts
+    return _Sizes(
+        h=size * rows * w,
+        a=size * rows * n,
+        y=size * rows * d,
+        column=size * rows,
+        o=size * tokens * d,
+        s=_SCORE_BYTES * rows,
+        w1=size * experts * w * d,
+        w2=size * experts * d * n,
+    )
+
+
+def _output_slices(size: _Sizes, shape: MoEShape, h: int) -> Sequence[slice]:
+    everything = h + size.a + size.y + size.o
+    return fewest(shape, lambda slices: _output_peak(size, h, slices), _SHARE * everything)
+
+
+def _output_peak(size: _Sizes, h: int, slices: Sequence[slice]) -> int:
+    """a is needed until the last slice of y is made, and o exists from the first that is combined."""
+    if len(slices) == 1:
+        return h + size.y + max(size.a, size.o)
+    return h + size.a + size.o + size.column * widest(slices)
+
+
+def _input_grad_peak(size: _Sizes, slices: Sequence[slice]) -> int:
+    """dx is made beside dw2, with dh still to be read by dw1."""
+    return size.h + size.w2 + size.o + size.column * widest(slices)
+
+
+def _peaks_of_other_steps(size: _Sizes) -> tuple[int, int, int]:
+    """Of dh beside h and a_scaled, of dw2 from a_scaled, and of dw1, the last gradient, from dh."""
+    dh, a_scaled = size.h, size.a
+    return size.h + dh + a_scaled, dh + a_scaled + size.w2, dh + size.w2 + size.o + size.w1

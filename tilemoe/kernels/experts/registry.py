@@ -1,0 +1,96 @@
+"""The backends by name: those of the package, imported when they are first asked for, and those of its users."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.runtime.device import has_triton
+from tilemoe.runtime.tracing import constant_when_traced
+
+# Name to class, or to "module:Class" of what is not imported yet; `register_backend` alone adds to it.
+_BACKENDS: dict[str, type[Backend] | str] = {
+    "torch": "tilemoe.kernels.experts.torch.backend:TorchBackend",
+    "triton": "tilemoe.kernels.experts.triton.backend:TritonBackend",
+    "hopper": "tilemoe.kernels.experts.hopper.backend:HopperBackend",
+}
+_NEED_TRITON = ("triton", "hopper")
+
+
+def register_backend(name: str, cls: type[Backend]) -> None:
+    """From now on ``kernels=name`` computes the experts by ``cls``, of which one instance is made, without arguments.
+
+    ValueError: the name is taken or is not the class's own, or the class is no `Backend` or leaves a kernel undefined.
+    """
+    if not isinstance(name, str) or not name.isidentifier():  # it travels in a string, between spaces
+        raise ValueError(f"name must be letters, digits and underscores, got {name!r}")
+    if name in _BACKENDS:
+        raise ValueError(f"name {name!r} is taken; the backends are {_names()}")
+    if not isinstance(cls, type) or not issubclass(cls, Backend):
+        raise ValueError(f"cls must be a subclass of tilemoe.Backend, got {cls!r}")
+    if cls.__abstractmethods__:
+        raise ValueError(f"cls {cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
+    if getattr(cls, "name", None) != name:
+        raise ValueError(f"cls {cls.__name__} must have the name that it is registered by: set name = {name!r} in it")
+    _BACKENDS[name] = cls
+
+
+@constant_when_traced
+def backend_named(name: str) -> Backend:
+    """The backend that is registered by ``name``.
+
+    ValueError: there is none, with the names that there are; or it needs Triton, which is not installed.
+    """
+    _check_name(name)
+    return _made(name)
+
+
+def backend_of(kernels: str | Backend) -> Backend:
+    """What an argument ``kernels`` stands for: a name, or an instance of a registered class. Traceable.
+
+    ValueError: as `backend_named`, or another class is registered by the instance's name.
+    """
+    if not isinstance(kernels, Backend):
+        return backend_named(kernels)
+    if type(backend_named(kernels.name)) is not type(kernels):
+        raise ValueError(_not_registered(kernels))
+    return kernels
+
+
+def check_kernels(kernels: Any) -> None:
+    """ValueError unless `backend_of` takes this. What a name stands for is not imported."""
+    if isinstance(kernels, Backend):
+        backend_of(kernels)
+    else:
+        _check_name(kernels)
+
+
+@cache
+def _made(name: str) -> Backend:
+    if name in _NEED_TRITON and not has_triton():
+        raise ValueError(f"kernels={name!r} needs the package triton, which PyTorch's builds for GPUs bring along")
+    cls = _BACKENDS[name]
+    if isinstance(cls, str):
+        module, _, attribute = cls.partition(":")
+        cls = getattr(import_module(module), attribute)
+    made: Backend = cls()
+    return made
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or name not in _BACKENDS:
+        raise ValueError(f"kernels must be None or one of {_names()}; got {name!r}")
+
+
+def _names() -> str:
+    return ", ".join(sorted(_BACKENDS))
+
+
+def _not_registered(kernels: Backend) -> str:
+    called = type(kernels).__name__
+    return (
+        f"kernels: {called} is not the class registered as {kernels.name!r}; give it a name of its own and call "
+        f"tilemoe.register_backend(name, {called})"
+    )

@@ -1,0 +1,40 @@
+"""How many slices of d the two (R, d) buffers, y and dx_rows, are made and combined in: a pure function of the sizes.
+
+R_max row capacity · d hidden_size · y (R_max, d) · a whole number of tiles' columns in each slice but the last
+
+A slice is a launch of its own, whose last wave of tiles leaves multiprocessors idle: some 20 microseconds each on an
+H200. So there are as few as bring the most that is held at once down to 5/6 of everything together, and none where
+there is too little work for it to matter. docs/lab/memory.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tilemoe.kernels.experts.triton.configs import LARGEST_TILE
+from tilemoe.shape import MoEShape
+
+COLUMNS = LARGEST_TILE.block_n  # a slice is a multiple of
+_MIN_TILES = 768  # of a slice: about six waves on 132 multiprocessors
+_MAX_SLICES = 4
+_ALIGNMENT = 16  # columns: where d is no multiple, some slices would be compiled for otherwise than the whole
+
+
+def cut(width: int, count: int) -> Sequence[slice]:
+    """``count`` slices of ``width`` columns, as equal as multiples of `COLUMNS` allow; the last takes what is left."""
+    inner = [COLUMNS * -(-(width // COLUMNS) * index // count) for index in range(1, count)]
+    return [slice(start, end) for start, end in zip([0, *inner], [*inner, width], strict=True)]
+
+
+def widest(slices: Sequence[slice]) -> int:
+    """Columns of the widest slice."""
+    return max(part.stop - part.start for part in slices)
+
+
+def fewest(shape: MoEShape, peak: Callable[[Sequence[slice]], float], limit: float) -> Sequence[slice]:
+    """The fewest slices of d whose ``peak`` is at most ``limit``; all of d as one where no number of them does."""
+    d = shape.hidden_size
+    tiles = -(-shape.num_rows // LARGEST_TILE.block_m) * (d // COLUMNS)
+    most = min(_MAX_SLICES, d // COLUMNS, tiles // _MIN_TILES) if d % _ALIGNMENT == 0 else 1
+    counts = (cut(d, count) for count in range(1, most + 1))
+    return next((slices for slices in counts if peak(slices) <= limit), cut(d, 1))

@@ -1,0 +1,147 @@
+"""The eight kernels in plain PyTorch. Where a loop over experts serves, gathers go expert by expert; elsewhere they are
+materialised, one transient (R_max, d) buffer at a time.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
+from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
+from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
+from tilemoe.plan import RoutingPlan
+
+
+class TorchBackend(Backend):
+    name = "torch"
+
+    def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
+        return None if dtype in FLOAT_DTYPES else f"no kernel computes in {dtype}"
+
+    def up_proj_act(
+        self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+    ) -> tuple[Tensor, Tensor]:
+        """F1: (a (R_max, n), h (R_max, w))."""
+        h = rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
+        a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
+        for block in row_blocks(h):
+            a[block] = activation_value(h[block], spec)
+        return a, h
+
+    def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        """F2: y (R_max, d), or the columns of d that w2 and b2 have."""
+        return rows_times_experts(a, w2.transpose(1, 2), b2, plan)
+
+    def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
+        """F3: to o (T, c), each token's rows of y (R_max, c) times their scores; sums in fp32, fp64 where s or y is."""
+        if plan.capacity == 0:
+            o.zero_()
+        else:
+            work = torch.promote_types(s.dtype, compute_dtype(y.dtype))
+            _sum_rows_of_token(y, s.index_select(0, plan.pair_of_row).to(work), plan, o)
+
+    def down_proj_dgrad_dact(
+        self,
+        do: Tensor,
+        w2: Tensor,
+        b2: Tensor | None,
+        h: Tensor,
+        s: Tensor,
+        plan: RoutingPlan,
+        spec: ActivationSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
+        da_unscaled = rows_times_experts(do, w2, None, plan, index=plan.token_of_row)
+        dh, a_scaled = torch.empty_like(h), torch.empty_like(da_unscaled)
+        s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
+        ds_row = s.new_empty(plan.capacity)
+        work = compute_dtype(h.dtype)
+        for block in row_blocks(h):
+            da = da_unscaled[block].to(work)
+            a = activation_grad(h[block], da * s_row[block], spec, dh[block])
+            ds_row[block] = (da * a).sum(1)
+            a_scaled[block] = a * s_row[block]
+        if b2 is not None:
+            # <do_t, b2_e> for every (t, e) at once: one small GEMM instead of a gather of do.
+            do_dot_b2 = do.to(work) @ b2.to(work).t()
+            ds_row += do_dot_b2[plan.token_of_row, expert_of_row(plan)]
+        return dh, rows_to_pairs(ds_row, s, plan), a_scaled
+
+    def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+        """B2: dw2 (E, d, n)."""
+        if column_major:  # the transposed product, row-major
+            return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row).transpose(1, 2)
+        return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row)
+
+    def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
+        """B3: dx_rows (R_max, d), or the columns of d that w1 has."""
+        return rows_times_experts(dh, w1, None, plan)
+
+    def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+        """B4: dw1 (E, w, d)."""
+        if column_major:  # the transposed product, row-major
+            return outer_per_expert(x, dh, plan, left_index=plan.token_of_row).transpose(1, 2)
+        return outer_per_expert(dh, x, plan, right_index=plan.token_of_row)
+
+    def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
+        """B5: to dx (T, c), the sum of each token's rows of dx_rows (R_max, c)."""
+        ones = dx_rows.new_ones(plan.capacity, dtype=compute_dtype(dx_rows.dtype))
+        _sum_rows_of_token(dx_rows, ones, plan, dx)
+
+    def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
+        """db2 (E, d), as ``S^T do`` with S (T, E) the scores laid out densely: no gather of do."""
+        # A skipped pair's score may be anything, NaN too, and rows past R name pair 0: hence no product with a mask.
+        s_row = torch.where(_in_use(plan), s.index_select(0, plan.pair_of_row), 0)
+        dense = s.new_zeros(plan.num_tokens, plan.num_experts)
+        place = plan.token_of_row.long() * plan.num_experts + expert_of_row(plan)
+        # A pair may be repeated. Each device has one of the two forms that adds in a fixed order.
+        if dense.device.type == "cpu":
+            dense.view(-1).scatter_add_(0, place, s_row)
+        else:
+            dense.view(-1).index_put_((place,), s_row, accumulate=True)
+        return dense.t() @ do.to(s.dtype)
+
+    def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
+        """db1 (E, w): the sum of each expert's rows of dh."""
+        rows = dh.to(compute_dtype(dh.dtype))  # the offsets end at R: rows past it are in no segment
+        return torch.segment_reduce(rows, "sum", offsets=plan.row_start_of_expert, axis=0, unsafe=True, initial=0)
+
+
+def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan, out: Tensor) -> None:
+    """``out_t = sum over t's rows r of weight_r rows_r`` (T, c), summed in the weight's dtype, in a fixed order."""
+    if plan.pair_start_of_token is not None:
+        taken = _take(rows, plan.row_of_pair).to(weight.dtype)
+        taken *= _take(weight.unsqueeze(1), plan.row_of_pair)
+        sums = torch.segment_reduce(taken, "sum", offsets=plan.pair_start_of_token, axis=0, unsafe=True, initial=0)
+        out.copy_(sums)
+        return
+    row_of_pair = plan.row_of_pair.view(plan.num_tokens, -1) if plan.num_tokens else plan.row_of_pair[:, None]
+    for tokens in row_blocks(out):
+        total = weight.new_zeros(tokens.stop - tokens.start, rows.shape[1])
+        for row_of_token in row_of_pair[tokens].unbind(1):
+            total.addcmul_(_take(rows, row_of_token), _take(weight.unsqueeze(1), row_of_token))
+        out[tokens] = total
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``, zero where the index is -1 (also where the row it would clamp to was never written)."""
+    taken = rows.index_select(0, index.clamp(min=0))
+    return taken.masked_fill_((index < 0).unsqueeze(1), 0)
+
+
+def rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Tensor:
+    """Scatter one value per row to its pair's place in the caller's order; 0 where a pair has no row."""
+    spare = like.shape[0]  # rows past R all write one slot more, which is dropped
+    index = torch.where(_in_use(plan), plan.pair_of_row, spare).long()
+    return like.new_zeros(spare + 1).scatter_(0, index, value_of_row)[:spare]
+
+
+def _in_use(plan: RoutingPlan) -> Tensor:
+    rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
+    return rows < plan.row_start_of_expert[-1]

@@ -1,0 +1,134 @@
+"""The two grouped GEMMs in PyTorch: one matrix per expert applied to its rows, and one outer-product sum per expert.
+
+E experts · R_max row capacity · p, q any widths
+
+On a GPU, `F.grouped_mm` is used where it takes the dtype and the strides: it needs no row count on the host. Elsewhere
+(fp64, rows not a multiple of 16 bytes) a loop over experts does, which reads the row counts back.
+
+On a CPU `grouped_mm` is a loop itself, and for the 16-bit dtypes the loop here is a different one: oneDNN compiles a
+kernel for every new shape, 0.75 ms each, and the rows of an expert change with every batch. So 16-bit GEMMs take a few
+rows more, up to a count that recurs (docs/lab/cpu.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilemoe.plan import RoutingPlan, experts_of_rows
+
+_GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ROW_STEP = 16  # rows: few enough to waste little, enough for row counts to recur
+_ALIGNMENT = 16  # bytes: what grouped_mm asks of the leading stride and of the base address
+
+
+def rows_times_experts(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan, index: Tensor | None = None
+) -> Tensor:
+    """``rows_r @ weight_e (+ bias_e)`` for each row r of expert e: (R_max, q).
+
+    rows (R_max, p) expert-major, or with index (R_max) any rows of which row r is ``rows[index[r]]``; weight (E, p, q)
+    of any strides, bias (E, q). Rows past R are left unspecified.
+    """
+    compiles_each_shape = _compiles_each_shape(rows)
+    if not compiles_each_shape and _is_groupable(rows) and _is_groupable(weight):
+        # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
+        gathered = rows if index is None else rows.index_select(0, index)
+        out = F.grouped_mm(gathered, weight, offs=plan.row_start_of_expert[1:]).contiguous()
+        return out if bias is None else out.add_(bias.index_select(0, expert_of_row(plan)))
+    out = rows.new_empty(plan.capacity, weight.shape[2])
+    for expert, span in expert_spans(plan):
+        if compiles_each_shape:
+            # The rows computed too many are the next experts', which overwrite them, or lie past R.
+            span = _widened(span, plan)
+        rows_e = rows[span] if index is None else rows.index_select(0, index[span])
+        if bias is None:
+            torch.mm(rows_e, weight[expert], out=out[span])
+        else:
+            torch.addmm(bias[expert], rows_e, weight[expert], out=out[span])
+    return out
+
+
+def outer_per_expert(
+    left: Tensor,
+    right: Tensor,
+    plan: RoutingPlan,
+    left_index: Tensor | None = None,
+    right_index: Tensor | None = None,
+) -> Tensor:
+    """``sum over the rows r of expert e of left_r^T right_r``: (E, p, q), zeros for an expert without rows.
+
+    left (R_max, p), right (R_max, q), both expert-major, or any rows with an index, as in `rows_times_experts`.
+    """
+    # On a CPU the loop is faster: grouped_mm's fp32 form takes twice its time (docs/lab/cpu.md).
+    if left.device.type != "cpu" and _is_groupable(left) and _is_groupable(right):
+        left = left if left_index is None else left.index_select(0, left_index)
+        right = right if right_index is None else right.index_select(0, right_index)
+        return F.grouped_mm(left.t(), right, offs=plan.row_start_of_expert[1:]).contiguous()
+    out = left.new_zeros(plan.num_experts, left.shape[1], right.shape[1])
+    compiles_each_shape = _compiles_each_shape(left)
+    for expert, span in expert_spans(plan):
+        count = span.stop - span.start
+        block = _widened(span, plan) if compiles_each_shape else span
+        torch.mm(_rows(left, left_index, block, count).t(), _rows(right, right_index, block, count), out=out[expert])
+    return out
+
+
+def _rows(rows: Tensor, index: Tensor | None, block: slice, count: int) -> Tensor:
+    """The rows of ``block``, gathered if there is an index; those after the first ``count`` as zeros."""
+    if index is not None:
+        out = rows.index_select(0, index[block])
+    elif block.stop - block.start == count:
+        return rows[block]
+    else:
+        out = rows[block].clone()
+    out[count:] = 0
+    return out
+
+
+def _widened(span: slice, plan: RoutingPlan) -> slice:
+    """``span`` with as many of the rows after it as make its length a recurring one, if there are that many."""
+    return slice(span.start, min(span.start + _recurring(span.stop - span.start), plan.capacity))
+
+
+def _recurring(count: int) -> int:
+    """``count`` rounded up to a multiple of 16, of 32 from 1024 on, and so on: 32 different counts in each octave."""
+    step = max(_ROW_STEP, 1 << max(0, count.bit_length() - 6))
+    return -(-count // step) * step
+
+
+def _compiles_each_shape(t: Tensor) -> bool:
+    """Whether a GEMM of ``t`` is oneDNN's, which compiles a kernel for each new shape."""
+    return t.device.type == "cpu" and t.dtype in (torch.bfloat16, torch.float16)
+
+
+def expert_spans(plan: RoutingPlan) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows) for each expert that has rows. Reads the row counts: a host sync on a GPU."""
+    starts = plan.row_start_of_expert.tolist()
+    for expert, (start, stop) in enumerate(pairwise(starts)):
+        if stop > start:
+            yield expert, slice(start, stop)
+
+
+def expert_of_row(plan: RoutingPlan) -> Tensor:
+    """(R_max) int32; rows past R name the last expert."""
+    rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
+    return experts_of_rows(plan.row_start_of_expert, rows).clamp(max=plan.num_experts - 1).int()
+
+
+def _is_groupable(t: Tensor) -> bool:
+    if t.dtype not in _GROUPED_DTYPES or t.numel() == 0:
+        return False
+    row, column = t.stride(-2), t.stride(-1)
+    if column == 1:
+        leading, width = row, t.shape[-1]
+    elif row == 1:
+        leading, width = column, t.shape[-2]
+    else:
+        return False
+    byte_strides = [leading * t.element_size(), *(s * t.element_size() for s in t.stride()[:-2])]
+    return leading >= width and all(s % _ALIGNMENT == 0 for s in byte_strides) and t.data_ptr() % _ALIGNMENT == 0

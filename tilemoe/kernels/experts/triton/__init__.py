@@ -1,0 +1,1 @@
+"""The backend in Triton: any GPU that Triton compiles for, with TMA where the GPU has it."""

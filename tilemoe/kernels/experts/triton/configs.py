@@ -1,0 +1,256 @@
+"""Tile, stages and warps of the portable GEMMs: a pure function of the kernel, its widths, the dtype and the GPU.
+
+No autotuning, and no dependence on the number of tokens: a new batch size compiles nothing. Inference with few rows per
+expert has two tile heights of its own (`small_m`).
+
+M, N rows and columns of a tile · K contraction step · T tokens (varlen) · E experts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # it imports torch, which arithmetic alone needs not
+    from tilemoe.runtime.device import Device
+
+
+Kernel = Literal[
+    "up_proj_act",
+    "down_proj",
+    "down_proj_dgrad_dact",
+    "down_proj_wgrad",
+    "up_proj_dgrad",
+    "up_proj_wgrad",
+]
+KERNELS: tuple[Kernel, ...] = (
+    "up_proj_act",
+    "down_proj",
+    "down_proj_dgrad_dact",
+    "down_proj_wgrad",
+    "up_proj_dgrad",
+    "up_proj_wgrad",
+)
+WITH_ACTIVATION = ("up_proj_act", "down_proj_dgrad_dact")
+WEIGHT_GRADS = ("down_proj_wgrad", "up_proj_wgrad")
+
+WIDTH_MULTIPLE = 8  # of n and d: 16 bytes of a 16-bit type, the least that a wide load takes
+RAGGED_EXTENT = 1 << 30  # rows of a ragged descriptor (triton.tools.ragged_tma), whatever its tensor has
+MIN_BLOCK = 16  # the least that tensor cores take in any dimension
+_BARRIER_BYTES = 1024  # room for the pipeline's mbarriers and for alignment
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile of block_m x block_n, contracted by block_k; gated: gate and up have block_n columns each.
+
+    slices: the epilogue works on so many slices of the columns, one after the other, to save registers.
+    flatten: software-pipeline across tiles, so that the epilogue overlaps the next tile's loads.
+    tma_stores: store by TMA where the GPU has it, which takes shared memory and a wait.
+    load_ahead: load the next slice's h before computing one, which takes registers.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    slices: int = 1
+    flatten: bool = False
+    tma_stores: bool = True
+    load_ahead: bool = False
+
+
+# Measured on an H200 (132 SMs, 227 KB of shared memory). The others follow from shared memory and registers: the
+# largest tile that leaves three stages.
+_HOPPER: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
+    {
+        "up_proj_act": TileConfig(128, 256, 64, 8, 4, slices=2, flatten=True, tma_stores=False),
+        "down_proj": TileConfig(128, 256, 64, 8, 4, slices=2, flatten=True),
+        "up_proj_dgrad": TileConfig(128, 256, 64, 8, 4, slices=2, flatten=True),
+        "down_proj_dgrad_dact": TileConfig(128, 256, 64, 8, 3, slices=4, load_ahead=True),
+        "down_proj_wgrad": TileConfig(128, 256, 64, 8, 7, slices=2),
+        "up_proj_wgrad": TileConfig(128, 256, 64, 8, 6),
+    }
+)
+_LARGE: MappingProxyType[Kernel, TileConfig] = MappingProxyType(  # B200: 227 KB, too
+    {
+        "up_proj_act": TileConfig(128, 256, 64, 8, 4, slices=2),
+        "down_proj": TileConfig(128, 256, 64, 8, 3, flatten=True),
+        "up_proj_dgrad": TileConfig(128, 256, 64, 8, 3, flatten=True),
+        "down_proj_dgrad_dact": TileConfig(128, 256, 64, 8, 3, slices=4),
+        "down_proj_wgrad": TileConfig(128, 256, 64, 8, 6),
+        "up_proj_wgrad": TileConfig(128, 256, 64, 8, 6),
+    }
+)
+LARGEST_TILE = _HOPPER["down_proj"]
+_MEDIUM = TileConfig(128, 128, 64, 8, 3, slices=2)  # A100: 163 KB
+_SMALL = TileConfig(128, 128, 32, 8, 3, slices=2)  # RTX and whatever else has 99 KB
+_TINY = TileConfig(64, 128, 32, 4, 3, slices=2)  # 64 KB
+_FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
+_INTERPRETED = TileConfig(16, 32, 16, 4, 1, slices=2)
+
+_LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
+
+# Mean rows of an expert up to which a row GEMM is bound by reading the weights, and up to which most experts' rows fit
+# the least M of the tensor cores.
+_FEW_ROWS, _VERY_FEW_ROWS = 32, 8
+
+
+def why_unsupported(*widths: int) -> str | None:
+    """Why the Triton kernels cannot compute with these d and n, in a few words; None if they can. Traceable."""
+    if any(width % WIDTH_MULTIPLE for width in widths):
+        return f"hidden_size and intermediate_size must be multiples of {WIDTH_MULTIPLE} for the Triton kernels"
+    return None
+
+
+def choose_tile(
+    kernel: Kernel, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None = None
+) -> TileConfig:
+    """The tile of ``kernel`` for elements of ``itemsize`` bytes.
+
+    Row GEMMs: ``rows_width`` is the contraction's length, ``out_width`` the columns of the output, of one part where
+    gate and up are computed side by side. Weight gradients: the widths of the gathered and of the contiguous operand.
+    ``gate_up``: the layout of h, None where the kernel has none or the activation is not gated. A tile never exceeds
+    the widths by more than a power of two needs.
+    """
+    return _fit(kernel, _base_tile(kernel, itemsize, device), rows_width, out_width, itemsize, device, gate_up)
+
+
+def small_m(num_rows: int, num_experts: int) -> int | None:
+    """M of the tiles where experts have so few rows that reading the weights bounds the GEMMs, else None.
+
+    The only choice that depends on the number of tokens, between two heights.
+    """
+    if num_rows > _FEW_ROWS * num_experts:
+        return None
+    return 16 if num_rows <= _VERY_FEW_ROWS * num_experts else 64
+
+
+def choose_small_m_tile(
+    kernel: Kernel, block_m: int, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None
+) -> TileConfig:
+    """As `choose_tile`, with the block_m that `small_m` gives. Two CTAs fit an SM: one's prologue and epilogue overlap
+    the other's loads.
+    """
+    half = replace(device, shared_bytes=device.shared_bytes // 2)
+    return _fit(kernel, _base_small_m_tile(block_m, itemsize, device), rows_width, out_width, itemsize, half, gate_up)
+
+
+def _fit(
+    kernel: Kernel,
+    tile: TileConfig,
+    rows_width: int,
+    out_width: int,
+    itemsize: int,
+    device: Device,
+    gate_up: str | None,
+) -> TileConfig:
+    """``tile`` shrunk to the widths, and to as many stages as fit in shared memory."""
+    parts = _parts(kernel, gate_up)
+    across = cover(out_width, tile.block_n // parts)
+    if kernel in WEIGHT_GRADS:
+        tile = replace(tile, block_m=cover(rows_width, tile.block_m), block_n=across)
+    else:
+        tile = replace(tile, block_k=cover(rows_width, tile.block_k), block_n=across)
+    if gate_up == "interleaved":  # deinterleaving leaves no registers for it
+        tile = replace(tile, load_ahead=False)
+    while tile.slices > 1 and tile.block_n // tile.slices < MIN_BLOCK:
+        tile = replace(tile, slices=tile.slices // 2)
+    if itemsize == 2 and tile.block_m * tile.block_n * parts <= 64 * 128:
+        tile = replace(tile, num_warps=min(tile.num_warps, 4))
+    while shared_bytes(kernel, tile, itemsize, gate_up) > device.shared_bytes:
+        assert tile.num_stages > 1, f"{kernel}: no tile fits {device.shared_bytes} bytes of shared memory"
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    return tile
+
+
+def tile_rows(itemsize: int, device: Device) -> int:
+    """block_m of all row GEMMs, which share one tile list."""
+    return _base_tile("down_proj", itemsize, device).block_m
+
+
+def shared_bytes(kernel: Kernel, tile: TileConfig, itemsize: int, gate_up: str | None = None) -> int:
+    """Upper bound of a CTA's shared memory; ``gate_up`` as in `choose_tile`."""
+    columns = tile.block_n * _parts(kernel, gate_up)
+    buffers = tile.num_stages
+    if kernel in WEIGHT_GRADS:
+        buffers = (tile.num_stages + 1) // 2  # half of the stages go to the loads of indices that the gather needs
+    operands = buffers * (tile.block_m + columns) * tile.block_k * itemsize
+    # A slice of the results is staged in shared memory; with an activation, two.
+    staging = tile.block_m * tile.block_n * itemsize // tile.slices
+    if kernel in WITH_ACTIVATION:
+        staging *= 3 if gate_up == "interleaved" else 2
+    return operands + staging + _BARRIER_BYTES
+
+
+def choose_bias_products_tile(num_experts: int, itemsize: int, device: Device) -> TileConfig:
+    """Of ``do b2^T`` (T, E), contracted over d; two CTAs fit an SM."""
+    block_n = cover(num_experts, _max_experts(itemsize, device))
+    block_m = MIN_BLOCK if device.interpreted else max(64, block_n)
+    return _dense_tile(block_m, block_n, 1, itemsize, device, device.shared_bytes // 2, max_stages=6)
+
+
+def choose_scores_tile(num_experts: int, parts: int, itemsize: int, device: Device) -> TileConfig:
+    """Of ``do^T scores`` (d, E), contracted over the tokens, each score in ``parts`` columns."""
+    block_n = cover(num_experts, _max_experts(itemsize, device))
+    block_m = MIN_BLOCK if device.interpreted else 64 if itemsize == 4 else 128
+    return _dense_tile(block_m, block_n, parts, itemsize, device, device.shared_bytes, max_stages=4)
+
+
+def stage_bytes(tile: TileConfig, parts: int, itemsize: int) -> int:
+    """Shared memory of one stage of a dense GEMM with ``parts`` times block_n columns."""
+    return (tile.block_m + parts * tile.block_n) * tile.block_k * itemsize
+
+
+def _max_experts(itemsize: int, device: Device) -> int:
+    if device.interpreted:
+        return MIN_BLOCK
+    return 128 if itemsize == 2 and device.has_tma else 64  # by pointer, addresses take the registers
+
+
+def _dense_tile(
+    block_m: int, block_n: int, parts: int, itemsize: int, device: Device, budget: int, max_stages: int
+) -> TileConfig:
+    """As many stages as fit in ``budget`` bytes of shared memory; 128 bytes of the contraction each."""
+    block_k = MIN_BLOCK if device.interpreted else 128 // itemsize
+    num_warps = 4 if block_m * parts * block_n <= 64 * 128 and itemsize == 2 else 8
+    tile = TileConfig(block_m, block_n, block_k, num_warps, 1)
+    fitting = (budget - _BARRIER_BYTES) // stage_bytes(tile, parts, itemsize)
+    return replace(tile, num_stages=max(1, min(max_stages, fitting)))
+
+
+def _parts(kernel: Kernel, gate_up: str | None) -> int:
+    return 2 if kernel == "up_proj_act" and gate_up is not None else 1
+
+
+def _base_tile(kernel: Kernel, itemsize: int, device: Device) -> TileConfig:
+    if device.interpreted:
+        return _INTERPRETED
+    if itemsize == 4:
+        return _FP32
+    if device.shared_bytes >= _LARGE_BYTES:
+        return (_HOPPER if device.capability == 90 else _LARGE)[kernel]
+    if device.shared_bytes >= _MEDIUM_BYTES:
+        return _MEDIUM
+    if device.shared_bytes < _SMALL_BYTES:
+        return _TINY
+    return _SMALL
+
+
+def _base_small_m_tile(block_m: int, itemsize: int, device: Device) -> TileConfig:
+    if device.interpreted:
+        return replace(_INTERPRETED, block_m=min(block_m, 32), slices=1)
+    if itemsize == 4:
+        return TileConfig(block_m, 32, 32, 4, 4)
+    if device.shared_bytes >= _LARGE_BYTES:
+        return TileConfig(16, 64, 128, 4, 5) if block_m == 16 else TileConfig(64, 128, 64, 4, 4)
+    if block_m == 16:
+        return TileConfig(16, 64, 64, 4, 5)
+    return TileConfig(64, 64, 64 if device.shared_bytes >= _MEDIUM_BYTES else 32, 4, 4)
+
+
+def cover(width: int, limit: int) -> int:
+    """The least power of two that covers ``width``, between MIN_BLOCK and ``limit``."""
+    return max(MIN_BLOCK, min(limit, 1 << max(width - 1, 0).bit_length()))

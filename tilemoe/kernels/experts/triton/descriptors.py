@@ -1,0 +1,63 @@
+"""How a kernel reaches an operand: by tensor descriptor (TMA) where the GPU and the layout allow, else by pointer.
+
+T tokens · E experts · parts = 2 where gate and up are two tiles of one step, else 1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilemoe.kernels.experts.triton.configs import RAGGED_EXTENT, WIDTH_MULTIPLE
+from tilemoe.runtime.device import Device
+
+_ALIGNMENT = 16  # bytes: what TMA asks of the address and of every stride but the last, which is 1
+
+
+def can_describe(t: Tensor, device: Device) -> bool:
+    """Whether ``t``, its last dimension contiguous, can be reached through TMA."""
+    outer = t.stride()[:-1]
+    return (
+        device.has_tma
+        and t.numel() > 0
+        and t.stride(-1) == 1
+        and t.data_ptr() % _ALIGNMENT == 0
+        and all(stride > 0 and stride * t.element_size() % _ALIGNMENT == 0 for stride in outer)
+    )
+
+
+def can_describe_rows(device: Device, *tensors: Tensor) -> bool:
+    """Whether row-major tensors can all be reached through (ragged) descriptors."""
+    return all(can_describe(t, device) and t.shape[0] <= RAGGED_EXTENT for t in tensors)
+
+
+def weight_operand(weight: Tensor, device: Device, block_in: int, block_out: int) -> tuple[Any, str, tuple[int, ...]]:
+    """The kernel's arguments for a weight seen as (E, parts, in, out): itself or a descriptor, its access, its strides.
+
+    Access is that of `tilemoe.kernels.experts.triton.operands.load_weight`.
+    """
+    strides = tuple(weight.stride())
+    by_out = weight.transpose(2, 3)  # (E, parts, out, in)
+    if can_describe(by_out, device):
+        return TensorDescriptor.from_tensor(by_out, [1, weight.shape[1], block_out, block_in]), "in", strides
+    by_in = weight.transpose(1, 2)  # (E, in, parts, out)
+    if can_describe(by_in, device):
+        return TensorDescriptor.from_tensor(by_in, [1, block_in, weight.shape[1], block_out]), "out", strides
+    for along, across, access in ((2, 3, "in by pointer"), (3, 2, "out by pointer")):
+        outer = (strides[0], strides[1], strides[across])
+        if strides[along] == 1 and all(stride % WIDTH_MULTIPLE == 0 for stride in outer):
+            return weight, access, strides
+    return weight, "by pointer", strides
+
+
+def rows_operand(rows: Tensor, block: list[int], use_tma: bool) -> Any:
+    """A matrix of which any tile may be read: rows past an expert's end are the next expert's."""
+    return TensorDescriptor.from_tensor(rows, block) if use_tma else rows
+
+
+def ragged_operand(rows: Tensor, block: list[int], use_tma: bool) -> Any:
+    """Rows of which each expert owns a range: past the range's end loads give zeros and stores write nothing."""
+    return create_ragged_descriptor(rows, block) if use_tma else rows

@@ -1,0 +1,204 @@
+"""Grouped GEMMs over rows: F1 ``a = act(x w1^T + b1)``, rows gathered by token; F2 and B3 ``out = rows weight + bias``.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+BM, BN, BK tile
+
+Persistent CTAs walk a tile list on the device (`TileList`), whose length they read there.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilemoe.kernels.experts.triton.activations import gated_value, inner
+from tilemoe.kernels.experts.triton.operands import (
+    column_slices,
+    halves,
+    line_pointers,
+    load_bias,
+    load_pointers,
+    load_weight,
+    multiply_add,
+    store_gate_up,
+    store_rows,
+)
+
+
+@triton.jit
+def gemm_rows_kernel(
+    rows,
+    weight,
+    bias,
+    out,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    width_in,
+    width_out,
+    stride_we,
+    stride_win,
+    stride_wout,
+    stride_be,
+    stride_bout,
+    HAS_BIAS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WEIGHT_ACCESS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT_ACCUM: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """F2 and B3: ``out_r = rows_r weight_e (+ bias_e)``; rows (R_max, in), weight (E, 1, in, out), out (R_max, out)."""
+    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    width_in, width_out = width_in // 8 * 8, width_out // 8 * 8
+    column_tiles = tl.cdiv(width_out, BLOCK_N)
+    total = tl.load(num_tiles) * column_tiles
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        tile = index // column_tiles
+        col = (index % column_tiles) * BLOCK_N
+        expert = tl.load(expert_of_tile + tile)
+        row = tl.load(row_of_tile + tile)
+        end = tl.load(end_of_tile + tile)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, width_in, BLOCK_K):
+            if USE_TMA:
+                left = rows.load([row, k])
+            else:
+                # Clamped: rows past the expert's end are the next expert's, or none. They are not stored.
+                line = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1).to(tl.int64)
+                left = load_pointers(
+                    rows + line[:, None] * width_in + tl.arange(0, BLOCK_K)[None, :], k, width_in, EVEN_K, BLOCK_K
+                )
+            right = load_weight(
+                weight, expert, k, col, width_in, width_out, stride_we, 0, stride_win, stride_wout,
+                1, WEIGHT_ACCESS, EVEN_K, BLOCK_K, BLOCK_N,
+            )  # fmt: skip
+            acc = multiply_add(left, right, acc, PRECISION, SPLIT_ACCUM)
+        if HAS_BIAS:
+            acc += load_bias(bias, expert, col, width_out, stride_be, stride_bout, BLOCK_N)[None, :]
+        # Slices are staged in less shared memory, which leaves room for a stage more.
+        width: tl.constexpr = BLOCK_N // SLICES
+        slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
+        for i in tl.static_range(SLICES):
+            store_rows(out, slices[i], end, row, col + i * width, width_out, USE_TMA, BLOCK_M, width)
+
+
+@triton.jit
+def up_proj_act_kernel(
+    x,
+    weight,
+    bias,
+    a,
+    h,
+    token_of_row,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    d,
+    n,
+    stride_x,
+    stride_we,
+    stride_wpart,
+    stride_win,
+    stride_wout,
+    stride_be,
+    stride_bpart,
+    stride_bout,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    PRECISE: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP_H: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WEIGHT_ACCESS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT_ACCUM: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """F1: ``h = x w1^T + b1`` and ``a = act(h)``; x (T, d) gathered by pointer, a (R_max, n).
+
+    Weight (E, 2, d, n) and h (R_max, 2, n) where gate and up are concatenated: then they are the halves of a tile. Else
+    (E, 1, d, w) and (R_max, w): interleaved columns are split in registers. h is not written unless KEEP_H.
+    """
+    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    d, n, stride_x = d // 8 * 8, n // 8 * 8, stride_x // 8 * 8
+    PARTS: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
+    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # of a part
+    width_out = 2 * n if INTERLEAVED else n
+    column_tiles = tl.cdiv(n, BLOCK_N)
+    total = tl.load(num_tiles) * column_tiles
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        tile = index // column_tiles
+        col = (index % column_tiles) * WIDTH
+        expert = tl.load(expert_of_tile + tile)
+        row = tl.load(row_of_tile + tile)
+        end = tl.load(end_of_tile + tile)
+        # Clamped: rows past the expert's end repeat its last one, and are not stored.
+        token = tl.load(token_of_row + tl.minimum(row + tl.arange(0, BLOCK_M), end - 1))
+        x_pointers = line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), INT64_OFFSETS)
+        acc = tl.zeros((BLOCK_M, PARTS * WIDTH), dtype=tl.float32)
+        for k in range(0, d, BLOCK_K):
+            left = load_pointers(x_pointers, k, d, EVEN_K, BLOCK_K)
+            right = load_weight(
+                weight, expert, k, col, d, width_out, stride_we, stride_wpart, stride_win, stride_wout,
+                PARTS, WEIGHT_ACCESS, EVEN_K, BLOCK_K, WIDTH,
+            )  # fmt: skip
+            acc = multiply_add(left, right, acc, PRECISION, SPLIT_ACCUM)
+        if PARTS == 2:
+            gate, up = halves(acc, BLOCK_M, 2 * BLOCK_N)
+        else:
+            gate, up = acc, acc
+        if HAS_BIAS:
+            gate += load_bias(bias, expert, col, width_out, stride_be, stride_bout, WIDTH)[None, :]
+            if PARTS == 2:
+                up += load_bias(bias + stride_bpart, expert, col, n, stride_be, stride_bout, BLOCK_N)[None, :]
+        width: tl.constexpr = WIDTH // SLICES
+        gates = column_slices(gate, BLOCK_M, WIDTH, SLICES)
+        ups = column_slices(up, BLOCK_M, WIDTH, SLICES)
+        for i in tl.static_range(SLICES):
+            _finish(
+                gates[i], ups[i], a, h, end, row, col + i * width, n, limit, alpha,
+                ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, width,
+            )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    gate, up, a, h, end, row, col, n, limit, alpha,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    KEEP_H: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """F1's epilogue of (BM, BN) of gate and up; where they are interleaved or there is no gate, ``gate`` is h."""
+    if INTERLEAVED:
+        if KEEP_H:
+            store_rows(h, gate, end, row, col, 2 * n, USE_TMA, BLOCK_M, BLOCK_N)
+        gate, up = gate.reshape(BLOCK_M, BLOCK_N // 2, 2).split()
+        value = gated_value(gate, up, limit, alpha, ACTIVATION, PRECISE)
+        store_rows(a, value, end, row, col // 2, n, USE_TMA, BLOCK_M, BLOCK_N // 2)
+    elif GATED:
+        if KEEP_H:
+            store_gate_up(h, gate, up, end, row, col, n, False, USE_TMA, BLOCK_M, BLOCK_N)
+        value = gated_value(gate, up, limit, alpha, ACTIVATION, PRECISE)
+        store_rows(a, value, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
+    else:
+        if KEEP_H:
+            store_rows(h, gate, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)
+        value, _slope = inner(gate, ACTIVATION, PRECISE)
+        store_rows(a, value, end, row, col, n, USE_TMA, BLOCK_M, BLOCK_N)

@@ -1,0 +1,95 @@
+"""B2 and B4, the weight gradients: ``out_e = A_e^T B_e`` over an expert's rows, A gathered by token.
+
+T tokens · E experts · R_max row capacity · p, q widths of A (gathered) and B (contiguous)
+BM, BN tile of (p, q) · BK rows of the expert per step
+
+The gathered operand is always M; dw1 is therefore computed transposed, and transposed back by its store.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilemoe.kernels.experts.triton.operands import column_slices, line_pointers, load_ragged, multiply_add
+
+
+@triton.jit
+def gemm_wgrad_kernel(
+    by_token,
+    by_row,
+    out,
+    token_of_row,
+    row_start_of_expert,
+    num_experts,
+    p,
+    q,
+    stride_token,
+    TRANSPOSED: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT_ACCUM: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
+
+    by_token (T, p), by_row (R_max, q). Zeros for an expert without rows.
+    """
+    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    p, q, stride_token = p // 8 * 8, q // 8 * 8, stride_token // 8 * 8
+    row_tiles = tl.cdiv(p, BLOCK_M)
+    tiles = row_tiles * tl.cdiv(q, BLOCK_N)
+    for index in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
+        expert = index // tiles
+        first = index % row_tiles * BLOCK_M
+        col = index % tiles // row_tiles * BLOCK_N
+        start = tl.load(row_start_of_expert + expert)
+        end = tl.load(row_start_of_expert + expert + 1)
+        along = first + tl.arange(0, BLOCK_M)
+        columns = col + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(start, end, BLOCK_K):
+            rows = k + tl.arange(0, BLOCK_K)
+            # Clamped instead of masked: past the end the other operand is 0.
+            token = tl.load(token_of_row + tl.minimum(rows, end - 1))
+            pointers = line_pointers(by_token, token, stride_token, along, INT64_OFFSETS)
+            left = tl.load(pointers) if EVEN_M else tl.load(pointers, mask=(along < p)[None, :], other=0.0)
+            if USE_TMA:
+                right = load_ragged(by_row, end, k, col, BLOCK_K, BLOCK_N)
+            else:
+                mask = (rows < end)[:, None] & (columns < q)[None, :]
+                right = tl.load(by_row + rows.to(tl.int64)[:, None] * q + columns[None, :], mask=mask, other=0.0)
+            acc = multiply_add(left.T, right, acc, PRECISION, SPLIT_ACCUM)
+        width: tl.constexpr = BLOCK_N // SLICES
+        slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
+        for i in tl.static_range(SLICES):
+            _store_gradient(out, slices[i], expert, first, col + i * width, p, q, TRANSPOSED, USE_TMA, BLOCK_M, width)
+
+
+@triton.jit
+def _store_gradient(
+    out, value, expert, first, col, p, q,
+    TRANSPOSED: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store (BM, BN) at (first, col) of an expert's gradient (p, q), or transposed, of (q, p)."""
+    along, columns = first + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    inside = (along < p)[:, None] & (columns < q)[None, :]
+    if USE_TMA:
+        tile = value.to(out.dtype)
+        if TRANSPOSED:
+            out.store([tl.cast(expert, tl.int32), col, first], tile.T.reshape(1, BLOCK_N, BLOCK_M))
+        else:
+            out.store([tl.cast(expert, tl.int32), first, col], tile.reshape(1, BLOCK_M, BLOCK_N))
+    else:
+        corner = out + tl.cast(expert, tl.int64) * p * q
+        if TRANSPOSED:
+            pointers = corner + columns.to(tl.int64)[None, :] * p + along[:, None]
+        else:
+            pointers = corner + along.to(tl.int64)[:, None] * q + columns[None, :]
+        tl.store(pointers, value.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,304 @@
+"""Host side of the portable GEMMs: tiles, descriptors, arguments, compile-time constants, grid. Reads no device value.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.base import is_column_major
+from tilemoe.kernels.experts.triton.configs import Kernel, TileConfig, choose_tile
+from tilemoe.kernels.experts.triton.descriptors import (
+    can_describe,
+    can_describe_rows,
+    ragged_operand,
+    rows_operand,
+    weight_operand,
+)
+from tilemoe.kernels.experts.triton.gemm_dgrad_dact import gemm_dgrad_dact_kernel, score_grad_kernel
+from tilemoe.kernels.experts.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
+from tilemoe.kernels.experts.triton.gemm_wgrad import gemm_wgrad_kernel
+from tilemoe.kernels.experts.triton.tiles import TileList
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch, ceil_div, dot_precision, persistent_grid
+
+
+def rows_launch(
+    kernel: Kernel,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    device: Device,
+) -> tuple[Launch, Tensor]:
+    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, p, q) of any strides, plus bias (E, q)."""
+    p, q = weight.shape[1:]
+    out = rows.new_empty(plan.capacity, q)
+    tile = choose_tile(kernel, p, q, rows.element_size(), device)
+    use_tma = can_describe_rows(device, rows, out)
+    operand, access, strides = weight_operand(weight.unsqueeze(1), device, tile.block_k, tile.block_n)
+    args = {
+        "rows": rows_operand(rows, [tile.block_m, tile.block_k], use_tma),
+        "weight": operand,
+        "bias": bias,
+        "out": ragged_operand(out, [tile.block_m, tile.block_n // tile.slices], use_tma),
+        **tiles._asdict(),
+        "width_in": p,
+        "width_out": q,
+        "stride_we": strides[0],
+        "stride_win": strides[2],
+        "stride_wout": strides[3],
+        "stride_be": 0 if bias is None else bias.stride(0),
+        "stride_bout": 0 if bias is None else bias.stride(1),
+    }
+    constants = {"HAS_BIAS": bias is not None, **_row_gemm_constants(tile, rows.dtype, use_tma, access, p)}
+    grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n))
+    return Launch(gemm_rows_kernel, grid, args, constants, tile.num_warps, tile.num_stages), out
+
+
+def up_proj_act_launch(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    keep_h: bool,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor]:
+    """F1: (a (R_max, n), h (R_max, w), or (0, w) where it is not kept)."""
+    d, n = x.shape[1], w1.shape[1] // spec.width_factor
+    tile = choose_tile("up_proj_act", d, n, x.element_size(), device, gate_up_layout(spec))
+    a, h = act_outputs(x, plan, spec, n, keep_h)
+    weight = split_parts(w1, spec).transpose(2, 3)
+    width = tile.block_n * spec.width_factor // weight.shape[1]
+    operand, access, strides = weight_operand(weight, device, tile.block_k, width)
+    # Stores by pointer are faster beside a weight that comes by TMA; no other was measured.
+    stores_by_tma = tile.tma_stores or access.endswith("by pointer")
+    use_tma = stores_by_tma and can_describe_rows(device, a, *([h] if keep_h else []))
+    bias_strides = (0, 0, 0) if b1 is None else split_parts(b1, spec).stride()
+    args = {
+        **gather_args("x", x, plan, tiles, spec, d, n),
+        "weight": operand,
+        "bias": b1,
+        "a": ragged_operand(a, [tile.block_m, tile.block_n // tile.slices], use_tma),
+        "h": _h_operand(h, spec, tile, use_tma) if keep_h else None,
+        **dict(zip(("stride_we", "stride_wpart", "stride_win", "stride_wout"), strides, strict=True)),
+        **dict(zip(("stride_be", "stride_bpart", "stride_bout"), bias_strides, strict=True)),
+    }
+    constants = {
+        **activation_constants(spec, x.dtype),
+        "HAS_BIAS": b1 is not None,
+        "KEEP_H": keep_h,
+        "INT64_OFFSETS": _needs_int64(x),
+        **_row_gemm_constants(tile, x.dtype, use_tma, access, d),
+    }
+    grid = persistent_grid(device, tiles.capacity * ceil_div(n, tile.block_n))
+    return Launch(up_proj_act_kernel, grid, args, constants, tile.num_warps, tile.num_stages), a, h
+
+
+def dgrad_dact_launch(
+    do: Tensor,
+    w2: Tensor,
+    h: Tensor,
+    s: Tensor,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor, Tensor]:
+    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32 of the scores' gradient)."""
+    d, n = w2.shape[1:]
+    tile = choose_tile("down_proj_dgrad_dact", d, n, do.element_size(), device, gate_up_layout(spec))
+    column_tiles = ceil_div(n, tile.block_n)
+    dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
+    use_tma = can_describe_rows(device, h, dh, a_scaled)
+    operand, access, strides = weight_operand(w2.unsqueeze(1), device, tile.block_k, tile.block_n)
+    args = {
+        **gather_args("do", do, plan, tiles, spec, d, n),
+        "weight": operand,
+        "h": h,
+        "s": s,
+        "dh": _h_operand(dh, spec, tile, use_tma),
+        "a_scaled": ragged_operand(a_scaled, [tile.block_m, tile.block_n // tile.slices], use_tma),
+        "partial": partial,
+        "pair_of_row": plan.pair_of_row,
+        "capacity": plan.capacity,
+        "stride_we": strides[0],
+        "stride_win": strides[2],
+        "stride_wout": strides[3],
+    }
+    constants = {
+        **activation_constants(spec, do.dtype),
+        "INT64_OFFSETS": _needs_int64(do),
+        "LOAD_AHEAD": tile.load_ahead,
+        **_row_gemm_constants(tile, do.dtype, use_tma, access, d),
+    }
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
+    launch = Launch(gemm_dgrad_dact_kernel, grid, args, constants, tile.num_warps, tile.num_stages)
+    return launch, dh, a_scaled, partial
+
+
+def score_grad_launch(
+    partial: Tensor, products: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
+) -> tuple[Launch, Tensor]:
+    """ds like s: each row's partial sums, plus its entry of products (T, E); 0 for a skipped pair."""
+    ds = s.new_zeros(s.shape)
+    args = {
+        "partial": partial,
+        "products": products,
+        "ds": ds,
+        "token_of_row": plan.token_of_row,
+        "pair_of_row": plan.pair_of_row,
+        **tiles._asdict(),
+        "capacity": plan.capacity,
+        "num_partial": partial.shape[0],
+        "num_experts": plan.num_experts,
+    }
+    constants = {"HAS_PRODUCTS": products is not None, "BLOCK_M": tile_m}
+    return Launch(score_grad_kernel, (tiles.capacity,), args, constants, num_warps=4, num_stages=2), ds
+
+
+def wgrad_launch(
+    kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, device: Device
+) -> Launch:
+    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q)."""
+    p, q = by_token.shape[1], by_row.shape[1]
+    out, transposed = contiguous_gradient(out)
+    tile = choose_tile(kernel, p, q, by_row.element_size(), device)
+    use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
+    width = tile.block_n // tile.slices
+    out_block = [1, width, tile.block_m] if transposed else [1, tile.block_m, width]
+    args = {
+        **wgrad_args(by_token, plan, p, q),
+        "by_row": ragged_operand(by_row, [tile.block_k, tile.block_n], use_tma),
+        "out": rows_operand(out, out_block, use_tma),
+    }
+    constants = {
+        "TRANSPOSED": transposed,
+        "INT64_OFFSETS": _needs_int64(by_token),
+        "USE_TMA": use_tma,
+        "EVEN_M": p % tile.block_m == 0,
+        **arithmetic_constants(by_row.dtype),
+        "SLICES": tile.slices,
+        **blocks(tile),
+    }
+    grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
+    return Launch(gemm_wgrad_kernel, grid, args, constants, tile.num_warps, tile.num_stages)
+
+
+# Shared with the Hopper kernels
+
+
+def split_parts(t: Tensor, spec: ActivationSpec) -> Tensor:
+    """(E, parts, ...) view of a w1 (E, w, d) or b1 (E, w): two parts where gate and up are concatenated, else one."""
+    return t.unflatten(1, (2, -1)) if gate_up_layout(spec) == "concatenated" else t.unsqueeze(1)
+
+
+def gate_up_layout(spec: ActivationSpec) -> str | None:
+    return spec.gate_up if spec.is_gated else None
+
+
+def act_outputs(x: Tensor, plan: RoutingPlan, spec: ActivationSpec, n: int, keep_h: bool) -> tuple[Tensor, Tensor]:
+    """a (R_max, n) and h (R_max, w), or (0, w) where it is not kept."""
+    return x.new_empty(plan.capacity, n), x.new_empty(plan.capacity if keep_h else 0, spec.width_factor * n)
+
+
+def dact_outputs(h: Tensor, s: Tensor, plan: RoutingPlan, n: int, column_tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+    """dh like h, a_scaled (R_max, n) and partial (column tiles, R_max) fp32."""
+    partial = s.new_empty(column_tiles, plan.capacity, dtype=torch.float32)
+    return h.new_empty(h.shape), h.new_empty(plan.capacity, n), partial
+
+
+def gather_args(
+    name: str, rows: Tensor, plan: RoutingPlan, tiles: TileList, spec: ActivationSpec, d: int, n: int
+) -> dict[str, Any]:
+    """Arguments that F1 and B1 share: ``rows`` (T, d), to be gathered, which the kernel calls ``name``."""
+    return {
+        name: rows,
+        f"stride_{name}": rows.stride(0),
+        "token_of_row": plan.token_of_row,
+        **tiles._asdict(),
+        "d": d,
+        "n": n,
+        "limit": spec.limit,
+        "alpha": spec.alpha,
+    }
+
+
+def contiguous_gradient(out: Tensor) -> tuple[Tensor, bool]:
+    """A weight gradient (E, p, q) as a contiguous tensor, and whether that is (E, q, p)."""
+    transposed = is_column_major(out)
+    return out.transpose(1, 2) if transposed else out, transposed
+
+
+def wgrad_args(by_token: Tensor, plan: RoutingPlan, p: int, q: int) -> dict[str, Any]:
+    """Arguments of B2 and B4, but for by_row and out."""
+    return {
+        "by_token": by_token,
+        "stride_token": by_token.stride(0),
+        "token_of_row": plan.token_of_row,
+        "row_start_of_expert": plan.row_start_of_expert,
+        "num_experts": plan.num_experts,
+        "p": p,
+        "q": q,
+    }
+
+
+# Compile-time constants
+
+
+def activation_constants(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "ACTIVATION": spec.name,
+        "PRECISE": dtype == torch.float32,
+        "GATED": spec.is_gated,
+        "INTERLEAVED": gate_up_layout(spec) == "interleaved",
+    }
+
+
+def arithmetic_constants(dtype: torch.dtype) -> dict[str, Any]:
+    """How a dot multiplies and accumulates: as tensor cores do; IEEE fp32 in partial sums of one step each.
+
+    One chain of fp32 sums over the contraction would have an error of the square root of its length.
+    """
+    precision = dot_precision(dtype)
+    return {"PRECISION": precision, "SPLIT_ACCUM": dtype == torch.float32 and precision == "ieee"}
+
+
+def blocks(tile: TileConfig) -> dict[str, int]:
+    return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+
+
+def _row_gemm_constants(
+    tile: TileConfig, dtype: torch.dtype, use_tma: bool, weight_access: str, contraction: int
+) -> dict[str, Any]:
+    return {
+        "USE_TMA": use_tma,
+        "WEIGHT_ACCESS": weight_access,
+        "EVEN_K": contraction % tile.block_k == 0,
+        **arithmetic_constants(dtype),
+        "FLATTEN": tile.flatten,
+        "SLICES": tile.slices,
+        **blocks(tile),
+    }
+
+
+def _h_operand(h: Tensor, spec: ActivationSpec, tile: TileConfig, use_tma: bool) -> Any:
+    """h or dh (R_max, w) as an output: concatenated gate and up as (R_max, 2, n)."""
+    width = tile.block_n // tile.slices
+    if gate_up_layout(spec) == "concatenated":
+        return ragged_operand(h.unflatten(1, (2, -1)), [tile.block_m, 1, width], use_tma)
+    return ragged_operand(h, [tile.block_m, spec.width_factor * width], use_tma)
+
+
+def _needs_int64(rows: Tensor) -> bool:
+    """Whether an element of ``rows`` can lie too far from the first for 32 bits."""
+    return rows.shape[0] * rows.stride(0) >= 1 << 31

@@ -1,0 +1,279 @@
+"""F1 and F2 for inference with few rows per expert (decoding): bound by reading each expert's weights once.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+BM, BN, BK tile
+
+Not persistent: one small tile per CTA, so that many CTAs have loads in flight. A CTA finds its tile by a search in
+row_start_of_expert, which saves the launch of a tile list.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.triton.activations import gated_value, inner
+from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, TileConfig, choose_small_m_tile
+from tilemoe.kernels.experts.triton.host import activation_constants, arithmetic_constants, blocks, gate_up_layout
+from tilemoe.kernels.experts.triton.operands import halves, line_pointers, multiply_add, store_rows
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
+
+
+def up_proj_act_launch(
+    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, block_m: int, device: Device
+) -> tuple[Launch, Tensor]:
+    """F1 without h: a (R_max, n), R_max > 0, in tiles of ``block_m`` rows. x's columns are contiguous."""
+    d, n = x.shape[1], w1.shape[1] // spec.width_factor
+    layout, weight = gate_up_layout(spec), w1.transpose(1, 2)
+    tile = choose_small_m_tile("up_proj_act", block_m, d, n, x.element_size(), device, layout)
+    a = x.new_empty(plan.capacity, n)
+    launch = Launch(
+        up_proj_act_small_m_kernel,
+        _grid(plan, n, tile),
+        {
+            "x": x,
+            "a": a,
+            "token_of_row": plan.token_of_row,
+            **_weight_args(weight, b1, plan),
+            "d": d,
+            "n": n,
+            "stride_x": x.stride(0),
+            "limit": spec.limit,
+            "alpha": spec.alpha,
+        },
+        {**activation_constants(spec, x.dtype), **_constants(weight, n, b1, tile, plan)},
+        tile.num_warps,
+        tile.num_stages,
+    )
+    return launch, a
+
+
+def down_proj_launch(
+    a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan, block_m: int, device: Device
+) -> tuple[Launch, Tensor]:
+    """F2: y (R_max, c) of w2 (E, c, n) and b2 (E, c), R_max > 0, in tiles of ``block_m`` rows. a is contiguous."""
+    (d, n), weight = w2.shape[1:], w2.transpose(1, 2)
+    tile = choose_small_m_tile("down_proj", block_m, n, d, a.element_size(), device, None)
+    y = a.new_empty(plan.capacity, d)
+    launch = Launch(
+        down_proj_small_m_kernel,
+        _grid(plan, d, tile),
+        {"a": a, "y": y, **_weight_args(weight, b2, plan), "d": d, "n": n},
+        _constants(weight, d, b2, tile, plan),
+        tile.num_warps,
+        tile.num_stages,
+    )
+    return launch, y
+
+
+def _grid(plan: RoutingPlan, width: int, tile: TileConfig) -> tuple[int, int]:
+    """(the most tiles that there can be, blocks of columns)."""
+    rows = plan.capacity
+    return min(rows, ceil_div(rows, tile.block_m) + plan.num_experts), ceil_div(width, tile.block_n)
+
+
+def _weight_args(weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> dict[str, Any]:
+    """weight (E, in, out), bias (E, out), of any strides."""
+    stride_we, stride_win, stride_wout = weight.stride()
+    stride_be, stride_bout = (0, 0) if bias is None else bias.stride()
+    return {
+        "weight": weight,
+        "bias": bias,
+        "row_start_of_expert": plan.row_start_of_expert,
+        "num_experts": plan.num_experts,
+        "stride_we": stride_we,
+        "stride_win": stride_win,
+        "stride_wout": stride_wout,
+        "stride_be": stride_be,
+        "stride_bout": stride_bout,
+    }
+
+
+def _constants(weight: Tensor, width: int, bias: Tensor | None, tile: TileConfig, plan: RoutingPlan) -> dict[str, Any]:
+    """``width``: columns of the output; the weight has one for each, or two (gate and up)."""
+    return {
+        "HAS_BIAS": bias is not None,
+        "WIDE_LOADS": _wide_loads(weight),
+        "EVEN": weight.shape[1] % tile.block_k == 0 and width % tile.block_n == 0,
+        **arithmetic_constants(weight.dtype),
+        **blocks(tile),
+        "BLOCK_E": max(16, power_of_two(plan.num_experts)),
+    }
+
+
+def _wide_loads(weight: Tensor) -> str:
+    """The dimension, "in" or "out", along which a weight can be read 16 bytes at a time; "" where none is."""
+    for name, along, across in (("in", 1, 2), ("out", 2, 1)):
+        others = (weight.stride(0), weight.stride(across))
+        if weight.stride(along) == 1 and all(stride % WIDTH_MULTIPLE == 0 for stride in others):
+            return name
+    return ""
+
+
+@triton.jit
+def up_proj_act_small_m_kernel(
+    x,
+    a,
+    token_of_row,
+    weight,
+    bias,
+    row_start_of_expert,
+    num_experts,
+    stride_we,
+    stride_win,
+    stride_wout,
+    stride_be,
+    stride_bout,
+    d,
+    n,
+    stride_x,
+    limit,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    PRECISE: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE_LOADS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT_ACCUM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """``a = act(x w1^T + b1)``; x (T, d), weight (E, d, w), bias (E, w), a (R_max, n)."""
+    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    d, n, stride_x = d // 8 * 8, n // 8 * 8, stride_x // 8 * 8
+    expert, row, end = _tile(row_start_of_expert, tl.program_id(0), num_experts, BLOCK_M, BLOCK_E)
+    if expert == num_experts:
+        return
+    col = tl.program_id(1) * BLOCK_N
+    PARTS: tl.constexpr = 2 if GATED else 1
+    column = tl.arange(0, PARTS * BLOCK_N)
+    if INTERLEAVED:
+        column += PARTS * col
+    else:
+        column = col + column % BLOCK_N + column // BLOCK_N * n  # gate's, then up's
+    used = row + tl.arange(0, BLOCK_M) < end
+    token = tl.load(token_of_row + row + tl.arange(0, BLOCK_M), mask=used, other=0)
+    h = _multiply(
+        line_pointers(x, token, stride_x, tl.arange(0, BLOCK_K), True), used, weight, expert, column, d, PARTS * n,
+        stride_we, stride_win, stride_wout, WIDE_LOADS, EVEN, PRECISION, SPLIT_ACCUM, BLOCK_M, PARTS * BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        h += _bias(bias, expert, column, PARTS * n, stride_be, stride_bout)
+    if GATED:
+        if INTERLEAVED:
+            gate, up = h.reshape(BLOCK_M, BLOCK_N, 2).split()
+        else:
+            gate, up = halves(h, BLOCK_M, 2 * BLOCK_N)
+        value = gated_value(gate, up, limit, alpha, ACTIVATION, PRECISE)
+    else:
+        value, _slope = inner(h, ACTIVATION, PRECISE)
+    store_rows(a, value, end, row, col, n, False, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def down_proj_small_m_kernel(
+    a,
+    y,
+    weight,
+    bias,
+    row_start_of_expert,
+    num_experts,
+    stride_we,
+    stride_win,
+    stride_wout,
+    stride_be,
+    stride_bout,
+    d,
+    n,
+    HAS_BIAS: tl.constexpr,
+    WIDE_LOADS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT_ACCUM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """``y = a w2^T + b2``; a (R_max, n), weight (E, n, d), bias (E, d), y (R_max, d)."""
+    d, n = d // 8 * 8, n // 8 * 8
+    expert, row, end = _tile(row_start_of_expert, tl.program_id(0), num_experts, BLOCK_M, BLOCK_E)
+    if expert == num_experts:
+        return
+    col = tl.program_id(1) * BLOCK_N
+    column = col + tl.arange(0, BLOCK_N)
+    line = row + tl.arange(0, BLOCK_M)
+    value = _multiply(
+        line_pointers(a, line, n, tl.arange(0, BLOCK_K), True), line < end, weight, expert, column, n, d,
+        stride_we, stride_win, stride_wout, WIDE_LOADS, EVEN, PRECISION, SPLIT_ACCUM, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if HAS_BIAS:
+        value += _bias(bias, expert, column, d, stride_be, stride_bout)
+    store_rows(y, value, end, row, col, d, False, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _tile(row_start_of_expert, index, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """(expert, first row, end of the expert's rows) of tile ``index``; expert is num_experts past the last tile."""
+    experts = tl.arange(0, BLOCK_E)
+    exists = experts < num_experts
+    start = tl.load(row_start_of_expert + experts, mask=exists, other=0)
+    end = tl.load(row_start_of_expert + experts + 1, mask=exists, other=0)
+    next_tile = tl.cumsum(tl.cdiv(end - start, BLOCK_M), axis=0)
+    passed = exists & (next_tile <= index)
+    expert = tl.sum(passed.to(tl.int32), axis=0)
+    first_tile = tl.max(tl.where(passed, next_tile, 0), axis=0)
+    here = experts == expert
+    row = tl.sum(tl.where(here, start, 0), axis=0) + (index - first_tile) * BLOCK_M
+    return expert, row, tl.sum(tl.where(here, end, 0), axis=0)
+
+
+@triton.jit
+def _multiply(
+    left, used, weight, expert, column, width_in, width_out, stride_we, stride_win, stride_wout,
+    WIDE_LOADS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, SPLIT_ACCUM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(BM, BN) fp32: the rows at ``left`` (BM, BK) times the columns ``column`` (BN) of one expert's (in, out).
+
+    Only the rows ``used`` are loaded: most of a tile's may not exist, and would add a quarter to the bytes.
+    """
+    if WIDE_LOADS == "in":
+        stride_we, stride_wout = stride_we // 8 * 8, stride_wout // 8 * 8
+    elif WIDE_LOADS == "out":
+        stride_we, stride_win = stride_we // 8 * 8, stride_win // 8 * 8
+    step = tl.arange(0, BLOCK_K)
+    right = weight + expert.to(tl.int64) * stride_we
+    right = right + step.to(tl.int64)[:, None] * stride_win + column.to(tl.int64)[None, :] * stride_wout
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, width_in, BLOCK_K):
+        # The weight first: its address is known before the rows'.
+        if EVEN:
+            columns = tl.load(right + tl.cast(k, tl.int64) * stride_win)
+            rows = tl.load(left + k, mask=used[:, None], other=0.0)
+        else:
+            inside = k + step < width_in
+            mask = inside[:, None] & (column < width_out)[None, :]
+            columns = tl.load(right + tl.cast(k, tl.int64) * stride_win, mask=mask, other=0.0)
+            rows = tl.load(left + k, mask=used[:, None] & inside[None, :], other=0.0)
+        acc = multiply_add(rows, columns, acc, PRECISION, SPLIT_ACCUM)
+    return acc
+
+
+@triton.jit
+def _bias(bias, expert, column, width, stride_e, stride_out):
+    """(1, BN) fp32 of one expert's bias."""
+    pointers = bias + expert.to(tl.int64) * stride_e + column.to(tl.int64) * stride_out
+    return tl.load(pointers, mask=column < width, other=0.0).to(tl.float32)[None, :]

@@ -1,0 +1,128 @@
+"""The row tiles that the grouped GEMMs walk: a list on the device, built without a host sync.
+
+E experts · R_max row capacity · C = ceil(R_max / tile_m) + E capacity of the list
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
+
+_BLOCK = 128
+_FEWEST_EXPERTS = 128  # that the kernel is compiled for: layers with fewer share one binary
+
+
+class TileList(NamedTuple):
+    """Tiles in the order of the rows; entries past ``num_tiles`` are unspecified. All int32.
+
+    expert_of_tile (C), row_of_tile (C) its first row, end_of_tile (C) the end of its expert's rows. num_tiles (2): how
+    many, and 0, the counter of a dynamic persistent scheduler, which resets it. Two kernels at the same time may not
+    share it: every call of an operator has a plan, and so lists, of its own.
+    """
+
+    expert_of_tile: Tensor
+    row_of_tile: Tensor
+    end_of_tile: Tensor
+    num_tiles: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """C: the most tiles that there can be."""
+        return self.expert_of_tile.shape[0]
+
+
+def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
+    """The plan's list for tiles of ``tile_m`` rows, made at first use.
+
+    ``ahead``: tile heights that will be needed next, listed by the same launch.
+    """
+    if tile_m not in plan.derived:
+        missing = [rows for rows in (tile_m, *ahead) if rows not in plan.derived]
+        launch, lists = tile_lists_launch(plan, *missing)
+        launch.run()
+        plan.derived.update(zip(missing, lists, strict=True))
+    tiles: TileList = plan.derived[tile_m]
+    return tiles
+
+
+def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[TileList]]:
+    """The launch that fills a TileList for each of one or two ``tile_ms``, and the lists: every expert's rows in tiles
+    of that height, the last one shorter.
+    """
+    assert len(tile_ms) in (1, 2), "what the kernel takes"
+    start = plan.row_start_of_expert
+    capacities = [ceil_div(plan.capacity, tile_m) + plan.num_experts for tile_m in tile_ms]
+    vectors = int32_vectors(start, *(length for capacity in capacities for length in (capacity, capacity, capacity, 2)))
+    lists = [TileList(*vectors[first : first + 4]) for first in range(0, len(vectors), 4)]
+    launch = Launch(
+        tile_lists_kernel,
+        (plan.num_experts,),
+        {
+            "row_start_of_expert": start,
+            **lists[0]._asdict(),
+            **{f"second_{name}": vector for name, vector in lists[-1]._asdict().items()},
+            "num_experts": plan.num_experts,
+            "tile_m": tile_ms[0],
+            "second_tile_m": (*tile_ms, 0)[1],
+        },
+        {"BLOCK_E": max(_FEWEST_EXPERTS, power_of_two(plan.num_experts)), "BLOCK": _BLOCK},
+        num_warps=4,
+        num_stages=1,
+    )
+    return launch, lists
+
+
+@triton.jit
+def tile_lists_kernel(
+    row_start_of_expert,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    second_expert_of_tile,
+    second_row_of_tile,
+    second_end_of_tile,
+    second_num_tiles,
+    num_experts,
+    tile_m,
+    second_tile_m,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One CTA per expert. A second list if second_tile_m is not 0; neither height is a compile-time constant, so that
+    all launches share one binary.
+    """
+    others = tl.arange(0, BLOCK_E)
+    starts = tl.load(row_start_of_expert + others, mask=others < num_experts, other=0)
+    ends = tl.load(row_start_of_expert + others + 1, mask=others < num_experts, other=0)
+    row = tl.load(row_start_of_expert + tl.program_id(0))
+    end = tl.load(row_start_of_expert + tl.program_id(0) + 1)
+    first = (expert_of_tile, row_of_tile, end_of_tile, num_tiles)
+    _list_own(starts, ends, row, end, first, num_experts, tile_m, BLOCK_E, BLOCK)
+    if second_tile_m > 0:
+        second = (second_expert_of_tile, second_row_of_tile, second_end_of_tile, second_num_tiles)
+        _list_own(starts, ends, row, end, second, num_experts, second_tile_m, BLOCK_E, BLOCK)
+
+
+@triton.jit
+def _list_own(starts, ends, row, end, tiles, num_experts, tile_m, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the tiles of the experts before this CTA's, whose rows are ``row`` to ``end``, then write its own."""
+    expert_of_tile, row_of_tile, end_of_tile, num_tiles = tiles
+    expert = tl.program_id(0)
+    before = tl.sum(tl.where(tl.arange(0, BLOCK_E) < expert, tl.cdiv(ends - starts, tile_m), 0))
+    mine = tl.cdiv(end - row, tile_m)
+    for first in range(0, mine, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        tl.store(expert_of_tile + before + slot, expert, mask=slot < mine)
+        tl.store(row_of_tile + before + slot, row + slot * tile_m, mask=slot < mine)
+        tl.store(end_of_tile + before + slot, end, mask=slot < mine)
+    if expert == num_experts - 1:
+        tl.store(num_tiles, before + mine)
+        tl.store(num_tiles + 1, 0)

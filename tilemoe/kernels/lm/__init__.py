@@ -1,0 +1,1 @@
+"""Kernels of the language model around the layer."""

@@ -1,0 +1,92 @@
+"""Rotary positions in one pass: each query or key is read once and written once, in 16 bytes at a time.
+
+B sequences · S tokens · H heads · D head width
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.runtime.device import device_of
+from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
+
+_ELEMENTS = 2048  # of a program, at most where a head has no more
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
+    """x (B, S, H, D) turned by the angles (S, 1, D/2), or ``back``: (B, S, H, D) contiguous in ``dtype``.
+
+    Computed in the angles' dtype, fp32, and rounded once.
+    """
+    device_of(x)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if out.numel():
+        rotate_launch(out, x if x.stride(3) == 1 else x.contiguous(), cos, sin, back=back).run()
+    return out
+
+
+def rotate_launch(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Launch:
+    """The launch behind `rotate`; x may have any strides but for D."""
+    batch, length, heads, width = x.shape
+    assert cos.shape == sin.shape == (length, 1, width // 2), "an angle for each position and pair"
+    assert cos.is_contiguous(), "the kernel indexes them by position"
+    assert sin.is_contiguous(), "the kernel indexes them by position"
+    columns = power_of_two(width // 2)
+    block = min(power_of_two(heads), max(1, _ELEMENTS // (2 * columns)))
+    return Launch(
+        rotate_kernel,
+        (batch * length * ceil_div(heads, block),),
+        {
+            "out": out,
+            "x": x,
+            "cos": cos,
+            "sin": sin,
+            "length": length,
+            "heads": heads,
+            "stride_batch": x.stride(0),
+            "stride_token": x.stride(1),
+            "stride_head": x.stride(2),
+        },
+        {"HALF": width // 2, "BACK": back, "BLOCK_H": block, "COLUMNS": columns},
+        num_warps=max(1, min(4, block * columns // 256)),
+        num_stages=1,
+    )
+
+
+@triton.jit
+def rotate_kernel(
+    out,
+    x,
+    cos,
+    sin,
+    length,
+    heads,
+    stride_batch,
+    stride_token,
+    stride_head,
+    HALF: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """BLOCK_H heads of one token."""
+    blocks = tl.cdiv(heads, BLOCK_H)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    head = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    col = tl.arange(0, COLUMNS)[None, :]
+    position = token % length
+    c = tl.load(cos + position * HALF + col, mask=col < HALF, other=0.0)
+    s = tl.load(sin + position * HALF + col, mask=col < HALF, other=0.0)
+    if BACK:
+        s = -s
+    inside = (head < heads) & (col < HALF)
+    given = x + (token // length) * stride_batch + position * stride_token + head.to(tl.int64) * stride_head + col
+    first = tl.load(given, mask=inside, other=0.0).to(c.dtype)
+    second = tl.load(given + HALF, mask=inside, other=0.0).to(c.dtype)
+    turned = out + (token * heads + head) * (2 * HALF) + col
+    tl.store(turned, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(turned + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=inside)

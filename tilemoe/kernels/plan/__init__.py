@@ -1,0 +1,1 @@
+"""Builders of a RoutingPlan from expert ids."""

@@ -1,0 +1,255 @@
+"""Plan building on a GPU: a counting sort of the pairs by expert in four small kernels. No host sync.
+
+T tokens · E experts · K experts per token · P pairs · B blocks of BLOCK consecutive pairs
+
+1. `count_kernel`: each block counts its pairs of each expert: (B, E).
+2. `block_start_kernel`: for each expert, the running sum of its counts over the blocks, and its total.
+3. `row_start_kernel`: the running sum of the totals over the experts.
+4. `place_kernel`: a pair's row is its expert's first row + the pairs of that expert in earlier blocks + those before
+   it in its own block. So the order is stable in the pair, and no thread ever waits for another.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.plan import NEGATIVE_EXPERT
+from tilemoe.runtime.device import device_of
+from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
+
+MAX_EXPERTS = 4096  # the counts of a block are kept in shared memory
+MAX_PAIRS = 2**30  # pair numbers, rounded up to a block, are int32
+_FEWEST_EXPERTS = 128  # that kernels are compiled for: layers with fewer share it
+_COUNTS = 4096  # that a program of `block_start_kernel` takes at a time
+
+
+def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
+    """Why these kernels cannot plan this many pairs and experts, in a few words; None if they can."""
+    if not 0 < num_pairs <= MAX_PAIRS:
+        return f"the number of pairs is not in [1, {MAX_PAIRS}]"
+    if num_experts > MAX_EXPERTS:
+        return f"more than {MAX_EXPERTS} experts"
+    return None
+
+
+def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
+    error_bits (all int32).
+
+    Equal to the last bit to `tilemoe.kernels.plan.torch.plan_topk`; nothing is raised here for a negative id.
+    """
+    device_of(expert_ids)
+    launches, result = plan_topk_launches(expert_ids, num_experts)
+    for launch in launches:
+        launch.run()
+    return result
+
+
+def plan_topk_launches(
+    expert_ids: Tensor, num_experts: int
+) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """The four launches, in order, and the tensors that they fill."""
+    ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
+    num_pairs = ids.shape[0]
+    assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
+    block = pairs_of_block(num_experts)
+    num_blocks = ceil_div(num_pairs, block)
+
+    def index(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=ids.device)
+
+    all_counts = num_blocks * num_experts
+    counts, block_start, negative_in_block = int32_vectors(ids, all_counts, all_counts, num_blocks)
+    rows_per_expert = index(num_experts)
+    token_of_row, pair_of_row, row_of_pair = index(num_pairs), index(num_pairs), index(num_pairs)
+    row_start, error_bits = index(num_experts + 1), index()
+    ids_and_sizes = {"ids": ids, "num_pairs": num_pairs, "num_experts": num_experts}
+    launches = [
+        Launch(
+            count_kernel,
+            (num_blocks,),
+            {**ids_and_sizes, "counts": counts, "negative_in_block": negative_in_block},
+            {"BLOCK": block, "BLOCK_E": experts_of_block(num_experts)},
+            num_warps=4,
+            num_stages=1,
+        ),
+        block_start_launch(counts, block_start, rows_per_expert, num_blocks, num_experts),
+        row_start_launch(rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts),
+        Launch(
+            place_kernel,
+            (num_blocks,),
+            {
+                **ids_and_sizes,
+                "experts_per_token": expert_ids.shape[1],
+                "block_start": block_start,
+                "row_start_of_expert": row_start,
+                "token_of_row": token_of_row,
+                "pair_of_row": pair_of_row,
+                "row_of_pair": row_of_pair,
+            },
+            {"BLOCK": block},
+            num_warps=block // 32,
+            num_stages=1,
+        ),
+    ]
+    return launches, (token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits)
+
+
+def block_start_launch(
+    counts: Tensor, block_start: Tensor, rows_per_expert: Tensor, num_blocks: int, num_experts: int
+) -> Launch:
+    """From counts (B, E), ``block_start`` (B, E) and ``rows_per_expert`` (E)."""
+    columns = 4 if num_experts <= 1024 else 8  # experts of a program
+    return Launch(
+        block_start_kernel,
+        (ceil_div(num_experts, columns),),
+        {
+            "counts": counts,
+            "block_start": block_start,
+            "rows_per_expert": rows_per_expert,
+            "num_blocks": num_blocks,
+            "num_experts": num_experts,
+        },
+        {"ROWS": _COUNTS // columns, "COLUMNS": columns},
+        num_warps=8,
+        num_stages=1,
+    )
+
+
+def row_start_launch(
+    rows_per_expert: Tensor,
+    negative_in_block: Tensor,
+    row_start: Tensor,
+    error_bits: Tensor,
+    num_blocks: int,
+    num_experts: int,
+) -> Launch:
+    """From rows_per_expert (E) and what `count_kernel` found in blocks, ``row_start`` (E+1) and ``error_bits`` ()."""
+    return Launch(
+        row_start_kernel,
+        (1,),
+        {
+            "rows_per_expert": rows_per_expert,
+            "negative_in_block": negative_in_block,
+            "row_start_of_expert": row_start,
+            "error_bits": error_bits,
+            "num_blocks": num_blocks,
+            "num_experts": num_experts,
+        },
+        {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": 1024, "BLOCK_E": experts_of_block(num_experts)},
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def experts_of_block(num_experts: int) -> int:
+    """Bins of a histogram, a power of two."""
+    return max(_FEWEST_EXPERTS, power_of_two(num_experts))
+
+
+def pairs_of_block(num_experts: int) -> int:
+    """More pairs a block mean more comparisons to rank them, fewer mean more counts (P / BLOCK, E) to add up."""
+    if num_experts <= 128:
+        return 128
+    return 256 if num_experts <= 1024 else 512
+
+
+@triton.jit
+def expert_of_pair(ids, pair, num_pairs, num_experts):
+    """int32 expert of each pair; num_experts for one that is skipped. Compared as given: an id may be beyond int32."""
+    expert = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)
+    return tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_kernel(
+    ids, num_pairs, num_experts, counts, negative_in_block, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """counts (B, E), negative_in_block (B): 1 where an id is negative."""
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    expert = expert_of_pair(ids, pair, num_pairs, num_experts)
+    count = tl.histogram(expert, BLOCK_E, mask=expert < num_experts)
+    bins = tl.arange(0, BLOCK_E)
+    tl.store(counts + block.to(tl.int64) * num_experts + bins, count, mask=bins < num_experts)
+    negative = tl.load(ids + pair, mask=pair < num_pairs, other=0) < 0
+    tl.store(negative_in_block + block, tl.max(negative.to(tl.int32), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def block_start_kernel(
+    counts, block_start, rows_per_expert, num_blocks, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """block_start (B, E): the pairs of an expert in the blocks before each; rows_per_expert (E): in all of them."""
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for first in range(0, num_blocks, ROWS):
+        block = first + tl.arange(0, ROWS)
+        place = block.to(tl.int64)[:, None] * num_experts + expert[None, :]
+        inside = (block < num_blocks)[:, None] & (expert < num_experts)[None, :]
+        count = tl.load(counts + place, mask=inside, other=0)
+        before = tl.cumsum(count, axis=0) - count
+        tl.store(block_start + place, total[None, :] + before, mask=inside)
+        total += tl.sum(count, axis=0)
+    tl.store(rows_per_expert + expert, total, mask=expert < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def row_start_kernel(
+    rows_per_expert,
+    negative_in_block,
+    row_start_of_expert,
+    error_bits,
+    num_blocks,
+    num_experts,
+    NEGATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """row_start_of_expert (E+1), error_bits ()."""
+    expert = tl.arange(0, BLOCK_E)
+    ends = tl.cumsum(tl.load(rows_per_expert + expert, mask=expert < num_experts, other=0), axis=0)
+    tl.store(row_start_of_expert, 0)
+    tl.store(row_start_of_expert + 1 + expert, ends, mask=expert < num_experts)
+    negative = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, num_blocks, BLOCK):
+        block = first + tl.arange(0, BLOCK)
+        negative |= tl.load(negative_in_block + block, mask=block < num_blocks, other=0)
+    tl.store(error_bits, tl.max(negative, axis=0) * NEGATIVE)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "experts_per_token"])
+def place_kernel(
+    ids,
+    num_pairs,
+    num_experts,
+    experts_per_token,
+    block_start,
+    row_start_of_expert,
+    token_of_row,
+    pair_of_row,
+    row_of_pair,
+    BLOCK: tl.constexpr,
+):
+    """token_of_row, pair_of_row, row_of_pair (P)."""
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    expert = expert_of_pair(ids, pair, num_pairs, num_experts)
+    # Every pair of the block against every other: quicker than a loop, whose loads cost more than the comparisons.
+    # Summed along the first dimension: along the second, a thread would hold a register for every comparison.
+    earlier = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
+    earlier_in_block = tl.sum(earlier.to(tl.int32), axis=0)
+    used = expert < num_experts
+    row = tl.load(row_start_of_expert + expert, mask=used, other=0) + earlier_in_block
+    row += tl.load(block_start + block.to(tl.int64) * num_experts + expert, mask=used, other=0)
+    tl.store(row_of_pair + pair, tl.where(used, row, -1), mask=pair < num_pairs)
+    tl.store(pair_of_row + row, pair, mask=used)
+    tl.store(token_of_row + row, pair // experts_per_token, mask=used)
+    # Rows past R: no pair writes there. Each block clears those whose numbers are its pairs' numbers.
+    unused = (pair >= tl.load(row_start_of_expert + num_experts)) & (pair < num_pairs)
+    tl.store(pair_of_row + pair, 0, mask=unused)
+    tl.store(token_of_row + pair, 0, mask=unused)

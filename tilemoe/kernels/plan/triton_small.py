@@ -1,0 +1,152 @@
+"""Plan building for few pairs: the counting sort of `tilemoe.kernels.plan.triton` in one kernel. No host sync.
+
+T tokens · E experts · K experts per token · P pairs
+
+A token that is generated waits for every launch, so here is one: each program counts all pairs for itself, and needs
+nothing of another. The result is the same to the last bit.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.kernels.plan.triton import expert_of_pair
+from tilemoe.plan import NEGATIVE_EXPERT
+from tilemoe.runtime.device import device_of
+from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
+
+# Beyond, counting them in every program takes longer than three launches.
+MAX_PAIRS = 4096
+MAX_EXPERTS = 1024
+_BLOCK, _CHUNK = 128, 512  # pairs that a program places, and counts at a time
+
+
+def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
+    """Why this kernel does not plan this many pairs and experts, in a few words; None if it does."""
+    if not 0 < num_pairs <= MAX_PAIRS:
+        return f"the number of pairs is not in [1, {MAX_PAIRS}]"
+    if num_experts > MAX_EXPERTS:
+        return f"more than {MAX_EXPERTS} experts"
+    return None
+
+
+Index = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
+    """As `tilemoe.kernels.plan.triton.plan_topk`, for expert_ids (T, K) that are not `why_unsupported`."""
+    device_of(expert_ids)
+    made = new_index(expert_ids, num_experts)
+    plan_topk_launch(expert_ids, num_experts, made).run()
+    return made
+
+
+def plan_topk_in_one(expert_ids: Tensor, num_experts: int) -> Index:
+    """As `plan_topk`. The results are parts of one allocation, which is quicker; no operator can return them."""
+    device_of(expert_ids)
+    pairs = expert_ids.numel()
+    a, b, c, d, e, f = int32_vectors(expert_ids, pairs, pairs, pairs, num_experts + 1, num_experts, 1)
+    made = a, b, c, d, e, f.view(())
+    plan_topk_launch(expert_ids, num_experts, made).run()
+    return made
+
+
+def new_index(expert_ids: Tensor, num_experts: int) -> Index:
+    """What `plan_topk` returns, uninitialised."""
+
+    def index(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
+
+    pairs = expert_ids.numel()
+    return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index(num_experts), index()
+
+
+def plan_topk_launch(expert_ids: Tensor, num_experts: int, made: Index) -> Launch:
+    """The launch that fills ``made``: what `plan_topk` returns."""
+    ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
+    num_pairs = ids.shape[0]
+    assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
+    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = made
+    return Launch(
+        plan_small_kernel,
+        (ceil_div(num_pairs, _BLOCK),),
+        {
+            "ids": ids,
+            "num_pairs": num_pairs,
+            "num_experts": num_experts,
+            "experts_per_token": expert_ids.shape[1],
+            "token_of_row": token_of_row,
+            "pair_of_row": pair_of_row,
+            "row_of_pair": row_of_pair,
+            "row_start_of_expert": row_start,
+            "rows_per_expert": rows_per_expert,
+            "error_bits": error_bits,
+        },
+        {
+            "NEGATIVE": NEGATIVE_EXPERT,
+            "BLOCK": _BLOCK,
+            "CHUNK": _CHUNK,
+            "BLOCK_E": max(16, power_of_two(num_experts)),
+        },
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def plan_small_kernel(
+    ids,
+    num_pairs,
+    num_experts,
+    experts_per_token,
+    token_of_row,
+    pair_of_row,
+    row_of_pair,
+    row_start_of_expert,
+    rows_per_expert,
+    error_bits,
+    NEGATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """A program places BLOCK pairs. CHUNK: pairs that are counted at a time."""
+    first = tl.program_id(0) * BLOCK
+    count = tl.zeros((BLOCK_E,), dtype=tl.int32)  # of each expert's pairs
+    earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # of those before this program's
+    negative = tl.zeros((CHUNK,), dtype=tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        expert = expert_of_pair(ids, pair, num_pairs, num_experts)
+        used = expert < num_experts
+        count += tl.histogram(expert, BLOCK_E, mask=used)
+        earlier += tl.histogram(expert, BLOCK_E, mask=used & (pair < first))
+        negative |= (tl.load(ids + pair, mask=pair < num_pairs, other=0) < 0).to(tl.int32)
+    end = tl.cumsum(count, axis=0)
+    num_rows = tl.max(end, axis=0)
+
+    pair = first + tl.arange(0, BLOCK)
+    expert = expert_of_pair(ids, pair, num_pairs, num_experts)
+    used = expert < num_experts
+    # As in `place_kernel`: every pair of the block against every other, summed along the first dimension.
+    same = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
+    row = tl.sum(same.to(tl.int32), axis=0)
+    row += tl.gather(end - count + earlier, tl.where(used, expert, 0), axis=0)
+    tl.store(row_of_pair + pair, tl.where(used, row, -1), mask=pair < num_pairs)
+    tl.store(pair_of_row + row, pair, mask=used)
+    tl.store(token_of_row + row, pair // experts_per_token, mask=used)
+    # No pair writes rows past R. Each program clears those whose numbers are its pairs' numbers.
+    unused = (pair >= num_rows) & (pair < num_pairs)
+    tl.store(pair_of_row + pair, 0, mask=unused)
+    tl.store(token_of_row + pair, 0, mask=unused)
+
+    if first == 0:
+        experts = tl.arange(0, BLOCK_E)
+        tl.store(row_start_of_expert, 0)
+        tl.store(row_start_of_expert + 1 + experts, end, mask=experts < num_experts)
+        tl.store(rows_per_expert + experts, count, mask=experts < num_experts)
+        tl.store(error_bits, tl.max(negative, axis=0) * NEGATIVE)

@@ -1,0 +1,362 @@
+"""Token rounding on a GPU: no sort of T x E, no host sync, nothing of size T x E written, a few small kernels.
+
+T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B blocks of TOKENS tokens · R_max row capacity
+
+1. `key_kernel`: what top-K chose as bits, and of the tokens that did not choose an expert the best of each block.
+2. `count_kernel`: f of every expert, its pairs in earlier blocks, the number of real tokens; then r of every expert,
+   its first row, and its place in the list of chosen pairs.
+3. `place_kernel`: that list, by expert.
+4. `row_kernel`: a program for each expert finds which tokens it drops or adds.
+5. `token_kernel`, `pair_kernel`: the places of all pairs by token, and what is in them and in their rows.
+
+"nearest_score" needs the scores around f to decide r: `margin_kernel` finds them once the chosen pairs are listed, and
+`round_kernel` decides then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilemoe.kernels.rounding.triton_grad import grad_kernel
+from tilemoe.kernels.rounding.triton_kernels import (
+    count_kernel,
+    key_kernel,
+    margin_kernel,
+    pair_kernel,
+    place_kernel,
+    round_kernel,
+    row_kernel,
+    token_kernel,
+)
+from tilemoe.kernels.rounding.triton_topk import TOKENS
+from tilemoe.runtime.device import device_of
+from tilemoe.runtime.launch import Launch, ceil_div, contiguous, int32_vectors, power_of_two
+
+MAX_EXPERTS = 4096  # as in the selection; `ADDED_PAIR` is above every expert
+_KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # logits of a program that makes keys, at a time; of one of its threads
+_WORDS_OF_WARP = 128  # of bits that this program makes, at a time
+_COUNTS = (512, 4)  # blocks and experts of a program that adds counts up, at a time
+_SUMS = 1024  # counts of earlier blocks at a time
+_BLOCKS = 1024  # of these an expert's best keys stay in registers
+_ELEMENTS_OF_WARP = 256  # tokens of the found blocks at a time
+_NEAR = 256  # of these the keys that may be added stay in registers
+_LIST = {4: 1024, 8: 4096}  # of these the keys of chosen pairs stay in registers, by an expert's warps
+_MANY_EXPERTS = 128  # above it a multiprocessor has several, with short lists, and less room for each
+_PAIRS = 512  # of a program, one after another
+_TOKEN_WORDS = 512  # of a program that looks for the pairs of tokens
+
+
+class RoundingSpec(NamedTuple):
+    """What the kernels depend on besides the tensors; ``score`` as in `tilemoe.kernels.router.triton.RouterSpec`."""
+
+    mode: str
+    tile: int
+    score: str
+    normalize: bool
+    scale: float
+    capacity: int
+
+
+class RoundedRows(NamedTuple):
+    """scores (R_max,) fp32, the plan's tensors and pairs_of_expert (E,) as in `tilemoe.kernels.rounding.torch`;
+    norm (T, 2) fp32 and code_of_pair (R_max,) int16, which the gradient needs.
+    """
+
+    scores: Tensor
+    token_of_row: Tensor
+    pair_of_row: Tensor
+    row_of_pair: Tensor
+    pair_start_of_token: Tensor
+    row_start_of_expert: Tensor
+    pairs_of_expert: Tensor
+    norm: Tensor
+    code_of_pair: Tensor
+
+
+def round_rows(
+    logits: Tensor,
+    expert_ids: Tensor,
+    kept_scores: Tensor,
+    uniform: Tensor | None,
+    token_mask: Tensor | None,
+    spec: RoundingSpec,
+) -> RoundedRows:
+    """From logits (T, E) fp32, expert_ids and kept_scores (T, K), uniform (E,), token_mask (T,), with T >= tile."""
+    device_of(logits)
+    launches, rows = round_launches(logits.contiguous(), expert_ids, kept_scores, uniform, contiguous(token_mask), spec)
+    for launch in launches:
+        launch.run()
+    return rows
+
+
+def round_launches(
+    logits: Tensor,
+    expert_ids: Tensor,
+    kept_scores: Tensor,
+    uniform: Tensor | None,
+    token_mask: Tensor | None,
+    spec: RoundingSpec,
+) -> tuple[list[Launch], RoundedRows]:
+    """The launches, in order, and the tensors that they fill."""
+    num_tokens, num_experts = logits.shape
+    assert num_experts <= MAX_EXPERTS, "the caller chooses another way"
+    rows = _empty_rows(logits, spec)
+    scratch = _scratch(logits, expert_ids.shape[1], spec)
+    inputs = {
+        "logits": logits,
+        "expert_ids": expert_ids,
+        "kept_scores": kept_scores,
+        "uniform": uniform,
+        "token_mask": token_mask,
+        "num_tokens": num_tokens,
+        "num_blocks": ceil_div(num_tokens, int(TOKENS)),
+        "num_experts": num_experts,
+        "num_words": _words(num_experts),
+        "num_pairs": expert_ids.numel(),
+        "most_blocks": _most_blocks(num_tokens, spec),
+        "scale": spec.scale,
+        "capacity": spec.capacity,
+    }
+    known = {**rows._asdict(), **scratch, **inputs}
+    listing = {"K": expert_ids.shape[1], "BLOCK": _PAIRS}
+    launches = [
+        *_counting(known, spec),
+        _launch(place_kernel, ceil_div(expert_ids.numel(), _PAIRS), known, listing, num_warps=4),
+    ]
+    if spec.mode == "nearest_score":
+        of_all = {"TILE": spec.tile, "BLOCK_E": max(32, power_of_two(num_experts))}
+        launches += [
+            _launch(margin_kernel, num_experts, known, _margin(num_experts, spec), num_warps=8),
+            _launch(round_kernel, 1, known, of_all, num_warps=4),
+        ]
+    return [*launches, *_emission(known, spec)], rows
+
+
+def _words(num_experts: int) -> int:
+    return ceil_div(num_experts, 32)
+
+
+def _most_blocks(num_tokens: int, spec: RoundingSpec) -> int:
+    """In which the tokens to add may lie: fewer than a tile are added."""
+    return min(spec.tile, ceil_div(num_tokens, int(TOKENS)))
+
+
+def _empty_rows(logits: Tensor, spec: RoundingSpec) -> RoundedRows:
+    num_tokens, num_experts = logits.shape
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    return RoundedRows(
+        scores=new(spec.capacity, dtype=torch.float32),
+        token_of_row=new(spec.capacity),
+        pair_of_row=new(spec.capacity),
+        row_of_pair=new(spec.capacity),
+        pair_start_of_token=new(num_tokens + 1),
+        row_start_of_expert=new(num_experts + 1),
+        pairs_of_expert=new(num_experts),
+        norm=new(num_tokens if spec.score != "sigmoid" else 0, 2, dtype=torch.float32),
+        code_of_pair=new(spec.capacity, dtype=torch.int16),
+    )
+
+
+def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict[str, Tensor | None]:
+    """What the kernels leave for each other."""
+    num_tokens, num_experts = logits.shape
+    num_blocks, num_pairs = ceil_div(num_tokens, int(TOKENS)), num_tokens * experts_per_token
+    found = num_experts * _most_blocks(num_tokens, spec)
+    lengths = {
+        "best": num_blocks * num_experts,
+        "block_bits": num_blocks * num_experts,
+        "pairs_before": num_blocks * num_experts,
+        "token_bits": num_tokens * _words(num_experts) * 2,
+        "pairs_of_block": num_blocks,
+        "real_of_block": num_blocks,
+        "num_real": 1,
+        "programs_done": 1,
+        "chosen_start": num_experts + 1,
+        "list_key": num_pairs,
+        "list_token": num_pairs,
+        "found_blocks": found,
+        "near_key": found * int(TOKENS),
+        "near_token": found * int(TOKENS),
+        "changed": num_experts * spec.tile,
+        "added_row": num_experts * spec.tile,
+    }
+    scratch: dict[str, Tensor | None] = dict(zip(lengths, int32_vectors(logits, *lengths.values()), strict=True))
+    scratch["list_expert"] = torch.empty(num_pairs, dtype=torch.int16, device=logits.device)
+    for name in ("lost", "gained"):
+        is_needed = spec.mode == "nearest_score"
+        scratch[name] = logits.new_empty(num_experts, dtype=torch.float64) if is_needed else None
+    return scratch
+
+
+def _launch(kernel: Any, programs: int, known: dict[str, Any], constants: dict[str, Any], num_warps: int) -> Launch:
+    """With the arguments that ``kernel`` names, of those that are known."""
+    args = {name: known[name] for name in kernel.arg_names if name not in constants}
+    return Launch(kernel, (programs,), args, constants, num_warps=num_warps, num_stages=1)
+
+
+def _counting(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
+    num_experts, experts_per_token = known["num_experts"], known["expert_ids"].shape[1]
+    columns = max(32, power_of_two(num_experts))
+    lanes, words = min(32, columns // 4), columns // 32
+    block_t = max(1, min(int(TOKENS), _KEY_TILE // columns))
+    key_warps = max(1, block_t * columns // (32 * _KEYS_OF_THREAD))
+    rows, columns_of_count = _COUNTS
+    return [
+        _launch(
+            key_kernel,
+            known["num_blocks"],
+            {**known, "tokens_of_block": int(TOKENS)},
+            {
+                "K": experts_per_token,
+                "SOFTMAX": spec.score != "sigmoid",
+                "LANES": lanes,
+                "BLOCK_T": block_t,
+                "CHUNKS": columns // (4 * lanes),
+                "WORDS": words,
+                "WORD_TOKENS": min(int(TOKENS), _WORDS_OF_WARP * key_warps // words),
+            },
+            num_warps=key_warps,
+        ),
+        _launch(
+            count_kernel,
+            ceil_div(num_experts, columns_of_count) + 1,
+            known,
+            {
+                "MODE": "down" if spec.mode == "nearest_score" else spec.mode,
+                "TILE": spec.tile,
+                "BLOCK_E": columns,
+                "ROWS": rows,
+                "COLUMNS": columns_of_count,
+            },
+            num_warps=8,
+        ),
+    ]
+
+
+def _search(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:
+    """Constants of the kernels that look for an expert's threshold."""
+    return {
+        "SOFTMAX": spec.score != "sigmoid",
+        "TILE": spec.tile,
+        "ELEMENTS": _ELEMENTS_OF_WARP * _warps_of_expert(num_experts),
+        "BLOCK_B": _BLOCKS,
+        "NEAR": _NEAR,
+        "BLOCK": _LIST[_warps_of_expert(num_experts)],
+    }
+
+
+def _margin(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:
+    """As `_search`; beside the listed keys there are sums in fp64, so half as many at a time."""
+    constants = _search(num_experts, spec)
+    return {**constants, "BLOCK": constants["BLOCK"] // 2}
+
+
+def _warps_of_expert(num_experts: int) -> int:
+    return 4 if num_experts > _MANY_EXPERTS else 8
+
+
+def _emission(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
+    """The launches that write the rows of every expert, then the pairs of every token."""
+    num_experts, num_tokens = known["num_experts"], known["num_tokens"]
+    words = power_of_two(_words(num_experts))
+    block_t = min(128, max(int(TOKENS), _TOKEN_WORDS // words))
+    return [
+        _launch(row_kernel, num_experts, known, _search(num_experts, spec), num_warps=_warps_of_expert(num_experts)),
+        _launch(
+            token_kernel,
+            ceil_div(num_tokens, block_t),
+            known,
+            {"BLOCK_T": block_t, "WORDS": words, "BLOCK": _SUMS},
+            num_warps=4,
+        ),
+        _launch(
+            pair_kernel,
+            ceil_div(max(spec.capacity, known["num_pairs"], num_experts * spec.tile), _PAIRS),
+            known,
+            {"TILE": spec.tile, "BLOCK": _PAIRS},
+            num_warps=4,
+        ),
+    ]
+
+
+def score_grad(
+    d_scores: Tensor,
+    logits: Tensor,
+    expert_ids: Tensor,
+    token_mask: Tensor | None,
+    norm: Tensor,
+    row_of_pair: Tensor,
+    code_of_pair: Tensor,
+    pair_start_of_token: Tensor,
+    spec: RoundingSpec,
+) -> Tensor:
+    """d_logits (T, E) fp32 from d_scores (R_max,) and what `round_rows` was given and gave."""
+    device_of(logits)
+    launch = score_grad_launch(
+        d_scores.contiguous(),
+        logits.contiguous(),
+        expert_ids,
+        contiguous(token_mask),
+        norm,
+        row_of_pair,
+        code_of_pair,
+        pair_start_of_token,
+        spec,
+    )
+    launch.run()
+    d_logits: Tensor = launch.args["d_logits"]
+    return d_logits
+
+
+def score_grad_launch(
+    d_scores: Tensor,
+    logits: Tensor,
+    expert_ids: Tensor,
+    token_mask: Tensor | None,
+    norm: Tensor,
+    row_of_pair: Tensor,
+    code_of_pair: Tensor,
+    pair_start_of_token: Tensor,
+    spec: RoundingSpec,
+) -> Launch:
+    """The launch behind `score_grad`."""
+    num_tokens, num_experts = logits.shape
+    columns = min(512, max(32, power_of_two(num_experts)))
+    block_t = max(4, 512 // columns)
+    return Launch(
+        grad_kernel,
+        (ceil_div(num_tokens, block_t),),
+        {
+            "d_scores": d_scores,
+            "logits": logits,
+            "expert_ids": expert_ids,
+            "token_mask": token_mask,
+            "norm": norm,
+            "row_of_pair": row_of_pair,
+            "code_of_pair": code_of_pair,
+            "pair_start_of_token": pair_start_of_token,
+            "d_logits": torch.empty_like(logits),
+            "num_tokens": num_tokens,
+            "num_experts": num_experts,
+            "experts_per_token": expert_ids.shape[1],
+            "scale": spec.scale,
+        },
+        {
+            "MODE": spec.score,
+            "NORMALIZE": spec.normalize,
+            "BLOCK_T": block_t,
+            "BLOCK_E": columns,
+            "BLOCK_K": power_of_two(expert_ids.shape[1]),
+            # Few tokens have more pairs than these, which are kept.
+            "PAIRS": min(16, max(4, 2 * power_of_two(expert_ids.shape[1]))),
+            "WHOLE": num_experts <= columns,
+        },
+        num_warps=4 if columns == 512 else 2,
+        num_stages=1,
+    )

@@ -1,0 +1,1 @@
+"""Top-K selection of the router, its scores and their gradients."""

@@ -1,0 +1,203 @@
+"""Top-K selection and its gradient in one kernel each: every logit is read at most once, the chosen ones once more, and
+nothing of size T x E is kept.
+
+T tokens · E experts · K experts per token · C columns of a program's tile: E, padded to powers of two
+
+A tile is a block of tokens times all experts. The best expert is found K times over, as the maximum of integer keys
+that order as the values do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilemoe.kernels.router.triton_kernels import select_grad_kernel, select_kernel
+from tilemoe.runtime.device import device_of
+from tilemoe.runtime.launch import Launch, ceil_div, contiguous, power_of_two
+
+MAX_EXPERTS = 4096
+MAX_EXPERTS_PER_TOKEN = 32
+_WARP = 512  # logits of a warp: 16 a thread leave registers for what is computed of each
+_ZEROS, _MOST_TOKENS = 4096, 128  # that a program writes, and of how many tokens, where most of the gradient is zero
+_PARTIAL_SUMS = 2048  # programs over which the sums for the losses are split
+
+
+class RouterSpec(NamedTuple):
+    """What of a router's configuration the kernels depend on, besides E; ``mode`` is "softmax", "sigmoid" or "late
+    softmax", the one over the kept logits. balance, z: the sums that the two losses need.
+    """
+
+    experts_per_token: int
+    mode: str
+    normalize: bool
+    scale: float
+    num_groups: int
+    top_groups: int
+    balance: bool
+    z: bool
+
+
+def why_unsupported(num_experts: int, experts_per_token: int) -> str | None:
+    """Why these kernels cannot route among so many experts, in a few words; None if they can."""
+    if experts_per_token > MAX_EXPERTS_PER_TOKEN:
+        return f"more than {MAX_EXPERTS_PER_TOKEN} experts per token"
+    if num_experts > MAX_EXPERTS:
+        return f"more than {MAX_EXPERTS} experts"
+    return None
+
+
+def select(
+    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, spec: RouterSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From logits (T, E) fp32, selection_bias (E,) fp32, token_mask (T,) bool:
+
+    scores (T, K) fp32 · expert_ids (T, K) int32, best first, a tie to the lower id, E where the mask is False ·
+    probability_sums (E,): each expert's probability summed over the tokens, (0,) unless ``spec.balance`` · z_sum ():
+    the sum of ``logsumexp(logits)^2``, (0,) unless ``spec.z``. The sums are taken in one order, whatever runs when.
+    """
+    device_of(logits)
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0:
+        empty = logits.new_empty(0, spec.experts_per_token)
+        sums = (logits.new_zeros(num_experts if spec.balance else 0), logits.new_zeros(() if spec.z else 0))
+        return empty, empty.to(torch.int32), *sums
+    launch = select_launch(logits.contiguous(), contiguous(selection_bias), contiguous(token_mask), spec)
+    launch.run()
+    outputs = launch.args
+    probability_sums = outputs["probability_parts"].sum(0) if spec.balance else logits.new_empty(0)
+    z_sum = outputs["z_parts"].sum() if spec.z else logits.new_empty(0)
+    return outputs["scores"], outputs["expert_ids"], probability_sums, z_sum
+
+
+def select_grad(
+    logits: Tensor,
+    expert_ids: Tensor,
+    token_mask: Tensor | None,
+    d_scores: Tensor | None,
+    d_probability_sums: Tensor | None,
+    d_z_sum: Tensor | None,
+    spec: RouterSpec,
+) -> Tensor:
+    """d_logits (T, E) fp32 from the gradients of `select`'s scores and sums, each None for zeros.
+
+    expert_ids: as `select` gave them, K different experts in [0, E) for each token that the mask leaves; not checked.
+    Where nothing is summed over all experts, a logit that was not chosen gets zero, even where others are NaN.
+    """
+    device_of(logits)
+    if logits.shape[0] == 0:
+        return torch.empty_like(logits)
+    launch = select_grad_launch(
+        logits.contiguous(),
+        expert_ids,
+        contiguous(token_mask),
+        contiguous(d_scores),
+        contiguous(d_probability_sums),
+        d_z_sum,
+        spec,
+    )
+    launch.run()
+    d_logits: Tensor = launch.args["d_logits"]
+    return d_logits
+
+
+def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, spec: RouterSpec) -> Launch:
+    """The launch behind `select`, for at least one token; its arguments hold what it writes."""
+    num_tokens, num_experts = logits.shape
+    tile = _tile(num_experts, spec.num_groups)
+    num_programs = ceil_div(num_tokens, tile["BLOCK_T"])
+    if spec.balance or spec.z:
+        num_programs = min(num_programs, _PARTIAL_SUMS)
+    kept = (num_tokens, spec.experts_per_token)
+    return Launch(
+        select_kernel,
+        (num_programs,),
+        {
+            "logits": logits,
+            "selection_bias": selection_bias,
+            "token_mask": token_mask,
+            "expert_ids": torch.empty(kept, dtype=torch.int32, device=logits.device),
+            "scores": logits.new_empty(kept),
+            "probability_parts": logits.new_empty(num_programs, num_experts) if spec.balance else None,
+            "z_parts": logits.new_empty(num_programs) if spec.z else None,
+            "num_tokens": num_tokens,
+        },
+        {
+            "NUM_EXPERTS": num_experts,
+            "K": spec.experts_per_token,
+            "MODE": spec.mode,
+            "NORMALIZE": spec.normalize,
+            "SCALE": spec.scale,
+            "NUM_GROUPS": spec.num_groups,
+            "TOP_GROUPS": spec.top_groups,
+            **tile,
+            # Sorting into lists pays from a few choices on; a list's head holds the place of one of them.
+            "LISTS": 4 <= spec.experts_per_token <= tile["GROUPS"] * tile["GROUP"] // 4,
+        },
+        num_warps=_num_warps(tile["GROUPS"] * tile["GROUP"]),
+        num_stages=1,
+    )
+
+
+def select_grad_launch(
+    logits: Tensor,
+    expert_ids: Tensor,
+    token_mask: Tensor | None,
+    d_scores: Tensor | None,
+    d_probability_sums: Tensor | None,
+    d_z_sum: Tensor | None,
+    spec: RouterSpec,
+) -> Launch:
+    """The launch behind `select_grad`, for at least one token."""
+    num_tokens, num_experts = logits.shape
+    tile = _tile(num_experts, 1)  # which groups were eligible has no gradient
+    columns = tile["GROUP"]
+    dense = spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None
+    if dense:
+        block, num_warps = tile["BLOCK_T"], _num_warps(columns)
+    else:
+        block, num_warps = max(1, min(_MOST_TOKENS, _ZEROS // columns)), 4  # no logit is read but those of the chosen
+    return Launch(
+        select_grad_kernel,
+        (ceil_div(num_tokens, block),),
+        {
+            "logits": logits,
+            "expert_ids": expert_ids,
+            "token_mask": token_mask,
+            "d_scores": d_scores,
+            "d_probability_sums": d_probability_sums,
+            "d_z_sum": d_z_sum,
+            "d_logits": torch.empty_like(logits),
+            "num_tokens": num_tokens,
+        },
+        {
+            "NUM_EXPERTS": num_experts,
+            "K": spec.experts_per_token,
+            "MODE": spec.mode,
+            "NORMALIZE": spec.normalize,
+            "SCALE": spec.scale,
+            "BLOCK_T": block,
+            "COLUMNS": columns,
+            "CHOICES": power_of_two(spec.experts_per_token),
+            "DENSE": dense,
+        },
+        num_warps=num_warps,
+        num_stages=1,
+    )
+
+
+def _padded(num_experts: int, num_groups: int) -> tuple[int, int]:
+    """Groups and experts of a group, as powers of two: at most 8192 columns for `MAX_EXPERTS`."""
+    return power_of_two(num_groups), power_of_two(num_experts // num_groups)
+
+
+def _tile(num_experts: int, num_groups: int) -> dict[str, int]:
+    groups, group = _padded(num_experts, num_groups)
+    return {"BLOCK_T": max(1, _WARP // (groups * group)), "GROUPS": groups, "GROUP": group}
+
+
+def _num_warps(columns: int) -> int:
+    """One warp where its registers hold the experts: its K maxima then need no shared memory and no barrier."""
+    return 1 if columns <= 2 * _WARP else min(16, columns // _WARP)

@@ -1,0 +1,81 @@
+"""The router's share of dx, added to the experts' in the product that makes it: one reading and one writing of dx,
+where a product and then a sum take two of each.
+
+T tokens · d hidden_size · E experts
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilemoe.kernels.experts.triton.descriptors import can_describe_rows
+from tilemoe.runtime.device import device_of
+from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
+
+# Small enough for several programs a multiprocessor: it is bound by memory (measured on an H200).
+_BLOCK_M, _BLOCK_N = 128, 128
+_LEAST_STEP, _LARGEST_STEP = 16, 64
+
+
+def why_unsupported(d_logits: Tensor, weight: Tensor, dx: Tensor) -> str | None:
+    """Why `input_grad` cannot take these operands, d a multiple of 8, in a few words; None if it can."""
+    return None if can_describe_rows(device_of(dx), d_logits, weight, dx) else "TMA does not reach the operands"
+
+
+def input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
+    """``dx + d_logits weight``, (T, d), from d_logits (T, E), weight (E, d), dx (T, d), all of one 16-bit dtype.
+
+    Sums are taken in fp32 and rounded once.
+    """
+    launch, out = input_grad_launch(d_logits, weight, dx)
+    launch.run()
+    return out
+
+
+def input_grad_launch(d_logits: Tensor, weight: Tensor, dx: Tensor) -> tuple[Launch, Tensor]:
+    """The launch behind `input_grad`, for operands that it supports, and what it writes."""
+    (num_tokens, num_experts), d = d_logits.shape, weight.shape[1]
+    out = dx.new_empty(num_tokens, d)
+    step = max(_LEAST_STEP, min(_LARGEST_STEP, power_of_two(num_experts)))
+    launch = Launch(
+        input_grad_kernel,
+        (ceil_div(num_tokens, _BLOCK_M) * ceil_div(d, _BLOCK_N),),
+        {
+            "out": TensorDescriptor.from_tensor(out, [_BLOCK_M, _BLOCK_N]),
+            "dx": TensorDescriptor.from_tensor(dx, [_BLOCK_M, _BLOCK_N]),
+            "d_logits": TensorDescriptor.from_tensor(d_logits, [_BLOCK_M, step]),
+            "weight": TensorDescriptor.from_tensor(weight, [step, _BLOCK_N]),
+            "column_tiles": ceil_div(d, _BLOCK_N),
+        },
+        {"NUM_EXPERTS": num_experts, "BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "BLOCK_K": step},
+        num_warps=4,
+        num_stages=2,
+    )
+    return launch, out
+
+
+@triton.jit
+def input_grad_kernel(
+    out,
+    dx,
+    d_logits,
+    weight,
+    column_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile; all operands are descriptors. The tiles of the same tokens are neighbours: they share d_logits."""
+    token = (tl.program_id(0) // column_tiles) * BLOCK_M
+    col = (tl.program_id(0) % column_tiles) * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, NUM_EXPERTS, BLOCK_K):
+        acc = tl.dot(d_logits.load([token, k]), weight.load([k, col]), acc)
+    # Not before the products: its registers would cost more programs than the wait does.
+    acc += dx.load([token, col]).to(tl.float32)
+    out.store([token, col], acc.to(out.dtype))

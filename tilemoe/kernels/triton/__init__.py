@@ -1,1 +1,0 @@
-"""The KernelSet in Triton: any GPU that Triton compiles for, with TMA where the GPU has it."""

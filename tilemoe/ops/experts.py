@@ -1,0 +1,336 @@
+"""The expert MLP as operators: the forward F1 to F3, and B1 to B5 of its backward, over any backend.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+
+x, do, dx (T, d) · w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) · b2 (E, d) · s scores, flat · h, dh (R_max, w) ·
+a, a_scaled (R_max, n) · o (T, d)
+
+Paper (arXiv 2512.14080), section 3: with ``da' = do w2`` the score's gradient is ``ds = <da', a>``, so neither y nor
+the gathered x has to be saved. Saved: x, h, the scores and the plan's indices (and the weights, which are alive
+anyway). The backward is several operators and not one, so that h can be freed between them.
+
+Every operator ends with the arguments plan, spec and backend. Each call begins with a plan from which nothing is
+derived: the lists of tiles that kernels keep in it hold a counter, which two calls at the same time must not share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.base import Backend, compute_dtype, empty_weight_grad, is_column_major
+from tilemoe.kernels.experts.memory import backward_slices, forward_slices, inference_slices, shape_of
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.ops.out_of_memory import advise
+from tilemoe.plan import RoutingPlan, plan_of
+from tilemoe.runtime.operator import Arguments, Operator
+
+_NUM_ARRAYS = 5  # of a plan
+_ONCE = (
+    "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
+    "higher derivatives, or take the first gradient without create_graph=True."
+)
+
+
+class RoutedArguments(Arguments):
+    """(..., plan, spec, backend), of which the dots are plain. In schemas the last two are one string: PyTorch's work
+    for an operator grows with the square of its arguments.
+    """
+
+    schema = (
+        "Tensor token_of_row, Tensor pair_of_row, Tensor row_of_pair, Tensor? pair_start_of_token, "
+        "Tensor row_start_of_expert, SymInt num_tokens, str options"
+    )
+
+    def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        plan = args[-3]
+        return (*args[:-3], *plan.arrays, plan.num_tokens, *args[-2:])
+
+    def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        *given, plan, spec, backend = args
+        name = type(backend).name  # of the class, which torch.compile takes for a constant
+        options = f"{spec.name} {spec.gate_up} {spec.limit!r} {spec.alpha!r} {name}"
+        return (*given, *plan.arrays, plan.num_tokens, options)
+
+    def unflatten(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        *given, num_tokens, options = flat
+        plan = plan_of(tuple(given[-_NUM_ARRAYS:]), num_tokens)
+        spec, name = _parsed(options)
+        return (*given[:-_NUM_ARRAYS], plan, spec, backend_named(name))
+
+
+@lru_cache
+def _parsed(options: str) -> tuple[ActivationSpec, str]:
+    name, gate_up, limit, alpha, backend = options.split(" ")
+    return ActivationSpec(name, gate_up, float(limit), float(alpha)), backend
+
+
+ROUTED = RoutedArguments()
+
+
+def routed_operator(name: str, args: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Operator:
+    """``tilemoe::name(args, plan, spec, backend) -> returns``, which says what to do when the GPU's memory is full."""
+    return Operator(name, run, f"({args}, {ROUTED.schema}) -> {returns}", fake, ROUTED, advise)
+
+
+def without_derived(plan: RoutingPlan) -> RoutingPlan:
+    return plan_of(plan.arrays, plan.num_tokens)
+
+
+def moe_forward(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    s: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    keep_h: bool,
+    plan: RoutingPlan,
+    spec: ActivationSpec,
+    backend: Backend,
+) -> tuple[Tensor, Tensor | None]:
+    """(o, h), h None unless it is kept; the largest transient, y (R_max, d), exists a slice of d at a time."""
+    plan = without_derived(plan)
+    shape = shape_of(x, w2.shape[1], w2.shape[2], plan, spec)
+    h: Tensor | None = None
+    if keep_h:  # F1
+        a, h = backend.up_proj_act(x, w1, b1, plan, spec)
+        down_proj, slices = backend.down_proj, forward_slices(shape)
+    else:
+        a = backend.up_proj_act_inference(x, w1, b1, plan, spec)
+        down_proj, slices = backend.down_proj_inference, inference_slices(shape)
+    o: Tensor | None = None
+    for columns in slices:
+        y = down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)  # F2
+        if columns is slices[-1]:
+            del a  # before o is made, where there is one slice
+        o = x.new_empty(x.shape[0], w2.shape[1]) if o is None else o
+        backend.combine(y, s, plan, o[:, columns])  # F3
+        del y  # not to be alive beside the next slice
+    assert o is not None, "d is at least 1"
+    return o, h
+
+
+def _moe_fake(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    s: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    keep_h: bool,
+    plan: RoutingPlan,
+    *_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    h = x.new_empty(plan.capacity, w1.shape[1]) if keep_h else None
+    return x.new_empty(x.shape[0], w2.shape[1]), h
+
+
+def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+    x, w1, w2, s, b1, b2, keep_h, plan, ctx.spec, ctx.backend = args
+    h = output[1]
+    if h is not None:
+        ctx.mark_non_differentiable(h)
+    ctx.set_materialize_grads(False)
+    ctx.num_tokens = plan.num_tokens
+    ctx.save_for_backward(x, w1, w2, s, b1, b2, h if keep_h else None, *plan.arrays)
+
+
+def moe_backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ...]:
+    """B1 to B5, each step only if something asks for its result; h is given back as soon as B1 has read it."""
+    need_x, need_w1, need_w2, need_s, need_b1, need_b2 = ctx.needs_input_grad[:6]
+    if do is None:
+        return (None,) * 6
+    do = do.contiguous()
+    x, w1, w2, s, b1, b2, h, *arrays = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        do = _DependentOnInputs.apply(do, x, w1, w2, s, b1, b2)
+    routed = (plan_of(tuple(arrays), ctx.num_tokens), ctx.spec, ctx.backend)
+    dx = dw1 = dw2 = ds = db1 = db2 = None
+    if need_b2:
+        db2 = down_proj_bias_grad(do, s, *routed).to(b2.dtype)
+    if need_x or need_w1 or need_w2 or need_s or need_b1:
+        if h is None:
+            h = up_proj(x, w1, b1, *routed)
+        dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # B1
+        del h
+        ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
+        if need_w2:
+            dw2 = down_proj_wgrad(do, a_scaled, is_column_major(w2), *routed)  # B2
+        del a_scaled
+        if need_b1:
+            db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)
+        if need_x:  # before dw1: dx_rows is alive beside every gradient made so far
+            dx = up_proj_input_grad(dh, w1, *routed)  # B3 and B5
+            _announce(ctx, dx, ds if need_s else None)
+        if need_w1:
+            dw1 = up_proj_wgrad(x, dh, is_column_major(w1), *routed)  # B4
+    return dx, dw1, dw2, ds if need_s else None, db1, db2
+
+
+def _announce(ctx: Any, dx: Tensor, ds: Tensor | None) -> None:
+    """Say that the gradients of x and, if it is wanted, of s are made to the node that made x, if it asks: it may send
+    them away beside the weights' GEMMs.
+
+    The node gets them from autograd all the same, and something else where they have other uses or a hook.
+    """
+    node, _ = ctx.next_functions[0]
+    are_made = getattr(node, "input_grads_are_made", None)
+    if are_made is not None:
+        are_made(dx, ds)
+
+
+class _DependentOnInputs(torch.autograd.Function):
+    """The output's gradient, made to depend on the inputs: h, which does, is saved without a graph.
+
+    So no gradient can be differentiated: with frozen weights, dx would pass for a constant in a second derivative.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, do: Tensor, *inputs: Tensor | None) -> Tensor:
+        return do.view_as(do)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        raise RuntimeError(_ONCE)
+
+
+def _up_proj(
+    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
+) -> Tensor:
+    """h, once more."""
+    return backend.up_proj_act(x, w1, b1, without_derived(plan), spec)[1]
+
+
+def _up_proj_fake(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, *_: Any) -> Tensor:
+    return x.new_empty(plan.capacity, w1.shape[1])
+
+
+def _down_proj_dgrad_dact(
+    do: Tensor,
+    w2: Tensor,
+    b2: Tensor | None,
+    h: Tensor,
+    s: Tensor,
+    plan: RoutingPlan,
+    spec: ActivationSpec,
+    backend: Backend,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """B1: (dh, ds, a_scaled)."""
+    return backend.down_proj_dgrad_dact(do, w2, b2, h, s, without_derived(plan), spec)
+
+
+def _down_proj_dgrad_dact_fake(
+    do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2])
+
+
+def _down_proj_wgrad(
+    do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
+) -> Tensor:
+    """B2: dw2."""
+    return backend.down_proj_wgrad(do, a_scaled, without_derived(plan), column_major)
+
+
+def _down_proj_wgrad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
+    return empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
+
+
+def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+    """B3 and B5: dx; dx_rows (R_max, d) exists a slice of d at a time."""
+    plan = without_derived(plan)
+    d, n = w1.shape[2], w1.shape[1] // spec.width_factor
+    dx = dh.new_empty(plan.num_tokens, d)
+    for columns in backward_slices(shape_of(dh, d, n, plan, spec)):
+        dx_rows = backend.up_proj_dgrad(dh, w1[:, :, columns], plan)
+        backend.combine_grad(dx_rows, plan, dx[:, columns])
+        del dx_rows
+    return dx
+
+
+def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
+    return dh.new_empty(plan.num_tokens, w1.shape[2])
+
+
+def _up_proj_wgrad(
+    x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
+) -> Tensor:
+    """B4: dw1."""
+    return backend.up_proj_wgrad(x, dh, without_derived(plan), column_major)
+
+
+def _up_proj_wgrad_fake(x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, *_: Any) -> Tensor:
+    return empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
+
+
+def _down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+    """db2 in the scores' dtype."""
+    return backend.down_proj_bias_grad(do, s, without_derived(plan))
+
+
+def _down_proj_bias_grad_fake(do: Tensor, s: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
+    return s.new_empty(plan.num_experts, do.shape[1])
+
+
+def _up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+    """db1 in the compute dtype."""
+    return backend.up_proj_bias_grad(dh, without_derived(plan))
+
+
+def _up_proj_bias_grad_fake(dh: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
+    return dh.new_empty(plan.num_experts, dh.shape[1], dtype=compute_dtype(dh.dtype))
+
+
+moe = routed_operator(
+    "moe",
+    "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, bool keep_h",
+    "(Tensor, Tensor)",
+    moe_forward,
+    _moe_fake,
+)
+up_proj = routed_operator("up_proj", "Tensor x, Tensor w1, Tensor? b1", "Tensor", _up_proj, _up_proj_fake)
+down_proj_dgrad_dact = routed_operator(
+    "down_proj_dgrad_dact",
+    "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
+    "(Tensor, Tensor, Tensor)",
+    _down_proj_dgrad_dact,
+    _down_proj_dgrad_dact_fake,
+)
+down_proj_wgrad = routed_operator(
+    "down_proj_wgrad",
+    "Tensor do, Tensor a_scaled, bool column_major",
+    "Tensor",
+    _down_proj_wgrad,
+    _down_proj_wgrad_fake,
+)
+up_proj_input_grad = routed_operator(
+    "up_proj_input_grad", "Tensor dh, Tensor w1", "Tensor", _up_proj_input_grad, _up_proj_input_grad_fake
+)
+up_proj_wgrad = routed_operator(
+    "up_proj_wgrad", "Tensor x, Tensor dh, bool column_major", "Tensor", _up_proj_wgrad, _up_proj_wgrad_fake
+)
+down_proj_bias_grad = routed_operator(
+    "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake
+)
+up_proj_bias_grad = routed_operator(
+    "up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake
+)
+
+BACKWARD_OPS = (
+    up_proj,
+    down_proj_dgrad_dact,
+    down_proj_wgrad,
+    up_proj_input_grad,
+    up_proj_wgrad,
+    down_proj_bias_grad,
+    up_proj_bias_grad,
+)
+moe.register_autograd(moe_backward, _save)
+for _operator in BACKWARD_OPS:
+    _operator.refuse_autograd(_ONCE)

@@ -1,0 +1,60 @@
+"""What a user is told when an operator's tensors do not fit the GPU.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, shape_of
+from tilemoe.plan import RoutingPlan
+from tilemoe.shape import MoEShape
+
+_MIB, _GIB = 1 << 20, 1 << 30
+# Which operand has the size, in which dimension: the first that is there.
+_D = {"w2": 1, "w1": 2, "do": 1, "x": 1}
+_N = {"w2": 2, "a_scaled": 1}
+_W = {"w1": 1, "dh": 1}
+
+
+def advise(name: str, found: str, arguments: dict[str, Any]) -> str:
+    """`out_of_memory_message` of an operator whose arguments, by name, end with plan, spec and backend."""
+    plan: RoutingPlan = arguments["plan"]
+    spec: ActivationSpec = arguments["spec"]
+    d, n, w = (_size_of(arguments, places) for places in (_D, _N, _W))
+    n = w // spec.width_factor if n is None and w is not None else n
+    shape = None
+    if d is not None and n is not None:
+        shape = shape_of(next(iter(arguments.values())), d, n, plan, spec)
+    return out_of_memory_message("forward" if name == "moe" else name, found, shape)
+
+
+def _size_of(arguments: dict[str, Any], places: dict[str, int]) -> int | None:
+    return next((arguments[name].shape[dim] for name, dim in places.items() if name in arguments), None)
+
+
+def out_of_memory_message(step: str, found: str, shape: MoEShape | None) -> str:
+    """One line: the step, what PyTorch's message ``found`` says of the GPU, the layer's need, and what to change.
+
+    ``shape`` is None where the step's operands do not tell the sizes.
+    """
+    sentences = found.strip().splitlines()[0].split(". ") if found.strip() else ["out of memory"]
+    reason = ". ".join(sentences[:3]).rstrip(".")  # whatever follows is about the allocator
+    need = "" if shape is None else f" {_need(shape)}"
+    advice = "Pass fewer tokens per call, or recompute='up_proj', which keeps no pre-activations."
+    return f"tilemoe.moe, {step}: {reason}.{need} {advice}"
+
+
+def _need(shape: MoEShape) -> str:
+    sizes = (
+        f"{shape.num_tokens} tokens in {shape.num_rows} rows, hidden_size {shape.hidden_size}, "
+        f"intermediate_size {shape.intermediate_size} and {shape.num_experts} experts"
+    )
+    forward, backward = _size(forward_peak_bytes(shape)), _size(backward_peak_bytes(shape))
+    return f"With {sizes} it takes {forward} in forward and {backward} in backward, gradients included."
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.2f} MiB"

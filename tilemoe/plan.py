@@ -1,0 +1,109 @@
+"""RoutingPlan: the indices that say which rows each expert computes. A leaf: it imports nothing of the package.
+
+T tokens · E experts · P (token, expert) pairs, token-major · R routed rows, expert-major · R_max their static capacity
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Bits of RoutingPlan.error_bits, set on the device where reading a value back would stall it.
+NEGATIVE_EXPERT = 1
+TOKEN_OUT_OF_RANGE = 2
+
+# Key of `RoutingPlan.derived`: the counts, where the plan's builder has made them anyway.
+ROWS_PER_EXPERT = "rows_per_expert"
+
+_MESSAGES = {
+    NEGATIVE_EXPERT: "expert ids must be >= 0 (an id >= num_experts is skipped as a sentinel); found a negative id",
+    TOKEN_OUT_OF_RANGE: "token ids must lie in [0, num_tokens); found one out of range",
+}
+
+PlanArrays = tuple[Tensor, Tensor, Tensor, "Tensor | None", Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingPlan:
+    """Index arrays of one routing, int32, on one device; ``<value>_of_<index>`` names what is looked up by what.
+
+    token_of_row (R_max)           token whose activations the row reads
+    pair_of_row (R_max)            position of the row's pair in the caller's ids: ``scores.flatten()[pair_of_row]``
+    row_of_pair (P)                token-major; -1 for a pair skipped because its id is a sentinel (>= E)
+    pair_start_of_token (T+1)      slices row_of_pair by token; None when every token has exactly P/T pairs
+    row_start_of_expert (E+1)      slices the rows by expert; its last element is R, which stays on the device
+    error_bits ()                  what `check` reports; 0 when every id was in range, None when nothing was recorded
+    derived                        what kernels have worked out from these arrays, to be used again with this plan
+
+    Rows are sorted by expert, stable in token. Entries of the row arrays past R are 0 and are never used.
+    """
+
+    token_of_row: Tensor
+    pair_of_row: Tensor
+    row_of_pair: Tensor
+    pair_start_of_token: Tensor | None
+    row_start_of_expert: Tensor
+    num_experts: int
+    num_tokens: int
+    error_bits: Tensor | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def capacity(self) -> int:
+        """R_max: the static number of rows that buffers are sized for."""
+        return self.token_of_row.shape[0]
+
+    @property
+    def num_pairs(self) -> int:
+        return self.row_of_pair.shape[0]
+
+    @property
+    def arrays(self) -> PlanArrays:
+        """All that the plan is made of, but for the number of tokens."""
+        return (
+            self.token_of_row,
+            self.pair_of_row,
+            self.row_of_pair,
+            self.pair_start_of_token,
+            self.row_start_of_expert,
+        )
+
+    @property
+    def rows_per_expert(self) -> Tensor:
+        """(E) int32 rows really computed by each expert."""
+        counts: Tensor | None = self.derived.get(ROWS_PER_EXPERT)
+        return torch.diff(self.row_start_of_expert) if counts is None else counts
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_of_row.device
+
+    def check(self) -> None:
+        """Read the error record back (a host sync on a GPU) and raise ValueError if an id was out of range."""
+        if self.error_bits is not None:
+            raise_for_bits(int(self.error_bits))
+
+
+def plan_of(arrays: PlanArrays, num_tokens: int) -> RoutingPlan:
+    """The plan of `RoutingPlan.arrays`, from which nothing is derived yet."""
+    row_start_of_expert = arrays[-1]
+    return RoutingPlan(*arrays, row_start_of_expert.shape[0] - 1, num_tokens)
+
+
+def experts_of_rows(row_start_of_expert: Tensor, rows: Tensor) -> Tensor:
+    """The expert that each of ``rows`` belongs to, int64: E past the last one's rows, -1 for negative ones.
+
+    Of the whole table (E+1,), not of what follows its first entry: torch.searchsorted, compiled by torch.compile for
+    CUDA, would look such a view up from where its storage begins (seen with 2.11).
+    """
+    return torch.searchsorted(row_start_of_expert, rows, right=True) - 1
+
+
+def raise_for_bits(bits: int) -> None:
+    """ValueError for the lowest error bit set in ``bits``; nothing for 0."""
+    for bit, message in _MESSAGES.items():
+        if bits & bit:
+            raise ValueError(message)

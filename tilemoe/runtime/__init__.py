@@ -1,0 +1,1 @@
+"""How operators are registered, launched, traced and repeated. Knows nothing of mixtures of experts."""

@@ -1,0 +1,75 @@
+"""What a GPU offers to one program of a kernel, and whether Triton's kernels run on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from tilemoe.runtime.tracing import constant_when_traced
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a GPU offers to one program. ``capability``: 10 * major + minor, 0 for other makes than NVIDIA.
+
+    ``interpreted``: Triton's interpreter plays this GPU on a CPU; it gets the smallest tiles.
+    """
+
+    capability: int
+    shared_bytes: int
+    multiprocessors: int
+    interpreted: bool = False
+
+    @property
+    def has_tma(self) -> bool:
+        return self.capability >= 90
+
+
+_INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
+
+
+def device_of(t: Tensor) -> Device:
+    """What the GPU that holds ``t`` offers. ValueError where Triton cannot run there."""
+    if t.device.type == "cuda":
+        return gpu(t.device.index)
+    if t.device.type == "cpu":
+        from triton import knobs  # only kernels ask, which have imported it
+
+        if knobs.runtime.interpret:
+            return _INTERPRETER
+    raise ValueError(f"kernels 'triton' need a GPU but x is on {t.device}; move x to one or pass kernels='torch'")
+
+
+@cache
+def gpu(index: int) -> Device:
+    """What the GPU of this index offers."""
+    properties = torch.cuda.get_device_properties(index)
+    capability = 10 * properties.major + properties.minor if torch.version.hip is None else 0
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Device(capability, shared, properties.multi_processor_count)
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@constant_when_traced
+def why_no_triton(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on ``device``, in a few words; None if they do."""
+    return _known_why_no_triton(device)
+
+
+@cache  # asked by every forward, and the answer takes a look at the GPU
+def _known_why_no_triton(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"Triton does not run on {device.type}"
+    if not has_triton():
+        return "Triton is not installed"
+    if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the Triton kernels need compute capability 8.0"
+    return None

@@ -1,0 +1,80 @@
+"""What operators launched for operands of a layout, to be repeated: see `tilemoe.runtime.launch_trace`."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.runtime.device import has_triton
+
+if TYPE_CHECKING:
+    from tilemoe.runtime.launch_trace import LaunchTrace, LaunchTracer
+
+MAX_LAYOUTS = 256  # of one operator; beyond, it forgets the oldest, which are recorded again if they are still in use
+_UNKNOWN = object()
+
+
+class LaunchCache:
+    """Of one operator. A layout that is seen for the second time is recorded, and repeated from then on: lengths that
+    vary from call to call are not worth the recording.
+    """
+
+    def __init__(self) -> None:
+        # Layouts of the operands to a recording; False where they were seen once, None where it cannot be repeated.
+        self.known: dict[Any, LaunchTrace | bool | None] = {}
+
+    def look_up(self, operands: tuple[Any, ...]) -> tuple[LaunchTrace | None, LaunchTracer | None]:
+        """What to repeat; or what is to watch the call and then to keep its output; or neither.
+
+        ``operands``: a tensor, then all other tensors and all else that launches depend on.
+        """
+        first = operands[0]
+        if not is_replayable(first):
+            return None, None
+        traces = _launch_trace()
+        layouts = (
+            first.device,
+            *[traces.layout(operand) if isinstance(operand, Tensor) else operand for operand in operands],
+            _precision(first.dtype),
+        )
+        known: Any = self.known.get(layouts, _UNKNOWN)  # asked once: another thread may forget it
+        if known is _UNKNOWN:
+            if len(self.known) >= MAX_LAYOUTS:
+                for oldest in tuple(self.known)[:1]:  # none, where other threads have forgotten all
+                    self.known.pop(oldest, None)
+            self.known[layouts] = False
+            return None, None
+        if known is None or traces.is_hooked():
+            return None, None
+        if known is not False:
+            return known, None
+        return None, traces.LaunchTracer(operands, partial(self.known.__setitem__, layouts))
+
+
+def is_replayable(first: Tensor) -> bool:
+    """Whether launches for this operand start on the current device, and nobody watches what is allocated for them.
+
+    Not on AMD's GPUs, whose kernels also depend on the size of the memory that a tensor is part of.
+    """
+    return (
+        first.is_cuda
+        and torch.version.hip is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and first.device.index == torch.cuda.current_device()
+        and has_triton()
+    )
+
+
+@cache
+def _launch_trace() -> Any:
+    from tilemoe.runtime import launch_trace  # not on every machine
+
+    return launch_trace
+
+
+def _precision(dtype: torch.dtype) -> Any:
+    """How fp32 is multiplied, where there is any."""
+    return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else None

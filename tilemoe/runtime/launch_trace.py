@@ -1,0 +1,353 @@
+"""Recordings of an operator's launches: what the host decides for one layout of the operands is decided once.
+
+Choosing a kernel, describing its operands and binding its arguments takes the host longer than a small layer takes the
+GPU. All of it follows from shapes, strides, dtypes and alignments. So the `LaunchTracer` watches one call, and the
+`LaunchTrace` does the same for other operands of the same layout: it allocates, launches and frees in the same order.
+Unlike a CUDA graph, it keeps no memory and holds no address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_map_only
+
+from tilemoe.runtime.c_launcher import Direct, Encoded, direct
+
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+_ZEROS = (_aten.zeros, _aten.zeros_like, _aten.new_zeros)
+
+
+@dataclass(frozen=True)  # a tuple would be a branch of a pytree, not a leaf
+class _Slot:
+    """Which of a recording's tensors: the operands' come first, then what is made, in order."""
+
+    number: int
+
+
+class _Address(NamedTuple):
+    """What a tensor descriptor asks of its base."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Descriptor(NamedTuple):
+    """A tensor descriptor of a base that is yet to come: its class, and its fields but for the base."""
+
+    kind: type
+    fields: dict[str, Any]
+
+    def __call__(self, address: int) -> Any:
+        descriptor: Any = object.__new__(self.kind)  # whose checks have been made
+        descriptor.__dict__ = {**self.fields, "base": _Address(address)}
+        return descriptor
+
+
+class _Made(NamedTuple):
+    """An allocation."""
+
+    slot: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    zeros: bool
+
+    def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+        tensors[self.slot] = made.zero_() if self.zeros else made
+        pointers[self.slot] = made.data_ptr()
+
+
+class _Launched(NamedTuple):
+    """A launch. ``args`` by position; pointers and descriptors are set in them: (position, slot, offset in bytes)."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    args: list[Any]
+    pointers: list[tuple[int, int, int]]
+    descriptors: list[tuple[int, int, int, _Descriptor]]
+
+    def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
+        args = self.args.copy()
+        for position, slot, offset in self.pointers:
+            args[position] = pointers[slot] + offset
+        for position, slot, offset, descriptor in self.descriptors:
+            args[position] = descriptor(pointers[slot] + offset)
+        kernel = self.kernel
+        # The last three before the arguments are for hooks, and nobody has set one.
+        kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *args)
+
+
+class _LaunchedDirectly(NamedTuple):
+    """As `_Launched`, where `tilemoe.runtime.c_launcher` knows how."""
+
+    launch: Callable[..., None]
+    grid: tuple[int, int, int]
+    fixed: tuple[Any, ...]
+    args: list[Any]
+    pointers: list[tuple[int, int, int]]
+    descriptors: list[tuple[int, int, int, Encoded]]
+
+    def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
+        args = self.args.copy()
+        for position, slot, offset in self.pointers:
+            args[position] = pointers[slot] + offset
+        for position, slot, offset, encoded in self.descriptors:
+            args[position] = encoded.at(pointers[slot] + offset)
+        self.launch(*self.grid, stream, *self.fixed, *args)
+
+
+class _Called(NamedTuple):
+    """An operator of PyTorch's, of whole tensors, with one result."""
+
+    slot: int
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
+        args, kwargs = tree_map_only(_Slot, lambda slot: tensors[slot.number], (self.args, self.kwargs))
+        tensors[self.slot] = result = self.func(*args, **kwargs)
+        pointers[self.slot] = result.data_ptr()
+
+
+class _Freed(NamedTuple):
+    """The end of what the steps after it do not use."""
+
+    slots: list[int]
+
+    def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
+        for slot in self.slots:
+            tensors[slot] = None
+
+
+class LaunchTrace(NamedTuple):
+    """The steps of one call of an operator. ``results``: the slots of what it returns, alone or as a tuple."""
+
+    device: torch.device
+    operands: list[int]  # positions of the tensors among the arguments
+    num_slots: int
+    steps: list[Any]
+    results: int | tuple[int | None, ...]
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        """What the operator returns for arguments of the recorded layout, on the current stream."""
+        tensors: list[Any] = [args[position] for position in self.operands]
+        pointers = [operand.data_ptr() for operand in tensors]
+        more = self.num_slots - len(tensors)
+        tensors += [None] * more
+        pointers += [0] * more
+        device = self.device
+        stream = triton.runtime.driver.active.get_current_stream(device.index)
+        for step in self.steps:
+            step(tensors, pointers, device, stream)
+        if isinstance(self.results, int):
+            return tensors[self.results]
+        return tuple([None if slot is None else tensors[slot] for slot in self.results])
+
+
+class LaunchTracer(TorchDispatchMode):
+    """Watches one call. What cannot be repeated spoils the recording, not the call: ``problem`` says what it was.
+
+    ``store`` is given the recording, or None.
+    """
+
+    def __init__(self, args: tuple[Any, ...], store: Callable[[LaunchTrace | None], None] = lambda trace: None) -> None:
+        super().__init__()
+        self._store = store
+        self.problem: str | None = None
+        self._operands = [position for position, arg in enumerate(args) if isinstance(arg, Tensor)]
+        tensors = [args[position] for position in self._operands]
+        self._device = tensors[0].device
+        self._steps: list[Any] = []
+        # First and last address, and layout, of each tensor in use; later ones may take the memory of earlier ones.
+        self._ranges = [_range(tensor) for tensor in tensors]
+        self._layouts = [layout(tensor) for tensor in tensors]
+        self._alive = set(range(len(tensors)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            # Without autograd's keys, as in inference mode, `contiguous` and its like come whole: a view or a copy.
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in _EMPTY or packet in _ZEROS:
+            size, stride, dtype = tuple(result.shape), result.stride(), result.dtype
+            self._steps.append(_Made(self._add(result), size, stride, dtype, packet in _ZEROS))
+        elif not func.is_view:
+            self._call(func, args, kwargs or {}, result)
+        return result
+
+    def launched(self, kernel: Any, grid: tuple[int, ...], args: list[Any]) -> None:
+        """A launch of the compiled ``kernel``, which `tilemoe.runtime.launch.Launch` reports."""
+        metadata = kernel.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            self.problem = f"{metadata.name} asks Triton for memory"
+        template: list[Any] = list(args)
+        pointers, descriptors = [], []
+        for position, arg in enumerate(args):
+            if isinstance(arg, Tensor):
+                template[position] = None
+                if arg.data_ptr() != 0:
+                    pointers.append((position, *self._find(arg)))
+            elif hasattr(arg, "base"):
+                template[position] = None
+                fields = {name: value for name, value in vars(arg).items() if name != "base"}
+                descriptors.append((position, *self._find(arg.base), _Descriptor(type(arg), fields)))
+        x, y, z = (*grid, 1, 1)[:3]
+        step = _Launched(kernel, (x, y, z), template, pointers, descriptors)
+        how = direct(kernel)
+        self._steps.append(step if how is None or len(how.metadata) != len(descriptors) else _directly(step, how))
+
+    def spoil(self, problem: str) -> None:
+        """The call does what cannot be repeated."""
+        self.problem = problem
+
+    def keep(self, results: Any) -> None:
+        """Store the recording of a call that returned ``results``."""
+        self._store(self.finish(results))
+
+    def finish(self, results: Any) -> LaunchTrace | None:
+        """The recording of a call that returned ``results``; None if it was spoiled."""
+        is_one = isinstance(results, Tensor)
+        slots: list[int | None] = []
+        for result in (results,) if is_one else results:
+            slots.append(None if result is None else self._whole(result, slots))
+        made = [slot for slot in slots if slot is not None]
+        if self.problem is not None or min(made) < len(self._operands):
+            return None
+        steps = _with_frees(self._steps, len(self._operands), made)
+        num_slots = len(self._ranges)
+        return LaunchTrace(self._device, self._operands, num_slots, steps, made[0] if is_one else tuple(slots))
+
+    def _add(self, tensor: Tensor) -> int:
+        """A slot for a new tensor; those whose memory it has are gone."""
+        first, last = _range(tensor)
+        if tensor.device != self._device:
+            self.problem = f"a tensor is made on {tensor.device}"
+        self._alive = {slot for slot in self._alive if not self._overlaps(slot, first, last)}
+        self._ranges.append((first, last))
+        self._layouts.append(layout(tensor))
+        self._alive.add(len(self._ranges) - 1)
+        return len(self._ranges) - 1
+
+    def _overlaps(self, slot: int, first: int, last: int) -> bool:
+        return self._ranges[slot][0] < last and first < self._ranges[slot][1]
+
+    def _find(self, tensor: Tensor) -> tuple[int, int]:
+        """(slot, offset in bytes) of what ``tensor`` is a part of."""
+        first, last = _range(tensor)
+        slots = [slot for slot in self._alive if self._overlaps(slot, first, last)]
+        if len(slots) != 1 or first < self._ranges[slots[0]][0] or last > self._ranges[slots[0]][1]:
+            self.problem = "an argument is a part of no operand, or of several that overlap"
+            return 0, 0
+        return slots[0], first - self._ranges[slots[0]][0]
+
+    def _whole(self, tensor: Tensor, but: Sequence[int | None] = ()) -> int:
+        """The slot whose tensor this is, to the last element, none of ``but``; -1 if there is none."""
+        first = tensor.data_ptr()
+        slots = [slot for slot in self._alive if self._ranges[slot][0] == first and slot not in but]
+        slots = [slot for slot in slots if self._layouts[slot] == layout(tensor)]
+        # Of several without elements, any is as good.
+        return -1 if not slots or (len(slots) > 1 and tensor.numel()) else max(slots)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator that computes: repeated as it is where its operands are whole tensors."""
+        unknown: list[Any] = []
+
+        def slot_of(tensor: Tensor) -> Any:
+            slot = self._whole(tensor)
+            unknown.extend((tensor,) if slot < 0 else ())
+            return _Slot(slot)
+
+        given = tree_map_only(Tensor, slot_of, (args, kwargs))
+        is_fixed = isinstance(result, Tensor) and torch.Tag.dynamic_output_shape not in func.tags
+        if unknown or not is_fixed or func._schema.is_mutable:
+            self.problem = f"{func} of a part of a tensor, in place, or of a shape that values decide"
+            return
+        self._steps.append(_Called(self._add(result), func, *given))
+
+
+def _directly(step: _Launched, how: Direct) -> _LaunchedDirectly:
+    """The same launch: each descriptor is followed by its shape and its strides."""
+    encoded = {
+        position: Encoded(descriptor, metadata)
+        for (position, _, _, descriptor), metadata in zip(step.descriptors, how.metadata, strict=True)
+    }
+    args: list[Any] = []
+    moved = []
+    for position, arg in enumerate(step.args):
+        moved.append(len(args))
+        args += [None, *encoded[position].sizes()] if position in encoded else [arg]
+    pointers = [(moved[position], slot, offset) for position, slot, offset in step.pointers]
+    descriptors = [(moved[position], slot, offset, encoded[position]) for position, slot, offset, _ in step.descriptors]
+    return _LaunchedDirectly(how.launch, step.grid, how.fixed, args, pointers, descriptors)
+
+
+def recorder() -> LaunchTracer | None:
+    """The one that watches at present."""
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, LaunchTracer) else None
+
+
+def is_hooked() -> bool:
+    """Whether a profiler wants to know of Triton's launches."""
+    runtime = triton.knobs.runtime
+    return bool(_calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook))
+
+
+def layout(t: Tensor) -> tuple[Any, ...]:
+    """All of a tensor that a launch of it depends on, but for the address."""
+    return t.shape, t.stride(), t.dtype, t.data_ptr() & 15
+
+
+def _calls(hook: Any) -> Any:
+    return getattr(hook, "calls", hook)
+
+
+def _range(t: Tensor) -> tuple[int, int]:
+    """The first address, and the one after the last."""
+    first = t.data_ptr()
+    if t.numel() == 0:
+        return first, first
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return first, first + elements * t.element_size()
+
+
+def _with_frees(steps: list[Any], num_operands: int, results: list[int]) -> list[Any]:
+    """The steps, and after each the end of what is used there for the last time."""
+    last_use: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        for slot in _slots_of(step):
+            last_use[slot] = index
+    freed: list[Any] = []
+    for index, step in enumerate(steps):
+        freed.append(step)
+        ended = [
+            slot for slot, last in last_use.items() if last == index and slot >= num_operands and slot not in results
+        ]
+        if ended:
+            freed.append(_Freed(ended))
+    return freed
+
+
+def _slots_of(step: Any) -> list[int]:
+    if isinstance(step, (_Launched, _LaunchedDirectly)):
+        return [entry[1] for entry in step.pointers] + [entry[1] for entry in step.descriptors]
+    if isinstance(step, _Made):
+        return [step.slot]
+    found = [step.slot]
+    tree_map_only(_Slot, lambda slot: found.append(slot.number), (step.args, step.kwargs))
+    return found

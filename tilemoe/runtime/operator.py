@@ -1,0 +1,219 @@
+"""`Operator`: an implementation that torch.library knows, that autograd can record, and whose launches are repeated.
+
+A registered operator is what torch.compile, fake tensors, dispatch modes (FLOP counting, selective checkpointing) and
+the profiler see. Its bookkeeping costs 50 to 200 microseconds of host time a call, as long as some of the kernels run;
+so a call on plain tensors that nothing is watching runs the implementation itself (docs/lab/memory.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from tilemoe.runtime.launch_cache import LaunchCache
+
+_PLAIN = (Tensor, nn.Parameter)
+
+Args = tuple[Any, ...]
+Save = Callable[[Any, Args, Any], None]
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+class Arguments:
+    """What an operator's arguments are made of: tensors, numbers and strings, unless a subclass knows objects."""
+
+    def operands(self, args: Args) -> Args:
+        """A tensor, then all other tensors and all else that launches depend on (hashable)."""
+        return args
+
+    def flatten(self, args: Args) -> Args:
+        """What the operator's schema takes."""
+        return args
+
+    def unflatten(self, flat: Args) -> Args:
+        """What `flatten` was given, or its equal."""
+        return flat
+
+
+_AS_GIVEN = Arguments()
+_NEITHER = (None, None)
+
+
+class Operator:
+    """``run(*args)``, positional, called with autograd and autocast off. Its tensors are on one device.
+
+    Args:
+        name: of ``tilemoe::name``.
+        schema: as torch.library has it, ``(Tensor x, int n) -> Tensor``. None: for what no graph can hold, which is not
+            registered.
+        fake: gives what ``run`` gives, without values; both may give None for the schema's Tensor.
+        arguments: between the arguments and the schema's.
+        advise: ``(name, found, arguments by name)`` gives the message of an OutOfMemoryError that said ``found``.
+        repeats: whether launches are recorded and repeated; not where PyTorch's operators do the work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        schema: str | None = None,
+        fake: Callable[..., Any] | None = None,
+        arguments: Arguments = _AS_GIVEN,
+        advise: Callable[[str, str, dict[str, Any]], str] | None = None,
+        repeats: bool = True,
+    ) -> None:
+        self.name, self.run, self._fake, self._arguments, self._advise = name, run, fake, arguments, advise
+        self._launches = LaunchCache() if repeats else None
+        self._save: Save | None = None
+        self._backward: Backward | None = None
+        self.registered: Any = None
+        if schema is not None:
+            self.registered = torch.library.custom_op(
+                f"tilemoe::{name}", self._run_seen, mutates_args=(), schema=schema
+            )
+            self.registered.register_fake(self._run_fake)
+
+    def register_autograd(self, backward: Backward, save: Save) -> None:
+        """``save(ctx, args, output)`` keeps what ``backward(ctx, *grads)`` needs for the gradients of the first args.
+
+        As torch.library's and autograd's; the gradients of the other arguments are None.
+        """
+        self._save, self._backward = save, backward
+        self.registered.register_autograd(
+            self.differentiate,
+            setup_context=lambda ctx, inputs, output: save(ctx, self._arguments.unflatten(inputs), output),
+        )
+
+    def refuse_autograd(self, message: str) -> None:
+        """Differentiating this operator is a RuntimeError that says ``message``."""
+
+        def refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            raise RuntimeError(message)
+
+        self.register_autograd(refuse, lambda ctx, args, output: None)
+
+    def __call__(self, *args: Any, seen: bool = False) -> Any:
+        """What ``run`` returns. ``seen``: the call comes from the registered operator, to whoever watches."""
+        operands = self._arguments.operands(args)
+        if not seen and self.registered is not None:
+            if not torch.compiler.is_compiling():
+                if forward_ad._current_level >= 0:
+                    self._refuse_tangents(operands)
+                if torch._C._functorch.peek_interpreter_stack() is not None:
+                    self._refuse_transforms(operands)
+            if not _is_unwatched(operands):
+                return self.registered(*self._arguments.flatten(args))
+        is_recorded = self._save is not None and not seen and is_differentiable(*operands)
+        kind = operands[0].device.type
+        casts = torch.is_autocast_enabled(kind)
+        if is_recorded:
+            torch._C._set_grad_enabled(False)
+        if casts:  # the operator has chosen its dtypes: a backward under autocast must not lower the fp32 ones
+            torch.set_autocast_enabled(kind, False)
+        try:
+            trace, tracer = _NEITHER if self._launches is None else self._launches.look_up(operands)
+            if trace is not None:
+                output = trace(operands)
+            elif tracer is None:
+                output = self.run(*args)
+            else:
+                with tracer:
+                    output = self.run(*args)
+                tracer.keep(output)
+            advice = None
+        except torch.OutOfMemoryError as error:
+            if self._advise is None:
+                raise
+            advice = self._advise(self.name, str(error), signature(self.run).bind(*args).arguments)
+            clear_frames(error.__traceback__)  # which would keep buffers for as long as the error lives
+        finally:
+            if is_recorded:
+                torch._C._set_grad_enabled(True)
+            if casts:
+                torch.set_autocast_enabled(kind, True)
+        if advice is not None:
+            raise torch.OutOfMemoryError(advice)
+        return EagerFunction.apply(*args, (self, output)) if is_recorded else output
+
+    def save(self, ctx: Any, args: Args, output: Any) -> None:
+        assert self._save is not None, "nothing else is recorded"
+        self._save(ctx, args, output)
+
+    def differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        assert self._backward is not None, "nothing else is recorded"
+        found = self._backward(ctx, *grads)
+        return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
+
+    def _run_seen(self, *flat: Any) -> Any:
+        return _without_none(self(*self._arguments.unflatten(flat), seen=True), flat[0])
+
+    def _run_fake(self, *flat: Any) -> Any:
+        assert self._fake is not None, "a schema comes with a fake"
+        return _without_none(self._fake(*self._arguments.unflatten(flat)), flat[0])
+
+    def _refuse_tangents(self, operands: Args) -> None:
+        """RuntimeError inside forward-mode differentiation, where an operator would drop the tangents in silence."""
+        if any(forward_ad.unpack_dual(arg).tangent is not None for arg in operands if isinstance(arg, Tensor)):
+            raise RuntimeError(
+                f"tilemoe::{self.name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, "
+                "which has one."
+            )
+
+    def _refuse_transforms(self, operands: Args) -> None:
+        """RuntimeError where torch.vmap or torch.func gave a tensor that stands for another: kernels cannot read it."""
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        if any(wrapped(arg) for arg in operands if isinstance(arg, Tensor)):
+            raise RuntimeError(
+                f"tilemoe::{self.name} does not go through torch.vmap or torch.func. Pass a batch as further tokens, "
+                "(B*T, d), and differentiate with torch.autograd; or use tilemoe.reference."
+            )
+
+
+class EagerFunction(torch.autograd.Function):
+    """What autograd records of an operator that has run: applied to its arguments, and to it with what it returned."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        *args, (ctx.operator, output) = given
+        ctx.operator.save(ctx, tuple(args), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.operator.differentiate(ctx, *grads)
+
+
+def is_differentiable(*args: Any) -> bool:
+    """Whether autograd would record an operator of ``args``."""
+    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def is_plain(*args: Any) -> bool:
+    """Whether operators of ``args`` would run their implementation alone, or with autograd: nobody watches."""
+    return (
+        _is_unwatched(args) and forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _is_unwatched(args: Args) -> bool:
+    """Whether nobody would see the operator itself: plain tensors that have data, no tracing, no mode, no profiler."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()  # torch.jit's and ONNX's, which see no kernel that Triton starts
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.autograd.profiler._is_profiler_enabled  # torch.profiler sets it, too
+        and all(type(arg) in _PLAIN and not arg.is_meta for arg in args if isinstance(arg, Tensor))
+    )
+
+
+def _without_none(output: Any, like: Tensor) -> Any:
+    """``output``, with a tensor without elements for None: a schema's Tensor cannot be None."""
+    if not isinstance(output, tuple):
+        return output
+    return tuple([like.new_empty(0) if each is None else each for each in output])

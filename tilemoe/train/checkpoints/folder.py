@@ -1,0 +1,340 @@
+"""Checkpoints that are either whole or not there.
+
+A run's folder holds one folder per checkpoint::
+
+    step_00001234/
+        model.safetensors      weights and buffers
+        optimizer.safetensors  AdamW's moments, by parameter name
+        state.json             recipe, step, tokens, random-number states (hex), versions
+        tokenizer.json         unless the tokenizer is the plain bytes
+        manifest.json          size and SHA-256 of each file above, and of itself
+
+A job of several processes writes other files instead of the first two, see `tilemoe.train.checkpoints.distributed`;
+either kind is read here. It is written under a temporary name, synced, and renamed, so that a crash, a kill or a full
+disk at any moment leaves the older checkpoints as they were. Nothing in the files above is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
+
+from tilemoe.config import ModelConfig, to_dict
+from tilemoe.data.files import fsync, sha256_file
+from tilemoe.data.tokenizer import BYTES, Tokenizer
+from tilemoe.train.checkpoints.sharded_state import is_sharded, read_model, read_training
+from tilemoe.train.checkpoints.whole_state import is_shared, read_whole
+from tilemoe.train.config import Recipe, differences, parse_recipe
+from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
+
+MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
+TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
+FORMAT = 1
+_STEP_DIR = re.compile(r"step_(\d{8,})")
+_STALE = (".tmp-", ".trash-")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, found, trusted or used; one line that names it and the fix."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands, beside its tensors."""
+
+    recipe: Recipe
+    step: int  # optimiser steps done
+    tokens: int  # training tokens seen by all ranks together
+    seconds: float  # spent in training, over all sittings
+    data_fingerprint: str  # of the token shards it was trained on
+
+
+def step_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / f"step_{step:08d}"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first, judged by name alone."""
+    if not run_dir.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _STEP_DIR.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def clean_stale(run_dir: Path) -> None:
+    """Remove what an interrupted write or deletion left behind."""
+    for path in run_dir.iterdir() if run_dir.is_dir() else ():
+        if path.name.startswith(_STALE):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def save_checkpoint(
+    run_dir: Path,
+    state: TrainState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    tokenizer: Tokenizer,
+    keep_last: int,
+) -> Path:
+    """Write ``step_<state.step>`` and drop all but the ``keep_last`` newest checkpoints; returns its folder.
+
+    Raises:
+        CheckpointError: the write failed (full disk, lost mount); older checkpoints are untouched.
+    """
+    target = step_dir(run_dir, state.step)
+    temporary = run_dir / f".tmp-{target.name}-{os.getpid()}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        clean_stale(run_dir)
+        temporary.mkdir()
+        save_model(model, str(temporary / MODEL_FILE))
+        save_file(optimizer_tensors(model, optimizer), str(temporary / OPTIMIZER_FILE))
+        (temporary / STATE_FILE).write_bytes(state_json(state))
+        if tokenizer.name != BYTES:
+            tokenizer.save(temporary / TOKENIZER_FILE)
+        publish(temporary, target, file_entries(temporary.iterdir()))
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise write_error(target, error) from error
+    drop_old(run_dir, keep_last)
+    return target
+
+
+def publish(temporary: Path, target: Path, entries: dict[str, Any]) -> None:
+    """Give a written checkpoint, of whose files ``entries`` tells, its manifest and, synced, its name."""
+    (temporary / MANIFEST_FILE).write_bytes(_manifest(entries))
+    mode = (temporary / STATE_FILE).stat().st_mode
+    for path in temporary.iterdir():
+        path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
+        fsync(path)
+    fsync(temporary)
+    assert not target.exists(), f"{target} is saved twice: newer checkpoints are set aside before a run goes on"
+    os.rename(temporary, target)
+    fsync(target.parent)
+
+
+def write_error(target: Path, error: BaseException | str) -> CheckpointError:
+    """What to tell of a checkpoint that could not be written."""
+    older = list_checkpoints(target.parent)
+    kept = f"the last good one is {older[-1]}" if older else "there is no older one"
+    return CheckpointError(f"could not write checkpoint {target} ({error}); {kept}; free space and resume")
+
+
+def drop_old(run_dir: Path, keep_last: int) -> None:
+    """Delete all but the ``keep_last`` newest checkpoints."""
+    for path in list_checkpoints(run_dir)[:-keep_last]:
+        _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint: first it loses its name, so that a kill half-way leaves no half checkpoint."""
+    trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
+    os.rename(path, trash)
+    shutil.rmtree(trash)
+
+
+def set_aside(paths: Iterable[Path]) -> list[Path]:
+    """Rename checkpoints that a run resumed from an older step leaves behind; nothing is deleted."""
+    moved = []
+    for path in paths:
+        target, n = path.with_name(f"abandoned_{path.name}"), 1
+        while target.exists():
+            target, n = path.with_name(f"abandoned_{path.name}.{n}"), n + 1
+        os.rename(path, target)
+        moved.append(target)
+    return moved
+
+
+def _canonical(value: Any) -> bytes:
+    """JSON with exactly one spelling, so that any changed byte shows."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def state_json(state: TrainState) -> bytes:
+    """Content of STATE_FILE, with this process' random-number states."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return _canonical(
+        {
+            "format": FORMAT,
+            "recipe": to_dict(state.recipe),
+            "step": state.step,
+            "tokens": state.tokens,
+            "seconds": state.seconds,
+            "data_fingerprint": state.data_fingerprint,
+            "torch": torch.__version__,
+            "rng_cpu": torch.get_rng_state().numpy().tobytes().hex(),
+            "rng_cuda": [generator.numpy().tobytes().hex() for generator in cuda],
+        }
+    )
+
+
+def file_entries(paths: Iterable[Path]) -> dict[str, Any]:
+    """What the manifest says of these files."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(paths)}
+
+
+def _manifest(entries: dict[str, Any]) -> bytes:
+    return _canonical({"files": entries, "sha256": hashlib.sha256(_canonical(entries)).hexdigest()})
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint: every file has the size and the SHA-256 of the manifest."""
+
+    path: Path
+    state: TrainState
+    rng_cpu: str
+    rng_cuda: list[str]
+
+    @property
+    def tokenizer_spec(self) -> str:
+        """What ``tilemoe.data.load_tokenizer`` makes the run's tokenizer from, without its corpus."""
+        saved = self.path / TOKENIZER_FILE
+        return str(saved) if saved.exists() else self.state.recipe.data.tokenizer
+
+    def require_model(self, config: ModelConfig) -> None:
+        """Raise unless this checkpoint's model is ``config``, naming the first setting that differs."""
+        difference = next(differences(to_dict(config), to_dict(self.state.recipe.model), "model."), None)
+        if difference is not None:
+            raise CheckpointError(
+                f"checkpoint {self.path} is of another model: {difference}; "
+                "use the settings it was trained with, or another train.out_dir"
+            )
+
+    def load_model(self, model: nn.Module) -> None:
+        """Copy the weights and buffers into ``model``, whatever device it is on."""
+        if is_sharded(self.path):
+            read_model(self.path, model)
+        else:
+            load_model(model, str(self.path / MODEL_FILE))
+
+    def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Weights, optimiser state and torch's random-number generators, bit for bit.
+
+        Any number of processes can read what one process or a job has written. Random numbers are those of the same
+        rank; one that was not there then, and all processes of a job that goes on from one, keep theirs as they are.
+        """
+        if is_sharded(self.path):
+            read_training(self.path, model, optimizer)
+            return
+        if is_shared(model):
+            read_whole(self.path / MODEL_FILE, self.path / OPTIMIZER_FILE, model, optimizer)
+            return
+        self.load_model(model)
+        load_optimizer_tensors(model, optimizer, load_file(str(self.path / OPTIMIZER_FILE)))
+        torch.set_rng_state(_rng_tensor(self.rng_cpu))
+        if self.rng_cuda and torch.cuda.device_count() == len(self.rng_cuda):
+            torch.cuda.set_rng_state_all([_rng_tensor(text) for text in self.rng_cuda])
+
+
+def _rng_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Verify a checkpoint folder completely and read its state.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or changed; the message names it.
+    """
+    for name, expected in _read_manifest(path).items():
+        file = path / name
+        if not file.is_file():
+            raise _damaged(path, f"{name} is missing")
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            raise _damaged(path, f"{name} has {size} bytes instead of {expected['bytes']}")
+        if sha256_file(file) != expected["sha256"]:
+            raise _damaged(path, f"{name} does not match its checksum")
+    return read_checkpoint(path)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint's state, unverified: for the processes of a job whose first one verifies it."""
+    if not (path / STATE_FILE).is_file():
+        raise _damaged(path, f"{STATE_FILE} is missing")
+    try:
+        data = json.loads((path / STATE_FILE).read_bytes())
+    except ValueError:
+        raise _damaged(path, f"{STATE_FILE} is not JSON") from None
+    if data["format"] != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
+    recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
+    state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"])
+    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"])
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    file = path / MANIFEST_FILE
+    if not file.is_file():
+        raise _damaged(path, f"{MANIFEST_FILE} is missing")
+    raw = file.read_bytes()
+    try:
+        manifest = json.loads(raw)
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        intact = _canonical(manifest) == raw and hashlib.sha256(_canonical(files)).hexdigest() == manifest["sha256"]
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise _damaged(path, f"{MANIFEST_FILE} does not match its checksum")
+    return files
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} is damaged: {what}; use another one of its run")
+
+
+def find_latest(run_dir: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> Checkpoint | None:
+    """The run's newest checkpoint, verified unless ``read`` does not; None if the run has none.
+
+    Raises:
+        CheckpointError: the newest is damaged; never silently an older one, but the message names the newest good one.
+    """
+    candidates = list_checkpoints(run_dir)
+    if not candidates:
+        return None
+    try:
+        return read(candidates[-1])
+    except CheckpointError as error:
+        older = next((path for path in reversed(candidates[:-1]) if _is_intact(path)), None)
+        fix = f"resume from the older one with --resume {older}" if older else "no older one is intact: start a new run"
+        raise CheckpointError(f"{str(error).rpartition('; ')[0]}; {fix}") from error
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        open_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def resolve_checkpoint(path: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> Checkpoint:
+    """The checkpoint a user means by a run's folder (its newest) or a checkpoint's folder, by `find_latest`'s rules."""
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint: no folder {path}; give a run's folder or one of its step_* folders")
+    if _STEP_DIR.fullmatch(path.name) or (path / MANIFEST_FILE).exists():
+        return read(path)
+    found = find_latest(path, read)
+    if found is None:
+        raise CheckpointError(f"checkpoint: {path} holds no step_* folder; give a run's folder or a step_* folder")
+    return found

@@ -1,0 +1,90 @@
+"""From a recipe or a checkpoint to a model on a device, with its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tilemoe.data import Tokenizer, load_tokenizer
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.parallel.mesh import build_meshes
+from tilemoe.parallel.model import parallelize
+from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
+from tilemoe.train.config import Recipe
+from tilemoe.train.job.processes import ALONE, Job
+
+
+def select_device(name: str, job: Job = ALONE) -> torch.device:
+    """``auto`` is a CUDA GPU if there is one, else the CPU; each process of a job on one machine has a GPU of its own.
+
+    Raises:
+        ValueError: ``cuda`` without a usable GPU, or more processes than GPUs.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("device cuda: torch sees no CUDA GPU here; use cpu or auto")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    if job.is_alone:
+        return torch.device("cuda")
+    if job.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {name}: this machine has {torch.cuda.device_count()} CUDA GPUs, too few for a process on each; "
+            "lower torchrun's --nproc-per-node, or use --train.device cpu"
+        )
+    return torch.device("cuda", job.local_rank)
+
+
+def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
+    """The recipe's model with its initial weights: drawn on the CPU, so the same on every device."""
+    model = DecoderLM(recipe.model, recompute=recipe.train.recompute)
+    model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
+    model.to(device)
+    model.set_checkpointing(recipe.parallel.checkpointing)
+    backend = compile_backend(recipe)
+    if backend is not None:
+        model.compile_blocks(backend)
+    return model
+
+
+def compile_backend(recipe: Recipe) -> str | None:
+    """What torch.compile is to make the blocks with, if it is to."""
+    return "inductor" if recipe.train.compile == "blocks" else None
+
+
+def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> DecoderLM:
+    """The same model with the same weights, shared among the job's processes as ``recipe.parallel`` says.
+
+    A block at a time is whole, in the memory of the host. All processes call it.
+    """
+    model = DecoderLM(recipe.model, device="meta", recompute=recipe.train.recompute)
+    meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
+    generator = torch.Generator().manual_seed(recipe.train.seed)
+    parallelize(model, meshes, device="cpu", generator=generator, compile_backend=compile_backend(recipe))
+    return model
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A trained model, ready to use."""
+
+    checkpoint: Checkpoint
+    model: DecoderLM
+    tokenizer: Tokenizer
+    device: torch.device
+
+
+def restore(path: Path, device_name: str) -> Restored:
+    """The model and the tokenizer of a run's newest checkpoint, or of one step's folder.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    checkpoint = resolve_checkpoint(path)
+    device = select_device(device_name)
+    model = DecoderLM(checkpoint.state.recipe.model)
+    checkpoint.load_model(model)
+    model.to(device).eval()
+    return Restored(checkpoint, model, load_tokenizer(checkpoint.tokenizer_spec), device)

@@ -1,0 +1,1 @@
+"""The processes of a job: where they meet, what they tell each other, how they end."""

@@ -1,0 +1,116 @@
+"""What the processes of a job tell each other while they train; alone, a process tells itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilemoe.train.job.processes import Job, JobError
+from tilemoe.train.job.rendezvous import store_of_attempt
+from tilemoe.train.job.watch import GO_ON, Progress, told, watched
+
+# Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
+_GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+
+
+# The groups' own limit is later than that of `Watch`, which says more and can say it where NCCL waits.
+_LATER_SECONDS = 15
+
+
+@contextlib.contextmanager
+def joined(job: Job, device: torch.device, timeout: int) -> Iterator[Progress]:
+    """Within the block ``torch.distributed`` is initialised if the job has several processes, which watch each other.
+
+    Tensors of a GPU go through NCCL, those of the host through gloo. Left through an error, the groups are not torn
+    down: that would wait for processes which may wait for us; the end of this process tells them.
+
+    Raises:
+        JobError: with this process' rank. Not all processes came within ``timeout`` seconds, one is lost within the
+            block (all say which), or this one fails.
+    """
+    if job.is_alone:
+        yield Progress()
+        return
+    watch = None
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        store = store_of_attempt(job, timeout)
+        limit = timedelta(seconds=timeout + _LATER_SECONDS)
+        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+        with watched(job, store, timeout, is_lost_process) as watch:
+            yield watch.progress
+    except (BrokenPipeError, JobError):
+        raise
+    except (ValueError, OSError, RuntimeError) as error:
+        _raise_with_rank(error, job, watch.verdict(0) if watch is not None else "", timeout)
+    dist.destroy_process_group()
+
+
+def _raise_with_rank(error: Exception, job: Job, verdict: str, timeout: int) -> NoReturn:
+    """What users are to be told of ``error``; a defect of ours stays what it is."""
+    if verdict and told(error) not in verdict:  # else it is what all found alike
+        raise JobError(f"{job.name}: {verdict}; {GO_ON}") from error
+    if is_lost_process(error):
+        raise JobError(
+            f"{job.name}: another process is gone or did not answer within train.timeout ({timeout} s); its own line "
+            f"or torchrun's report says why; {GO_ON} ({_first_line(error)})"
+        ) from error
+    if isinstance(error, torch.OutOfMemoryError):
+        raise JobError(f"{job.name}: out of memory; lower data.batch_size or data.seq_len ({error})") from error
+    if isinstance(error, RuntimeError):
+        raise error
+    raise JobError(f"{job.name}: {error}") from error
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether it is that a collective operation has failed."""
+    return isinstance(error, (dist.DistError, TimeoutError)) or any(mark in str(error) for mark in _GLOO)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def any_process(flag: bool, job: Job) -> bool:
+    """Whether ``flag`` is set in any process; all call it."""
+    if job.is_alone:
+        return flag
+    found = torch.tensor([int(flag)])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+def values_of_processes(values: Tensor, job: Job) -> list[list[float]]:
+    """One process' ``values``, 1-D, of each, by rank; all call it, and it waits for the device once."""
+    if job.is_alone:
+        return [values.tolist()]
+    gathered = [torch.empty_like(values) for _ in range(job.world_size)]
+    dist.all_gather(gathered, values)
+    rows: list[list[float]] = torch.stack(gathered).tolist()
+    return rows
+
+
+def sum_of_processes(tensor: Tensor, job: Job) -> Tensor:
+    """``tensor`` summed over all processes, which all call it; the argument stays as it is."""
+    if job.is_alone:
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def objects_of_processes(value: Any, job: Job) -> list[Any]:
+    """A small picklable ``value`` of each process, by rank; all call it."""
+    if job.is_alone:
+        return [value]
+    gathered: list[Any] = [None] * job.world_size
+    dist.all_gather_object(gathered, value)
+    return gathered
