@@ -1,9 +1,12 @@
-"""A router of one's own over tilemoe's experts: expert choice (arXiv 2202.09368), where each expert picks its tokens.
+"""A router of one's own in tilemoe's layer: expert choice (arXiv 2202.09368), where each expert picks its tokens.
 
     python examples/custom_router.py
 
-`tilemoe.plan_pairs` takes any (token, expert) pairs, and `tilemoe.moe` computes them; whatever makes the pairs and
-their scores is ordinary PyTorch. The gradient reaches the router through the scores.
+`tilemoe.MoE(cfg, router=...)` takes any module that gives logits, which are routed as the configuration says, or a
+whole `tilemoe.Routing`, as here: any (token, expert) pairs, and their scores. The gradient reaches the router through
+the scores.
+
+T tokens · d hidden size · E experts
 """
 
 from __future__ import annotations
@@ -16,25 +19,28 @@ from torch import Tensor, nn
 import tilemoe
 
 
-class ExpertChoiceMoE(nn.Module):
-    """(T, d) -> (T, d): each of the experts takes the ``capacity * T / experts`` tokens that it scores highest."""
+class ExpertChoice(nn.Module):
+    """x (T, d) -> a Routing in which each of E experts takes the ``capacity * T / E`` tokens that it scores highest."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, experts: int, capacity: float = 2.0) -> None:
+    def __init__(self, hidden_size: int, experts: int, capacity: float = 2.0) -> None:
         super().__init__()
         self.capacity = capacity
-        self.router = nn.Linear(hidden_size, experts, bias=False)
-        self.w1 = nn.Parameter(torch.randn(experts, 2 * intermediate_size, hidden_size) * hidden_size**-0.5)
-        self.w2 = nn.Parameter(torch.randn(experts, hidden_size, intermediate_size) * intermediate_size**-0.5)
+        self.linear = nn.Linear(hidden_size, experts, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens, experts = x.shape[0], self.w1.shape[0]
+    def forward(self, x: Tensor) -> tilemoe.Routing:
+        tokens, experts = x.shape[0], self.linear.out_features
         each = min(tokens, max(1, int(self.capacity * tokens / experts)))
-        scores, token = (
-            self.router(x).softmax(-1).t().topk(each)
-        )  # (experts, each): every expert is full, none too full
+        # (E, each): every expert is full, and none too full
+        scores, token = self.linear(x).softmax(-1).t().topk(each)
         expert = torch.arange(experts, device=x.device)[:, None].expand_as(token)
         plan = tilemoe.plan_pairs(token.flatten(), expert.flatten(), num_tokens=tokens, num_experts=experts)
-        return tilemoe.moe(x, self.w1, self.w2, plan, scores.flatten())
+        no_loss = scores.new_zeros(())
+        return tilemoe.Routing(plan, scores.flatten(), plan.rows_per_expert, no_loss)
+
+
+def make_layer(hidden_size: int, intermediate_size: int, experts: int) -> tilemoe.MoE:
+    cfg = tilemoe.MoEConfig(hidden_size, intermediate_size, experts, num_experts_per_tok=2, initializer_range=0.2)
+    return tilemoe.MoE(cfg, router=ExpertChoice(hidden_size, experts))
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
@@ -43,14 +49,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    model = ExpertChoiceMoE(16, 32, experts=4)
+    layer = make_layer(16, 32, experts=4)
     maps = torch.randn(2, 16, 16) / 4
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
     losses = []
     for step in range(options.steps):
         x = torch.randn(256, 16)
         target = torch.einsum("tij,tj->ti", maps[(x[:, 0] > 0).long()], x)
-        loss = (model(x) - target).square().mean()
+        loss = (layer(x).hidden - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
