@@ -1,0 +1,124 @@
+"""What the pages name is there, files, functions, tests and links, and the kernels' times are the newest recorded.
+
+A name is `path.py` or `path.py:name`, or `path.py:Class.method`, in backticks, its path below the root or tilemoe/.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import traceback
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilemoe
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+# These tell of code that has gone, too: only their links are held.
+HISTORY = [ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/lab/*.md"))]
+NAME = re.compile(r"`([\w./-]+\.py)(?::([\w.]+))?`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+TIME = re.compile(r"(\d+\.\d+) ms \(([0-9a-f]{7})\)")
+KERNEL_OF = {"F1": "up_proj_act", "F2": "down_proj", "F3": "combine", "B1": "down_proj_dgrad_dact"}
+KERNEL_OF |= {"B2": "down_proj_wgrad", "B3": "up_proj_dgrad", "B4": "up_proj_wgrad", "B5": "combine_grad"}
+
+
+def prose(page: Path) -> str:
+    """Without fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    """Functions, classes, constants at the top of a module, and ``Class.member``."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names |= _defined(node)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{member}" for inner in node.body for member in _defined(inner)}
+    return names
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def missing(path: str, name: str | None) -> str | None:
+    """What of a name is not there, in a few words."""
+    found = [base / path for base in (ROOT, ROOT / "tilemoe") if (base / path).is_file()]
+    if not found:
+        return f"no file {path}"
+    return None if name is None or name in names_in(found[0]) else f"no {name} in {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_is_there(page: Path) -> None:
+    gone = [missing(path, name or None) for path, name in NAME.findall(prose(page))]
+    assert [one for one in gone if one] == []
+
+
+@pytest.mark.parametrize("page", PAGES + HISTORY, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    links = [link.partition("#")[0] for link in LINK.findall(prose(page)) if "://" not in link]
+    assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+def test_the_pages_of_names_have_many() -> None:
+    for page in ("architecture.md", "kernels.md"):
+        assert len(NAME.findall(prose(ROOT / "docs" / page))) > 20, page
+
+
+def test_what_is_not_there_is_found() -> None:
+    assert missing("kernels/choose.py", None) is None
+    assert missing("tilemoe/kernels/choose.py", "select_kernels") is None
+    assert missing("kernels/experts/base.py", "Backend.up_proj_act") is None
+    assert missing("kernels/chose.py", None) == "no file kernels/chose.py"
+    assert missing("kernels/choose.py", "choose_nothing") == "no choose_nothing in kernels/choose.py"
+    assert missing("kernels/experts/base.py", "Backend.nothing") is not None
+
+
+def test_the_way_of_a_tensor_is_the_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the table's frames those above the backend, met on a CPU."""
+    text = prose(ROOT / "docs" / "architecture.md")
+    told = [re.search(NAME, line) for line in text.splitlines() if re.match(r"\| \d \|", line)]
+    frames = [f"{row[1]}:{row[2].rpartition('.')[2]}" for row in told if row]
+    backend = next(place for place, frame in enumerate(frames) if frame.endswith("backend.py:up_proj_act"))
+    met: list[str] = []
+
+    def up_proj_act(self: TorchBackend, *args: Any) -> Any:
+        package = str(ROOT / "tilemoe") + os.sep
+        stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(package)]
+        met.extend(f"{Path(frame.filename).relative_to(package).as_posix()}:{frame.name}" for frame in stack)
+        return original(self, *args)
+
+    original = TorchBackend.up_proj_act
+    monkeypatch.setattr(TorchBackend, "up_proj_act", up_proj_act)
+    tilemoe.MoE(tilemoe.MoEConfig(16, 8, 4, 2))(torch.randn(3, 16))
+    assert met == frames[:backend]
+
+
+def test_times_are_the_newest_recorded() -> None:
+    rows = [json.loads(line) for line in (ROOT / "results" / "kernels.jsonl").read_text().splitlines()]
+    newest = {}
+    for row in sorted(rows, key=lambda row: row["time"]):
+        if (row["case"], row["mode"], row["kernels"]) == ("OLMoE", "sustained", "hopper"):
+            newest[row["kernel"]] = (f"{row['ms']['median']:.3f}", row["commit"][:7])
+    seen = set()
+    for line in prose(ROOT / "docs" / "kernels.md").splitlines():
+        first = line.strip("| ").partition("|")[0].strip().strip("`")
+        for told in TIME.findall(line):
+            kernel = KERNEL_OF.get(first, first)
+            assert told == newest[kernel], f"{first}: results/kernels.jsonl has {newest[kernel]}"
+            seen.add(kernel)
+    assert seen >= {*KERNEL_OF.values(), "logits", "route", "route_grad", "logits_grad"}
