@@ -3,11 +3,15 @@
 B sequences · S tokens each · V vocabulary · E experts · L MoE layers
 """
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import raises_one_line, tiny_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,26 +22,8 @@ from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing import assert_equal, relative_error
 
-CONFIG = ModelConfig(
-    vocab_size=41,
-    hidden_size=16,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=24,
-    moe=MoEConfig(
-        hidden_size=16,
-        intermediate_size=8,
-        num_experts=6,
-        num_experts_per_tok=2,
-        router=RouterConfig(aux_loss_coef=0.05, selection_bias=True),
-        initializer_range=0.2,
-    ),
-    dense_intermediate_size=20,
-    dense_layers=(1,),
-    initializer_range=0.2,
-)
+MOE = MoEConfig(16, 8, 6, 2, router=RouterConfig(aux_loss_coef=0.05, selection_bias=True), initializer_range=0.2)
+CONFIG = tiny_model(vocab_size=41, moe=MOE, initializer_range=0.2)
 DENSE = replace(CONFIG, moe=None, dense_layers=())
 
 
@@ -140,9 +126,6 @@ def test_all_labels_ignored() -> None:
     assert not model.embed.weight.grad.any()
 
 
-# ------------------------------------------------------------------------------------------------------------- state
-
-
 def test_initial_weights_are_a_function_of_the_seed() -> None:
     first, second = make(), make()
     other = DecoderLM(CONFIG)
@@ -153,10 +136,8 @@ def test_initial_weights_are_a_function_of_the_seed() -> None:
 
 
 def test_initial_scale() -> None:
-    config = replace(
-        CONFIG, vocab_size=400, hidden_size=64, initializer_range=0.02, moe=MoEConfig(64, 32, 6, 2), head_dim=32
-    )
-    for name, parameter in DecoderLM(config).named_parameters():
+    sizes = {"vocab_size": 400, "hidden_size": 64, "head_dim": 32, "moe": MoEConfig(64, 32, 6, 2)}
+    for name, parameter in DecoderLM(tiny_model(**sizes)).named_parameters():
         if name.endswith("norm.weight"):
             assert (parameter == 1).all(), name
         else:
@@ -177,49 +158,37 @@ def test_selection_biases_follow_the_load() -> None:
     biases = torch.stack([model.blocks[layer].mlp.router.selection_bias for layer in (0, 2)])
     torch.testing.assert_close(biases, 0.01 * torch.sign(5.0 - counts))
     without = make(replace(CONFIG, moe=replace(CONFIG.moe, router=RouterConfig())))
-    before = {name: tensor.clone() for name, tensor in without.state_dict().items()}
+    before = copy.deepcopy(without.state_dict())
     without.update_selection_bias(counts, 0.01)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in without.state_dict().items())
+    assert_equal(without.state_dict(), before)
 
 
-# ------------------------------------------------------------------------------------------- recomputation, compilation
-
-
-def gradients(model: DecoderLM, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+def gradients(model: DecoderLM, inputs: Tensor, labels: Tensor, run: Callable[..., Any] | None = None) -> list[Tensor]:
+    """Losses and parameters' gradients, computed by ``run`` in the model's place where it is given."""
     model.zero_grad()
-    out = model(inputs, labels)
+    out = (model if run is None else run)(inputs, labels)
     (out.loss + out.aux_loss).backward()
     return [out.loss.detach(), out.aux_loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
-    model, (inputs, labels) = make(), batch()
-    expected = gradients(model, inputs, labels)
-    for block in model.blocks:
-        plain = block.forward
-        block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=reentrant)
-    assert_equal(gradients(model, inputs, labels), expected)
-
-
-def test_recompute_changes_nothing() -> None:
+@pytest.mark.parametrize("way", ["checkpoint", "reentrant checkpoint", "up_proj"])
+def test_recomputation_changes_nothing(way: str) -> None:
     inputs, labels = batch()
-    plain, again = gradients(make(), inputs, labels), gradients(make(recompute="up_proj"), inputs, labels)
-    assert_equal(again, plain)
+    expected = gradients(make(), inputs, labels)
+    model = make(recompute="up_proj" if way == "up_proj" else None)
+    for block in model.blocks if way != "up_proj" else ():
+        plain, reentrant = block.forward, way.startswith("reentrant")
+        block.forward = lambda *args, plain=plain, reentrant=reentrant: checkpoint(
+            plain, *args, use_reentrant=reentrant
+        )
+    assert_equal(gradients(model, inputs, labels), expected)
 
 
 def test_compiles_without_a_break() -> None:
     model, (inputs, labels) = make(), batch()
-    expected = gradients(model, inputs, labels)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    model.zero_grad()
-    out = compiled(inputs, labels)
-    (out.loss + out.aux_loss).backward()
-    got = [out.loss.detach(), out.aux_loss.detach(), *(p.grad for p in model.parameters())]
-    torch.testing.assert_close(got, expected)
-
-
-# ---------------------------------------------------------------------------------------------------------- the cache
+    found = gradients(model, inputs, labels, compiled)
+    torch.testing.assert_close(found, gradients(model, inputs, labels))
 
 
 def test_cache_gives_what_one_pass_gives() -> None:
@@ -233,35 +202,29 @@ def test_cache_gives_what_one_pass_gives() -> None:
     assert cache.length == again.length == 11
 
 
+IDS = torch.zeros(1, 5, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     ("inputs", "labels", "message"),
     [
-        (torch.zeros(5, dtype=torch.int64), None, r"input_ids must be \(B, S\)"),
-        (torch.zeros(2, 0, dtype=torch.int64), None, r"input_ids must be \(B, S\)"),
-        (torch.zeros(2, 5), None, r"input_ids must be \(B, S\) integers"),
-        (
-            torch.zeros(2, 5, dtype=torch.int64, device="meta"),
-            None,
-            "input_ids is on meta but the model is on cpu; move",
-        ),
-        (
-            torch.zeros(1, 5, dtype=torch.int64),
-            torch.zeros(1, 5, dtype=torch.int64, device="meta"),
-            "labels is on meta but the model is on cpu; move",
-        ),
-        (torch.zeros(1, 25, dtype=torch.int64), None, "25 tokens, too many for the 24"),
-        (torch.full((1, 5), 41), None, r"input_ids must lie in \[0, 41\), got 41"),
-        (torch.full((1, 5), -1), None, r"input_ids must lie in \[0, 41\), got -1"),
-        (torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64), r"labels must be \(1, 5\)"),
-        (torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int32), "labels must be"),
-        (torch.zeros(1, 5, dtype=torch.int64), torch.full((1, 5), -1), "labels must lie in .* or -100, got -1"),
-        (torch.zeros(1, 5, dtype=torch.int64), torch.full((1, 5), 99), "labels must lie in .* or -100, got 99"),
+        (IDS[0], None, r"input_ids must be \(B, S\)"),
+        (IDS[:, :0], None, r"input_ids must be \(B, S\)"),
+        (IDS.float(), None, r"input_ids must be \(B, S\) integers"),
+        (IDS.to("meta"), None, "input_ids is on meta but the model is on cpu; move"),
+        (IDS, IDS.to("meta"), "labels is on meta but the model is on cpu; move"),
+        (IDS.repeat(1, 5), None, "25 tokens, too many for the 24"),
+        (IDS + 41, None, r"input_ids must lie in \[0, 41\), got 41"),
+        (IDS - 1, None, r"input_ids must lie in \[0, 41\), got -1"),
+        (IDS, IDS[:, :4], r"labels must be \(1, 5\)"),
+        (IDS, IDS.int(), "labels must be"),
+        (IDS, IDS - 1, "labels must lie in .* or -100, got -1"),
+        (IDS, IDS + 99, "labels must lie in .* or -100, got 99"),
     ],
 )
 def test_bad_input_is_one_line(inputs: Tensor, labels: Tensor | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
+    with raises_one_line(message):
         make()(inputs, labels)
-    assert "\n" not in str(error.value)
 
 
 def test_full_cache_and_labels_with_a_cache_are_refused() -> None:

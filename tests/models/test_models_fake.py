@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_model
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 
@@ -17,18 +18,7 @@ from tilemoe.layers.attention import KVCache
 from tilemoe.models.decoder import DecoderLM
 
 MOE = MoEConfig(64, 32, 6, 2, router=RouterConfig(aux_loss_coef=0.05, selection_bias=True))
-CONFIG = ModelConfig(
-    vocab_size=40,
-    hidden_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_seq_len=24,
-    moe=MOE,
-    dense_intermediate_size=24,
-    dense_layers=(1,),
-)
+CONFIG = tiny_model(hidden_size=64, head_dim=16, moe=MOE, dense_intermediate_size=24)
 CONFIGS = {
     "routed": CONFIG,
     "rounded": replace(CONFIG, moe=replace(MOE, rounding=TokenRounding("nearest", 16)), tie_embeddings=True),
@@ -69,11 +59,8 @@ def test_evaluation_and_generation(kind: str) -> None:
         model = DecoderLM(CONFIG, device=device).eval()
         ids = torch.zeros(2, 5, dtype=torch.int64, device=device)
         cache = KVCache(CONFIG.num_layers, 8)
-        return [
-            model(ids).logits.shape,
-            model.next_logits(ids, cache).shape,
-            model.next_logits(ids[:, :1], cache).shape,
-        ]
+        made = [model(ids).logits, model.next_logits(ids, cache), model.next_logits(ids[:, :1], cache)]
+        return [tensor.shape for tensor in made]
 
     with nullcontext() if kind == "meta" else FakeTensorMode():
         found = shapes(kind)

@@ -1,4 +1,4 @@
-"""Conversion to and from transformers' Qwen3MoeForCausalLM: the same names, logits, losses and gradients."""
+"""Conversion to and from transformers' Qwen3-MoE, OLMoE and Mixtral: names, logits, losses, gradients, bit for bit."""
 
 import json
 from dataclasses import replace
@@ -9,39 +9,43 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny import raises_one_line, tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 from tilemoe.models import huggingface
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.models.huggingface import (
-    config_from_hf,
-    from_hf_state_dict,
-    hf_config_dict,
-    load_hf,
-    save_hf,
-    to_hf_state_dict,
-)
+from tilemoe.models.flops import count_parameters
+from tilemoe.models.hf_config import config_from_hf, hf_config_dict
+from tilemoe.models.huggingface import from_hf_state_dict, load_hf, save_hf, to_hf_state_dict
 from tilemoe.testing import assert_equal
 
-CONFIG = ModelConfig(
+ROUTER = RouterConfig(aux_loss_coef=0.01)
+CONFIG = tiny_model(
     vocab_size=53,
     hidden_size=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=16,
     max_seq_len=32,
-    moe=MoEConfig(32, 24, 6, 2, router=RouterConfig(aux_loss_coef=0.01), initializer_range=0.2),
+    moe=MoEConfig(32, 24, 6, 2, router=ROUTER, initializer_range=0.2),
     dense_intermediate_size=40,
-    dense_layers=(1,),
     rope_theta=500.0,
     norm_eps=1e-5,
     initializer_range=0.2,
 )
 MOE = CONFIG.moe
 assert MOE is not None
+KEPT = RouterConfig(softmax_after_topk=True, normalize=False)
 VARIANTS = {
     "mixed": CONFIG,
     "tied": replace(CONFIG, tie_embeddings=True),
@@ -49,9 +53,7 @@ VARIANTS = {
     "dense": replace(CONFIG, moe=None, dense_layers=()),
     "interleaved": replace(CONFIG, moe=replace(MOE, gate_up="interleaved")),
     "not normalised": replace(CONFIG, moe=replace(MOE, router=RouterConfig(normalize=False))),
-    "softmax of the kept": replace(
-        CONFIG, moe=replace(MOE, router=RouterConfig(softmax_after_topk=True, normalize=False))
-    ),
+    "softmax of the kept": replace(CONFIG, moe=replace(MOE, router=KEPT)),
 }
 
 
@@ -66,39 +68,80 @@ def make(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> De
     return model
 
 
-def theirs(config: ModelConfig) -> Qwen3MoeForCausalLM:
-    """A random model made by transformers, of what its configuration says and nothing else of ours."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=6, head_dim=16, mlp_only_layers=[1]),
+    ),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig(**SIZES, num_experts=6)),
+    "olmoe, normalised and tied": (
+        OlmoeForCausalLM,
+        OlmoeConfig(**SIZES, num_experts=6, norm_topk_prob=True, tie_word_embeddings=True),
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=6)),
+    "mixtral, wide heads": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=6, head_dim=16)),
+}
+
+
+def transformers_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model that transformers makes: of a family, or a Qwen3-MoE of what one of VARIANTS says."""
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**hf_config_dict(config))).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
+    qwen3 = VARIANTS.get(name)
+    kind, config = (Qwen3MoeForCausalLM, Qwen3MoeConfig(**hf_config_dict(qwen3))) if qwen3 else FAMILIES[name]
+    model = kind(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("norm.weight"):
             torch.nn.init.normal_(parameter, 1.0, 0.3)
-    return model
+        elif qwen3 is None and parameter_name.endswith("mlp.gate.weight"):
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    return model.to(dtype)
+
+
+def our_weights(theirs: PreTrainedModel, config: ModelConfig) -> dict[str, Tensor]:
+    """Theirs under our names; a head that is the embedding is not among them."""
+    state = theirs.state_dict()
+    if config.tie_embeddings:
+        del state["lm_head.weight"]
+    return from_hf_state_dict(config, state)
 
 
 def batch() -> Tensor:
     return torch.randint(0, 53, (2, 17), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_random_transformers_model_gives_the_same_logits_loss_and_gradients(config: ModelConfig) -> None:
-    hf, tokens = theirs(config), batch()
-    state = hf.state_dict()
-    if config.tie_embeddings:
-        del state["lm_head.weight"]
-    ours = DecoderLM(config)
-    ours.load_state_dict(from_hf_state_dict(config, state))
-    torch.testing.assert_close(ours(tokens).logits, hf(tokens).logits, rtol=1e-4, atol=1e-5)
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
-    loss = ours(tokens[:, :-1], tokens[:, 1:]).loss
-    hf_loss = hf(tokens, labels=tokens).loss
-    torch.testing.assert_close(loss, hf_loss, rtol=1e-6, atol=1e-6)
-    loss.backward()
-    hf_loss.backward()
-    expected = from_hf_state_dict(config, {name: parameter.grad for name, parameter in hf.named_parameters()})
-    for name, parameter in ours.named_parameters():
-        assert expected[name].any(), name
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6, msg=name)
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every result of an operator that is no view of its arguments, by the operator's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.device.type == "cpu":
+            given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor) and arg.is_cpu}
+            if out.untyped_storage().data_ptr() not in given:
+                self.made.append((func.__name__, out.untyped_storage().nbytes()))
+        return out
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
@@ -119,14 +162,6 @@ def test_saved_folder_loads_in_transformers_with_the_same_logits(config: ModelCo
     if layout == "concatenated":
         for name, tensor in ours.state_dict().items():
             assert torch.equal(back.state_dict()[name], tensor), name
-
-
-def test_configuration_survives_the_round_trip() -> None:
-    for name in ("mixed", "tied", "all experts", "dense", "not normalised"):
-        config = VARIANTS[name]
-        if config.moe is not None:  # one initializer_range there, two here
-            config = replace(config, moe=replace(config.moe, initializer_range=config.initializer_range))
-        assert config_from_hf(json.loads(json.dumps(hf_config_dict(config)))) == config, name
 
 
 def test_names_are_the_hubs() -> None:
@@ -151,9 +186,6 @@ def test_converted_tensors_are_views() -> None:
     model = make()
     storages = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
     assert {tensor.untyped_storage().data_ptr() for tensor in to_hf_state_dict(model).values()} == storages
-
-
-# ----------------------------------------------------------------------------------------------------------- folders
 
 
 def test_large_models_are_sharded(tmp_path: Path) -> None:
@@ -206,9 +238,8 @@ def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
     def refused(message: str) -> None:
-        with pytest.raises(ValueError, match=message) as error:
+        with raises_one_line(message):
             load_hf(tmp_path / "model")
-        assert "\n" not in str(error.value)
 
     refused("config.json cannot be read")
     save_hf(make(), tmp_path / "model")
@@ -222,9 +253,6 @@ def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     refused("model.layers.3.input_layernorm.weight.* missing")
-
-
-# ---------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -270,6 +298,19 @@ def test_what_the_decoder_does_not_implement_is_not_imported(change: dict[str, A
         config_from_hf({**hf_config_dict(CONFIG), **change})
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be None, got 8.0"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window must be None, got 4096"),
+        ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+    ],
+)
+def test_what_it_does_not_implement_of_other_families(family: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**FAMILIES[family][1].to_dict(), **change})
+
+
 def test_missing_setting_and_other_spellings() -> None:
     data = hf_config_dict(CONFIG)
     del data["moe_intermediate_size"]
@@ -297,3 +338,125 @@ def test_wrong_tensors_are_named() -> None:
         from_hf_state_dict(CONFIG, {**state, "extra.weight": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"norm.weight must be \(32,\)"):
         from_hf_state_dict(CONFIG, {**state, "model.norm.weight": torch.zeros(31)})
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES])
+def test_a_random_transformers_model_gives_the_same_logits_loss_and_gradients(name: str) -> None:
+    hf, tokens = transformers_model(name), batch()
+    config = VARIANTS[name] if name in VARIANTS else config_from_hf(hf.config.to_dict())
+    ours = DecoderLM(config)
+    ours.load_state_dict(our_weights(hf, config))
+    assert count_parameters(config) == hf.num_parameters() == sum(p.numel() for p in ours.parameters())
+    torch.testing.assert_close(ours(tokens).logits, hf(tokens).logits, rtol=1e-4, atol=1e-5)
+    loss, hf_loss = ours(tokens[:, :-1], tokens[:, 1:]).loss, hf(tokens, labels=tokens).loss
+    torch.testing.assert_close(loss, hf_loss, rtol=1e-6, atol=1e-6)
+    loss.backward()
+    hf_loss.backward()
+    expected = from_hf_state_dict(config, {name: parameter.grad for name, parameter in hf.named_parameters()})
+    for name, parameter in ours.named_parameters():
+        assert expected[name].any(), name
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", ["mixed", "tied", "all experts", "dense", "not normalised", *FAMILIES])
+def test_configuration_survives_the_round_trip(name: str) -> None:
+    config = VARIANTS[name] if name in VARIANTS else config_from_hf(FAMILIES[name][1].to_dict())
+    if config.moe is not None:  # one initializer_range there, two here
+        config = replace(config, moe=replace(config.moe, initializer_range=config.initializer_range))
+    assert config_from_hf(json.loads(json.dumps(hf_config_dict(config)))) == config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_in_and_out_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = transformers_model(family, dtype)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    ours = load_hf(tmp_path / "theirs", dtype=dtype)
+    save_hf(ours, tmp_path / "ours", max_shard_bytes=15_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "ours")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype == dtype
+        assert torch.equal(after[name], tensor), name
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(before)
+
+    back, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(back) is type(theirs)
+    assert not any(report.values()), report
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # .to(dtype) has rounded theirs' rotary buffers
+    with torch.no_grad():
+        assert torch.equal(back(batch()).logits, again(batch()).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_interleaved_layers_export_alike(family: str) -> None:
+    theirs = transformers_model(family)
+    config = config_from_hf(theirs.config.to_dict())
+    assert config.moe is not None
+    turned = replace(config, moe=replace(config.moe, gate_up="interleaved"))
+    exported = []
+    for each in (config, turned):
+        model = DecoderLM(each)
+        model.load_state_dict(our_weights(theirs, each))
+        exported.append(to_hf_state_dict(model))
+    assert exported[0].keys() == exported[1].keys()
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+def test_nothing_larger_than_a_tensor_of_the_file_is_made_beside_the_model(gate_up: str, tmp_path: Path) -> None:
+    theirs = transformers_model("mixtral")
+    theirs.save_pretrained(tmp_path / "model")
+    largest = max(tensor.nbytes for tensor in tensors_of(tmp_path / "model").values())
+    config = config_from_hf(theirs.config.to_dict())
+    assert config.moe is not None
+    model = DecoderLM(replace(config, moe=replace(config.moe, gate_up=gate_up)))
+    assert sum(p.nbytes for p in model.parameters()) > 10 * largest
+
+    with Allocations() as exporting:
+        tensors = to_hf_state_dict(model)
+    assert not exporting.made
+    if gate_up == "concatenated":
+        assert all(tensor.is_contiguous() for tensor in tensors.values())  # so safetensors writes from where they lie
+
+    with Allocations() as loading:
+        load_hf(tmp_path / "model")
+    parameters = [nbytes for name, nbytes in loading.made if name.startswith("empty")]
+    assert sum(parameters) == sum(p.nbytes for p in model.parameters())
+    assert max((nbytes for name, nbytes in loading.made if not name.startswith("empty")), default=0) <= largest
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "change", "message"),
+    [
+        ("none", {"router": RouterConfig(normalize=False)}, "moe.router.normalize=False has no place in MixtralFor"),
+        ("none", {"activation": "geglu"}, "moe.activation='geglu' has no place in MixtralForCausalLM"),
+        ("full", {"expert_bias": True}, "moe.expert_bias=True has no place in OlmoeForCausalLM"),
+        ("full", {"shared_intermediate_size": 8}, r"moe\.shared_intermediate_size"),
+    ],
+)
+def test_what_an_architecture_cannot_express_is_not_exported(
+    qk_norm: Any, change: dict[str, Any], message: str
+) -> None:
+    config = config_from_hf(FAMILIES["mixtral"][1].to_dict())
+    assert config.moe is not None
+    with pytest.raises(ValueError, match=message):
+        hf_config_dict(replace(config, qk_norm=qk_norm, moe=replace(config.moe, **change)))
+
+
+def test_what_only_qwen3_has() -> None:
+    config = config_from_hf(FAMILIES["mixtral"][1].to_dict())
+    for qk_norm in ("none", "full"):
+        dense = replace(config, qk_norm=qk_norm, dense_layers=(0,), dense_intermediate_size=8)
+        with pytest.raises(ValueError, match="number of dense layers=1 has no place"):
+            hf_config_dict(dense)
+    with pytest.raises(ValueError, match="head_dim=16 has no place in OlmoeForCausalLM; only 8"):
+        hf_config_dict(replace(config, qk_norm="full", head_dim=16))
+
+
+def test_an_unknown_norm_is_named() -> None:
+    with pytest.raises(ValueError, match=r"model\.qk_norm must be one of full, head, none; got 'layer'"):
+        replace(CONFIG, qk_norm="layer")  # type: ignore[arg-type]

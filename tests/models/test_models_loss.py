@@ -36,22 +36,29 @@ def exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
 
+def assert_exact(loss: Tensor, operands: tuple[Tensor, ...], tolerance: float, of_gradients: float) -> Tensor:
+    """Loss, both gradients and their dtypes are as they should be. Returns the gradient of the hidden states."""
+    hidden, weight, labels = operands
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    expected, *expected_grads = exact(hidden, weight, labels)
+    assert loss.dtype == (torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    assert relative_error(loss.detach(), expected) < tolerance
+    for got, wanted in zip(grads, expected_grads, strict=True):
+        assert got.dtype == hidden.dtype
+        assert relative_error(got, wanted) < of_gradients
+    return grads[0]
+
+
 @pytest.mark.parametrize("chunk", [1, V, 3 * V + 1, 17 * V, 10**6])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
 )
 def test_loss_and_gradients(chunk: int, dtype: torch.dtype, tolerance: float) -> None:
-    hidden, weight, labels = make(dtype)
-    loss = chunked_cross_entropy(hidden, weight, labels, max_chunk_logits=chunk)
-    grads = torch.autograd.grad(loss, (hidden, weight))
-    expected, *expected_grads = exact(hidden, weight, labels)
-    assert loss.dtype == (dtype if dtype == torch.float64 else torch.float32)
-    assert relative_error(loss.detach(), expected) < tolerance
-    for got, wanted in zip(grads, expected_grads, strict=True):
-        assert got.dtype == dtype
-        assert relative_error(got, wanted) < tolerance
-    assert not grads[0][::7].any()
+    operands = make(dtype)
+    loss = chunked_cross_entropy(*operands, max_chunk_logits=chunk)
+    d_hidden = assert_exact(loss, operands, tolerance, tolerance)
+    assert not d_hidden[::7].any()
 
 
 def test_ignored_labels_do_not_reach_the_gradient_even_when_not_finite() -> None:
@@ -66,16 +73,10 @@ def test_ignored_labels_do_not_reach_the_gradient_even_when_not_finite() -> None
 
 @pytest.mark.parametrize("chunk", [5 * V, 10**6])
 def test_under_autocast(chunk: int) -> None:
-    hidden, weight, labels = make()
+    operands = make()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = chunked_cross_entropy(hidden, weight, labels, max_chunk_logits=chunk)
-    grads = torch.autograd.grad(loss, (hidden, weight))
-    expected, *expected_grads = exact(hidden, weight, labels)
-    assert loss.dtype == torch.float32
-    assert relative_error(loss.detach(), expected) < 1e-2
-    for got, wanted in zip(grads, expected_grads, strict=True):
-        assert got.dtype == torch.float32
-        assert relative_error(got, wanted) < 2e-2
+        loss = chunked_cross_entropy(*operands, max_chunk_logits=chunk)
+    assert_exact(loss, operands, 1e-2, 2e-2)
 
 
 @pytest.mark.parametrize("divisor", [1, 3, 5, 7, 11])
@@ -247,11 +248,8 @@ def test_compiles_without_a_break() -> None:
     hidden, weight, labels = make()
     compiled = torch.compile(chunked_cross_entropy, backend="aot_eager", fullgraph=True)
     loss = compiled(hidden, weight, labels, max_chunk_logits=20 * V)
-    grads = torch.autograd.grad(loss, (hidden, weight))
-    expected, *expected_grads = exact(hidden, weight, labels)
-    torch.testing.assert_close(loss, expected.float())
-    for got, wanted in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(got, wanted.float())
+    found = (loss, *torch.autograd.grad(loss, (hidden, weight)))
+    torch.testing.assert_close(found, tuple(each.float() for each in exact(hidden, weight, labels)))
 
 
 @pytest.mark.parametrize(

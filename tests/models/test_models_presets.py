@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig, Qwen3NextConfig
@@ -54,53 +55,27 @@ def test_every_preset_is_checked() -> None:
     assert set(PUBLISHED) == set(MOE_PRESETS)
 
 
-def test_dimensions_are_those_of_transformers_defaults() -> None:
-    def dims(cfg: MoEConfig) -> tuple[int, int, int, int, int]:
-        return (
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            cfg.num_experts,
-            cfg.num_experts_per_tok,
-            cfg.shared_intermediate_size,
-        )
+# How transformers' default configurations name d, n, E, K and the shared expert's width, where there is one.
+QWEN_NAMES = ("hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+DEEPSEEK_NAMES = ("hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+DEFAULTS = {
+    "mixtral-8x7b": (MixtralConfig, ("hidden_size", "intermediate_size", "num_local_experts", "num_experts_per_tok")),
+    "gpt-oss-120b": (GptOssConfig, ("hidden_size", "intermediate_size", "num_local_experts", "num_experts_per_tok")),
+    "deepseek-v3": (DeepseekV3Config, (*DEEPSEEK_NAMES, "moe_intermediate_size")),  # one shared expert
+    "qwen3-next-80b-a3b": (Qwen3NextConfig, (*QWEN_NAMES, "shared_expert_intermediate_size")),
+    "qwen3-30b-a3b": (Qwen3MoeConfig, QWEN_NAMES),
+}
 
-    mixtral, deepseek, qwen_next, gpt = MixtralConfig(), DeepseekV3Config(), Qwen3NextConfig(), GptOssConfig()
-    assert dims(moe_preset("mixtral-8x7b")) == (
-        mixtral.hidden_size,
-        mixtral.intermediate_size,
-        mixtral.num_local_experts,
-        mixtral.num_experts_per_tok,
-        0,
-    )
-    assert dims(moe_preset("deepseek-v3")) == (
-        deepseek.hidden_size,
-        deepseek.moe_intermediate_size,
-        deepseek.n_routed_experts,
-        deepseek.num_experts_per_tok,
-        deepseek.n_shared_experts * deepseek.moe_intermediate_size,
-    )
-    assert dims(moe_preset("qwen3-next-80b-a3b")) == (
-        qwen_next.hidden_size,
-        qwen_next.moe_intermediate_size,
-        qwen_next.num_experts,
-        qwen_next.num_experts_per_tok,
-        qwen_next.shared_expert_intermediate_size,
-    )
-    assert dims(moe_preset("gpt-oss-120b")) == (
-        gpt.hidden_size,
-        gpt.intermediate_size,
-        gpt.num_local_experts,
-        gpt.num_experts_per_tok,
-        0,
-    )
-    qwen = Qwen3MoeConfig()
-    assert dims(moe_preset("qwen3-30b-a3b")) == (
-        qwen.hidden_size,
-        qwen.moe_intermediate_size,
-        qwen.num_experts,
-        qwen.num_experts_per_tok,
-        0,
-    )
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_dimensions_are_those_of_transformers_defaults(name: str) -> None:
+    make, names = DEFAULTS[name]
+    theirs, ours = make(), moe_preset(name)
+    assert getattr(theirs, "n_shared_experts", 1) == 1
+    sizes = (ours.hidden_size, ours.intermediate_size, ours.num_experts, ours.num_experts_per_tok)
+    expected = [getattr(theirs, each) for each in names]
+    assert list(sizes) == expected[:4]
+    assert ours.shared_intermediate_size == (expected[4] if len(expected) == 5 else 0)
 
 
 def test_gpt_oss_layer() -> None:
@@ -129,27 +104,9 @@ def test_unknown_names_list_the_known_ones() -> None:
     assert set(MODEL_PRESETS) == {"qwen3-30b-a3b", "qwen3-235b-a22b"}
 
 
-CONFIG = ModelConfig(
-    vocab_size=50,
-    hidden_size=16,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=64,
-    moe=MoEConfig(
-        16,
-        8,
-        6,
-        2,
-        expert_bias=True,
-        shared_intermediate_size=12,
-        shared_gate=True,
-        router=RouterConfig(bias=True, selection_bias=True),
-    ),
-    dense_intermediate_size=20,
-    dense_layers=(1,),
-)
+ROUTER = RouterConfig(bias=True, selection_bias=True)
+MOE = MoEConfig(16, 8, 6, 2, expert_bias=True, shared_intermediate_size=12, shared_gate=True, router=ROUTER)
+CONFIG = tiny_model(vocab_size=50, max_seq_len=64, moe=MOE)
 VARIANTS = [
     CONFIG,
     replace(CONFIG, tie_embeddings=True),
@@ -162,10 +119,8 @@ VARIANTS = [
 def test_parameter_counts_are_those_of_the_model(config: ModelConfig) -> None:
     model = DecoderLM(config, device="meta")
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
-    idle = sum(
-        p.numel() * 4 // 6 for name, p in model.named_parameters() if ".experts." in name
-    )  # 2 of 6 experts are active
-    assert count_active_parameters(config) == count_parameters(config) - idle
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert count_active_parameters(config) == count_parameters(config) - of_experts * 4 // 6, "2 of 6 are active"
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -186,9 +141,7 @@ def test_flops_grow_with_the_context_and_the_active_experts_only() -> None:
     per_key = 6 * 2 * 3 * 4 * 8
     assert flops_per_token(CONFIG, 33) - flops_per_token(CONFIG, 31) == per_key
     assert flops_per_token(CONFIG) == flops_per_token(CONFIG, 64)
-    moe = CONFIG.moe
-    assert moe is not None
-    more_experts = flops_per_token(replace(CONFIG, moe=replace(moe, num_experts=12)))
+    more_experts = flops_per_token(replace(CONFIG, moe=replace(MOE, num_experts=12)))
     assert more_experts - flops_per_token(CONFIG) == 2 * 6 * 6 * 16  # their rows in the router
     with pytest.raises(ValueError, match="seq_len"):
         flops_per_token(CONFIG, 0)
