@@ -19,7 +19,7 @@ from tilemoe.train.checkpoints.folder import CheckpointError, list_checkpoints, 
 from tilemoe.train.checkpoints.restore import build_model, restore, select_device
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import evaluate
-from tilemoe.train.job.signals import StopRequest
+from tilemoe.train.job.signals import stop_request
 from tilemoe.train.loop import NonFiniteLossError, Trainer
 from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
 from tilemoe.train.run import require_fresh, require_resumable, train
@@ -410,7 +410,7 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     seen: list[object] = []
 
     def check() -> None:
-        with StopRequest() as stop:
+        with stop_request() as stop:
             seen.append((stop(), signal.getsignal(signal.SIGTERM)))
 
     before = signal.getsignal(signal.SIGTERM)

@@ -1,6 +1,5 @@
 """Rank 0's end of the connections that the processes of a job watch each other by; whole jobs are watched elsewhere."""
 
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tilemoe.train.job.processes import Job
-from tilemoe.train.job.watch import Watch, _connect, _Hub, _Link
+from tilemoe.train.job.watch import Connection, Watch, connect, receive, send
 
 
 @pytest.fixture
@@ -19,69 +18,84 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
 
 
 @pytest.fixture
-def hub(store: dist.HashStore) -> _Hub:
-    return _Hub(Job(0, 3), store)
+def first(store: dist.HashStore) -> Iterator[Watch]:
+    """Rank 0's, which does not end this process."""
+    watch = Watch(Job(0, 3), store, 60.0)
+    yield watch
+    watch.stop("")
 
 
 @pytest.fixture
-def links(hub: _Hub, store: dist.HashStore) -> Iterator[dict[int, _Link]]:
+def links(first: Watch, store: dist.HashStore) -> Iterator[dict[int, Connection]]:
     """Of ranks 1 and 2."""
-    found = {rank: _Link(_connect(store, Job(rank, 3))) for rank in (1, 2)}
-    while len(hub._links) < 2:
-        assert hub.look() == ""
+    found = {rank: connect(store, Job(rank, 3)) for rank in (1, 2)}
+    wait_for(first, {1, 2})
     yield found
     for link in found.values():
-        link.connection.close()
+        link.close()
 
 
-def test_a_connection_that_closes_is_a_process_that_is_gone(hub: _Hub, links: dict[int, _Link]) -> None:
-    links[2].send({"marks": 1, "step": 1})
-    assert hub.look() == ""
-    links[2].connection.close()
-    assert hub.look().startswith("rank 2 is gone: ")
+def wait_for(first: Watch, ranks: set[int]) -> None:
+    deadline = time.monotonic() + 10
+    while set(first._links.values()) != ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def test_who_says_goodbye_is_not_missed(hub: _Hub, links: dict[int, _Link]) -> None:
-    links[1].send({"done": True})
-    links[1].connection.close()
-    for _ in range(2):
-        assert hub.look() == ""
-    assert set(hub._links) == {2}
+def test_a_connection_that_closes_is_a_process_that_is_gone(first: Watch, links: dict[int, Connection]) -> None:
+    send(links[2], {"marks": (1, 1)})
+    assert first.verdict(0.1) == ""
+    links[2].close()
+    assert first.verdict(5).startswith("rank 2 is gone: ")
 
 
-def test_an_error_is_passed_on(hub: _Hub, links: dict[int, _Link]) -> None:
-    links[1].send({"marks": 3, "step": 1})
-    links[1].send({"failed": "no room"})
-    assert hub.look() == "rank 1 failed: no room"
-    hub.tell_all({"lost": "rank 1 failed: no room"})
-    assert links[2].receive(5) == [{"lost": "rank 1 failed: no room"}]
+def test_who_says_goodbye_is_not_missed(first: Watch, links: dict[int, Connection]) -> None:
+    send(links[1], {"done": True})
+    links[1].close()
+    wait_for(first, {2})
+    assert first.verdict(1.2) == ""
 
 
-def test_of_a_job_that_stands_still_the_least_far_is_named(hub: _Hub, links: dict[int, _Link]) -> None:
+def test_an_error_is_passed_on(first: Watch, links: dict[int, Connection]) -> None:
+    send(links[1], {"marks": (3, 1)})
+    send(links[1], {"failed": "no room"})
+    assert first.verdict(5) == "rank 1 failed: no room"
+    assert receive(links[2]) == {"lost": "rank 1 failed: no room"}
+
+
+def test_of_a_job_that_stands_still_the_least_far_is_named(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watch, "_run", lambda watch: None)
+    watch = Watch(Job(0, 3), store, 0.01)
     marks = {0: 7, 1: 5, 2: 7}
     for rank in (0, 1):
-        hub.note(rank, {"marks": marks[rank], "step": 2})
+        watch._note(rank, (marks[rank], 2))
     time.sleep(0.02)
-    assert hub.standing_still(0.01) == "", "rank 2 has not begun: it may be loading still"
-    hub.note(2, {"marks": 7, "step": 3})
-    assert hub.standing_still(60) == ""
+    assert watch._standing_still() == "", "rank 2 has not begun: it may be loading still"
+    watch._note(2, (7, 3))
+    assert watch._standing_still() == ""
     time.sleep(0.02)
-    assert hub.standing_still(0.01) == "rank 1 hangs in step 2: no process has moved within train.timeout (0.01 s)"
-    hub.note(1, {"marks": 6, "step": 2})
-    assert hub.standing_still(0.01) == ""
-    hub.note(1, {"marks": 7, "step": 2})
+    assert watch._standing_still() == "rank 1 hangs in step 2: no process has moved within train.timeout (0.01 s)"
+    watch._note(1, (6, 2))
+    assert watch._standing_still() == ""
+    watch._note(1, (7, 2))
     time.sleep(0.02)
-    assert hub.standing_still(0.01).startswith("ranks 0, 1, 2 hang in step 2")
+    assert watch._standing_still().startswith("ranks 0, 1, 2 hang in step 2")
 
 
-def test_a_stranger_is_shown_the_door(hub: _Hub, links: dict[int, _Link], store: dist.HashStore) -> None:
+def test_a_stranger_is_shown_the_door(first: Watch, links: dict[int, Connection], store: dist.HashStore) -> None:
     port = int(store.get("watch").split()[0])
-    for words in (json.dumps({"rank": 1, "word": "guessed"}).encode() + b"\n", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n"):
+    for words in (b"GET ", b"[1]\n", b""):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(words)
-            assert hub.look() == ""
+            stranger.settimeout(10)
             assert stranger.recv(1) == b""
-    assert set(hub._links) == {1, 2}
+    link = Connection(socket.create_connection(("127.0.0.1", port)).detach())
+    send(link, {"rank": 1, "word": "guessed"})
+    assert receive(link) is None
+    assert set(first._links.values()) == {1, 2}
+    assert first.verdict(0) == ""
 
 
 def test_two_processes_that_are_done_leave_in_peace(store: dist.HashStore) -> None:
@@ -96,8 +110,7 @@ def test_two_processes_that_are_done_leave_in_peace(store: dist.HashStore) -> No
 
 def test_a_failing_first_process_is_named_by_the_others(store: dist.HashStore) -> None:
     first, second = (Watch(Job(rank, 2), store, 60.0) for rank in (0, 1))
-    while not first._hub._links:  # type: ignore[union-attr]
-        time.sleep(0.01)
+    wait_for(first, {1})
     first.stop("no room")
     assert second.verdict(5) == "rank 0 failed: no room"
     second.stop("")

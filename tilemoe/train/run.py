@@ -24,7 +24,7 @@ from tilemoe.train.config import Recipe, differences
 from tilemoe.train.evaluate import Evaluation
 from tilemoe.train.job.collective import joined
 from tilemoe.train.job.processes import ALONE, Job
-from tilemoe.train.job.signals import StopRequest, sigterm_interrupts
+from tilemoe.train.job.signals import sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, open_tensorboard, truncate_metrics
 from tilemoe.train.plots import draw
@@ -123,7 +123,7 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
     reporter.say(f"{recipe.name}: {parameters:,} parameters on {where}, {recipe.train.steps} steps, {run_dir}")
     metrics = MetricsWriter(run_dir, _events(recipe, trainer.step, reporter)) if job.is_first else None
     try:
-        with StopRequest() as stop_requested:
+        with stop_request() as stop_requested:
             evaluation = trainer.fit(metrics, reporter, stop_requested)
             if metrics is not None:
                 metrics.sync()

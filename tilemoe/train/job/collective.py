@@ -13,14 +13,13 @@ from torch import Tensor
 
 from tilemoe.train.job.processes import Job, JobError
 from tilemoe.train.job.rendezvous import store_of_attempt
-from tilemoe.train.job.watch import GO_ON, Progress, told, watched
+from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 
 # Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
 _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
-
-
 # The groups' own limit is later than that of `Watch`, which says more and can say it where NCCL waits.
 _LATER_SECONDS = 15
+_LONGEST = 1000  # characters of an error that other processes are told
 
 
 @contextlib.contextmanager
@@ -45,23 +44,29 @@ def joined(job: Job, device: torch.device, timeout: int) -> Iterator[Progress]:
         store = store_of_attempt(job, timeout)
         limit = timedelta(seconds=timeout + _LATER_SECONDS)
         dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
-        with watched(job, store, timeout, is_lost_process) as watch:
-            yield watch.progress
-    except (BrokenPipeError, JobError):
-        raise
-    except (ValueError, OSError, RuntimeError) as error:
-        _raise_with_rank(error, job, watch.verdict(0) if watch is not None else "", timeout)
+        watch = Watch(job, store, timeout)
+        yield watch.progress
+    except BaseException as error:
+        verdict, is_theirs = "", _is_lost_process(error)
+        if watch is not None:
+            verdict = watch.verdict(GRACE if is_theirs else 0.0)  # who lost a process waits a moment for word of it
+            watch.stop("" if verdict or is_theirs else _told(error))
+        _raise_with_rank(error, job, verdict, timeout)
+    watch.stop(None)
     dist.destroy_process_group()
 
 
-def _raise_with_rank(error: Exception, job: Job, verdict: str, timeout: int) -> NoReturn:
+def _raise_with_rank(error: BaseException, job: Job, verdict: str, timeout: int) -> NoReturn:
     """What users are to be told of ``error``; a defect of ours stays what it is."""
-    if verdict and told(error) not in verdict:  # else it is what all found alike
+    if not isinstance(error, (ValueError, OSError, RuntimeError)) or isinstance(error, (BrokenPipeError, JobError)):
+        raise error
+    if verdict and _told(error) not in verdict:  # else it is what all found alike
         raise JobError(f"{job.name}: {verdict}; {GO_ON}") from error
-    if is_lost_process(error):
+    if _is_lost_process(error):
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise JobError(
             f"{job.name}: another process is gone or did not answer within train.timeout ({timeout} s); its own line "
-            f"or torchrun's report says why; {GO_ON} ({_first_line(error)})"
+            f"or torchrun's report says why; {GO_ON} ({first_line})"
         ) from error
     if isinstance(error, torch.OutOfMemoryError):
         raise JobError(f"{job.name}: out of memory; lower data.batch_size or data.seq_len ({error})") from error
@@ -70,13 +75,13 @@ def _raise_with_rank(error: Exception, job: Job, verdict: str, timeout: int) -> 
     raise JobError(f"{job.name}: {error}") from error
 
 
-def is_lost_process(error: BaseException) -> bool:
+def _told(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+
+
+def _is_lost_process(error: BaseException) -> bool:
     """Whether it is that a collective operation has failed."""
     return isinstance(error, (dist.DistError, TimeoutError)) or any(mark in str(error) for mark in _GLOO)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def any_process(flag: bool, job: Job) -> bool:

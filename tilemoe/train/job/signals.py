@@ -5,41 +5,23 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 
-class StopRequest:
-    """Within the ``with`` block the first SIGTERM or SIGINT only sets ``requested``; a second SIGINT aborts at once.
+@contextlib.contextmanager
+def stop_request() -> Iterator[Callable[[], bool]]:
+    """Within the block the first SIGTERM or SIGINT only makes what is given answer True; a second SIGINT aborts."""
+    requested = False
 
-    Outside the main thread, where Python cannot handle signals, it never becomes set.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        if requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        requested = True
 
-    def __call__(self) -> bool:
-        return self.requested
+    with _handled((signal.SIGTERM, signal.SIGINT), note):
+        yield lambda: requested
 
 
 @contextlib.contextmanager
@@ -48,15 +30,17 @@ def sigterm_interrupts() -> Iterator[None]:
 
     Native code, such as the training of a tokenizer, is not interrupted: the signal waits until it returns.
     """
-    if threading.current_thread() is not threading.main_thread():
+    with _handled((signal.SIGTERM,), signal.default_int_handler):
         yield
-        return
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+@contextlib.contextmanager
+def _handled(numbers: tuple[int, ...], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Nothing is handled outside of the main thread, where Python cannot."""
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, handler) for number in numbers} if is_main else {}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, former in previous.items():
+            signal.signal(number, former)

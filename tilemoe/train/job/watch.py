@@ -11,23 +11,22 @@ import contextlib
 import json
 import os
 import secrets
-import selectors
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from tilemoe.train.job.processes import Job
 
-_BEAT = 0.5  # seconds between two looks
-_GRACE = 2.0  # seconds that the training thread has to end by itself, once a process is lost
-_BACKLOG = 4096  # processes that connect at the same time
-_LONGEST = 1000  # characters of another process' error
+BEAT = 0.5  # seconds between two looks
+GRACE = 2.0  # seconds that the training thread has to end by itself, once a process is lost
 GO_ON = "go on from the last checkpoint with --resume auto"
+_BACKLOG = 4096  # processes that connect at the same time
+_LONGEST = 1 << 14  # bytes of a message
 
 
 class Progress:
@@ -41,7 +40,7 @@ class Progress:
 
 
 class Watch:
-    """This process' thread, from `start` to `stop`.
+    """This process' thread, from its making to `stop`.
 
     Args:
         timeout: seconds after which a job that has begun and in which nobody moves is given up.
@@ -51,10 +50,17 @@ class Watch:
         """All processes make one. OSError: rank 0's cannot be reached."""
         self.progress = Progress()
         self._job, self._timeout = job, timeout
-        self._verdict = ""
+        self._verdict, self._word = "", secrets.token_hex(8)
         self._found, self._ended = threading.Event(), threading.Event()
-        self._hub = _Hub(job, store) if job.is_first else None
-        self._link = None if job.is_first else _Link(_connect(store, job))
+        self._marks = dict.fromkeys(range(job.world_size), (0, 0))  # (marks, step) of each rank, as rank 0 knows them
+        self._moved = time.monotonic()  # when any process last did
+        self._server: socket.socket | None = None
+        self._links: dict[Connection, int] = {}  # rank 0's to all others, theirs to rank 0
+        if job.is_first:
+            self._server = _listen()
+            store.set("watch", f"{self._server.getsockname()[1]} {self._word}")
+        else:
+            self._links[connect(store, job)] = 0
         self._thread = threading.Thread(target=self._run, name="tilemoe-watch", daemon=True)
         self._thread.start()
 
@@ -67,204 +73,115 @@ class Watch:
         """This process leaves: it is done, or what it failed of; "" if another's failure is why."""
         self._ended.set()
         self._thread.join()
-        if self._hub is not None:
-            lost = f"rank 0 failed: {failure}" if failure else self._verdict or "a process is lost"
-            self._hub.tell_all({"done": True} if failure is None else {"lost": lost})
-        elif self._link is not None and failure != "":
-            with contextlib.suppress(OSError):  # rank 0 may have gone first
-                self._link.send({"done": True} if failure is None else {"failed": failure})
+        if failure is None:
+            self._tell({"done": True})
+        elif self._job.is_first:
+            self._tell({"lost": f"rank 0 failed: {failure}" if failure else self._verdict or "a process is lost"})
+        elif failure:
+            self._tell({"failed": failure})
 
     def _run(self) -> None:
-        look = self._look_at_all if self._hub is not None else self._look_at_first
-        while not self._ended.is_set():
-            verdict = look()
-            if verdict is None:
-                return
+        while (self._server or self._links) and not self._ended.is_set():
+            own = self.progress.marks, self.progress.step
+            if self._job.is_first:
+                self._note(0, own)
+            else:
+                self._tell({"marks": own})
+            verdict = self._look() or self._standing_still()
+            if verdict and self._job.is_first:
+                self._tell({"lost": verdict})
             if verdict:
                 self._speak(verdict)
 
-    def _look_at_all(self) -> str | None:
-        """Of rank 0: "" as long as all is well."""
-        assert self._hub is not None
-        self._hub.note(0, {"marks": self.progress.marks, "step": self.progress.step})
-        lost = self._hub.look() or self._hub.standing_still(self._timeout)
-        if lost:
-            self._hub.tell_all({"lost": lost})
-        return lost
-
-    def _look_at_first(self) -> str | None:
-        """Of the others: "" as long as all is well, None where rank 0 is done."""
-        assert self._link is not None
-        try:
-            self._link.send({"marks": self.progress.marks, "step": self.progress.step})
-            messages = self._link.receive(_BEAT)
-        except OSError:
-            messages = None
-        if messages is None:
-            return _gone(0)
-        for message in messages:
-            if "done" in message:
-                return None
-            if "lost" in message:
-                return str(message["lost"])
+    def _look(self) -> str:
+        """Read what comes within a beat; which process is lost, if one is."""
+        for ready in wait([*filter(None, [self._server]), *self._links], BEAT):
+            if isinstance(ready, Connection):
+                lost = self._read(ready)
+                if lost:
+                    return lost
+            elif self._server is not None:
+                self._accept(self._server)
         return ""
+
+    def _accept(self, server: socket.socket) -> None:
+        accepted, _ = server.accept()
+        link = Connection(accepted.detach())
+        hello = receive(link)
+        if hello is None or hello.get("word") != self._word:  # a stranger
+            link.close()
+        else:
+            self._links[link] = int(hello["rank"])
+
+    def _read(self, link: Connection) -> str:
+        rank, message = self._links[link], receive(link)
+        if message is None:
+            return f"rank {rank} is gone: it was killed or it crashed, torchrun's report says how"
+        if "failed" in message:
+            return f"rank {rank} failed: {message['failed']}"
+        if "done" in message:
+            del self._links[link], self._marks[rank]
+            link.close()
+        elif "marks" in message:
+            self._note(rank, tuple(message["marks"]))
+        return str(message.get("lost", ""))
+
+    def _note(self, rank: int, marks: tuple[int, int]) -> None:
+        if self._marks[rank] != marks:
+            self._marks[rank], self._moved = marks, time.monotonic()
+
+    def _standing_still(self) -> str:
+        """Who has come least far, if nobody has moved for so long, all of them having begun; rank 0 alone knows."""
+        begun = min(self._marks.values()) > (0, 0)
+        if not (self._job.is_first and begun and time.monotonic() - self._moved > self._timeout):
+            return ""
+        least = min(marks for marks, _ in self._marks.values())
+        who = [rank for rank, (marks, _) in self._marks.items() if marks == least]
+        names = f"rank {who[0]} hangs" if len(who) == 1 else f"ranks {', '.join(map(str, who))} hang"
+        step = self._marks[who[0]][1]
+        return f"{names} in step {step}: no process has moved within train.timeout ({self._timeout:g} s)"
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for link in self._links:
+            with contextlib.suppress(OSError):  # whoever is gone need not know
+                send(link, message)
 
     def _speak(self, verdict: str) -> None:
         """End the process, unless its training thread finds out by itself."""
         self._verdict = verdict
         self._found.set()
-        if self._ended.wait(_GRACE):
+        if self._ended.wait(GRACE):
             return
         sys.stdout.flush()
         print(f"tilemoe: error: {self._job.name}: {verdict}; {GO_ON}\n", end="", file=sys.stderr, flush=True)
         os._exit(2)
 
 
-class _Link:
-    """One end of a connection: messages are lines of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self._rest = connection, b""
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.connection.settimeout(_GRACE)
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, seconds: float) -> list[dict[str, Any]] | None:
-        """What came within ``seconds``; None where the other end is closed. OSError: it was reset."""
-        self.connection.settimeout(seconds)
-        try:
-            data = self.connection.recv(1 << 16)
-        except TimeoutError:
-            return []
-        if not data:
-            return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+def connect(store: Store, job: Job) -> Connection:
+    """To rank 0's `Watch`."""
+    port, word = store.get("watch").decode().split()
+    made = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), timeout=60)
+    made.settimeout(None)  # what `Connection` reads must block
+    link = Connection(made.detach())
+    send(link, {"rank": job.rank, "word": word})
+    return link
 
 
-class _Hub:
-    """Rank 0's end of all connections."""
-
-    def __init__(self, job: Job, store: Store) -> None:
-        self._job, self._word = job, secrets.token_hex(8)
-        self._links: dict[int, _Link] = {}
-        self._marks: dict[int, tuple[int, int]] = dict.fromkeys(range(job.world_size), (0, 0))  # (marks, step)
-        self._moved = time.monotonic()  # when any process last did
-        self._selector = selectors.DefaultSelector()
-        self._server = _server()
-        self._selector.register(self._server, selectors.EVENT_READ)
-        store.set("watch", f"{self._server.getsockname()[1]} {self._word}")
-
-    def note(self, rank: int, message: dict[str, Any]) -> None:
-        found = int(message["marks"]), int(message["step"])
-        if self._marks.get(rank) != found:
-            self._marks[rank], self._moved = found, time.monotonic()
-
-    def look(self) -> str:
-        """Read what came within a beat; which process is lost, if one is."""
-        for key, _ in self._selector.select(_BEAT):
-            if key.fileobj is self._server:
-                self._accept()
-            else:
-                lost = self._read(key.data)
-                if lost:
-                    return lost
-        return ""
-
-    def standing_still(self, timeout: float) -> str:
-        """Who has come least far, if nobody has moved for so long, all of them having begun."""
-        if not self._marks or min(self._marks.values()) == (0, 0) or time.monotonic() - self._moved <= timeout:
-            return ""
-        least = min(marks for marks, _ in self._marks.values())
-        who = [rank for rank, (marks, _) in self._marks.items() if marks == least]
-        step = self._marks[who[0]][1]
-        names = f"rank {who[0]} hangs" if len(who) == 1 else f"ranks {', '.join(map(str, who))} hang"
-        return f"{names} in step {step}: no process has moved within train.timeout ({timeout:g} s)"
-
-    def tell_all(self, message: dict[str, Any]) -> None:
-        for link in list(self._links.values()):
-            with contextlib.suppress(OSError):  # whoever is gone need not know
-                link.send(message)
-
-    def _accept(self) -> None:
-        connection, _ = self._server.accept()
-        link = _Link(connection)
-        hello = _first_message(link)
-        if not isinstance(hello, dict) or hello.get("word") != self._word:  # a stranger
-            connection.close()
-            return
-        rank = int(hello["rank"])
-        self._links[rank] = link
-        self._selector.register(connection, selectors.EVENT_READ, rank)
-
-    def _read(self, rank: int) -> str:
-        try:
-            messages = self._links[rank].receive(_BEAT)
-        except OSError:
-            messages = None
-        for message in messages or ():
-            if "failed" in message:
-                return f"rank {rank} failed: {message['failed']}"
-            if "done" in message:
-                self._forget(rank)
-                return ""
-            self.note(rank, message)
-        return _gone(rank) if messages is None else ""
-
-    def _forget(self, rank: int) -> None:
-        link = self._links.pop(rank)
-        self._marks.pop(rank)
-        self._selector.unregister(link.connection)
-        link.connection.close()
+def send(link: Connection, message: dict[str, Any]) -> None:
+    link.send_bytes(json.dumps(message).encode())
 
 
-def _first_message(link: _Link) -> Any:
-    """None where none comes."""
-    deadline = time.monotonic() + _GRACE
-    messages: list[dict[str, Any]] | None = []
-    with contextlib.suppress(OSError, ValueError):
-        while messages == [] and time.monotonic() < deadline:
-            messages = link.receive(_GRACE)
-    return messages[0] if messages else None
+def receive(link: Connection) -> dict[str, Any] | None:
+    """The next message; None where the other end is closed, or speaks another language."""
+    try:
+        message = json.loads(link.recv_bytes(_LONGEST)) if link.poll(GRACE) else None
+    except (OSError, EOFError, ValueError):
+        return None
+    return message if isinstance(message, dict) else None
 
 
-def _server() -> socket.socket:
+def _listen() -> socket.socket:
     try:
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     except (OSError, ValueError):  # a machine without IPv6
         return socket.create_server(("", 0), backlog=_BACKLOG)
-
-
-def _connect(store: Store, job: Job) -> socket.socket:
-    port, word = store.get("watch").decode().split()
-    connection = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), timeout=60)
-    connection.sendall(json.dumps({"rank": job.rank, "word": word}).encode() + b"\n")
-    return connection
-
-
-def told(error: BaseException) -> str:
-    """Of an error, what other processes are told."""
-    return " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-
-
-def _gone(rank: int) -> str:
-    return f"rank {rank} is gone: it was killed or it crashed, torchrun's report says how"
-
-
-@contextlib.contextmanager
-def watched(
-    job: Job, store: Store, timeout: float, is_lost_process: Callable[[BaseException], bool]
-) -> Iterator[Watch]:
-    """A `Watch` for the block. An error that leaves it is told to the other processes, unless it comes of a lost one:
-    then it is waited a moment for word of that.
-    """
-    watch = Watch(job, store, timeout)
-    try:
-        yield watch
-    except BaseException as error:
-        is_theirs = is_lost_process(error)
-        known = watch.verdict(_GRACE if is_theirs else 0.0)
-        watch.stop("" if known or is_theirs else told(error))
-        raise
-    watch.stop(None)
