@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import torch
 
 from tilemoe.testing import poisoned_memory as poisoned_memory_block
 from tilemoe.testing.ranks import Check
@@ -15,6 +16,15 @@ def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN (integers: the largest value) while the test runs."""
     with poisoned_memory_block():
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes in one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,29 +4,18 @@ import math
 
 import pytest
 import torch
+from helpers import saved_tensors, tiny_model
 from torch import Tensor
 
-from tilemoe.config import ModelConfig
 from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles, rotate
 from tilemoe.testing import relative_error
 
-CONFIG = ModelConfig(
-    vocab_size=8,
-    hidden_size=24,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_seq_len=32,
-    dense_intermediate_size=8,
-    rope_theta=50.0,
-    initializer_range=0.5,
-)
+CONFIG = tiny_model(hidden_size=24, max_seq_len=32, moe=None, dense_layers=(), rope_theta=50.0, initializer_range=0.5)
 
 
-def make(dtype: torch.dtype, config: ModelConfig = CONFIG) -> Attention:
+def make(dtype: torch.dtype) -> Attention:
     torch.manual_seed(1)
-    attention = Attention(config, dtype=dtype)
+    attention = Attention(CONFIG, dtype=dtype)
     for norm in (attention.q_norm, attention.k_norm):
         torch.nn.init.normal_(norm.weight, 1.0, 0.3)
     return attention
@@ -36,9 +25,9 @@ def angles(count: int, start: int = 0, dtype: torch.dtype = torch.float32) -> tu
     return rotary_angles(start, count, CONFIG.head_dim, CONFIG.rope_theta, torch.device("cpu"), dtype)
 
 
-def by_loops(attention: Attention, x: Tensor, config: ModelConfig = CONFIG) -> Tensor:
+def by_loops(attention: Attention, x: Tensor) -> Tensor:
     """One sequence, head, query and key at a time, in fp64; positions turn complex numbers."""
-    width, eps = config.head_dim, config.norm_eps
+    width, eps = CONFIG.head_dim, CONFIG.norm_eps
     weight = {name: parameter.detach().double() for name, parameter in attention.named_parameters()}
 
     def head(name: str, token: Tensor, index: int, position: int) -> Tensor:
@@ -48,17 +37,17 @@ def by_loops(attention: Attention, x: Tensor, config: ModelConfig = CONFIG) -> T
         v = v / (v.square().mean() + eps).sqrt() * weight[f"{name}_norm.weight"]
         turned = torch.complex(v[: width // 2], v[width // 2 :])
         for i in range(width // 2):
-            turn = position / config.rope_theta ** (2 * i / width)
+            turn = position / CONFIG.rope_theta ** (2 * i / width)
             turned[i] *= complex(math.cos(turn), math.sin(turn))
         return torch.cat([turned.real, turned.imag])
 
     out = torch.zeros_like(x, dtype=torch.float64)
-    per_kv = config.num_heads // config.num_kv_heads
+    per_kv = CONFIG.num_heads // CONFIG.num_kv_heads
     for b in range(x.shape[0]):
         tokens = x[b].double()
         for s in range(x.shape[1]):
             parts = []
-            for h in range(config.num_heads):
+            for h in range(CONFIG.num_heads):
                 query = head("q", tokens[s], h, s)
                 keys = [head("k", tokens[t], h // per_kv, t) for t in range(s + 1)]
                 share = torch.softmax(torch.stack([query @ key for key in keys]) / math.sqrt(width), 0)
@@ -69,24 +58,17 @@ def by_loops(attention: Attention, x: Tensor, config: ModelConfig = CONFIG) -> T
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (None, 2e-2)]
 )
-def test_matches_loops(dtype: torch.dtype, tolerance: float) -> None:
-    attention = make(dtype)
-    x = torch.randn(2, 9, 24).to(dtype)
-    turn = angles(9, dtype=torch.promote_types(dtype, torch.float32))
-    out = attention(x, turn)
-    assert out.dtype == dtype
+def test_matches_loops(dtype: torch.dtype | None, tolerance: float) -> None:
+    """Also under bf16's autocast (None), which keeps the angles exact."""
+    attention = make(dtype or torch.float32)
+    x = torch.randn(2, 9, 24).to(dtype or torch.float32)
+    turn = angles(9, dtype=torch.promote_types(x.dtype, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
+        out = attention(x, turn)
+    assert out.dtype == (dtype or torch.bfloat16)
     assert relative_error(out.detach(), by_loops(attention, x)) < tolerance
-
-
-def test_autocast_keeps_the_angles_exact() -> None:
-    attention = make(torch.float32)
-    x = torch.randn(2, 9, 24)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = attention(x, angles(9))
-    assert out.dtype == torch.bfloat16
-    assert relative_error(out.detach(), by_loops(attention, x)) < 2e-2
 
 
 def test_later_tokens_change_nothing_earlier() -> None:
@@ -137,8 +119,7 @@ def test_rotation_in_the_wider_dtype_where_none_is_asked_for() -> None:
 
 def test_rotation_keeps_nothing_but_angles() -> None:
     x = torch.randn(2, 64, 3, 8).bfloat16().requires_grad_()
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         rotate(x, *angles(64), torch.bfloat16)
     assert [tuple(t.shape) for t in kept] == [(64, 1, 4)] * 2
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import raises_one_line, tiny_model
+from helpers import raises_one_line, tiny_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
+from helpers import tiny_model
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import raises_one_line, tiny_model
+from helpers import raises_one_line, tiny_model
 from torch import Tensor
 
 from tilemoe.config import MoEConfig

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import raises_one_line, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import raises_one_line, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (

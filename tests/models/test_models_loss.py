@@ -4,7 +4,6 @@ T tokens · d model width · V vocabulary
 """
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -212,14 +211,6 @@ def test_gradients_that_nobody_asks_for_are_not_computed() -> None:
             chunked_cross_entropy(hidden, weight, labels, max_chunk_logits=10 * V)
         counts.append(products.count)
     assert counts == [15, 10, 5]  # five chunks: the logits, and each gradient
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,12 +1,10 @@
 """Presets against published parameter counts and transformers' defaults; parameters and FLOPs against real models."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny import tiny_model
+from helpers import run_python, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig, Qwen3NextConfig
@@ -154,5 +152,4 @@ def test_planning_needs_no_torch() -> None:
         "tilemoe.models.flops.flops_per_token(config), hf.hf_config_dict(config)\n"
         "print('torch' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
+    assert run_python(code) == "False\n"

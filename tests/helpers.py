@@ -1,0 +1,61 @@
+"""What the tests of several folders share: tiny models, errors, saved tensors, fresh processes."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe.config import ModelConfig, MoEConfig
+
+MODEL = ModelConfig(
+    vocab_size=40,
+    hidden_size=16,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_seq_len=24,
+    moe=MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, num_experts_per_tok=2),
+    dense_intermediate_size=20,
+    dense_layers=(1,),
+)
+
+
+def tiny_model(**changes: Any) -> ModelConfig:
+    """Three layers, the middle one dense, the others of 6 experts and 2 per token; with ``changes``."""
+    return replace(MODEL, **changes)
+
+
+@contextmanager
+def raises_one_line(message: str, kind: type[BaseException] = ValueError) -> Iterator[None]:
+    """The block raises ``kind`` with a text of one line in which the regular expression ``message`` is found."""
+    with pytest.raises(kind, match=message) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """The tensors that the block saves for a backward, in order."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def run_python(code: str, *arguments: object, timeout: float = 120) -> str:
+    """What a new interpreter prints that runs ``code``; it must succeed."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
