@@ -33,10 +33,12 @@ def tiny_model(**changes: Any) -> ModelConfig:
 
 
 @contextmanager
-def raises_one_line(message: str, kind: type[BaseException] = ValueError) -> Iterator[None]:
+def raises_one_line(
+    message: str, kind: type[BaseException] = ValueError
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """The block raises ``kind`` with a text of one line in which the regular expression ``message`` is found."""
     with pytest.raises(kind, match=message) as caught:
-        yield
+        yield caught
     assert "\n" not in str(caught.value)
 
 

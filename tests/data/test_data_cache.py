@@ -10,27 +10,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import raises_one_line
 
 from tilemoe.data import cache as cache_module
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data import open_corpus, prepare
 from tilemoe.data.files import staged_folder
-from tilemoe.data.shards import ShardWriter
+from tilemoe.data.shards import ShardWriter, TokenShards
 
 
 def joined(texts: list[str]) -> list[int]:
     return list(b"".join(text.encode() + b"\0" for text in texts))
 
 
+def tokens_of(shards: TokenShards) -> list[int]:
+    ids: list[int] = shards.read(0, shards.num_tokens).tolist()
+    return ids
+
+
 def error_of(*args: Any, **kwargs: Any) -> str:
-    with pytest.raises(ValueError) as caught:
+    with raises_one_line("") as caught:
         prepare(*args, **kwargs)
-    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def shard_folders(cache: Path) -> list[Path]:
-    return [path for path in (cache / "shards").iterdir() if path.is_dir()]
+    return [path for path in cache.glob("shards/*") if path.is_dir()]
 
 
 def test_bytes_of_every_document_with_separators(folder: Path, texts: list[str], tmp_path: Path):
@@ -39,7 +44,7 @@ def test_bytes_of_every_document_with_separators(folder: Path, texts: list[str],
     kept = [text for text in texts if text not in held]
     assert len(kept) == 43
     for shards, expected in ((prepared.train, joined(kept)), (prepared.heldout, joined(held))):
-        assert shards.read(0, shards.num_tokens).tolist() == expected
+        assert tokens_of(shards) == expected
         assert shards.num_bytes == shards.num_tokens
         assert (shards.vocab_size, shards.separator_id) == (256, 0)
     assert prepared.tokenizer.name == "bytes"
@@ -52,26 +57,25 @@ def test_bpe_encodes_the_same_bytes_in_fewer_tokens(folder: Path, texts: list[st
     for split in ("train", "heldout"):
         assert getattr(in_bpe, split).num_bytes == getattr(in_bytes, split).num_bytes
         assert getattr(in_bpe, split).num_tokens < getattr(in_bytes, split).num_tokens
-    ids = in_bpe.heldout.read(0, in_bpe.heldout.num_tokens)
-    assert int((ids == in_bpe.tokenizer.separator_id).sum()) == 2
+    ids = tokens_of(in_bpe.heldout)
+    assert ids.count(in_bpe.tokenizer.separator_id) == 2
     assert in_bpe.tokenizer.decode(ids) == texts[19] + texts[39]
 
 
-def test_tokenizer_file(folder: Path, tmp_path: Path):
-    trained = prepare(str(folder), "bpe:300", tmp_path)
+def test_a_file_of_the_tokenizer_finds_the_shards_of_its_training(folder: Path, tmp_path: Path):
+    trained = prepare(str(folder), "bpe:300", tmp_path / "cache")
     trained.tokenizer.save(tmp_path / "tokenizer.json")
-    loaded = prepare(str(folder), str(tmp_path / "tokenizer.json"), tmp_path)
-    n = trained.train.num_tokens
-    assert loaded.train.num_tokens == n
-    assert np.array_equal(loaded.train.read(0, n), trained.train.read(0, n))
+    again = prepare(str(folder), str(tmp_path / "tokenizer.json"), tmp_path / "cache")
+    assert tokens_of(again.train) == tokens_of(trained.train)
+    assert again.heldout.directory == trained.heldout.directory
+    assert len(shard_folders(tmp_path / "cache")) == 1
 
 
 def test_single_text_file(tmp_path: Path):
     content = "".join(f"line {i}\n" for i in range(500))
     (tmp_path / "a.txt").write_text(content)
     prepared = prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
-    train = bytes(prepared.train.read(0, prepared.train.num_tokens).tolist())
-    heldout = bytes(prepared.heldout.read(0, prepared.heldout.num_tokens).tolist())
+    train, heldout = (bytes(tokens_of(split)) for split in (prepared.train, prepared.heldout))
     assert (train[:-1] + heldout[:-1]).decode() == content
     assert train[-1] == heldout[-1] == 0
     assert 0.04 < len(heldout) / len(content) < 0.06
@@ -81,7 +85,7 @@ def test_large_text_file_holds_out_pieces_along_it(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(corpus_module, "_PIECE", 1000)
     (tmp_path / "a.txt").write_text("".join(f"line {i:06d}\n" for i in range(4000)))  # 48 pieces
     prepared = prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
-    pieces = bytes(prepared.heldout.read(0, prepared.heldout.num_tokens).tolist()).split(b"\0")[:-1]
+    pieces = bytes(tokens_of(prepared.heldout)).split(b"\0")[:-1]
     assert [piece[:11] for piece in pieces] == [b"line 001596", b"line 003276"]  # the 20th and 40th of 84 lines each
     assert all(len(piece) == 84 * 12 for piece in pieces)
 
@@ -125,13 +129,19 @@ def test_shards_of_another_corpus_under_the_same_name(folder: Path, tmp_path: Pa
     assert "made from another corpus or tokenizer" in error_of(str(folder), "bytes", tmp_path)
 
 
-def test_corpora_with_too_little_text(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("")
-    assert "it is empty; put text into it" in error_of(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
-    assert "it is empty; put text into it" in error_of(str(tmp_path / "a.txt"), "bpe:300", tmp_path / "cache")
-    (tmp_path / "a.txt").write_text("tiny")
-    message = error_of(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
-    assert "too little text to hold any out; add text or lower heldout_every (20)" in message
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "", "it is empty; put text into it"),
+        ("a.txt", "tiny", r"too little text to hold any out; add text or lower heldout_every \(20\)"),
+        ("a.jsonl", '{"text": "x"}\n' * 30 + "oops\n", "a.jsonl:31: this line is not JSON"),
+    ],
+)
+def test_unusable_text_is_named_and_nothing_is_published(name: str, text: str, message: str, tmp_path: Path):
+    (tmp_path / name).write_text(text)
+    for tokenizer in ("bytes", "bpe:300") if not text else ("bytes",):
+        with raises_one_line(message):
+            prepare(str(tmp_path / name), tokenizer, tmp_path / "cache")
     assert shard_folders(tmp_path / "cache") == []
 
 
@@ -166,12 +176,6 @@ def test_corpus_that_changes_while_it_is_read(folder: Path, tmp_path: Path, monk
     monkeypatch.setattr(cache_module, "_write_documents", write_and_touch)
     assert "its files changed while they were read; run again" in error_of(str(folder), "bytes", tmp_path)
     assert shard_folders(tmp_path) == []
-
-
-def test_bad_document_is_named_and_nothing_is_published(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 30 + "oops\n")
-    assert "a.jsonl:31: this line is not JSON" in error_of(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "cache")
-    assert shard_folders(tmp_path / "cache") == []
 
 
 def test_leftovers_of_killed_processes_are_removed(folder: Path, tmp_path: Path):
@@ -217,14 +221,6 @@ def test_several_processes_prepare_the_same_cache(folder: Path, tmp_path: Path, 
     assert len(shard_folders(tmp_path / "cache")) == 1
 
 
-def test_a_checkpoints_copy_of_the_tokenizer_finds_the_shards_of_its_training(folder: Path, tmp_path: Path):
-    trained = prepare(str(folder), "bpe:300", tmp_path / "cache")
-    trained.tokenizer.save(tmp_path / "tokenizer.json")
-    again = prepare(str(folder), str(tmp_path / "tokenizer.json"), tmp_path / "cache")
-    assert again.heldout.directory == trained.heldout.directory
-    assert len(shard_folders(tmp_path / "cache")) == 1
-
-
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(corpus_module, "_PIECE", 1 << 14)
     monkeypatch.setattr(cache_module, "_BATCH_CHARS", 1 << 15)
@@ -245,7 +241,7 @@ def test_stdlib_in_bytes_is_quick(tmp_path: Path):
     assert time.process_time() - started < 5
     texts = [document.text for document in open_corpus("stdlib").documents()]
     expected = joined([text for i, text in enumerate(texts) if i % 20 == 19 and text])
-    assert prepared.heldout.read(0, prepared.heldout.num_tokens).tolist() == expected
+    assert tokens_of(prepared.heldout) == expected
 
 
 def test_nothing_is_printed(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -1,16 +1,21 @@
-"""Corpora: what is read, in which order, and what a mistake says."""
+"""Corpora: what is read, in which order, which text is held out, and what a mistake says."""
 
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from helpers import raises_one_line, run_python
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data.corpus import clean_text, open_corpus
+from tilemoe.data.split import _by_end, split_documents
 
 
 def read_all(spec: Path | str) -> list[tuple[str, str]]:
@@ -18,11 +23,9 @@ def read_all(spec: Path | str) -> list[tuple[str, str]]:
 
 
 def error_of(spec: Path | str) -> str:
-    with pytest.raises(ValueError) as caught:
+    with raises_one_line("") as caught:
         read_all(spec)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return str(caught.value)
 
 
 def test_stdlib_holds_its_sources_and_no_tests():
@@ -37,7 +40,7 @@ def test_stdlib_holds_its_sources_and_no_tests():
     assert next(d.text for d in corpus.documents() if d.name == "argparse.py") == source
 
 
-def test_stdlib_skips_every_test_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stdlib_skips_every_test_folder_and_says_where_no_sources_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kept = ["b.py", "a/x.py", "a.py", "idlelib/run.py"]
     skipped = ["test/t.py", "a/tests/t.py", "idlelib/idle_test/t.py", "site-packages/s.py", "dist-packages/d.py"]
     skipped += ["__pycache__/c.py", "config-3.11-x86_64/c.py", "notes.txt"]
@@ -46,17 +49,12 @@ def test_stdlib_skips_every_test_folder(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).write_text(name)
     monkeypatch.setattr(corpus_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert read_all("stdlib") == [(name, name) for name in sorted(kept)]
-
-
-def test_stdlib_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(corpus_module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    for name in kept:
+        (tmp_path / name).unlink()
     assert str(tmp_path) in error_of("stdlib")
 
 
 def test_folder_is_read_recursively_sorted_and_by_kind(tmp_path: Path):
-    import pyarrow
-    import pyarrow.parquet
-
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "x.txt").write_text("hidden")
@@ -124,15 +122,15 @@ def test_fingerprint_follows_names_sizes_and_times(folder: Path):
 
 
 def test_missing_and_unusable_paths(tmp_path: Path):
-    missing = error_of(tmp_path / "nowhere")
-    assert "nowhere" in missing
-    assert "no such file or folder" in missing
     (tmp_path / "a.csv").write_text("1,2")
-    assert "cannot read this kind of file" in error_of(tmp_path / "a.csv")
-    no_file = error_of(tmp_path)
-    assert str(tmp_path) in no_file
-    assert "no usable file" in no_file
-    assert "empty" in error_of("")
+    for path, message in (
+        (tmp_path / "nowhere", "nowhere.*no such file or folder"),
+        (tmp_path / "a.csv", "cannot read this kind of file"),
+        (tmp_path, rf"{tmp_path}\b.*no usable file"),
+        ("", "empty"),
+    ):
+        with raises_one_line(message):
+            read_all(path)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +143,6 @@ def test_bad_jsonl_line_is_named_by_number(tmp_path: Path, line: str):
 
 
 def test_parquet_without_a_text_column_or_with_another_type(tmp_path: Path):
-    import pyarrow
-    import pyarrow.parquet
-
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "id": [1]}), path)
     message = error_of(path)
@@ -176,5 +171,51 @@ def test_file_that_vanished_is_named(folder: Path):
 
 
 def test_importing_the_package_imports_no_torch():
-    code = "import sys, tilemoe.data; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert run_python("import sys, tilemoe.data; print({'torch', 'pyarrow'} & set(sys.modules))") == "set()\n"
+
+
+def splits_of(path: Path, every: int) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"train": [], "heldout": []}
+    for split, text in split_documents(open_corpus(str(path)), every):
+        found[split].append(text)
+    return found
+
+
+def test_every_nth_document_is_held_out(folder: Path, texts: list[str]):
+    found = splits_of(folder, 20)
+    assert found["heldout"] == [texts[19], texts[39]]
+    assert found["train"] == [text for i, text in enumerate(texts) if i not in (19, 39)]
+
+
+def test_empty_documents_hold_a_position_but_are_left_out(folder: Path, texts: list[str]):
+    (folder / "000.txt").write_text("")
+    found = splits_of(folder, 20)
+    assert found["heldout"] == [texts[19], texts[39]]
+    assert found["train"][0] == texts[1]
+
+
+def test_exactly_as_many_documents_as_needed(tmp_path: Path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 50)
+    assert splits_of(tmp_path, 3) == {"train": ["a" * 50, "b" * 50], "heldout": ["c" * 50]}
+
+
+def test_single_file_holds_out_its_last_lines(tmp_path: Path):
+    lines = [f"line {i:04d}\n" for i in range(1000)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    found = splits_of(tmp_path / "a.txt", 20)
+    assert found == {"train": ["".join(lines[:950])], "heldout": ["".join(lines[950:])]}
+
+
+@given(st.text(alphabet="ab\n é", max_size=400), st.integers(2, 30))
+def test_cut_keeps_the_text_and_about_the_share(text: str, every: int):
+    (_, train), (_, heldout) = _by_end(iter([text]), every)
+    assert train + heldout == text
+    share = len(text) // every
+    assert share <= len(heldout) <= 2 * share
+
+
+@pytest.mark.parametrize("every", [1, 0, -3, 2.5, True])
+def test_heldout_every_is_checked(folder: Path, every: object):
+    with pytest.raises(ValueError, match="heldout_every must be an integer >= 2"):
+        split_documents(open_corpus(str(folder)), every)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import raises_one_line
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -118,9 +119,8 @@ def test_any_flipped_byte_of_the_index_is_found(write_shards: Write):
         path.write_bytes(content[:position] + bytes([byte ^ 1]) + content[position + 1 :])
         if chr(byte).isspace():  # whitespace between values may become other whitespace
             continue
-        with pytest.raises(ValueError, match=r"index\.json: cannot be used \(.*\); delete the folder") as caught:
+        with raises_one_line(r"index\.json: cannot be used \(.*\); delete the folder"):
             TokenShards.open(directory, "train")
-        assert "\n" not in str(caught.value)
 
 
 def test_missing_truncated_and_foreign_index(write_shards: Write, tmp_path: Path):
