@@ -68,7 +68,7 @@ def emulated(
     with pytest.MonkeyPatch.context() as patch:
         for module in (hopper_backend, triton_backend):
             patch.setattr(module, "device_of", lambda t: device)
-            patch.setattr(module, "small_m", lambda num_rows, num_experts: None)
+        patch.setattr(triton_backend, "small_m", lambda num_rows, num_experts: None)
         patch.setattr(Launch, "run", run)
         yield launches
 

@@ -67,7 +67,7 @@ def test_the_way_to_the_first_gemm(
         layer(x)
     found = of_package(frame for frame, _ in traceback.walk_tb(raised.value.__traceback__))
     method = "up_proj_act" if with_gradients else "up_proj_act_inference"
-    assert found == [*WAY, f"{backend}.{method}", "_up_proj_act", "Launch.run"]
+    assert found == [*WAY, f"TritonBackend.{method}", f"{backend}._up_proj_act", "Launch.run"]
     assert len(found) <= MOST
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.base import is_column_major
 from tilemoe.kernels.experts.hopper.configs import (
     ACTIVATIONS_IN_A_LOOP,
     BLOCK_K,
@@ -27,16 +28,9 @@ from tilemoe.kernels.experts.hopper.gemm_gather_act import up_proj_act_kernel
 from tilemoe.kernels.experts.hopper.gemm_pingpong import gemm_rows_kernel
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_wgrad_kernel
 from tilemoe.kernels.experts.triton.configs import Kernel
-from tilemoe.kernels.experts.triton.host import (
-    act_outputs,
-    contiguous_gradient,
-    dact_outputs,
-    gate_up_layout,
-    gather_args,
-    split_parts,
-    wgrad_args,
-)
+from tilemoe.kernels.experts.triton.host import act_outputs, dact_outputs, gate_up_layout, split_parts
 from tilemoe.kernels.experts.triton.tiles import TileList
+from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
@@ -59,17 +53,9 @@ def rows_launch(
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
     tile = TILES[kernel]
-    descriptor, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
-    args = {
-        "rows": described(rows, [WARPGROUP_M, BLOCK_K]),
-        "weight": descriptor,
-        "bias": bias,
-        "out": ragged_descriptor(out, _EPILOGUE_BLOCK),
-        **tiles._asdict(),
-        "width_in": p,
-        "width_out": q,
-        "stride_bias": 0 if bias is None else bias.stride(0),
-    }
+    right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
+    left, to = described(rows, [WARPGROUP_M, BLOCK_K]), ragged_descriptor(out, _EPILOGUE_BLOCK)
+    args = (left, right, bias, to, *tiles, p, q, _row_stride(bias))
     grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n))
     return _launch(gemm_rows_kernel, grid, args, {"B_K_MAJOR": k_major}, tile), out
 
@@ -91,16 +77,10 @@ def up_proj_act_launch(
     parts, width = weight.shape[1], weight.shape[3]
     tile = TILES["up_proj_act"]
     columns = tile.block_n // parts
-    descriptor, k_major = weight_descriptor(weight, columns)
-    args = {
-        **gather_args("x", x, plan, tiles, spec, d, n),
-        "weight": descriptor,
-        "bias": b1,
-        "a": ragged_descriptor(a, _EPILOGUE_BLOCK),
-        "h": _h_output(h, parts, n) if keep_h else None,
-        "row_start_of_expert": _swizzle_of(plan, width, columns),
-        "stride_bias": 0 if b1 is None else b1.stride(0),
-    }
+    right, k_major = weight_descriptor(weight, columns)
+    to_a, to_h = ragged_descriptor(a, _EPILOGUE_BLOCK), _h_output(h, parts, n) if keep_h else None
+    operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles, _swizzle_of(plan, width, columns))
+    args = (*operands, d, n, x.stride(0), _row_stride(b1), spec.limit, spec.alpha)
     constants = {**_gather_constants(spec, k_major, d), "KEEP_H": keep_h}
     grid = persistent_grid(device, tiles.capacity * ceil_div(width, columns))
     return _launch(up_proj_act_kernel, grid, args, constants, tile), a, h
@@ -121,25 +101,17 @@ def dgrad_dact_launch(
     tile = TILES["down_proj_dgrad_dact"]
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
-    descriptor, k_major = weight_descriptor(w2.unsqueeze(1), tile.block_n)
+    right, k_major = weight_descriptor(w2.unsqueeze(1), tile.block_n)
     if gate_up_layout(spec) == "concatenated":
         h_view, dh_view = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
         h_block, rows_at = [2, *_EPILOGUE_BLOCK], 1
     else:
         h_view, dh_view = h, dh
         h_block, rows_at = _EPILOGUE_BLOCK, 0
-    args = {
-        **gather_args("do", do, plan, tiles, spec, d, n),
-        "weight": descriptor,
-        "h": described(h_view, h_block),
-        "dh": ragged_descriptor(dh_view, h_block, rows_at),
-        "a_scaled": ragged_descriptor(a_scaled, _EPILOGUE_BLOCK),
-        "s": s,
-        "partial": partial,
-        "pair_of_row": plan.pair_of_row,
-        "row_start_of_expert": _swizzle_of(plan, n, tile.block_n),
-        "capacity": plan.capacity,
-    }
+    from_h, to_dh = described(h_view, h_block), ragged_descriptor(dh_view, h_block, rows_at)
+    operands = (do, right, from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
+    indices = (plan.token_of_row, plan.pair_of_row, *tiles, _swizzle_of(plan, n, tile.block_n))
+    args = (*operands, *indices, plan.capacity, d, n, do.stride(0), spec.limit, spec.alpha)
     constants = {**_gather_constants(spec, k_major, d), "ROLLED": spec.name in ACTIVATIONS_IN_A_LOOP}
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     return _launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
@@ -150,18 +122,18 @@ def wgrad_launch(
 ) -> Launch:
     """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q)."""
     p, q = by_token.shape[1], by_row.shape[1]
-    out, transposed = contiguous_gradient(out)
+    transposed = is_column_major(out)
     tile = TILES[kernel]
-    args = {
-        **wgrad_args(by_token, plan, p, q),
-        "by_row": ragged_descriptor(by_row, [BLOCK_K, tile.block_n]),
-        "out": described(out, [1, *_EPILOGUE_BLOCK]),
-    }
+    to = described(out.transpose(1, 2) if transposed else out, [1, *_EPILOGUE_BLOCK])
+    operands = (by_token, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
+    args = (*operands, plan.token_of_row, plan.row_start_of_expert, plan.num_experts, p, q, by_token.stride(0))
     grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
     return _launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed}, tile)
 
 
-def _launch(kernel: Any, grid: tuple[int], args: dict[str, Any], constants: dict[str, Any], tile: TileConfig) -> Launch:
+def _launch(
+    kernel: Any, grid: tuple[int], args: tuple[Any, ...], constants: dict[str, Any], tile: TileConfig
+) -> Launch:
     constants = {
         **constants,
         "BN": tile.block_n,
@@ -169,17 +141,17 @@ def _launch(kernel: Any, grid: tuple[int], args: dict[str, Any], constants: dict
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
-    return Launch(kernel, grid, args, constants, CONSUMER_WARPS, num_stages=1, max_registers=MAX_REGISTERS)
+    return launch_of(kernel, grid, args, constants, CONSUMER_WARPS, max_registers=MAX_REGISTERS)
 
 
 def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> dict[str, Any]:
     """GATE_UP: the layout of gate and up, "none" where there is no gate."""
-    return {
-        "ACTIVATION": spec.name,
-        "GATE_UP": gate_up_layout(spec) or "none",
-        "B_K_MAJOR": k_major,
-        "EVEN_K": contraction % BLOCK_K == 0,
-    }
+    layout, even = gate_up_layout(spec) or "none", contraction % BLOCK_K == 0
+    return {"ACTIVATION": spec.name, "GATE_UP": layout, "B_K_MAJOR": k_major, "EVEN_K": even}
+
+
+def _row_stride(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.stride(0)
 
 
 def _h_output(h: Tensor, parts: int, n: int) -> Any:

@@ -15,7 +15,7 @@ from tilemoe.kernels.experts.base import Backend, empty_weight_grad
 from tilemoe.kernels.experts.triton import bias_grad, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine, combine_grad
-from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, small_m, tile_rows, why_unsupported
+from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, small_m, tile_rows, why_unsupported
 from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of, why_no_triton
@@ -33,40 +33,33 @@ class TritonBackend(Backend):
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
         """F1: (a (R_max, n), h (R_max, w))."""
-        return _up_proj_act(x, w1, b1, plan, spec, keep_h=True)
+        return self._up_proj_act(x, w1, b1, plan, spec, keep_h=True)
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> Tensor:
         """F1 without h: a (R_max, n)."""
         block_m = small_m(plan.capacity, plan.num_experts)
-        if block_m is not None and plan.capacity > 0:
-            device = _check(x, x.shape[1], w1.shape[1] // spec.width_factor)
-            launch, a = small_m_kernels.up_proj_act_launch(aligned_rows(x), w1, b1, plan, spec, block_m, device)
-            launch.run()
-            return a
-        return _up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
+        if block_m is None or plan.capacity == 0:
+            return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
+        device = _check(x, x.shape[1], w1.shape[1] // spec.width_factor)
+        launch, a = small_m_kernels.up_proj_act_launch(aligned_rows(x), w1, b1, plan, spec, block_m, device)
+        launch.run()
+        return a
 
     def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2: y (R_max, d), or the columns of d that w2 and b2 have."""
-        device = _check(a, *w2.shape[1:])
-        if plan.capacity == 0:
-            return a.new_empty(0, w2.shape[1])
-        launch, y = host.rows_launch(
-            "down_proj", a.contiguous(), w2.transpose(1, 2), b2, plan, tiles_of(a, plan, device), device
-        )
-        launch.run()
-        return y
+        return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)
 
     def down_proj_inference(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2, where nothing will be differentiated: y (R_max, d), or the columns of d that w2 and b2 have."""
         block_m = small_m(plan.capacity, plan.num_experts)
-        if block_m is not None and plan.capacity > 0:
-            device = _check(a, *w2.shape[1:])
-            launch, y = small_m_kernels.down_proj_launch(a.contiguous(), w2, b2, plan, block_m, device)
-            launch.run()
-            return y
-        return self.down_proj(a, w2, b2, plan)
+        if block_m is None or plan.capacity == 0:
+            return self.down_proj(a, w2, b2, plan)
+        device = _check(a, *w2.shape[1:])
+        launch, y = small_m_kernels.down_proj_launch(a.contiguous(), w2, b2, plan, block_m, device)
+        launch.run()
+        return y
 
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
         """F3, to o (T, c)."""
@@ -86,40 +79,26 @@ class TritonBackend(Backend):
         device = _check(do, *w2.shape[1:])
         if plan.capacity == 0:
             return torch.empty_like(h), torch.zeros_like(s), h.new_empty(0, w2.shape[2])
-        do, h, tiles = aligned_rows(do), h.contiguous(), tiles_of(do, plan, device)
+        tile_m = tile_rows(do.element_size(), device)
+        do, h, tiles = aligned_rows(do), h.contiguous(), listed_tiles(plan, tile_m)
         launch, dh, a_scaled, partial = host.dgrad_dact_launch(do, w2, h, s, plan, tiles, spec, device)
         launch.run()
-        tile_m = tile_rows(do.element_size(), device)
-        return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m, device), a_scaled
+        return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
 
     def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
         """B2: dw2 (E, d, n)."""
-        device = _check(do, do.shape[1], a_scaled.shape[1])
         dw2 = empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
-        if plan.capacity == 0:
-            return dw2.zero_()
-        host.wgrad_launch("down_proj_wgrad", aligned_rows(do), a_scaled.contiguous(), dw2, plan, device).run()
+        self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan)
         return dw2
 
     def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
         """B3: dx_rows (R_max, d), or the columns of d that w1 has."""
-        device = _check(dh, *w1.shape[1:])
-        if plan.capacity == 0:
-            return dh.new_empty(0, w1.shape[2])
-        launch, dx_rows = host.rows_launch(
-            "up_proj_dgrad", dh.contiguous(), w1, None, plan, tiles_of(dh, plan, device), device
-        )
-        launch.run()
-        return dx_rows
+        return self._rows("up_proj_dgrad", dh, w1, None, plan)
 
     def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
         """B4: dw1 (E, w, d)."""
-        device = _check(x, x.shape[1], dh.shape[1])
         dw1 = empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
-        if plan.capacity == 0:
-            return dw1.zero_()
-        out = dw1.transpose(1, 2)  # the gathered operand's width comes first
-        host.wgrad_launch("up_proj_wgrad", aligned_rows(x), dh.contiguous(), out, plan, device).run()
+        self._weight_grad("up_proj_wgrad", x, dh, dw1.transpose(1, 2), plan)  # the gathered operand's width comes first
         return dw1
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
@@ -140,35 +119,46 @@ class TritonBackend(Backend):
             return dh.new_zeros(plan.num_experts, dh.shape[1], dtype=torch.float32)
         return bias_grad.up_proj_bias_grad(dh.contiguous(), plan, device)
 
+    def _up_proj_act(
+        self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
+    ) -> tuple[Tensor, Tensor]:
+        """F1: (a, h), h (0, w) where it is not kept."""
+        n = w1.shape[1] // spec.width_factor
+        device = _check(x, x.shape[1], n)
+        if plan.capacity == 0:
+            return x.new_empty(0, n), x.new_empty(0, w1.shape[1])
+        tiles = listed_tiles(plan, tile_rows(x.element_size(), device))
+        launch, a, h = host.up_proj_act_launch(aligned_rows(x), w1, b1, plan, tiles, spec, keep_h, device)
+        launch.run()
+        return a, h
+
+    def _rows(self, kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+        """F2 and B3: rows (R_max, in) times weight (E, in, out), plus bias (E, out)."""
+        device = _check(rows, *weight.shape[1:])
+        if plan.capacity == 0:
+            return rows.new_empty(0, weight.shape[2])
+        tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
+        launch, out = host.rows_launch(kernel, rows.contiguous(), weight, bias, plan, tiles, device)
+        launch.run()
+        return out
+
+    def _weight_grad(self, kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan) -> None:
+        """B2 and B4, to out (E, p, q), from by_token (T, p) and by_row (R_max, q)."""
+        device = _check(by_token, by_token.shape[1], by_row.shape[1])
+        if plan.capacity == 0:
+            out.zero_()
+        else:
+            host.wgrad_launch(kernel, aligned_rows(by_token), by_row.contiguous(), out, plan, device).run()
+
 
 def score_grad(
-    partial: Tensor,
-    do: Tensor,
-    b2: Tensor | None,
-    s: Tensor,
-    plan: RoutingPlan,
-    tiles: TileList,
-    tile_m: int,
-    device: Device,
+    partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
 ) -> Tensor:
     """ds like s, from B1's partial (column tiles, R_max), do (T, d) with aligned rows, and tiles of ``tile_m`` rows."""
-    products = None if b2 is None else bias_grad.bias_products(do, aligned_rows(b2), device)
+    products = None if b2 is None else bias_grad.bias_products(do, aligned_rows(b2), device_of(do))
     launch, ds = host.score_grad_launch(partial, products, s, plan, tiles, tile_m)
     launch.run()
     return ds
-
-
-def _up_proj_act(
-    x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
-) -> tuple[Tensor, Tensor]:
-    n = w1.shape[1] // spec.width_factor
-    device = _check(x, x.shape[1], n)
-    if plan.capacity == 0:
-        return x.new_empty(0, n), x.new_empty(0, w1.shape[1])
-    tiles = listed_tiles(plan, tile_rows(x.element_size(), device))
-    launch, a, h = host.up_proj_act_launch(aligned_rows(x), w1, b1, plan, tiles, spec, keep_h, device)
-    launch.run()
-    return a, h
 
 
 def _why_unsupported(dtype: torch.dtype, *widths: int) -> str | None:
@@ -181,11 +171,6 @@ def _check(rows: Tensor, *widths: int) -> Device:
     if why is not None:
         raise ValueError(f"kernels='triton': {why}; pass kernels=None or 'torch'")
     return device_of(rows)
-
-
-def tiles_of(rows: Tensor, plan: RoutingPlan, device: Device) -> TileList:
-    """The plan's rows cut into tiles, which all row GEMMs of one operator share."""
-    return listed_tiles(plan, tile_rows(rows.element_size(), device))
 
 
 def aligned_rows(t: Tensor) -> Tensor:

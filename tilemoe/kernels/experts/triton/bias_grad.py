@@ -25,6 +25,7 @@ from tilemoe.kernels.experts.triton.descriptors import can_describe_rows, rows_o
 from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks
 from tilemoe.kernels.experts.triton.operands import line_pointers, multiply_add
 from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
+from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
@@ -67,24 +68,12 @@ def products_launch(do: Tensor, b2: Tensor, device: Device) -> tuple[Launch, Ten
     products = do.new_empty(num_tokens, num_experts, dtype=torch.float32)
     tile = choose_bias_products_tile(num_experts, do.element_size(), device)
     use_tma = can_describe_rows(device, do, b2)
-    launch = Launch(
-        bias_products_kernel,
-        (ceil_div(num_tokens, tile.block_m) * ceil_div(num_experts, tile.block_n),),
-        {
-            "do": rows_operand(do, [tile.block_m, tile.block_k], use_tma),
-            "bias": rows_operand(b2, [tile.block_n, tile.block_k], use_tma),
-            "products": products,
-            "num_tokens": num_tokens,
-            "num_experts": num_experts,
-            "d": d,
-            "stride_do": do.stride(0),
-            "stride_bias": b2.stride(0),
-        },
-        {"USE_TMA": use_tma, **arithmetic_constants(do.dtype), **blocks(tile)},
-        tile.num_warps,
-        tile.num_stages,
-    )
-    return launch, products
+    left = rows_operand(do, [tile.block_m, tile.block_k], use_tma)
+    right = rows_operand(b2, [tile.block_n, tile.block_k], use_tma)
+    args = (left, right, products, num_tokens, num_experts, d, do.stride(0), b2.stride(0))
+    constants = {"USE_TMA": use_tma, **arithmetic_constants(do.dtype), **blocks(tile)}
+    grid = (ceil_div(num_tokens, tile.block_m) * ceil_div(num_experts, tile.block_n),)
+    return launch_of(bias_products_kernel, grid, args, constants, tile.num_warps, tile.num_stages), products
 
 
 def dense_scores_launch(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device) -> tuple[Launch, Tensor]:
@@ -97,23 +86,8 @@ def dense_scores_launch(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device
     dense = do.new_zeros(plan.num_experts, parts, width)
     tile_m = tile_rows(do.element_size(), device)
     tiles = listed_tiles(plan, tile_m)
-    launch = Launch(
-        dense_scores_kernel,
-        (tiles.capacity,),
-        {
-            "s": s,
-            "dense": dense,
-            "token_of_row": plan.token_of_row,
-            "pair_of_row": plan.pair_of_row,
-            "row_start_of_expert": plan.row_start_of_expert,
-            **tiles._asdict(),
-            "width": width,
-        },
-        {"PARTS": parts, "BLOCK_M": tile_m},
-        num_warps=4,
-        num_stages=1,
-    )
-    return launch, dense
+    args = (s, dense, plan.token_of_row, plan.pair_of_row, plan.row_start_of_expert, *tiles, width)
+    return launch_of(dense_scores_kernel, (tiles.capacity,), args, {"PARTS": parts, "BLOCK_M": tile_m}), dense
 
 
 def scores_times_grad_launch(do: Tensor, dense: Tensor, plan: RoutingPlan, device: Device) -> tuple[Launch, Tensor]:
@@ -127,67 +101,30 @@ def scores_times_grad_launch(do: Tensor, dense: Tensor, plan: RoutingPlan, devic
     out = do.new_empty(splits, num_experts, d, dtype=torch.float32)
     scores = dense.view(num_experts * parts, width)
     use_tma = can_describe_rows(device, do, scores)
-    launch = Launch(
-        scores_times_grad_kernel,
-        (tiles, splits),
-        {
-            "do": rows_operand(do, [tile.block_k, tile.block_m], use_tma),
-            "dense": rows_operand(scores, [parts * tile.block_n, tile.block_k], use_tma),
-            "out": out,
-            "num_tokens": plan.num_tokens,
-            "num_experts": num_experts,
-            "d": d,
-            "stride_do": do.stride(0),
-            "width": width,
-            "splits": splits,
-        },
-        {"PARTS": parts, "USE_TMA": use_tma, **arithmetic_constants(do.dtype), **blocks(tile)},
-        tile.num_warps,
-        tile.num_stages,
-    )
-    return launch, out
+    left = rows_operand(do, [tile.block_k, tile.block_m], use_tma)
+    right = rows_operand(scores, [parts * tile.block_n, tile.block_k], use_tma)
+    args = (left, right, out, plan.num_tokens, num_experts, d, do.stride(0), width, splits)
+    constants = {"PARTS": parts, "USE_TMA": use_tma, **arithmetic_constants(do.dtype), **blocks(tile)}
+    return launch_of(scores_times_grad_kernel, (tiles, splits), args, constants, tile.num_warps, tile.num_stages), out
 
 
 def tile_sums_launch(rows: Tensor, tiles: TileList, tile_m: int) -> tuple[Launch, Tensor]:
     """(launch, sums (C, width) fp32): of each tile's rows of ``rows`` (R_max, width)."""
     width = rows.shape[1]
     sums = rows.new_empty(tiles.capacity, width, dtype=torch.float32)
-    launch = Launch(
-        tile_sums_kernel,
-        (tiles.capacity * ceil_div(width, _SUM_COLUMNS),),
-        {
-            "rows": rows,
-            "sums": sums,
-            "row_of_tile": tiles.row_of_tile,
-            "end_of_tile": tiles.end_of_tile,
-            "num_tiles": tiles.num_tiles,
-            "width": width,
-        },
-        {"BLOCK_M": tile_m, "BLOCK_N": _SUM_COLUMNS},
-        num_warps=4,
-        num_stages=1,
-    )
-    return launch, sums
+    args = (rows, sums, tiles.row_of_tile, tiles.end_of_tile, tiles.num_tiles, width)
+    grid = (tiles.capacity * ceil_div(width, _SUM_COLUMNS),)
+    return launch_of(tile_sums_kernel, grid, args, {"BLOCK_M": tile_m, "BLOCK_N": _SUM_COLUMNS}), sums
 
 
 def expert_sums_launch(sums: Tensor, plan: RoutingPlan, tile_m: int) -> tuple[Launch, Tensor]:
     """(launch, out (E, width) fp32): of each expert's tiles in ``sums`` (C, width)."""
     width = sums.shape[1]
     out = sums.new_empty(plan.num_experts, width)
-    launch = Launch(
-        expert_sums_kernel,
-        (ceil_div(width, _SUM_COLUMNS), plan.num_experts),
-        {"sums": sums, "out": out, "row_start_of_expert": plan.row_start_of_expert, "width": width},
-        {
-            "TILE_M": tile_m,
-            "BLOCK_E": max(_FEWEST_EXPERTS, power_of_two(plan.num_experts)),
-            "BLOCK_M": _SUM_TILES,
-            "BLOCK_N": _SUM_COLUMNS,
-        },
-        num_warps=4,
-        num_stages=1,
-    )
-    return launch, out
+    experts = max(_FEWEST_EXPERTS, power_of_two(plan.num_experts))
+    constants = {"TILE_M": tile_m, "BLOCK_E": experts, "BLOCK_M": _SUM_TILES, "BLOCK_N": _SUM_COLUMNS}
+    grid = (ceil_div(width, _SUM_COLUMNS), plan.num_experts)
+    return launch_of(expert_sums_kernel, grid, (sums, out, plan.row_start_of_expert, width), constants), out
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from tilemoe.kernels.experts.triton.gemm_dgrad_dact import gemm_dgrad_dact_kerne
 from tilemoe.kernels.experts.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.triton.gemm_wgrad import gemm_wgrad_kernel
 from tilemoe.kernels.experts.triton.tiles import TileList
+from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, dot_precision, persistent_grid
@@ -43,24 +44,16 @@ def rows_launch(
     out = rows.new_empty(plan.capacity, q)
     tile = choose_tile(kernel, p, q, rows.element_size(), device)
     use_tma = can_describe_rows(device, rows, out)
-    operand, access, strides = weight_operand(weight.unsqueeze(1), device, tile.block_k, tile.block_n)
-    args = {
-        "rows": rows_operand(rows, [tile.block_m, tile.block_k], use_tma),
-        "weight": operand,
-        "bias": bias,
-        "out": ragged_operand(out, [tile.block_m, tile.block_n // tile.slices], use_tma),
-        **tiles._asdict(),
-        "width_in": p,
-        "width_out": q,
-        "stride_we": strides[0],
-        "stride_win": strides[2],
-        "stride_wout": strides[3],
-        "stride_be": 0 if bias is None else bias.stride(0),
-        "stride_bout": 0 if bias is None else bias.stride(1),
-    }
+    left = rows_operand(rows, [tile.block_m, tile.block_k], use_tma)
+    right, access, (stride_we, _, stride_win, stride_wout) = weight_operand(
+        weight.unsqueeze(1), device, tile.block_k, tile.block_n
+    )
+    to = ragged_operand(out, [tile.block_m, tile.block_n // tile.slices], use_tma)
+    bias_strides = (0, 0) if bias is None else bias.stride()
+    args = (left, right, bias, to, *tiles, p, q, stride_we, stride_win, stride_wout, *bias_strides)
     constants = {"HAS_BIAS": bias is not None, **_row_gemm_constants(tile, rows.dtype, use_tma, access, p)}
     grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n))
-    return Launch(gemm_rows_kernel, grid, args, constants, tile.num_warps, tile.num_stages), out
+    return launch_of(gemm_rows_kernel, grid, args, constants, tile.num_warps, tile.num_stages), out
 
 
 def up_proj_act_launch(
@@ -79,20 +72,15 @@ def up_proj_act_launch(
     a, h = act_outputs(x, plan, spec, n, keep_h)
     weight = split_parts(w1, spec).transpose(2, 3)
     width = tile.block_n * spec.width_factor // weight.shape[1]
-    operand, access, strides = weight_operand(weight, device, tile.block_k, width)
+    right, access, strides = weight_operand(weight, device, tile.block_k, width)
     # Stores by pointer are faster beside a weight that comes by TMA; no other was measured.
     stores_by_tma = tile.tma_stores or access.endswith("by pointer")
     use_tma = stores_by_tma and can_describe_rows(device, a, *([h] if keep_h else []))
     bias_strides = (0, 0, 0) if b1 is None else split_parts(b1, spec).stride()
-    args = {
-        **gather_args("x", x, plan, tiles, spec, d, n),
-        "weight": operand,
-        "bias": b1,
-        "a": ragged_operand(a, [tile.block_m, tile.block_n // tile.slices], use_tma),
-        "h": _h_operand(h, spec, tile, use_tma) if keep_h else None,
-        **dict(zip(("stride_we", "stride_wpart", "stride_win", "stride_wout"), strides, strict=True)),
-        **dict(zip(("stride_be", "stride_bpart", "stride_bout"), bias_strides, strict=True)),
-    }
+    to_a = ragged_operand(a, [tile.block_m, tile.block_n // tile.slices], use_tma)
+    to_h = _h_operand(h, spec, tile, use_tma) if keep_h else None
+    operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles)
+    args = (*operands, d, n, x.stride(0), *strides, *bias_strides, spec.limit, spec.alpha)
     constants = {
         **activation_constants(spec, x.dtype),
         "HAS_BIAS": b1 is not None,
@@ -101,7 +89,7 @@ def up_proj_act_launch(
         **_row_gemm_constants(tile, x.dtype, use_tma, access, d),
     }
     grid = persistent_grid(device, tiles.capacity * ceil_div(n, tile.block_n))
-    return Launch(up_proj_act_kernel, grid, args, constants, tile.num_warps, tile.num_stages), a, h
+    return launch_of(up_proj_act_kernel, grid, args, constants, tile.num_warps, tile.num_stages), a, h
 
 
 def dgrad_dact_launch(
@@ -120,21 +108,13 @@ def dgrad_dact_launch(
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     use_tma = can_describe_rows(device, h, dh, a_scaled)
-    operand, access, strides = weight_operand(w2.unsqueeze(1), device, tile.block_k, tile.block_n)
-    args = {
-        **gather_args("do", do, plan, tiles, spec, d, n),
-        "weight": operand,
-        "h": h,
-        "s": s,
-        "dh": _h_operand(dh, spec, tile, use_tma),
-        "a_scaled": ragged_operand(a_scaled, [tile.block_m, tile.block_n // tile.slices], use_tma),
-        "partial": partial,
-        "pair_of_row": plan.pair_of_row,
-        "capacity": plan.capacity,
-        "stride_we": strides[0],
-        "stride_win": strides[2],
-        "stride_wout": strides[3],
-    }
+    right, access, (stride_we, _, stride_win, stride_wout) = weight_operand(
+        w2.unsqueeze(1), device, tile.block_k, tile.block_n
+    )
+    to_dh = _h_operand(dh, spec, tile, use_tma)
+    to_a = ragged_operand(a_scaled, [tile.block_m, tile.block_n // tile.slices], use_tma)
+    operands = (do, right, h, s, to_dh, to_a, partial, plan.token_of_row, plan.pair_of_row, *tiles)
+    scalars = (plan.capacity, d, n, do.stride(0), stride_we, stride_win, stride_wout, spec.limit, spec.alpha)
     constants = {
         **activation_constants(spec, do.dtype),
         "INT64_OFFSETS": _needs_int64(do),
@@ -142,7 +122,8 @@ def dgrad_dact_launch(
         **_row_gemm_constants(tile, do.dtype, use_tma, access, d),
     }
     grid = persistent_grid(device, tiles.capacity * column_tiles)
-    launch = Launch(gemm_dgrad_dact_kernel, grid, args, constants, tile.num_warps, tile.num_stages)
+    args = (*operands, *scalars)
+    launch = launch_of(gemm_dgrad_dact_kernel, grid, args, constants, tile.num_warps, tile.num_stages)
     return launch, dh, a_scaled, partial
 
 
@@ -151,19 +132,10 @@ def score_grad_launch(
 ) -> tuple[Launch, Tensor]:
     """ds like s: each row's partial sums, plus its entry of products (T, E); 0 for a skipped pair."""
     ds = s.new_zeros(s.shape)
-    args = {
-        "partial": partial,
-        "products": products,
-        "ds": ds,
-        "token_of_row": plan.token_of_row,
-        "pair_of_row": plan.pair_of_row,
-        **tiles._asdict(),
-        "capacity": plan.capacity,
-        "num_partial": partial.shape[0],
-        "num_experts": plan.num_experts,
-    }
+    indices = (plan.token_of_row, plan.pair_of_row, *tiles)
+    args = (partial, products, ds, *indices, plan.capacity, partial.shape[0], plan.num_experts)
     constants = {"HAS_PRODUCTS": products is not None, "BLOCK_M": tile_m}
-    return Launch(score_grad_kernel, (tiles.capacity,), args, constants, num_warps=4, num_stages=2), ds
+    return launch_of(score_grad_kernel, (tiles.capacity,), args, constants, num_stages=2), ds
 
 
 def wgrad_launch(
@@ -171,16 +143,14 @@ def wgrad_launch(
 ) -> Launch:
     """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q)."""
     p, q = by_token.shape[1], by_row.shape[1]
-    out, transposed = contiguous_gradient(out)
+    transposed = is_column_major(out)
+    out = out.transpose(1, 2) if transposed else out
     tile = choose_tile(kernel, p, q, by_row.element_size(), device)
     use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
     width = tile.block_n // tile.slices
-    out_block = [1, width, tile.block_m] if transposed else [1, tile.block_m, width]
-    args = {
-        **wgrad_args(by_token, plan, p, q),
-        "by_row": ragged_operand(by_row, [tile.block_k, tile.block_n], use_tma),
-        "out": rows_operand(out, out_block, use_tma),
-    }
+    right = ragged_operand(by_row, [tile.block_k, tile.block_n], use_tma)
+    to = rows_operand(out, [1, width, tile.block_m] if transposed else [1, tile.block_m, width], use_tma)
+    indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
     constants = {
         "TRANSPOSED": transposed,
         "INT64_OFFSETS": _needs_int64(by_token),
@@ -191,7 +161,8 @@ def wgrad_launch(
         **blocks(tile),
     }
     grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
-    return Launch(gemm_wgrad_kernel, grid, args, constants, tile.num_warps, tile.num_stages)
+    args = (by_token, right, to, *indices, p, q, by_token.stride(0))
+    return launch_of(gemm_wgrad_kernel, grid, args, constants, tile.num_warps, tile.num_stages)
 
 
 # Shared with the Hopper kernels
@@ -215,41 +186,6 @@ def dact_outputs(h: Tensor, s: Tensor, plan: RoutingPlan, n: int, column_tiles: 
     """dh like h, a_scaled (R_max, n) and partial (column tiles, R_max) fp32."""
     partial = s.new_empty(column_tiles, plan.capacity, dtype=torch.float32)
     return h.new_empty(h.shape), h.new_empty(plan.capacity, n), partial
-
-
-def gather_args(
-    name: str, rows: Tensor, plan: RoutingPlan, tiles: TileList, spec: ActivationSpec, d: int, n: int
-) -> dict[str, Any]:
-    """Arguments that F1 and B1 share: ``rows`` (T, d), to be gathered, which the kernel calls ``name``."""
-    return {
-        name: rows,
-        f"stride_{name}": rows.stride(0),
-        "token_of_row": plan.token_of_row,
-        **tiles._asdict(),
-        "d": d,
-        "n": n,
-        "limit": spec.limit,
-        "alpha": spec.alpha,
-    }
-
-
-def contiguous_gradient(out: Tensor) -> tuple[Tensor, bool]:
-    """A weight gradient (E, p, q) as a contiguous tensor, and whether that is (E, q, p)."""
-    transposed = is_column_major(out)
-    return out.transpose(1, 2) if transposed else out, transposed
-
-
-def wgrad_args(by_token: Tensor, plan: RoutingPlan, p: int, q: int) -> dict[str, Any]:
-    """Arguments of B2 and B4, but for by_row and out."""
-    return {
-        "by_token": by_token,
-        "stride_token": by_token.stride(0),
-        "token_of_row": plan.token_of_row,
-        "row_start_of_expert": plan.row_start_of_expert,
-        "num_experts": plan.num_experts,
-        "p": p,
-        "q": q,
-    }
 
 
 # Compile-time constants
