@@ -20,7 +20,7 @@ from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import distributed as distributed_checkpoint
-from tilemoe.train.checkpoints.distributed import begin_distributed_checkpoint, save_distributed_checkpoint
+from tilemoe.train.checkpoints.distributed import PendingCheckpoint
 from tilemoe.train.checkpoints.folder import CheckpointError, TrainState, find_latest, list_checkpoints, open_checkpoint
 from tilemoe.train.config import OptimConfig, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
@@ -71,9 +71,12 @@ def step(training: Training, number: int) -> None:
 
 def save(training: Training, number: int, keep_last: int = 9) -> Path:
     state = TrainState(load_recipe("smoke"), number, 10 * number, 1.5, "abc")
-    return save_distributed_checkpoint(
-        run_dir(), state, *training, tokenizer=load_tokenizer("bytes"), keep_last=keep_last
-    )
+    return save_state(run_dir(), state, training, keep_last)
+
+
+def save_state(folder: Path, state: TrainState, training: Training, keep_last: int) -> Path:
+    options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": keep_last}
+    return PendingCheckpoint(folder, state, *training, **options, group=dist.new_group(backend="gloo")).finish()
 
 
 def whole_state(training: Training) -> dict[str, Tensor]:
@@ -131,7 +134,7 @@ def check_a_checkpoint_written_meanwhile() -> None:
     group = dist.new_group(backend="gloo")
     state = TrainState(load_recipe("smoke"), 9, 90, 1.5, "abc")
     options: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "keep_last": 9, "group": group}
-    pending = begin_distributed_checkpoint(run_dir() / "other", state, *training, **options)
+    pending = PendingCheckpoint(run_dir() / "other", state, *training, **options)
     step(training, 3)
     assert_state(training, "state_3.pt")
     assert not list_checkpoints(run_dir() / "other")
@@ -144,7 +147,7 @@ def check_a_checkpoint_written_meanwhile() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(FileSystemWriter, "write_data", _full_disk)
-        pending = begin_distributed_checkpoint(run_dir() / "other", replace(state, step=10), *training, **options)
+        pending = PendingCheckpoint(run_dir() / "other", replace(state, step=10), *training, **options)
         with pytest.raises(CheckpointError, match=r"step_00000010 .*No space left.*step_00000009"):
             pending.finish()
     dist.barrier()
@@ -182,7 +185,7 @@ def check_save_what_can_be_exported() -> None:
     parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(3))
     training = (model, make_optimizer(model, OptimConfig(lr=0.1)))
     state = TrainState(recipe, 1, 10, 1.5, "abc")
-    save_distributed_checkpoint(run_dir() / "export", state, *training, tokenizer=load_tokenizer("bytes"), keep_last=1)
+    save_state(run_dir() / "export", state, training, keep_last=1)
     ids = torch.arange(8)[None]
     logits = model.eval()(ids).logits
     if dist.get_rank() == 0:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tilemoe.train.checkpoints.folder import Checkpoint
 
 _LATEST, _AUTO = "", "auto"  # --resume without a path, in words
-_Found = TypeVar("_Found", bound="Checkpoint | None")
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,19 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     known, overrides = first.parse_known_args(list(arguments))
     if "-h" in overrides or "--help" in overrides:
         _override(load_recipe(known.recipe or list_recipes()[0]), overrides)
-    recipe, checkpoint = _choose(known.recipe, _LATEST if known.resume == _AUTO else known.resume, overrides, job)
+    resume = _LATEST if known.resume == _AUTO else known.resume
+    recipe, checkpoint = _choose(known.recipe, resume, overrides, job)
 
-    from tilemoe.train.run import train
+    from tilemoe.train.checkpoints.folder import open_checkpoint
+    from tilemoe.train.run import require_resumable, train
 
+    if checkpoint is not None and not job.is_alone:
+        require_resumable(recipe, checkpoint)  # before the first verifies: what all find, they are to find together
+        if job.is_first:
+            open_checkpoint(checkpoint.path)
+    if job.is_first and resume is not None:
+        none_yet = f"no checkpoint in {recipe.train.out_dir} yet: starting at step 0"
+        print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
     result = train(recipe, checkpoint, job)
     if result is None or not job.is_first:
         return
@@ -67,14 +75,12 @@ def _run(arguments: Sequence[str], job: Job) -> None:
 def _choose(
     name: str | None, resume: str | None, overrides: Sequence[str], job: Job
 ) -> tuple[Recipe, Checkpoint | None]:
-    """The recipe to run and the checkpoint to go on from, which the first process of a job verifies."""
-    if name is None and not resume:
-        raise ValueError(f"--recipe NAME is missing; choose one of {', '.join(list_recipes())} or a .json file")
-    base = load_recipe(name) if name is not None else None
+    """The recipe to run and the checkpoint to go on from, verified if this process is alone."""
     if resume:
-        return _resume_from(Path(resume).expanduser(), base, overrides, job)
-    assert base is not None
-    recipe = _override(base, overrides)
+        return _resume_from(Path(resume).expanduser(), name, overrides, job)
+    if name is None:
+        raise ValueError(f"--recipe NAME is missing; choose one of {', '.join(list_recipes())} or a .json file")
+    recipe = _override(load_recipe(name), overrides)
     run_dir = Path(recipe.train.out_dir).expanduser()
 
     from tilemoe.train.checkpoints.folder import find_latest
@@ -83,43 +89,26 @@ def _choose(
     if resume is None:
         require_fresh(run_dir)
         return recipe, None
-    checkpoint = _opened(lambda read: find_latest(run_dir, read), recipe, job)
-    if job.is_first:
-        none_yet = f"no checkpoint in {run_dir} yet: starting at step 0"
-        print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
-    return recipe, checkpoint
+    return recipe, find_latest(run_dir, _reader(job))
 
 
-def _opened(find: Callable[[Callable[[Path], Checkpoint]], _Found], recipe: Recipe, job: Job) -> _Found:
-    """What ``find`` finds, verified. In a job the first process does that, which may take minutes, after all have
-    looked whether it fits: what they find alike, they are to find at the same time.
-    """
-    from tilemoe.train.checkpoints.folder import open_checkpoint, read_checkpoint
-    from tilemoe.train.run import require_resumable
-
-    if job.is_alone:
-        return find(open_checkpoint)
-    found = find(read_checkpoint)
-    if found is not None:
-        require_resumable(recipe, found)
-    return find(open_checkpoint) if job.is_first else found
-
-
-def _resume_from(path: Path, base: Recipe | None, overrides: Sequence[str], job: Job) -> tuple[Recipe, Checkpoint]:
+def _resume_from(path: Path, name: str | None, overrides: Sequence[str], job: Job) -> tuple[Recipe, Checkpoint]:
     """``--resume PATH``: the run stays in PATH's folder, with the checkpoint's own recipe unless one is named."""
-    from tilemoe.train.checkpoints.folder import open_checkpoint, read_checkpoint, resolve_checkpoint
+    from tilemoe.train.checkpoints.folder import resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(path, open_checkpoint if job.is_alone else read_checkpoint)
+    checkpoint = resolve_checkpoint(path, _reader(job))
     run_dir = str(checkpoint.path.parent)
-    base = base or checkpoint.state.recipe
+    base = checkpoint.state.recipe if name is None else load_recipe(name)
     recipe = _override(replace(base, train=replace(base.train, out_dir=run_dir)), overrides)
     if recipe.train.out_dir != run_dir:
         raise ValueError(f"train.out_dir: a run resumed from {path} stays in {run_dir}; leave --train.out-dir out")
-    if not job.is_alone:
-        checkpoint = _opened(lambda read: resolve_checkpoint(path, read), recipe, job)
-    if job.is_first:
-        print(f"resuming from {checkpoint.path}")
     return recipe, checkpoint
+
+
+def _reader(job: Job) -> Callable[[Path], Checkpoint]:
+    from tilemoe.train.checkpoints.folder import open_checkpoint, read_checkpoint
+
+    return open_checkpoint if job.is_alone else read_checkpoint
 
 
 def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

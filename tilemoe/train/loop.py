@@ -27,9 +27,9 @@ from tilemoe.parallel.expert import rows_of_experts
 from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
-from tilemoe.train.checkpoints.distributed import PendingCheckpoint, begin_distributed_checkpoint
+from tilemoe.train.checkpoints.distributed import PendingCheckpoint
 from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, list_checkpoints, save_checkpoint
-from tilemoe.train.checkpoints.whole_state import is_shared
+from tilemoe.train.checkpoints.sharded_state import is_shared
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import Evaluation, evaluate
 from tilemoe.train.job.collective import any_process, sum_of_processes, values_of_processes
@@ -123,9 +123,7 @@ class Trainer:
             if self._group is None:  # of the threads that write: their collectives must not mix with training's
                 limit = timedelta(seconds=self.recipe.train.timeout)
                 self._group = dist.new_group(backend="gloo", timeout=limit)
-            self._pending = begin_distributed_checkpoint(
-                *arguments, tokenizer=tokenizer, keep_last=keep_last, group=self._group
-            )
+            self._pending = PendingCheckpoint(*arguments, tokenizer=tokenizer, keep_last=keep_last, group=self._group)
         self._saved_step = self.step
 
     def finish_save(self) -> None:

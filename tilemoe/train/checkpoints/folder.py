@@ -34,8 +34,7 @@ from torch import nn
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
-from tilemoe.train.checkpoints.sharded_state import is_sharded, read_model, read_training
-from tilemoe.train.checkpoints.whole_state import is_shared, read_whole
+from tilemoe.train.checkpoints.sharded_state import is_sharded, is_shared, read_model, read_training, read_whole
 from tilemoe.train.config import Recipe, differences, parse_recipe
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
@@ -98,17 +97,12 @@ def save_checkpoint(
         CheckpointError: the write failed (full disk, lost mount); older checkpoints are untouched.
     """
     target = step_dir(run_dir, state.step)
-    temporary = run_dir / f".tmp-{target.name}-{os.getpid()}"
+    temporary = temporary_of(target)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        clean_stale(run_dir)
-        temporary.mkdir()
+        make_temporary(target)
         save_model(model, str(temporary / MODEL_FILE))
         save_file(optimizer_tensors(model, optimizer), str(temporary / OPTIMIZER_FILE))
-        (temporary / STATE_FILE).write_bytes(state_json(state))
-        if tokenizer.name != BYTES:
-            tokenizer.save(temporary / TOKENIZER_FILE)
-        publish(temporary, target, file_entries(temporary.iterdir()))
+        publish(target, state_json(state), tokenizer, {})
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise write_error(target, error) from error
@@ -116,8 +110,28 @@ def save_checkpoint(
     return target
 
 
-def publish(temporary: Path, target: Path, entries: dict[str, Any]) -> None:
-    """Give a written checkpoint, of whose files ``entries`` tells, its manifest and, synced, its name."""
+def temporary_of(target: Path) -> Path:
+    """The name of a checkpoint's folder while it is written."""
+    return target.with_name(f".tmp-{target.name}")
+
+
+def make_temporary(target: Path) -> None:
+    """Make that folder; what interrupted writes have left is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clean_stale(target.parent)
+    temporary_of(target).mkdir()
+
+
+def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, Any]) -> None:
+    """Complete a checkpoint whose tensors are written and give it, synced, its name.
+
+    hashed: what the manifest is to say of files that other processes have hashed.
+    """
+    temporary = temporary_of(target)
+    (temporary / STATE_FILE).write_bytes(state)
+    if tokenizer.name != BYTES:
+        tokenizer.save(temporary / TOKENIZER_FILE)
+    entries = hashed | file_entries(path for path in temporary.iterdir() if path.name not in hashed)
     (temporary / MANIFEST_FILE).write_bytes(_manifest(entries))
     mode = (temporary / STATE_FILE).stat().st_mode
     for path in temporary.iterdir():
@@ -137,16 +151,14 @@ def write_error(target: Path, error: BaseException | str) -> CheckpointError:
 
 
 def drop_old(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the ``keep_last`` newest checkpoints."""
+    """Delete all but the ``keep_last`` newest checkpoints.
+
+    First each loses its name, so that a kill half-way leaves no half checkpoint.
+    """
     for path in list_checkpoints(run_dir)[:-keep_last]:
-        _discard(path)
-
-
-def _discard(path: Path) -> None:
-    """Delete a checkpoint: first it loses its name, so that a kill half-way leaves no half checkpoint."""
-    trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
-    os.rename(path, trash)
-    shutil.rmtree(trash)
+        trash = path.with_name(f".trash-{path.name}")
+        os.rename(path, trash)
+        shutil.rmtree(trash)
 
 
 def set_aside(paths: Iterable[Path]) -> list[Path]:
@@ -256,16 +268,44 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing, cut short or changed; the message names it.
     """
-    for name, expected in _read_manifest(path).items():
+    fault = _fault(path)
+    if fault:
+        raise _damaged(path, fault)
+    return read_checkpoint(path)
+
+
+def _fault(path: Path) -> str:
+    """What is wrong with a checkpoint's files; "" if all are as the manifest says."""
+    if not (path / MANIFEST_FILE).is_file():
+        return f"{MANIFEST_FILE} is missing"
+    raw = (path / MANIFEST_FILE).read_bytes()
+    try:
+        manifest = json.loads(raw)
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        intact = _canonical(manifest) == raw and hashlib.sha256(_canonical(files)).hexdigest() == manifest["sha256"]
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        return f"{MANIFEST_FILE} does not match its checksum"
+    for name, expected in files.items():
         file = path / name
         if not file.is_file():
-            raise _damaged(path, f"{name} is missing")
+            return f"{name} is missing"
         size = file.stat().st_size
         if size != expected["bytes"]:
-            raise _damaged(path, f"{name} has {size} bytes instead of {expected['bytes']}")
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
         if sha256_file(file) != expected["sha256"]:
-            raise _damaged(path, f"{name} does not match its checksum")
-    return read_checkpoint(path)
+            return f"{name} does not match its checksum"
+    return ""
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    """Never silently an older checkpoint, but the message names the newest good one."""
+    candidates = list_checkpoints(path.parent)
+    before = candidates[: candidates.index(path)] if path in candidates else []
+    older = next((candidate for candidate in reversed(before) if not _fault(candidate)), None)
+    fix = f"resume from the older one with --resume {older}" if older else "no older one is intact: start a new run"
+    return CheckpointError(f"checkpoint {path} is damaged: {what}; {fix}")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -283,49 +323,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"])
 
 
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    file = path / MANIFEST_FILE
-    if not file.is_file():
-        raise _damaged(path, f"{MANIFEST_FILE} is missing")
-    raw = file.read_bytes()
-    try:
-        manifest = json.loads(raw)
-        files: dict[str, dict[str, Any]] = manifest["files"]
-        intact = _canonical(manifest) == raw and hashlib.sha256(_canonical(files)).hexdigest() == manifest["sha256"]
-    except (ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
-        raise _damaged(path, f"{MANIFEST_FILE} does not match its checksum")
-    return files
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path} is damaged: {what}; use another one of its run")
-
-
 def find_latest(run_dir: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> Checkpoint | None:
-    """The run's newest checkpoint, verified unless ``read`` does not; None if the run has none.
-
-    Raises:
-        CheckpointError: the newest is damaged; never silently an older one, but the message names the newest good one.
-    """
+    """The run's newest checkpoint, verified unless ``read`` does not; None if the run has none."""
     candidates = list_checkpoints(run_dir)
-    if not candidates:
-        return None
-    try:
-        return read(candidates[-1])
-    except CheckpointError as error:
-        older = next((path for path in reversed(candidates[:-1]) if _is_intact(path)), None)
-        fix = f"resume from the older one with --resume {older}" if older else "no older one is intact: start a new run"
-        raise CheckpointError(f"{str(error).rpartition('; ')[0]}; {fix}") from error
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        open_checkpoint(path)
-    except CheckpointError:
-        return False
-    return True
+    return read(candidates[-1]) if candidates else None
 
 
 def resolve_checkpoint(path: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> Checkpoint:

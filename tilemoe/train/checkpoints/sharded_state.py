@@ -1,7 +1,7 @@
-"""The tensors of a training run in torch.distributed.checkpoint's files, which any number of processes can read.
+"""The tensors of a training run that processes share: each writes its pieces, and reads those that it wants.
 
-Names: ``model.<name>``, ``optimizer.<parameter>.<key>`` and ``rng_cpu.<rank>``, ``rng_cuda.<rank>``. A parameter that
-is a DTensor is written in pieces, and read in the pieces of whoever reads it.
+In torch.distributed.checkpoint's files their names are ``model.<name>``, ``optimizer.<parameter>.<key>`` and
+``rng_cpu.<rank>``, ``rng_cuda.<rank>``. What one process wrote in safetensors is read here by the processes of a job.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
@@ -31,21 +34,23 @@ def is_sharded(folder: Path) -> bool:
     return (folder / METADATA_FILE).exists()
 
 
+def is_shared(model: nn.Module) -> bool:
+    """Whether processes share the parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def files_of_rank(folder: Path, rank: int) -> list[Path]:
-    """What ``rank`` wrote with `write_training`."""
+    """What ``rank`` wrote with `begin_write_training`."""
     return sorted(folder.glob(f"__{rank}_*"))
-
-
-def write_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """All processes of the job call it; ``folder``, which all see, exists and is empty."""
-    tensors = _training_tensors(model, optimizer)
-    save(tensors, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
 
 
 def begin_write_training(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
 ) -> Future[Any]:
-    """`write_training` from a copy in host memory, in a thread, over a gloo ``group`` that nobody else uses."""
+    """Write from a copy in host memory, in a thread, over a gloo ``group`` that nobody else uses.
+
+    All processes of the job call it; ``folder``, which all see, exists and is empty.
+    """
     started = async_save(_training_tensors(model, optimizer), checkpoint_id=str(folder), process_group=group)
     return started if isinstance(started, Future) else started.upload_completion
 
@@ -109,3 +114,36 @@ def _read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Weights, buffers and the optimiser's state of a shared ``model``, from what one process wrote."""
+    _fill(model.state_dict(), model_file)
+    with safe_open(str(optimizer_file), "pt") as file:
+        saved = set(file.keys())
+    state = {name: tensor for name, tensor in _room_for_state(model).items() if name in saved}
+    _fill(state, optimizer_file)
+    load_optimizer_tensors(model, optimizer, state)
+
+
+def _room_for_state(model: nn.Module) -> dict[str, Tensor]:
+    """AdamW's, by the names of `optimizer_tensors`."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state[f"{name}.exp_avg"] = torch.empty_like(parameter, requires_grad=False)
+        state[f"{name}.exp_avg_sq"] = torch.empty_like(parameter, requires_grad=False)
+        state[f"{name}.step"] = torch.empty(())
+    return state
+
+
+@torch.no_grad()
+def _fill(targets: Mapping[str, Tensor], path: Path) -> None:
+    with safe_open(str(path), "pt") as file:
+        for name, target in targets.items():
+            if not isinstance(target, DTensor):
+                target.copy_(file.get_tensor(name))
+                continue
+            sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+            if 0 not in sizes:
+                part = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+                target.to_local().copy_(file.get_slice(name)[part])
