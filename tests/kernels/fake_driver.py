@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.compiler import CompiledKernel
+from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
 from tilemoe.runtime import launch_cache as replayed
@@ -161,6 +162,7 @@ def install() -> FakeDriver:
         if name.startswith(("tilemoe.kernels.", "tilemoe.runtime.device")) and hasattr(module, "device_of"):
             module.device_of = lambda t: H200  # type: ignore[attr-defined]
     replayed.is_replayable = _is_replayable
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]  # for the threads that compile
     return driver
 
 
@@ -169,7 +171,16 @@ def _is_replayable(first: Tensor) -> bool:
     return watching == 0 or (watching == 1 and isinstance(_get_current_dispatch_mode(), Tracker))
 
 
-def _compile(kernel: Any, key: Any, signature: dict[str, Any], device: int, *rest: Any) -> CompiledKernel:
+def _compile(kernel: Any, key: Any, signature: dict[str, Any], device: int, *rest: Any) -> Any:
+    """What Triton's own does, but for the compilation: at once, or by a thread of an AsyncCompileMode."""
+    found, make = kernel.device_caches[device][0], partial(_compiled, kernel, key, signature)
+    mode = _async_compile.active_mode.get()
+    if mode is not None:
+        return mode.submit((kernel, key), make, partial(found.__setitem__, key))
+    return found.setdefault(key, make())
+
+
+def _compiled(kernel: Any, key: Any, signature: dict[str, Any]) -> CompiledKernel:
     """A kernel compiled for these types, without the compilation."""
     compiled: Any = object.__new__(CompiledKernel)
     compiled.name = kernel.fn.__name__
@@ -180,7 +191,6 @@ def _compile(kernel: Any, key: Any, signature: dict[str, Any], device: int, *res
     compiled.src, compiled.module, compiled.packed_metadata = None, object(), ("packed", key)
     compiled.function = id(compiled)
     compiled._run = _launcher(compiled, signature)
-    kernel.device_caches[device][0][key] = compiled
     return compiled
 
 

@@ -5,6 +5,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
@@ -13,6 +14,8 @@ from typing import Any
 import fake_driver
 import torch
 from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import JITFunction
 
 import tilemoe.kernels.experts.hopper.backend  # noqa: F401  # before the fake is installed, as all that launches
 from tilemoe.activations import activation_spec
@@ -23,6 +26,8 @@ from tilemoe.kernels.plan import triton_small as plan_small  # noqa: F401
 from tilemoe.ops import experts as library
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.runtime import launch
+from tilemoe.runtime.launch_cache import LaunchCache
 from tilemoe.runtime.operator import Arguments, Operator
 
 DRIVER = fake_driver.install()
@@ -179,3 +184,13 @@ def select_args(
         torch.ones(tokens, dtype=torch.bool) if mask else None,
         *(spec or (2, "softmax", True, 1.0, 1, 1, False, False)),
     )
+
+
+def forget() -> None:
+    """All that is compiled or recorded."""
+    launch._compiled.cache_clear()
+    for found in gc.get_objects():
+        if type(found) in (JITFunction, GluonJITFunction):
+            found.device_caches.clear()
+        elif type(found) is LaunchCache:
+            found.known.clear()

@@ -5,14 +5,12 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-import replay_cases  # noqa: F401  # installs the fake
 import torch
-from triton.experimental.gluon._runtime import GluonJITFunction
+from replay_cases import forget  # which installs the fake
 from triton.runtime.jit import JITFunction
 
 from tilemoe.kernels.choose import PlanBuilder
@@ -21,8 +19,6 @@ from tilemoe.ops import plan as plan_ops
 from tilemoe.ops import router
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
-from tilemoe.runtime import launch
-from tilemoe.runtime.launch_cache import LaunchCache
 
 pytestmark = pytest.mark.process("fake_driver")
 
@@ -46,16 +42,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forget()
     yield found
     forget()
-
-
-def forget() -> None:
-    """All that is compiled or recorded."""
-    launch._compiled.cache_clear()
-    for found in gc.get_objects():
-        if type(found) in (JITFunction, GluonJITFunction):
-            found.device_caches.clear()
-        elif type(found) is LaunchCache:
-            found.known.clear()
 
 
 class Layer(NamedTuple):

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch_trace import recorder
+from tilemoe.runtime.precompile import active
 
 _ALIGNMENT = 16
 _MAX_INT32 = 2**31 - 1
@@ -51,6 +52,9 @@ class Launch:
         with torch.cuda.device_of(first):
             known = _compiled(self.kernel, first.device)
             key = self._key()
+            precompile = active()
+            if precompile is not None and precompile.withholds(self, key in known):
+                return
             given = {**self.args, **self.constants}
             by_position = [given[name] for name in self.kernel.arg_names]
             if key in known:

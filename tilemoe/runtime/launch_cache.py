@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.runtime.device import has_triton
+from tilemoe.runtime.precompile import Precompile, active
 
 if TYPE_CHECKING:
     from tilemoe.runtime.launch_trace import LaunchTrace, LaunchTracer
@@ -18,21 +19,21 @@ _UNKNOWN = object()
 
 
 class LaunchCache:
-    """Of one operator. A layout that is seen for the second time is recorded, and repeated from then on: lengths that
-    vary from call to call are not worth the recording.
+    """Of one operator. The first call with a layout compiles what is missing, the second is recorded, and repeated from
+    then on: lengths that vary from call to call are not worth the recording.
     """
 
     def __init__(self) -> None:
         # Layouts of the operands to a recording; False where they were seen once, None where it cannot be repeated.
         self.known: dict[Any, LaunchTrace | bool | None] = {}
 
-    def look_up(self, operands: tuple[Any, ...]) -> tuple[LaunchTrace | None, LaunchTracer | None]:
+    def look_up(self, operands: tuple[Any, ...]) -> tuple[LaunchTrace | None, LaunchTracer | Precompile | None]:
         """What to repeat; or what is to watch the call and then to keep its output; or neither.
 
         ``operands``: a tensor, then all other tensors and all else that launches depend on.
         """
         first = operands[0]
-        if not is_replayable(first):
+        if not is_replayable(first) or active() is not None:
             return None, None
         traces = _launch_trace()
         layouts = (
@@ -46,7 +47,7 @@ class LaunchCache:
                 for oldest in tuple(self.known)[:1]:  # none, where other threads have forgotten all
                     self.known.pop(oldest, None)
             self.known[layouts] = False
-            return None, None
+            return None, None if traces.is_hooked() else Precompile(first.device)
         if known is None or traces.is_hooked():
             return None, None
         if known is not False:

@@ -163,6 +163,8 @@ class LaunchTracer(TorchDispatchMode):
     ``store`` is given the recording, or None.
     """
 
+    withheld = False  # what it watches is launched
+
     def __init__(self, args: tuple[Any, ...], store: Callable[[LaunchTrace | None], None] = lambda trace: None) -> None:
         super().__init__()
         self._store = store

@@ -8,6 +8,7 @@ so a call on plain tensors that nothing is watching runs the implementation itse
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from traceback import clear_frames
 from typing import Any
@@ -117,15 +118,20 @@ class Operator:
         if casts:  # the operator has chosen its dtypes: a backward under autocast must not lower the fp32 ones
             torch.set_autocast_enabled(kind, False)
         try:
-            trace, tracer = _NEITHER if self._launches is None else self._launches.look_up(operands)
+            trace, watcher = _NEITHER if self._launches is None else self._launches.look_up(operands)
             if trace is not None:
                 output = trace(operands)
-            elif tracer is None:
+            elif watcher is None:
                 output = self.run(*args)
             else:
-                with tracer:
+                with watcher:
                     output = self.run(*args)
-                tracer.keep(output)
+                    if is_recorded and watcher.withheld:
+                        self._compile_backward(args, output)
+                if watcher.withheld:
+                    output = None  # it has no values
+                    output = self.run(*args)
+                watcher.keep(output)
             advice = None
         except torch.OutOfMemoryError as error:
             if self._advise is None:
@@ -150,6 +156,14 @@ class Operator:
         found = self._backward(ctx, *grads)
         return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
 
+    def _compile_backward(self, args: Args, output: Any) -> None:
+        """Where launches only compile, let the backward compile its kernels beside the forward's."""
+        with suppress(torch.OutOfMemoryError):  # each of its operators does so by itself, later
+            ctx = _Unrecorded(args)
+            self.save(ctx, args, output)
+            outputs = output if isinstance(output, tuple) else (output,)
+            self.differentiate(ctx, *[None if each is None else each.new_empty(each.shape) for each in outputs])
+
     def _run_seen(self, *flat: Any) -> Any:
         return _without_none(self(*self._arguments.unflatten(flat), seen=True), flat[0])
 
@@ -173,6 +187,25 @@ class Operator:
                 f"tilemoe::{self.name} does not go through torch.vmap or torch.func. Pass a batch as further tokens, "
                 "(B*T, d), and differentiate with torch.autograd; or use tilemoe.reference."
             )
+
+
+class _Unrecorded:
+    """Autograd's context of a call that autograd does not know."""
+
+    next_functions = ((None, 0),)
+
+    def __init__(self, args: Args) -> None:
+        self.needs_input_grad = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def maybe_clear_saved_tensors(self) -> None:
+        self.saved_tensors = ()
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class EagerFunction(torch.autograd.Function):

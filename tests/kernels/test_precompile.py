@@ -1,0 +1,204 @@
+"""All kernels that an operator and its backward need are compiled before it launches, by threads. The driver is a fake.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import fake_driver
+import pytest
+import torch
+from replay_cases import CASES, Args, forget, repeating, watch
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime import _async_compile
+from triton.runtime.jit import JITFunction
+
+from tilemoe.ops import experts, router
+from tilemoe.runtime import precompile
+from tilemoe.runtime.operator import Operator
+
+pytestmark = pytest.mark.process("fake_driver")
+
+CASE = CASES["hopper, bias"]
+FORWARD = {"up_proj_act_kernel", "gemm_rows_kernel", "combine_kernel"}
+BACKWARD = {"gemm_dgrad_dact_kernel", "score_grad_kernel", "gemm_wgrad_kernel"}
+SELECTION = ("softmax", True, 1.0, 1, 1, False, False)
+
+
+class Log:
+    """What happened, in order: (kernel's name, thread's name) of a compilation, a kernel's name for a launch."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def compiled(self) -> list[str]:
+        return [event[0] for event in self.events if isinstance(event, tuple)]
+
+    def threads(self) -> set[str]:
+        return {event[1] for event in self.events if isinstance(event, tuple)}
+
+    def launched(self) -> list[str]:
+        return [event for event in self.events if isinstance(event, str)]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    """Of a process that has compiled nothing yet."""
+    log, compile_one, launch_one = Log(), fake_driver._compiled, fake_driver._launch
+
+    def compiled(kernel: Any, *args: Any) -> Any:
+        log.events.append((kernel.fn.__name__, threading.current_thread().name))
+        return compile_one(kernel, *args)
+
+    def launched(name: str, *args: Any) -> None:
+        log.events.append(name)
+        launch_one(name, *args)
+
+    monkeypatch.setattr(fake_driver, "_compiled", compiled)
+    monkeypatch.setattr(fake_driver, "_launch", launched)
+    forget()
+    yield log
+    forget()  # whose launches this test has seen
+
+
+def trainable(args: Args) -> Args:
+    """With gradients of x, the weights, the scores and the biases."""
+    return tuple(arg.requires_grad_() if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def test_all_is_compiled_by_threads_before_anything_is_launched(log: Log) -> None:
+    experts.moe(*trainable(CASE.args("moe")))
+    first = next(i for i, event in enumerate(log.events) if isinstance(event, str))
+    assert first == len(log.compiled())
+    assert set(log.compiled()) >= FORWARD | BACKWARD
+    assert all(name.startswith("tilemoe-compile") for name in log.threads())
+    assert set(log.launched()) >= FORWARD
+    assert not BACKWARD & set(log.launched())
+
+
+def test_nothing_is_compiled_twice(log: Log) -> None:
+    args = trainable(CASE.args("moe"))
+    o, _ = experts.moe(*args)
+    compiled = len(log.events) - len(log.launched())
+    o.backward(torch.empty_like(o))
+    assert len(log.compiled()) == compiled
+    assert set(log.launched()) >= BACKWARD
+    keys = {key for kernel in kernels() for key in kernel.device_caches[0][0].items()}
+    assert len(keys) == compiled
+
+
+def kernels() -> list[Any]:
+    return [each for each in gc.get_objects() if type(each) in (JITFunction, GluonJITFunction) and each.device_caches]
+
+
+def test_without_gradients_no_backward_is_compiled(log: Log) -> None:
+    experts.moe(*CASES["hopper, many rows"].args("moe_inference"))
+    assert set(log.compiled()) >= FORWARD
+    assert not BACKWARD & set(log.compiled())
+
+
+def test_the_routers_backward_is_compiled_with_its_forward(log: Log) -> None:
+    logits = torch.zeros(40, 8, requires_grad=True)
+    router.select(logits, None, None, 2, *SELECTION)
+    assert log.compiled() == ["select_kernel", "select_grad_kernel"]
+    assert log.launched() == ["select_kernel"]
+
+
+@pytest.mark.parametrize("name", ["moe", "down_proj_dgrad_dact", "up_proj_input_grad"])
+def test_the_call_that_counts_is_the_one_without_it(name: str, log: Log) -> None:
+    """The same results, allocations and launches, at last; nothing of the call without values is alive beside them."""
+    run = getattr(experts, f"_{name}", experts.moe_forward)
+    operator, args = repeating(run), CASE.args(name)
+    found, _ = watch(operator, args)
+    count = len(log.launched())
+    expected, _ = watch(run, args)
+    launches = [event[:5] for event in expected.events if str(event[0]).endswith("_kernel")]
+    assert [event[:5] for event in found.events if str(event[0]).endswith("_kernel")] == launches
+    assert count == len(launches)
+    assert found.peak_bytes() == expected.peak_bytes()
+
+
+def test_from_the_first_kernel_that_is_not_compiled_on_nothing_is_launched(log: Log) -> None:
+    case, b2 = CASES["hopper"], CASE.args("moe")[5]
+    operator, args = repeating(experts.moe_forward), list(case.args("moe"))
+    watch(operator, tuple(args))
+    log.events.clear()
+    args[5] = b2  # F2 with a bias: F1 is compiled, as is F3
+    watch(operator, tuple(args))
+    assert log.compiled() == ["gemm_rows_kernel"]
+    place = log.events.index((*log.compiled(), *log.threads()))
+    assert "up_proj_act_kernel" in log.events[:place]
+    assert "combine_kernel" not in log.events[:place]
+    assert log.events[place + 1 :].count("up_proj_act_kernel") == 1
+    assert log.events[-1] == "combine_kernel"
+
+
+def test_a_kernel_that_does_not_compile_is_its_launchs_error(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_one = fake_driver._compiled
+
+    def fails(kernel: Any, *args: Any) -> Any:
+        if kernel.fn.__name__ == "gemm_rows_kernel":
+            raise RuntimeError(f"ptxas failed in {threading.current_thread().name}")
+        return compile_one(kernel, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_driver, "_compiled", fails)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^ptxas failed in MainThread$"):
+                experts.moe(*CASE.args("moe"))
+            assert _async_compile.active_mode.get() is precompile.active() is None
+    experts.moe(*CASE.args("moe"))
+
+
+def test_memory_that_the_backward_does_not_have_yet_is_no_error(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(ctx: Any, *grads: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(experts.moe, "_backward", fails)
+    experts.moe(*trainable(CASE.args("moe")))
+    assert set(log.launched()) >= FORWARD
+
+
+def test_an_error_of_the_operator_is_raised_when_its_compilations_have_ended(log: Log) -> None:
+    def run(*args: Any) -> Tensor:
+        experts.moe_forward(*args)
+        raise KeyError("after the launches")
+
+    operator = Operator("fails", run, arguments=experts.ROUTED)
+    with pytest.raises(KeyError):
+        operator(*CASE.args("moe"))
+    assert set(log.compiled()) >= FORWARD
+    assert log.launched() == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tilemoe-compile")]
+    assert _async_compile.active_mode.get() is precompile.active() is None
+
+
+def test_filters_of_warnings_stay(log: Log) -> None:
+    before = list(warnings.filters)
+    experts.moe(*CASE.args("moe"))
+    assert list(warnings.filters) == before
+
+
+def test_a_threads_compilations_are_its_own(log: Log) -> None:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            experts.moe(*CASE.args("moe"))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert set(log.launched()) >= FORWARD

@@ -1,0 +1,81 @@
+"""The kernels that a call needs and nobody has compiled yet are compiled together, by threads, before any is launched.
+
+A GEMM takes the compiler up to 3 s, and a layer has eight. So in the first call of an operator for a layout, the first
+launch whose kernel is not compiled and all that follow are withheld: they only compile. What such a call returns has no
+values, and the operator runs again.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from contextvars import ContextVar, Token
+from typing import Any
+from warnings import catch_warnings
+
+import torch
+
+_MAX_THREADS = 16
+_active: ContextVar[Precompile | None] = ContextVar("tilemoe_precompile", default=None)
+
+
+class Precompile:
+    """Of one call of an operator on ``device``; left when all that it began to compile is compiled and loaded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.withheld = False
+        self._device = device
+        self._compiling = ExitStack()
+
+    def __enter__(self) -> Precompile:
+        self._token: Token[Precompile | None] = _active.set(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _active.reset(self._token)
+        self._compiling.close()
+
+    def keep(self, results: Any) -> None:
+        """There is nothing to keep of a call that launched what it launched."""
+
+    def withholds(self, launch: Any, is_compiled: bool) -> bool:
+        """Whether ``launch``, a `Launch`, is not to be: the first whose kernel is not compiled, or a later one."""
+        if is_compiled:
+            return self.withheld
+        if not self.withheld:
+            self.withheld = True
+            self._begin()
+        launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.constants, **launch.options)
+        return True
+
+    def _begin(self) -> None:
+        from triton import AsyncCompileMode  # not on every machine
+
+        # Triton's code generator sets and resets Python's filters of warnings, which threads share.
+        self._compiling.enter_context(catch_warnings())
+        threads = self._compiling.enter_context(_Loading(self._device))
+        # A kernel that cannot be compiled is compiled again by its launch, which raises what is wrong.
+        self._compiling.enter_context(AsyncCompileMode(threads, ignore_errors=True))
+
+
+def active() -> Precompile | None:
+    """The one that this thread's launches belong to."""
+    return _active.get()
+
+
+class _Loading(ThreadPoolExecutor):
+    """Runs compilations, each followed by what else comes before a launch: the launcher's C, and the way to the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        threads = min(os.cpu_count() or 1, _MAX_THREADS)
+        super().__init__(threads, "tilemoe-compile", initializer=torch.cuda.set_device, initargs=(device,))
+
+    def submit(self, compile_kernel: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_loaded, compile_kernel)
+
+
+def _loaded(compile_kernel: Any) -> Any:
+    kernel = compile_kernel()
+    assert kernel.run is not None, "reading it loads the kernel"
+    return kernel
