@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.testing import relative_error
 
 MODEL = ModelConfig(
     vocab_size=40,
@@ -61,3 +62,11 @@ def run_python(code: str, *arguments: object, timeout: float = 120) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def assert_near(found: Iterable[Tensor], expected: Iterable[Tensor], limit: float) -> None:
+    """Each tensor's relative error, in the root of the mean of squares, is below ``limit``, and it is not all zero."""
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert theirs.any(), number
+        assert ours.shape == theirs.shape, number
+        assert relative_error(ours, theirs) < limit, number

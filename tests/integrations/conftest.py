@@ -10,3 +10,10 @@ def registered() -> Iterator[None]:
     integration.register()
     yield
     integration.unregister()
+
+
+@pytest.fixture
+def unregistered_after() -> Iterator[None]:
+    """For a test that registers by itself."""
+    yield
+    integration.unregister()

@@ -1,11 +1,12 @@
 """Small models of transformers' own classes, randomly initialised, for the tests of the integration."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 VOCAB, SEQ = 61, 9
@@ -119,3 +120,23 @@ if GRANITE_CAN_CHOOSE:
 
 def tokens(batch: int = 2, length: int = SEQ) -> Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def logits_and_gradients(
+    model: nn.Module, implementation: str, chooses: PreTrainedModel | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of `tokens`; ``chooses``: the model of transformers, where ``model`` wraps it."""
+    (chooses or model).set_experts_implementation(implementation)
+    model.zero_grad()
+    out = model(input_ids=tokens(), labels=tokens())
+    out.loss.backward()
+    return out.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def by_both(model: PreTrainedModel, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """What ``compute`` gives with the eager experts and with tilemoe's."""
+    found = []
+    for implementation in ("eager", "tilemoe"):
+        model.set_experts_implementation(implementation)
+        found.append(compute())
+    return found[0], found[1]

@@ -15,7 +15,6 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import tilemoe
-from tilemoe.integrations import transformers as integration
 from tilemoe.kernels.experts import registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,34 +31,13 @@ def word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.usefixtures("unregistered_after")
 def test_hf_finetune_learns_and_leaves_a_model_that_loads_without_tilemoe(tmp_path: Path) -> None:
-    try:
-        losses = example("hf_finetune.py")["main"](["--out", str(tmp_path), "--steps", "30", "--seq-len", "64"])
-    finally:
-        integration.unregister()
+    losses = example("hf_finetune.py")["main"](["--out", str(tmp_path), "--steps", "30", "--seq-len", "64"])
     assert losses[-1] < 0.8 * losses[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config._experts_implementation != "tilemoe"
     assert model(input_ids=torch.tensor([[100, 101]])).logits.shape == (1, 2, 256)
-
-
-def test_hf_finetune_takes_a_model_from_a_folder(tmp_path: Path) -> None:
-    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="<unk>").save_pretrained(tmp_path / "model")
-    FAMILIES["mixtral"].make().save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("a b c d e f g h " * 50)
-    arguments = [
-        "--model",
-        str(tmp_path / "model"),
-        "--text",
-        str(tmp_path / "text.txt"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    try:
-        losses = example("hf_finetune.py")["main"]([*arguments, "--steps", "20", "--seq-len", "16", "--lr", "0.01"])
-    finally:
-        integration.unregister()
-    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_lora_learns_and_writes_a_model_for_transformers(tmp_path: Path) -> None:
@@ -70,15 +48,24 @@ def test_lora_learns_and_writes_a_model_for_transformers(tmp_path: Path) -> None
     assert model(input_ids=torch.tensor([[100, 101]])).logits.shape == (1, 2, 256)
 
 
-def test_lora_takes_a_model_from_a_folder(tmp_path: Path) -> None:
-    FAMILIES["olmoe"].make().save_pretrained(tmp_path / "base")
-    word_tokenizer().save(str(tmp_path / "base" / "tokenizer.json"))
+@pytest.mark.usefixtures("unregistered_after")
+@pytest.mark.parametrize(
+    ("script", "family", "options"),
+    [
+        ("hf_finetune.py", "mixtral", ("--steps", "20", "--lr", "0.01")),
+        ("lora.py", "olmoe", ("--steps", "30", "--lr", "0.02")),
+    ],
+)
+def test_a_model_of_a_folder_learns_a_text(script: str, family: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="<unk>")
+    tokenizer.save_pretrained(tmp_path / "base")
+    FAMILIES[family].make().save_pretrained(tmp_path / "base")
     (tmp_path / "text.txt").write_text("a b c d e f g h " * 50)
     places = {"--model": tmp_path / "base", "--text": tmp_path / "text.txt", "--out": tmp_path / "tuned"}
     arguments = [str(word) for pair in places.items() for word in pair]
-    losses = example("lora.py")["main"]([*arguments, "--steps", "30", "--seq-len", "16", "--lr", "0.02"])
+    losses = example(script)["main"]([*arguments, "--seq-len", "16", *options])
     assert losses[-1] < 0.8 * losses[0]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.model_type == "olmoe"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.model_type == family
 
 
 def test_custom_router_learns_with_every_expert_full() -> None:

@@ -1,6 +1,5 @@
 """Single experts modules of transformers: layouts, sentinels, what is refused, and the switch itself."""
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from helpers import assert_near, raises_one_line, run_python
 from hf_experts import SETTINGS, D, E, T, experts, routing, run
 from hf_models import COMMON, FAMILIES, tokens
 from torch import Tensor, nn
@@ -34,30 +34,18 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.ops import inference
 from tilemoe.testing import relative_error
 
+LAYOUTS = [MixtralExperts, OpenAIPrivacyFilterExperts, MiniMaxM3VLExperts, NemotronHExperts]
+
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        MixtralExperts,
-        AriaExperts,
-        OpenAIPrivacyFilterExperts,
-        MiniMaxM3VLExperts,
-        NemotronHExperts,
-        BeamExperts,
-        Gemma4TextExperts,
-    ],
-)
+@pytest.mark.parametrize("kind", [*LAYOUTS, AriaExperts, BeamExperts, Gemma4TextExperts])
 def test_layouts_and_gates(kind: type[nn.Module]) -> None:
     module = experts(kind)
-    for ours, theirs in zip(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), strict=True):
-        assert theirs.any()
-        assert ours.shape == theirs.shape
-        assert relative_error(ours, theirs) < 1e-5
+    assert_near(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), 1e-5)
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("kind", [MixtralExperts, OpenAIPrivacyFilterExperts, MiniMaxM3VLExperts, NemotronHExperts])
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("shape", [(T, D), (2, T // 2, D)])
 def test_inference_in_one_call(kind: type[nn.Module], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU takes for generating, here on a CPU: the same numbers, and the operators are not called."""
@@ -78,8 +66,7 @@ def test_inference_in_one_call(kind: type[nn.Module], shape: tuple[int, ...], mo
 )
 def test_activation_follows_the_configuration(hidden_act: str, name: str) -> None:
     module = experts(MixtralExperts, hidden_act=hidden_act)
-    for ours, theirs in zip(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), strict=True):
-        assert relative_error(ours, theirs) < 1e-5
+    assert_near(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), 1e-5)
     assert integration._activation_of(module).name == name
 
 
@@ -88,14 +75,12 @@ def test_a_changed_gate_is_seen() -> None:
     module = experts(MiniMaxM3VLExperts)
     before = run(module, "tilemoe", *routing())[0]
     module.swiglu_limit = module.limit = 0.3
-    ours, theirs = run(module, "tilemoe", *routing())[0], run(module, "eager", *routing())[0]
-    assert relative_error(before, theirs) > 0.05
-    assert relative_error(ours, theirs) < 1e-5
+    theirs = run(module, "eager", *routing())
+    assert relative_error(before, theirs[0]) > 0.05
+    assert_near(run(module, "tilemoe", *routing()), theirs, 1e-5)
     del module.swiglu_limit, module.limit
-    kind = type("OfClass", (type(module),), {"limit": 0.5, "swiglu_limit": 0.5})
-    module.__class__ = kind
-    ours, theirs = run(module, "tilemoe", *routing())[0], run(module, "eager", *routing())[0]
-    assert relative_error(ours, theirs) < 1e-5
+    module.__class__ = type("OfClass", (type(module),), {"limit": 0.5, "swiglu_limit": 0.5})
+    assert_near(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), 1e-5)
     module = experts(MixtralExperts)
     run(module, "tilemoe", *routing())
     module.act_fn = nn.Tanh()
@@ -109,9 +94,7 @@ def test_experts_of_two_ranks_add_up_to_all() -> None:
     x, ids, scores = routing()
     whole = experts(MixtralExperts)
     expected = run(whole, "eager", x, ids, scores)
-    total = torch.zeros_like(x)
-    dx = torch.zeros_like(x)
-    dscores = torch.zeros_like(scores)
+    sums = [torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(scores)]
     for rank in range(2):
         mine = slice(rank * E // 2, (rank + 1) * E // 2)
         part = experts(MixtralExperts, num_local_experts=E // 2)
@@ -121,15 +104,12 @@ def test_experts_of_two_ranks_add_up_to_all() -> None:
             part.down_proj.copy_(whole.down_proj[mine])
         here = (ids >= mine.start) & (ids < mine.stop)
         local = torch.where(here, ids - mine.start, E // 2)
-        out, dx_part, dscores_part, dw1, dw2 = run(part, "tilemoe", x, local, scores.masked_fill(~here, 0.0))
-        theirs = run(part, "grouped_mm", x, local, scores.masked_fill(~here, 0.0))
-        for ours, other in zip((out, dx_part, dscores_part, dw1, dw2), theirs, strict=True):
-            assert relative_error(ours, other) < 1e-5
-        total, dx, dscores = total + out, dx + dx_part, dscores + dscores_part
-        assert relative_error(dw1, expected[3][mine]) < 1e-5
-        assert relative_error(dw2, expected[4][mine]) < 1e-5
-    for ours, other in zip((total, dx, dscores), expected[:3], strict=True):
-        assert relative_error(ours, other) < 1e-5
+        operands = (x, local, scores.masked_fill(~here, 0.0))
+        found = run(part, "tilemoe", *operands)
+        assert_near(found, run(part, "grouped_mm", *operands), 1e-5)
+        assert_near(found[3:], [dw[mine] for dw in expected[3:]], 1e-5)
+        sums = [total + one for total, one in zip(sums, found[:3], strict=True)]
+    assert_near(sums, expected[:3], 1e-5)
 
 
 @pytest.mark.usefixtures("registered")
@@ -207,16 +187,15 @@ def _learned() -> Any:
     return module
 
 
-def _quantised() -> Any:
-    module = experts(MixtralExperts)
-    del module.gate_up_proj
-    module.gate_up_proj = torch.zeros(E, 16, D, dtype=torch.int8)
-    return module
-
-
 def _packed() -> Any:
     module = experts(MixtralExperts)
     del module.gate_up_proj
+    return module
+
+
+def _quantised() -> Any:
+    module = _packed()
+    module.gate_up_proj = torch.zeros(E, 16, D, dtype=torch.int8)
     return module
 
 
@@ -238,10 +217,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_name_with_what_works_instead(case: str) -> None:
     make, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as error:
+    with raises_one_line(f"{message}.*use experts_implementation='grouped_mm' or 'eager' for it"):
         make()(*routing())
-    assert "use experts_implementation='grouped_mm' or 'eager' for it" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("registered")
@@ -253,18 +230,16 @@ def test_fp8_experts_are_refused() -> None:
         module(*routing())
 
 
+@pytest.mark.usefixtures("unregistered_after")
 def test_use_checks_before_it_changes() -> None:
     model = FAMILIES["mixtral"].make(experts_implementation="eager")
-    try:
-        model.model.layers[1].mlp.experts.act_fn = nn.Tanh()
-        with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\): its gate is none of tilemoe's activations"):
-            integration.use(model)
-        assert model.config._experts_implementation == "eager"
-        model.model.layers[1].mlp.experts.act_fn = nn.SiLU()
-        assert integration.use(model) == 2
-        assert model.config._experts_implementation == "tilemoe"
-    finally:
-        integration.unregister()
+    model.model.layers[1].mlp.experts.act_fn = nn.Tanh()
+    with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\): its gate is none of tilemoe's activations"):
+        integration.use(model)
+    assert model.config._experts_implementation == "eager"
+    model.model.layers[1].mlp.experts.act_fn = nn.SiLU()
+    assert integration.use(model) == 2
+    assert model.config._experts_implementation == "tilemoe"
 
 
 class Wrapper(nn.Module):
@@ -275,19 +250,17 @@ class Wrapper(nn.Module):
         self.several = nn.ModuleList(models)
 
 
+@pytest.mark.usefixtures("unregistered_after")
 def test_use_takes_a_model_that_is_wrapped_and_refuses_a_part_of_one() -> None:
     models = [FAMILIES[family].make(experts_implementation="eager") for family in ("mixtral", "olmoe")]
-    try:
-        assert integration.use(Wrapper(*models)) == 4
-        assert {model.config._experts_implementation for model in models} == {"tilemoe"}
-        models[0].set_experts_implementation("eager")
-        assert integration.use(torch.compile(models[0], backend="eager")) == 2
-        models[0].set_experts_implementation("eager")
-        with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\) did not take up .*: pass the whole model"):
-            integration.use(models[0].model.layers[0])
-        assert models[0].config._experts_implementation == "eager"
-    finally:
-        integration.unregister()
+    assert integration.use(Wrapper(*models)) == 4
+    assert {model.config._experts_implementation for model in models} == {"tilemoe"}
+    models[0].set_experts_implementation("eager")
+    assert integration.use(torch.compile(models[0], backend="eager")) == 2
+    models[0].set_experts_implementation("eager")
+    with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\) did not take up .*: pass the whole model"):
+        integration.use(models[0].model.layers[0])
+    assert models[0].config._experts_implementation == "eager"
 
 
 @pytest.fixture
@@ -297,6 +270,7 @@ def one_process(tmp_path: Path) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("unregistered_after")
 def test_a_model_that_fsdp_shards(one_process: DeviceMesh) -> None:
     model = FAMILIES["qwen3_moe"].make(experts_implementation="eager")
 
@@ -308,18 +282,14 @@ def test_a_model_that_fsdp_shards(one_process: DeviceMesh) -> None:
         return loss.detach(), gradient.to_local() if isinstance(gradient, DTensor) else gradient.clone()
 
     expected = loss_and_gradient()
-    try:
+    integration.use(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=one_process)
+    fully_shard(model, mesh=one_process)
+    assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, DTensor)
+    assert_near(loss_and_gradient(), expected, 1e-5)
+    with pytest.raises(ValueError, match=r"is a DTensor of torch.float32; set 'tilemoe' before FSDP shards"):
         integration.use(model)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=one_process)
-        fully_shard(model, mesh=one_process)
-        assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, DTensor)
-        for ours, wanted in zip(loss_and_gradient(), expected, strict=True):
-            assert relative_error(ours, wanted) < 1e-5
-        with pytest.raises(ValueError, match=r"is a DTensor of torch.float32; set 'tilemoe' before FSDP shards"):
-            integration.use(model)
-    finally:
-        integration.unregister()
 
 
 def test_use_refuses_a_name() -> None:
@@ -327,16 +297,14 @@ def test_use_refuses_a_name() -> None:
         integration.use("allenai/OLMoE-1B-7B-0924")  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("unregistered_after")
 @pytest.mark.parametrize("kind", ["Llama", "SwitchTransformers"])
 def test_use_refuses_a_model_without_experts_to_choose(kind: str) -> None:
     small = {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_experts": 2}
     config = getattr(transformers, f"{kind}Config")(**(COMMON if kind == "Llama" else small | {"vocab_size": 31}))
     model = getattr(transformers, "LlamaForCausalLM" if kind == "Llama" else f"{kind}Model")(config)
-    try:
-        with pytest.raises(ValueError, match=f"{kind}.* has no experts whose implementation transformers lets one"):
-            integration.use(model)
-    finally:
-        integration.unregister()
+    with pytest.raises(ValueError, match=f"{kind}.* has no experts whose implementation transformers lets one"):
+        integration.use(model)
 
 
 def test_unregistered_transformers_is_as_it_was() -> None:
@@ -369,8 +337,7 @@ assert "transformers" not in sys.modules
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 assert "tilemoe" not in ALL_EXPERTS_FUNCTIONS
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.6.2", "5.6.0.dev0"])

@@ -1,5 +1,6 @@
 """Which activation a function is found to be: every one of the table, and none for its near misses."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -15,26 +16,47 @@ from tilemoe.kernels.experts.torch.activations import activation_value
 LIMIT, ALPHA = 7.0, 1.702
 
 
-@pytest.mark.parametrize("layout", GATE_UP_LAYOUTS)
-@pytest.mark.parametrize("name", sorted(GATED_ACTIVATIONS))
-def test_every_gated_activation(name: str, layout: str) -> None:
-    spec = ActivationSpec(name, layout, LIMIT, ALPHA)
-    found = recognised_activation(lambda h: activation_value(h, spec), is_gated=True, limit=LIMIT, alpha=ALPHA)
-    assert found is not None
-    assert (found.name, found.gate_up) == (name, layout)
-
-
-@pytest.mark.parametrize("name", sorted(UNGATED_ACTIVATIONS))
-def test_every_ungated_activation(name: str) -> None:
-    spec = ActivationSpec(name)
-    found = recognised_activation(lambda h: activation_value(h, spec), is_gated=False)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *itertools.product(sorted(GATED_ACTIVATIONS), GATE_UP_LAYOUTS),
+        *((name, "") for name in sorted(UNGATED_ACTIVATIONS)),
+    ],
+)
+def test_every_activation(name: str, layout: str) -> None:
+    """By the value that the package computes; without a layout where it is ungated."""
+    spec = ActivationSpec(name, layout, LIMIT, ALPHA) if layout else ActivationSpec(name)
+    options = {"limit": LIMIT, "alpha": ALPHA} if layout else {}
+    found = recognised_activation(lambda h: activation_value(h, spec), is_gated=bool(layout), **options)
     assert found is not None
     assert found.name == name
+    assert not layout or found.gate_up == layout
 
 
 def halves(h: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = h.chunk(2, dim=-1)
     return gate, up
+
+
+def in_fp32(h: Tensor) -> Tensor:
+    gate, up = halves(h)
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda h: F.gelu(halves(h)[0]) * halves(h)[1], "geglu"),
+        (lambda h: F.gelu(halves(h)[0], approximate="tanh") * halves(h)[1], "geglu_tanh"),
+        (in_fp32, "swiglu"),
+    ],
+)
+@pytest.mark.parametrize("outside", [False, True], ids=["", "under autocast and on meta"])
+def test_functions_of_others(function: Callable[[Tensor], Tensor], name: str, outside: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside), torch.device("meta" if outside else "cpu"):
+        found = recognised_activation(function, is_gated=True, limit=LIMIT, alpha=ALPHA)
+    assert found is not None
+    assert (found.name, found.gate_up) == (name, "concatenated")
 
 
 def clamped(limit: float, alpha: float, shift: float) -> Callable[[Tensor], Tensor]:
@@ -74,26 +96,6 @@ def test_a_clamped_gate_needs_its_parameters() -> None:
     assert recognised_activation(function, is_gated=True, limit=LIMIT, alpha=ALPHA) is not None
     assert recognised_activation(function, is_gated=True, limit=LIMIT) is None
     assert recognised_activation(function, is_gated=True, limit=LIMIT, alpha=1.0) is None
-
-
-@pytest.mark.parametrize(("approximate", "name"), [("none", "geglu"), ("tanh", "geglu_tanh")])
-def test_the_two_gelus_are_told_apart(approximate: str, name: str) -> None:
-    found = recognised_activation(
-        lambda h: F.gelu(halves(h)[0], approximate=approximate) * halves(h)[1], is_gated=True, limit=LIMIT, alpha=ALPHA
-    )
-    assert found is not None
-    assert (found.name, found.gate_up) == (name, "concatenated")
-
-
-def test_fp32_inside_and_autocast_outside_do_not_matter() -> None:
-    def in_fp32(h: Tensor) -> Tensor:
-        gate, up = halves(h)
-        return (F.silu(gate.float()) * up.float()).to(gate.dtype)
-
-    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        found = recognised_activation(in_fp32, is_gated=True)
-    assert found is not None
-    assert (found.name, found.gate_up) == ("swiglu", "concatenated")
 
 
 def test_the_probe_leaves_the_generator_alone() -> None:

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import FAMILIES, GRANITE, GRANITE_CAN_CHOOSE, LIMIT, VOCAB, tokens
+from helpers import saved_tensors
+from hf_models import FAMILIES, GRANITE, GRANITE_CAN_CHOOSE, LIMIT, VOCAB, by_both, logits_and_gradients, tokens
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tilemoe.integrations import transformers as integration
-from tilemoe.testing import relative_error
+from tilemoe.testing import assert_equal, relative_error
 
 pytestmark = pytest.mark.usefixtures("registered")
 CLOSE = 1e-5  # relative, in the root of the mean of squares; fp32, sums of up to a few hundred terms
@@ -31,21 +31,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return seen
 
 
-def loss_and_gradients(model: PreTrainedModel, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
-    model.set_experts_implementation(implementation)
-    model.zero_grad()
-    ids = tokens()
-    out = model(input_ids=ids, labels=ids)
-    out.loss.backward()
-    return out.logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_every_gradient(family: str, calls: Calls) -> None:
     model = FAMILIES[family].make().train()
-    logits, gradients = loss_and_gradients(model, "eager")
+    logits, gradients = logits_and_gradients(model, "eager")
     assert not calls
-    logits_ours, gradients_ours = loss_and_gradients(model, "tilemoe")
+    logits_ours, gradients_ours = logits_and_gradients(model, "tilemoe")
     assert len(calls) == FAMILIES[family].moe_layers
     assert relative_error(logits_ours, logits) < CLOSE
     assert gradients_ours.keys() == gradients.keys() == {name for name, _ in model.named_parameters()}
@@ -75,14 +66,15 @@ def test_the_clamp_of_gpt_oss_is_met_and_computed(calls: Calls) -> None:
 def test_a_decoding_step_of_one_sequence(family: str, calls: Calls) -> None:
     model = FAMILIES[family].make()
     ids = tokens(batch=1)
-    logits = {}
-    for implementation in ("eager", "tilemoe"):
-        model.set_experts_implementation(implementation)
+
+    def decode() -> Tensor:
         cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
-        logits[implementation] = model(input_ids=ids[:, -1:], past_key_values=cache).logits
+        return model(input_ids=ids[:, -1:], past_key_values=cache).logits
+
+    eager, ours = by_both(model, decode)
     assert calls[-1]["x"].shape[0] == 1
-    assert logits["eager"].shape == (1, 1, VOCAB)
-    assert relative_error(logits["tilemoe"], logits["eager"]) < CLOSE
+    assert eager.shape == (1, 1, VOCAB)
+    assert relative_error(ours, eager) < CLOSE
 
 
 def test_granite_is_computed_or_refused_by_name() -> None:
@@ -98,52 +90,42 @@ def test_granite_is_computed_or_refused_by_name() -> None:
 def test_generate(family: str, calls: Calls) -> None:
     model = FAMILIES[family].make()
     ids = tokens(batch=2)
-    generated = {}
-    for implementation in ("eager", "tilemoe"):
-        model.set_experts_implementation(implementation)
-        generated[implementation] = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    assert generated["eager"].shape[1] == ids.shape[1] + 12
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    eager, ours = by_both(model, lambda: model.generate(ids, **options))
+    assert eager.shape[1] == ids.shape[1] + 12
     assert len(calls) == 12 * FAMILIES[family].moe_layers
-    assert torch.equal(generated["tilemoe"], generated["eager"])
+    assert torch.equal(ours, eager)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_bf16_errs_no_more_than_eager(family: str) -> None:
     model = FAMILIES[family].make().train()
-    exact, exact_gradients = loss_and_gradients(model, "eager")
+    exact, exact_gradients = logits_and_gradients(model, "eager")
     model.to(torch.bfloat16)
-    theirs, their_gradients = loss_and_gradients(model, "eager")
-    ours, our_gradients = loss_and_gradients(model, "tilemoe")
+    theirs, their_gradients = logits_and_gradients(model, "eager")
+    ours, our_gradients = logits_and_gradients(model, "tilemoe")
     assert ours.dtype == torch.bfloat16
     assert relative_error(ours, exact) < 1.5 * relative_error(theirs, exact)
     for name in exact_gradients:
         if "experts" in name:
-            error, bound = (
-                relative_error(gradients[name], exact_gradients[name]) for gradients in (our_gradients, their_gradients)
-            )
-            assert error < 1.5 * bound, name
+            bound = 1.5 * relative_error(their_gradients[name], exact_gradients[name])
+            assert relative_error(our_gradients[name], exact_gradients[name]) < bound, name
 
 
+@torch.no_grad()
 def test_autocast() -> None:
     model = FAMILIES["qwen3_moe"].make()
-    logits = {}
-    for implementation in ("eager", "tilemoe"):
-        model.set_experts_implementation(implementation)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            logits[implementation] = model(input_ids=tokens()).logits
-    with torch.no_grad():
-        exact = model(input_ids=tokens()).logits
-    assert relative_error(logits["tilemoe"], exact) < 1.5 * relative_error(logits["eager"], exact) < 0.2
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, ours = by_both(model, lambda: model(input_ids=tokens()).logits)
+    exact = model(input_ids=tokens()).logits
+    assert relative_error(ours, exact) < 1.5 * relative_error(eager, exact) < 0.2
 
 
 def test_gradient_checkpointing() -> None:
     model = FAMILIES["olmoe"].make().train()
-    expected = loss_and_gradients(model, "tilemoe")
+    expected = logits_and_gradients(model, "tilemoe")
     model.gradient_checkpointing_enable()
-    logits, gradients = loss_and_gradients(model, "tilemoe")
-    assert torch.equal(logits, expected[0])
-    assert gradients.keys() == expected[1].keys()
-    assert all(torch.equal(gradients[name], value) for name, value in expected[1].items())
+    assert_equal(logits_and_gradients(model, "tilemoe"), expected)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -168,13 +150,7 @@ def test_nothing_as_large_as_the_gathered_rows_is_saved() -> None:
     pairs, d = 2 * 64, model.config.hidden_size
     x = torch.randn(64, d, requires_grad=True)
     ids = torch.rand(64, 4).topk(2).indices
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         experts(x, ids, torch.rand(64, 2))
     weights = {p.data_ptr() for p in experts.parameters()}
     sizes = [t.numel() for t in saved if t.data_ptr() not in weights]

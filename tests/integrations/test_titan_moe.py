@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import raises_one_line, saved_tensors
 from torch import Tensor, nn
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common.feed_forward import FeedForward
@@ -125,8 +126,7 @@ def test_nothing_as_large_as_the_rows_is_saved_and_weights_are_not_copied() -> N
     assert w2.data_ptr() == experts.inner_experts.w2_EDF.data_ptr()
     x = torch.randn(1, 64, D, dtype=torch.bfloat16, requires_grad=True)
     scores, ids = torch.rand(1, 64, E).topk(K)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         experts(x, scores.requires_grad_(), ids, torch.zeros(E))
     weights = {w1.data_ptr(), w2.data_ptr()}
     kept = sum(t.nbytes for t in saved if t.data_ptr() not in weights and t.data_ptr() != x.data_ptr())
@@ -143,9 +143,8 @@ def test_other_experts_are_refused_by_name() -> None:
 def test_another_torchtitan_is_one_line(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]  # as importing does for a failure
     monkeypatch.delitem(sys.modules, integration.__name__)
-    with pytest.raises(ImportError, match=r"is for torchtitan 0\.3, .*; pip install 'torchtitan>=0.3,<0.4'") as error:
+    with raises_one_line(r"is for torchtitan 0\.3, .*; pip install 'torchtitan>=0.3,<0.4'", ImportError):
         importlib.import_module(integration.__name__)
-    assert "\n" not in str(error.value)
 
 
 def qwen3(name: str) -> Any:
