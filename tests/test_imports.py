@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": _BELOW_LAYERS | {"dispatch"},
     "models": _BELOW_LAYERS | {"layers"},
     "parallel": _BELOW_LAYERS | {"dispatch", "layers", "models"},
-    "data": set(),
+    "data": {"checks"},
     "recipes": set(),
     "perf": {"shape", "kernels"},
     "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf"},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tilemoe.data import tokenizer as tokenizer_module
 from tilemoe.data.corpus import clean_text, open_corpus
-from tilemoe.data.tokenizer import END_OF_TEXT, ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from tilemoe.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, load_tokenizer
 
 ANY_TEXT = st.text(st.characters(), max_size=200)  # lone surrogates and NUL included
 
@@ -143,7 +143,7 @@ def test_foreign_tokenizer_adds_truncates_and_pads_nothing(tmp_path: Path):
 
 def test_tokenizer_without_a_separator_is_refused():
     with pytest.raises(ValueError, match=r"tokenizer 'x': has no token that ends a document; add '<\|endoftext\|>'"):
-        JsonTokenizer(backend_with([]), "x")
+        Tokenizer(backend_with([]), "x")
 
 
 UNKNOWN, TOO_SMALL = "unknown; use 'bytes', 'bpe:N' or", "write 'bpe:N' with N >= 257"

@@ -18,6 +18,7 @@ from typing import NoReturn
 STDLIB = "stdlib"
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
 SUFFIXES = TEXT_SUFFIXES | {".jsonl", ".parquet"}
+_KNOWN_SUFFIXES = ", ".join(sorted(SUFFIXES))
 TEXT_FIELDS = ("text", "content")  # of a .jsonl line, the first that is there; .parquet columns alike
 
 _PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
@@ -85,15 +86,15 @@ def open_corpus(spec: str) -> Corpus:
     if path.is_dir():
         files = tuple(_walk(path, SUFFIXES, lambda name: name.startswith(".") or name == "__pycache__"))
         if not files:
-            raise ValueError(f"corpus {spec!r}: no usable file in this folder; put {_known_suffixes()} files into it")
+            raise ValueError(f"corpus {spec!r}: no usable file in this folder; put {_KNOWN_SUFFIXES} files into it")
         return Corpus(spec, path, files)
     if not path.exists():
         raise ValueError(
-            f"corpus {spec!r}: no such file or folder; give 'stdlib' or the path of a {_known_suffixes()} file "
+            f"corpus {spec!r}: no such file or folder; give 'stdlib' or the path of a {_KNOWN_SUFFIXES} file "
             "or of a folder of them"
         )
     if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {_known_suffixes()}")
+        raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {_KNOWN_SUFFIXES}")
     return Corpus(spec, path.parent, (path.name,))
 
 
@@ -207,7 +208,3 @@ def _stat(path: Path) -> os.stat_result:
 def _unreadable(path: Path, error: OSError) -> ValueError:
     reason = error.strerror or type(error).__name__
     return ValueError(f"{error.filename or path}: cannot be read ({reason}); check that it exists and its permissions")
-
-
-def _known_suffixes() -> str:
-    return ", ".join(sorted(SUFFIXES))

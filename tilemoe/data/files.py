@@ -61,7 +61,7 @@ def only_one_process(target: Path) -> Iterator[None]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".lock-{target.name}").open("a") as lock:
-        if _locks(lock.fileno()):
+        if _locked(lock.fileno(), waits=True):
             for leftover in target.parent.glob(f"{_TEMPORARY}{target.name}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         yield
@@ -79,22 +79,20 @@ def owned_folder(folder: Path) -> Iterator[None]:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the descriptor, also by a kill
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass  # a file system without such locks
+        _locked(descriptor, waits=False)
         yield
     finally:
         os.close(descriptor)
 
 
-def _locks(descriptor: int) -> bool:
+def _locked(descriptor: int, *, waits: bool) -> bool:
+    """Lock it until it is closed, also by a kill; False where the system has no such locks."""
     if sys.platform == "win32":
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released with the file, also when the process is killed
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise
     except OSError:
         return False
     return True

@@ -6,11 +6,11 @@ B batch_size · S seq_len · W windows of an epoch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tilemoe.checks import require_int
 from tilemoe.data.permutation import permute
 from tilemoe.data.shards import TokenShards
 
@@ -35,9 +35,9 @@ class Sampler:
         self, shards: TokenShards, seq_len: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
         _check_sizes(seq_len, batch_size)
-        _check_int("seed", seed, 0)
-        _check_int("world_size", world_size, 1)
-        _check_int("rank", rank, 0)
+        require_int("seed", seed, 0)
+        require_int("world_size", world_size, 1)
+        require_int("rank", rank, 0)
         if rank >= world_size:
             raise ValueError(f"rank must be below world_size ({world_size}), got {rank}")
         if shards.num_tokens < seq_len + 1:
@@ -56,7 +56,7 @@ class Sampler:
 
     def starts(self, step: int) -> NDArray[np.int64]:
         """(B,) int64: where in the split each sequence of the batch begins."""
-        _check_int("step", step, 0)
+        require_int("step", step, 0)
         first = (step * self.world_size + self.rank) * self.batch_size
         starts = np.empty(self.batch_size, dtype=np.int64)
         done = 0
@@ -104,10 +104,5 @@ def _sequential_windows(shards: TokenShards, seq_len: int, batch_size: int) -> I
 
 
 def _check_sizes(seq_len: int, batch_size: int) -> None:
-    _check_int("seq_len", seq_len, 1)
-    _check_int("batch_size", batch_size, 1)
-
-
-def _check_int(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
-        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+    require_int("seq_len", seq_len, 1)
+    require_int("batch_size", batch_size, 1)

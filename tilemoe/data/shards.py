@@ -140,16 +140,11 @@ class TokenShards:
             raise ValueError(
                 f"start {start} and length {length} reach outside the {self.num_tokens} tokens of {self!r}"
             )
-        out = np.empty(length, dtype=np.int64)
-        shard = int(np.searchsorted(self._start_of_shard, start, side="right")) - 1
-        done = 0
-        while done < length:
-            offset = start + done - int(self._start_of_shard[shard])
-            part = self._maps[shard][offset : offset + length - done]
-            out[done : done + part.size] = part
-            done += part.size
-            shard += 1
-        return out
+        parts = [
+            tokens[max(start - first, 0) : max(start + length - first, 0)]
+            for first, tokens in zip(self._start_of_shard.tolist(), self._maps, strict=False)
+        ]
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
     def verify(self) -> None:
         """Read everything and compare the checksums; ValueError naming the first shard that differs."""

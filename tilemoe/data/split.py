@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Literal, get_args
 
+from tilemoe.checks import require_int
 from tilemoe.data.corpus import Corpus
 
 Split = Literal["train", "heldout"]
@@ -19,16 +20,11 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 def split_documents(corpus: Corpus, heldout_every: int) -> Iterator[tuple[Split, str]]:
     """(split, text) of every text that is not empty, in the corpus' order. ValueError unless heldout_every >= 2."""
-    if isinstance(heldout_every, bool) or not isinstance(heldout_every, int) or heldout_every < 2:
-        raise ValueError(f"heldout_every must be an integer >= 2, got {heldout_every!r}")
+    require_int("heldout_every", heldout_every, 2)
     texts = (document.text for document in corpus.documents())
-    has_whole_documents = _count_up_to(corpus, heldout_every) == heldout_every
+    has_whole_documents = sum(1 for _ in islice(corpus.documents(), heldout_every)) == heldout_every
     pairs = _by_position(texts, heldout_every) if has_whole_documents else _by_end(texts, heldout_every)
     return ((split, text) for split, text in pairs if text)
-
-
-def _count_up_to(corpus: Corpus, limit: int) -> int:
-    return sum(1 for _ in islice(corpus.documents(), limit))
 
 
 def _by_position(texts: Iterator[str], every: int) -> Iterator[tuple[Split, str]]:
