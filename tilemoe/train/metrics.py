@@ -16,18 +16,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 TIMING_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu"})
 METRICS_FILE = "metrics.jsonl"
-
-
-class EventWriter(Protocol):
-    """The part of TensorBoard's SummaryWriter used here."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -74,9 +66,12 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 class MetricsWriter:
-    """Appends records to ``metrics.jsonl``, each flushed at once, and mirrors their numbers to TensorBoard."""
+    """Appends records to ``metrics.jsonl``, each flushed at once, and mirrors their numbers to TensorBoard.
 
-    def __init__(self, run_dir: Path, events: EventWriter | None = None) -> None:
+    events: a ``torch.utils.tensorboard.SummaryWriter``.
+    """
+
+    def __init__(self, run_dir: Path, events: Any = None) -> None:
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._events = events
 
@@ -100,7 +95,7 @@ class MetricsWriter:
             self._events.close()
 
 
-def open_tensorboard(run_dir: Path, first_step: int) -> EventWriter:
+def open_tensorboard(run_dir: Path, first_step: int) -> Any:
     """TensorBoard event files in ``run_dir/tensorboard``; steps from ``first_step`` on replace earlier ones.
 
     Raises:
@@ -108,5 +103,4 @@ def open_tensorboard(run_dir: Path, first_step: int) -> EventWriter:
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    writer: EventWriter = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
-    return writer
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)

@@ -27,7 +27,7 @@ class Prefetcher:
 
     def __init__(self, read: Callable[[int], Batch], device: torch.device) -> None:
         self._read, self._device = read, device
-        self._thread = ThreadPoolExecutor(1, "tilemoe-data", initializer=_use_gpu, initargs=(_gpu_index(device),))
+        self._thread = ThreadPoolExecutor(1, "tilemoe-data")
         self._ahead: deque[Future[tuple[Tensor, Tensor]]] = deque()
         self._first = 0  # the index of the first of them
 
@@ -51,18 +51,7 @@ class Prefetcher:
 
     def _prepare(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, targets = (torch.from_numpy(array) for array in self._read(index))
-        if self._device.type == "cuda":  # from other memory a copy would make the host wait
-            return inputs.pin_memory(), targets.pin_memory()
-        return inputs, targets
-
-
-def _gpu_index(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _use_gpu(index: int | None) -> None:
-    """In this thread: else pinning would take memory of the first GPU for every process of a job."""
-    if index is not None:
-        torch.cuda.set_device(index)
+        if self._device.type != "cuda":
+            return inputs, targets
+        with torch.cuda.device(self._device):  # else pinning would take memory of the first GPU for every process
+            return inputs.pin_memory(), targets.pin_memory()  # from other memory a copy would make the host wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -67,16 +67,23 @@ def _thousands(value: float) -> str:
     return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k"
 
 
-class Reporter(Protocol):
-    """Where the loop tells what happens."""
+class Reporter:
+    """Where the loop tells what happens; this one says nothing, as processes of a job that leave the word to rank 0."""
 
-    def start(self, step: int, steps: int) -> None: ...
-    def update(self, stats: StepStats, speed: Speed, seconds_left: float) -> None: ...
-    def say(self, line: str) -> None: ...
-    def stop(self) -> None: ...
+    def start(self, step: int, steps: int) -> None:
+        pass
+
+    def update(self, stats: StepStats, speed: Speed, seconds_left: float) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
 
 
-class PlainReporter:
+class PlainReporter(Reporter):
     """One line per ``log_every`` steps."""
 
     def __init__(self, stream: TextIO, log_every: int) -> None:
@@ -92,11 +99,8 @@ class PlainReporter:
     def say(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
-    def stop(self) -> None:
-        pass
 
-
-class TerminalReporter:
+class TerminalReporter(Reporter):
     """A rich progress bar; other lines scroll above it."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -129,24 +133,8 @@ class TerminalReporter:
         self._bar.stop()
 
 
-class SilentReporter:
-    """Of the processes of a job that leave the word to the first."""
-
-    def start(self, step: int, steps: int) -> None:
-        pass
-
-    def update(self, stats: StepStats, speed: Speed, seconds_left: float) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
 def make_reporter(log_every: int, job: Job = ALONE) -> Reporter:
     """The reporter that suits the present standard output and this process' part in the job."""
     if not job.is_first:
-        return SilentReporter()
+        return Reporter()
     return TerminalReporter(sys.stdout) if sys.stdout.isatty() else PlainReporter(sys.stdout, log_every)

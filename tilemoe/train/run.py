@@ -60,11 +60,8 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     """
     checkpoint.require_model(recipe.model)
     ours, saved = to_dict(recipe), to_dict(checkpoint.state.recipe)
-    for settings in (
-        ours["data"],
-        saved["data"],
-    ):  # places, not content: the fingerprint tells whether that is the same
-        del settings["cache_dir"], settings["corpus"]
+    for settings in (ours["data"], saved["data"]):
+        del settings["cache_dir"], settings["corpus"]  # places: the fingerprint tells whether the content is the same
     fixed = [*differences(ours["data"], saved["data"], "data.")]
     free = [*differences(ours["optim"], saved["optim"], "optim.")]
     for line in differences(ours["train"], saved["train"], "train."):
@@ -264,14 +261,10 @@ def _device_name(device: torch.device) -> str:
 
 def git_commit() -> str | None:
     """The commit of the checkout this package runs from; None when it is installed, or git is missing."""
-    here = str(Path(__file__).parent)
+    git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        tracked = subprocess.run(
-            ["git", "-C", here, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=False
-        )
-        if tracked.returncode:
-            return None
-        head = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, check=True, text=True)
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip()
