@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.expert_parallel.torch import Routed, most_copies
+from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.plan.triton import (
     MAX_EXPERTS,
     MAX_PAIRS,
@@ -53,14 +54,8 @@ def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
     blocks, columns = ceil_div(routed.num_tokens, tokens), 2 * ranks
     sizes, before = like.new_empty(2, ranks, 2), like.new_empty(blocks * columns)
     (counts,) = int32_vectors(like, blocks * columns)
-    Launch(
-        count_sent_kernel,
-        (blocks,),
-        {**_routed_args(routed), "counts": counts},
-        {**_constants(routed), "BLOCK": tokens},
-        num_warps=4,
-        num_stages=1,
-    ).run()
+    args = (*_routed_args(routed), counts)
+    launch_of(count_sent_kernel, (blocks,), args, {**_constants(routed), "BLOCK": tokens}).run()
     block_start_launch(counts, before, sizes, blocks, columns).run()
     return sizes, before
 
@@ -76,31 +71,11 @@ def place_sent(
     first_copy = like.new_empty(ranks + 1)
     words, position_of_pair = like.new_empty(pairs, score_words + 1), like.new_empty(pairs)
     copies = x.new_empty(most_copies(routed), x.shape[1])
-    Launch(
-        place_sent_kernel,
-        (ceil_div(routed.num_tokens, tokens),),
-        {
-            **_routed_args(routed),
-            "here": routed.here,
-            "pair_of_row": routed.pair_of_row,
-            "scores": scores,
-            "sizes": sizes,
-            "before": before,
-            "token_of_copy": token_of_copy,
-            "copy_of_token": copy_of_token,
-            "first_copy": first_copy,
-            "words": words,
-            "position_of_pair": position_of_pair,
-        },
-        {
-            **_constants(routed),
-            "STEPS": routed.experts_per_rank.bit_length(),
-            "SCORE_WORDS": score_words,
-            "BLOCK": tokens,
-        },
-        num_warps=4,
-        num_stages=1,
-    ).run()
+    read = (*_routed_args(routed), routed.here, routed.pair_of_row, scores, sizes, before)
+    written = (token_of_copy, copy_of_token, first_copy, words, position_of_pair)
+    steps = routed.experts_per_rank.bit_length()
+    constants = {**_constants(routed), "STEPS": steps, "SCORE_WORDS": score_words, "BLOCK": tokens}
+    launch_of(place_sent_kernel, (ceil_div(routed.num_tokens, tokens),), (*read, *written), constants).run()
     if copies.numel():
         x = x if x.stride(1) == 1 else x.contiguous()  # the kernel walks along a token
         _copy_launch(x, token_of_copy, sizes, copies, routed).run()
@@ -120,81 +95,39 @@ def plan_received(
     pair_start, row_start = words.new_empty(num_tokens + 1), words.new_empty(experts + 1)
     rows_per_expert = words.new_empty(experts)
     scores = words.new_empty(pairs, dtype=torch.float32 if score_words == 1 else torch.float64)
-    given = {"words": words, "num_pairs": pairs, "experts": experts}
-    Launch(
-        count_received_kernel,
-        (blocks,),
-        {**given, "counts": counts},
-        {"SCORE_WORDS": score_words, "BLOCK": block, "BLOCK_E": experts_of_block(experts)},
-        num_warps=4,
-        num_stages=1,
-    ).run()
+    constants = {"SCORE_WORDS": score_words, "BLOCK": block, "BLOCK_E": experts_of_block(experts)}
+    launch_of(count_received_kernel, (blocks,), (words, pairs, experts, counts), constants).run()
     block_start_launch(counts, block_start, rows_per_expert, blocks, experts).run()
     row_start_launch(rows_per_expert, counts, row_start, error_bits, 0, experts).run()
-    Launch(
-        place_received_kernel,
-        (blocks,),
-        {
-            **given,
-            "here": here,
-            "sizes": sizes,
-            "block_start": block_start,
-            "row_start_of_expert": row_start,
-            "token_of_row": token_of_row,
-            "pair_of_row": pair_of_row,
-            "row_of_pair": row_of_pair,
-            "pair_start_of_token": pair_start,
-            "scores": scores,
-        },
-        {"RANKS": sizes.shape[1], "SCORE_WORDS": score_words, "BLOCK": block},
-        num_warps=block // 32,
-        num_stages=1,
-    ).run()
+    read = (words, pairs, experts, here, sizes, block_start, row_start)
+    written = (token_of_row, pair_of_row, row_of_pair, pair_start, scores)
+    constants = {"RANKS": sizes.shape[1], "SCORE_WORDS": score_words, "BLOCK": block}
+    launch_of(place_received_kernel, (blocks,), (*read, *written), constants, num_warps=block // 32).run()
     return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores
 
 
 def _copy_launch(x: Tensor, token_of_copy: Tensor, sizes: Tensor, copies: Tensor, routed: Routed) -> Launch:
     width = x.shape[1]
     block = min(power_of_two(width), 16384 // x.element_size())
-    return Launch(
-        copy_tokens_kernel,
-        (copies.shape[0] * ceil_div(width, block),),
-        {
-            "x": x,
-            "token_of_copy": token_of_copy,
-            "sizes": sizes,
-            "copies": copies,
-            "here": routed.here,
-            "width": width,
-            "stride_token": x.stride(0),
-        },
-        {"RANKS": routed.ranks, "BLOCK_W": power_of_two(routed.ranks), "BLOCK_D": block},
-        num_warps=max(1, block * x.element_size() // (_BYTES_OF_THREAD * 32)),
-        num_stages=1,
-    )
+    args = (x, token_of_copy, sizes, copies, routed.here, width, x.stride(0))
+    constants = {"RANKS": routed.ranks, "BLOCK_W": power_of_two(routed.ranks), "BLOCK_D": block}
+    num_warps = max(1, block * x.element_size() // (_BYTES_OF_THREAD * 32))
+    return launch_of(copy_tokens_kernel, (copies.shape[0] * ceil_div(width, block),), args, constants, num_warps)
 
 
 def _tokens_of_block(ranks: int) -> int:
     return min(_TOKENS, _DESTINATIONS // power_of_two(ranks))
 
 
-def _routed_args(routed: Routed) -> dict[str, Tensor | int | None]:
-    return {
-        "row_of_pair": routed.row_of_pair,
-        "pair_start_of_token": routed.pair_start_of_token,
-        "row_start_of_expert": routed.row_start_of_expert,
-        "num_tokens": routed.num_tokens,
-        "experts_per_rank": routed.experts_per_rank,
-    }
+def _routed_args(routed: Routed) -> tuple[Tensor | int | None, ...]:
+    indices = (routed.row_of_pair, routed.pair_start_of_token, routed.row_start_of_expert)
+    return *indices, routed.num_tokens, routed.experts_per_rank
 
 
 def _constants(routed: Routed) -> dict[str, int]:
     is_topk = routed.pair_start_of_token is None
-    return {
-        "RANKS": routed.ranks,
-        "PAIRS_PER_TOKEN": routed.row_of_pair.shape[0] // routed.num_tokens if is_topk else 0,
-        "BLOCK_W": power_of_two(routed.ranks),
-    }
+    pairs_per_token = routed.row_of_pair.shape[0] // routed.num_tokens if is_topk else 0
+    return {"RANKS": routed.ranks, "PAIRS_PER_TOKEN": pairs_per_token, "BLOCK_W": power_of_two(routed.ranks)}
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, power_of_two
 
@@ -37,14 +38,9 @@ def cross_entropy_launch(loss: Tensor, logits: Tensor, labels: Tensor, ignored: 
     assert labels.is_contiguous(), "the kernel indexes them by token"
     tokens, classes = logits.shape
     block = min(_BLOCK * 2 // logits.element_size(), power_of_two(classes))
-    return Launch(
-        cross_entropy_kernel,
-        (tokens,),
-        {"loss": loss, "logits": logits, "labels": labels, "classes": classes},
-        {"IGNORED": ignored, "BLOCK": block},
-        num_warps=max(1, min(8, block // 256)),
-        num_stages=1,
-    )
+    num_warps = max(1, min(8, block // 256))
+    constants = {"IGNORED": ignored, "BLOCK": block}
+    return launch_of(cross_entropy_kernel, (tokens,), (loss, logits, labels, classes), constants, num_warps)
 
 
 @triton.jit

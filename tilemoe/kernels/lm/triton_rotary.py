@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
 
@@ -37,24 +38,10 @@ def rotate_launch(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, back: boo
     assert sin.is_contiguous(), "the kernel indexes them by position"
     columns = power_of_two(width // 2)
     block = min(power_of_two(heads), max(1, _ELEMENTS // (2 * columns)))
-    return Launch(
-        rotate_kernel,
-        (batch * length * ceil_div(heads, block),),
-        {
-            "out": out,
-            "x": x,
-            "cos": cos,
-            "sin": sin,
-            "length": length,
-            "heads": heads,
-            "stride_batch": x.stride(0),
-            "stride_token": x.stride(1),
-            "stride_head": x.stride(2),
-        },
-        {"HALF": width // 2, "BACK": back, "BLOCK_H": block, "COLUMNS": columns},
-        num_warps=max(1, min(4, block * columns // 256)),
-        num_stages=1,
-    )
+    args = (out, x, cos, sin, length, heads, *x.stride()[:3])
+    constants = {"HALF": width // 2, "BACK": back, "BLOCK_H": block, "COLUMNS": columns}
+    num_warps = max(1, min(4, block * columns // 256))
+    return launch_of(rotate_kernel, (batch * length * ceil_div(heads, block),), args, constants, num_warps)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
@@ -67,34 +68,15 @@ def plan_topk_launches(
     rows_per_expert = index(num_experts)
     token_of_row, pair_of_row, row_of_pair = index(num_pairs), index(num_pairs), index(num_pairs)
     row_start, error_bits = index(num_experts + 1), index()
-    ids_and_sizes = {"ids": ids, "num_pairs": num_pairs, "num_experts": num_experts}
+    counted = (ids, num_pairs, num_experts, counts, negative_in_block)
+    count_constants = {"BLOCK": block, "BLOCK_E": experts_of_block(num_experts)}
+    sizes = (num_pairs, num_experts, expert_ids.shape[1])
+    placed = (ids, *sizes, block_start, row_start, token_of_row, pair_of_row, row_of_pair)
     launches = [
-        Launch(
-            count_kernel,
-            (num_blocks,),
-            {**ids_and_sizes, "counts": counts, "negative_in_block": negative_in_block},
-            {"BLOCK": block, "BLOCK_E": experts_of_block(num_experts)},
-            num_warps=4,
-            num_stages=1,
-        ),
+        launch_of(count_kernel, (num_blocks,), counted, count_constants),
         block_start_launch(counts, block_start, rows_per_expert, num_blocks, num_experts),
         row_start_launch(rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts),
-        Launch(
-            place_kernel,
-            (num_blocks,),
-            {
-                **ids_and_sizes,
-                "experts_per_token": expert_ids.shape[1],
-                "block_start": block_start,
-                "row_start_of_expert": row_start,
-                "token_of_row": token_of_row,
-                "pair_of_row": pair_of_row,
-                "row_of_pair": row_of_pair,
-            },
-            {"BLOCK": block},
-            num_warps=block // 32,
-            num_stages=1,
-        ),
+        launch_of(place_kernel, (num_blocks,), placed, {"BLOCK": block}, num_warps=block // 32),
     ]
     return launches, (token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits)
 
@@ -104,20 +86,9 @@ def block_start_launch(
 ) -> Launch:
     """From counts (B, E), ``block_start`` (B, E) and ``rows_per_expert`` (E)."""
     columns = 4 if num_experts <= 1024 else 8  # experts of a program
-    return Launch(
-        block_start_kernel,
-        (ceil_div(num_experts, columns),),
-        {
-            "counts": counts,
-            "block_start": block_start,
-            "rows_per_expert": rows_per_expert,
-            "num_blocks": num_blocks,
-            "num_experts": num_experts,
-        },
-        {"ROWS": _COUNTS // columns, "COLUMNS": columns},
-        num_warps=8,
-        num_stages=1,
-    )
+    args = (counts, block_start, rows_per_expert, num_blocks, num_experts)
+    constants = {"ROWS": _COUNTS // columns, "COLUMNS": columns}
+    return launch_of(block_start_kernel, (ceil_div(num_experts, columns),), args, constants, num_warps=8)
 
 
 def row_start_launch(
@@ -129,21 +100,9 @@ def row_start_launch(
     num_experts: int,
 ) -> Launch:
     """From rows_per_expert (E) and what `count_kernel` found in blocks, ``row_start`` (E+1) and ``error_bits`` ()."""
-    return Launch(
-        row_start_kernel,
-        (1,),
-        {
-            "rows_per_expert": rows_per_expert,
-            "negative_in_block": negative_in_block,
-            "row_start_of_expert": row_start,
-            "error_bits": error_bits,
-            "num_blocks": num_blocks,
-            "num_experts": num_experts,
-        },
-        {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": 1024, "BLOCK_E": experts_of_block(num_experts)},
-        num_warps=4,
-        num_stages=1,
-    )
+    args = (rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts)
+    constants = {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": 1024, "BLOCK_E": experts_of_block(num_experts)}
+    return launch_of(row_start_kernel, (1,), args, constants)
 
 
 def experts_of_block(num_experts: int) -> int:

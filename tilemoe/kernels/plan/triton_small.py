@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.plan.triton import expert_of_pair
 from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
@@ -70,31 +71,10 @@ def plan_topk_launch(expert_ids: Tensor, num_experts: int, made: Index) -> Launc
     ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
     num_pairs = ids.shape[0]
     assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
-    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = made
-    return Launch(
-        plan_small_kernel,
-        (ceil_div(num_pairs, _BLOCK),),
-        {
-            "ids": ids,
-            "num_pairs": num_pairs,
-            "num_experts": num_experts,
-            "experts_per_token": expert_ids.shape[1],
-            "token_of_row": token_of_row,
-            "pair_of_row": pair_of_row,
-            "row_of_pair": row_of_pair,
-            "row_start_of_expert": row_start,
-            "rows_per_expert": rows_per_expert,
-            "error_bits": error_bits,
-        },
-        {
-            "NEGATIVE": NEGATIVE_EXPERT,
-            "BLOCK": _BLOCK,
-            "CHUNK": _CHUNK,
-            "BLOCK_E": max(16, power_of_two(num_experts)),
-        },
-        num_warps=4,
-        num_stages=1,
-    )
+    sizes = (num_pairs, num_experts, expert_ids.shape[1])
+    experts = max(16, power_of_two(num_experts))
+    constants = {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": _BLOCK, "CHUNK": _CHUNK, "BLOCK_E": experts}
+    return launch_of(plan_small_kernel, (ceil_div(num_pairs, _BLOCK),), (ids, *sizes, *made), constants)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

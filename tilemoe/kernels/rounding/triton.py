@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.rounding.triton_grad import grad_kernel
 from tilemoe.kernels.rounding.triton_kernels import (
     count_kernel,
@@ -35,6 +36,7 @@ from tilemoe.kernels.rounding.triton_topk import TOKENS
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, contiguous, int32_vectors, power_of_two
 
+_TOKENS = int(TOKENS)
 MAX_EXPERTS = 4096  # as in the selection; `ADDED_PAIR` is above every expert
 _KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # logits of a program that makes keys, at a time; of one of its threads
 _WORDS_OF_WARP = 128  # of bits that this program makes, at a time
@@ -101,47 +103,69 @@ def round_launches(
     spec: RoundingSpec,
 ) -> tuple[list[Launch], RoundedRows]:
     """The launches, in order, and the tensors that they fill."""
-    num_tokens, num_experts = logits.shape
+    (num_tokens, num_experts), num_pairs = logits.shape, expert_ids.numel()
     assert num_experts <= MAX_EXPERTS, "the caller chooses another way"
     rows = _empty_rows(logits, spec)
-    scratch = _scratch(logits, expert_ids.shape[1], spec)
-    inputs = {
+    known = {
+        **rows._asdict(),
+        **_scratch(logits, expert_ids.shape[1], spec),
         "logits": logits,
         "expert_ids": expert_ids,
         "kept_scores": kept_scores,
         "uniform": uniform,
         "token_mask": token_mask,
         "num_tokens": num_tokens,
-        "num_blocks": ceil_div(num_tokens, int(TOKENS)),
+        "tokens_of_block": _TOKENS,
+        "num_blocks": ceil_div(num_tokens, _TOKENS),
         "num_experts": num_experts,
-        "num_words": _words(num_experts),
-        "num_pairs": expert_ids.numel(),
+        "num_words": ceil_div(num_experts, 32),
+        "num_pairs": num_pairs,
         "most_blocks": _most_blocks(num_tokens, spec),
         "scale": spec.scale,
         "capacity": spec.capacity,
     }
-    known = {**rows._asdict(), **scratch, **inputs}
-    listing = {"K": expert_ids.shape[1], "BLOCK": _PAIRS}
+    columns, experts_at_once = max(32, power_of_two(num_experts)), _COUNTS[1]
+    mode = "down" if spec.mode == "nearest_score" else spec.mode
+    counting = {"MODE": mode, "TILE": spec.tile, "BLOCK_E": columns, "ROWS": _COUNTS[0], "COLUMNS": experts_at_once}
     launches = [
-        *_counting(known, spec),
-        _launch(place_kernel, ceil_div(expert_ids.numel(), _PAIRS), known, listing, num_warps=4),
+        _key_launch(known, columns, spec),
+        _launch(count_kernel, ceil_div(num_experts, experts_at_once) + 1, known, counting, num_warps=8),
+        _launch(place_kernel, ceil_div(num_pairs, _PAIRS), known, {"K": expert_ids.shape[1], "BLOCK": _PAIRS}),
     ]
+    return [*launches, *_row_launches(known, columns, spec)], rows
+
+
+def _row_launches(known: dict[str, Any], columns: int, spec: RoundingSpec) -> list[Launch]:
+    """Those that follow the list of chosen pairs."""
+    num_tokens, num_experts = known["num_tokens"], known["num_experts"]
+    launches = []
+    num_warps = 4 if num_experts > _MANY_EXPERTS else 8
+    search = {
+        "SOFTMAX": spec.score != "sigmoid",
+        "TILE": spec.tile,
+        "ELEMENTS": _ELEMENTS_OF_WARP * num_warps,
+        "BLOCK_B": _BLOCKS,
+        "NEAR": _NEAR,
+        "BLOCK": _LIST[num_warps],
+    }
     if spec.mode == "nearest_score":
-        of_all = {"TILE": spec.tile, "BLOCK_E": max(32, power_of_two(num_experts))}
-        launches += [
-            _launch(margin_kernel, num_experts, known, _margin(num_experts, spec), num_warps=8),
-            _launch(round_kernel, 1, known, of_all, num_warps=4),
-        ]
-    return [*launches, *_emission(known, spec)], rows
-
-
-def _words(num_experts: int) -> int:
-    return ceil_div(num_experts, 32)
+        # Beside the listed keys there are sums in fp64, so half as many at a time.
+        halved = {**search, "BLOCK": _LIST[num_warps] // 2}
+        launches.append(_launch(margin_kernel, num_experts, known, halved, num_warps=8))
+        launches.append(_launch(round_kernel, 1, known, {"TILE": spec.tile, "BLOCK_E": columns}))
+    launches.append(_launch(row_kernel, num_experts, known, search, num_warps))
+    words = power_of_two(known["num_words"])
+    block_t = min(128, max(_TOKENS, _TOKEN_WORDS // words))
+    of_tokens = {"BLOCK_T": block_t, "WORDS": words, "BLOCK": _SUMS}
+    launches.append(_launch(token_kernel, ceil_div(num_tokens, block_t), known, of_tokens))
+    places = max(spec.capacity, known["num_pairs"], num_experts * spec.tile)
+    launches.append(_launch(pair_kernel, ceil_div(places, _PAIRS), known, {"TILE": spec.tile, "BLOCK": _PAIRS}))
+    return launches
 
 
 def _most_blocks(num_tokens: int, spec: RoundingSpec) -> int:
     """In which the tokens to add may lie: fewer than a tile are added."""
-    return min(spec.tile, ceil_div(num_tokens, int(TOKENS)))
+    return min(spec.tile, ceil_div(num_tokens, _TOKENS))
 
 
 def _empty_rows(logits: Tensor, spec: RoundingSpec) -> RoundedRows:
@@ -166,25 +190,18 @@ def _empty_rows(logits: Tensor, spec: RoundingSpec) -> RoundedRows:
 def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict[str, Tensor | None]:
     """What the kernels leave for each other."""
     num_tokens, num_experts = logits.shape
-    num_blocks, num_pairs = ceil_div(num_tokens, int(TOKENS)), num_tokens * experts_per_token
+    num_blocks, num_pairs = ceil_div(num_tokens, _TOKENS), num_tokens * experts_per_token
     found = num_experts * _most_blocks(num_tokens, spec)
     lengths = {
-        "best": num_blocks * num_experts,
-        "block_bits": num_blocks * num_experts,
-        "pairs_before": num_blocks * num_experts,
-        "token_bits": num_tokens * _words(num_experts) * 2,
-        "pairs_of_block": num_blocks,
-        "real_of_block": num_blocks,
-        "num_real": 1,
-        "programs_done": 1,
+        **dict.fromkeys(("best", "block_bits", "pairs_before"), num_blocks * num_experts),
+        "token_bits": num_tokens * ceil_div(num_experts, 32) * 2,
+        **dict.fromkeys(("pairs_of_block", "real_of_block"), num_blocks),
+        **dict.fromkeys(("num_real", "programs_done"), 1),
         "chosen_start": num_experts + 1,
-        "list_key": num_pairs,
-        "list_token": num_pairs,
+        **dict.fromkeys(("list_key", "list_token"), num_pairs),
         "found_blocks": found,
-        "near_key": found * int(TOKENS),
-        "near_token": found * int(TOKENS),
-        "changed": num_experts * spec.tile,
-        "added_row": num_experts * spec.tile,
+        **dict.fromkeys(("near_key", "near_token"), found * _TOKENS),
+        **dict.fromkeys(("changed", "added_row"), num_experts * spec.tile),
     }
     scratch: dict[str, Tensor | None] = dict(zip(lengths, int32_vectors(logits, *lengths.values()), strict=True))
     scratch["list_expert"] = torch.empty(num_pairs, dtype=torch.int16, device=logits.device)
@@ -194,95 +211,26 @@ def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict
     return scratch
 
 
-def _launch(kernel: Any, programs: int, known: dict[str, Any], constants: dict[str, Any], num_warps: int) -> Launch:
+def _launch(kernel: Any, programs: int, known: dict[str, Any], constants: dict[str, Any], num_warps: int = 4) -> Launch:
     """With the arguments that ``kernel`` names, of those that are known."""
     args = {name: known[name] for name in kernel.arg_names if name not in constants}
-    return Launch(kernel, (programs,), args, constants, num_warps=num_warps, num_stages=1)
+    return Launch(kernel, (programs,), args, constants, num_warps, num_stages=1)
 
 
-def _counting(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
-    num_experts, experts_per_token = known["num_experts"], known["expert_ids"].shape[1]
-    columns = max(32, power_of_two(num_experts))
+def _key_launch(known: dict[str, Any], columns: int, spec: RoundingSpec) -> Launch:
     lanes, words = min(32, columns // 4), columns // 32
-    block_t = max(1, min(int(TOKENS), _KEY_TILE // columns))
-    key_warps = max(1, block_t * columns // (32 * _KEYS_OF_THREAD))
-    rows, columns_of_count = _COUNTS
-    return [
-        _launch(
-            key_kernel,
-            known["num_blocks"],
-            {**known, "tokens_of_block": int(TOKENS)},
-            {
-                "K": experts_per_token,
-                "SOFTMAX": spec.score != "sigmoid",
-                "LANES": lanes,
-                "BLOCK_T": block_t,
-                "CHUNKS": columns // (4 * lanes),
-                "WORDS": words,
-                "WORD_TOKENS": min(int(TOKENS), _WORDS_OF_WARP * key_warps // words),
-            },
-            num_warps=key_warps,
-        ),
-        _launch(
-            count_kernel,
-            ceil_div(num_experts, columns_of_count) + 1,
-            known,
-            {
-                "MODE": "down" if spec.mode == "nearest_score" else spec.mode,
-                "TILE": spec.tile,
-                "BLOCK_E": columns,
-                "ROWS": rows,
-                "COLUMNS": columns_of_count,
-            },
-            num_warps=8,
-        ),
-    ]
-
-
-def _search(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:
-    """Constants of the kernels that look for an expert's threshold."""
-    return {
+    block_t = max(1, min(_TOKENS, _KEY_TILE // columns))
+    num_warps = max(1, block_t * columns // (32 * _KEYS_OF_THREAD))
+    constants = {
+        "K": known["expert_ids"].shape[1],
         "SOFTMAX": spec.score != "sigmoid",
-        "TILE": spec.tile,
-        "ELEMENTS": _ELEMENTS_OF_WARP * _warps_of_expert(num_experts),
-        "BLOCK_B": _BLOCKS,
-        "NEAR": _NEAR,
-        "BLOCK": _LIST[_warps_of_expert(num_experts)],
+        "LANES": lanes,
+        "BLOCK_T": block_t,
+        "CHUNKS": columns // (4 * lanes),
+        "WORDS": words,
+        "WORD_TOKENS": min(_TOKENS, _WORDS_OF_WARP * num_warps // words),
     }
-
-
-def _margin(num_experts: int, spec: RoundingSpec) -> dict[str, Any]:
-    """As `_search`; beside the listed keys there are sums in fp64, so half as many at a time."""
-    constants = _search(num_experts, spec)
-    return {**constants, "BLOCK": constants["BLOCK"] // 2}
-
-
-def _warps_of_expert(num_experts: int) -> int:
-    return 4 if num_experts > _MANY_EXPERTS else 8
-
-
-def _emission(known: dict[str, Any], spec: RoundingSpec) -> list[Launch]:
-    """The launches that write the rows of every expert, then the pairs of every token."""
-    num_experts, num_tokens = known["num_experts"], known["num_tokens"]
-    words = power_of_two(_words(num_experts))
-    block_t = min(128, max(int(TOKENS), _TOKEN_WORDS // words))
-    return [
-        _launch(row_kernel, num_experts, known, _search(num_experts, spec), num_warps=_warps_of_expert(num_experts)),
-        _launch(
-            token_kernel,
-            ceil_div(num_tokens, block_t),
-            known,
-            {"BLOCK_T": block_t, "WORDS": words, "BLOCK": _SUMS},
-            num_warps=4,
-        ),
-        _launch(
-            pair_kernel,
-            ceil_div(max(spec.capacity, known["num_pairs"], num_experts * spec.tile), _PAIRS),
-            known,
-            {"TILE": spec.tile, "BLOCK": _PAIRS},
-            num_warps=4,
-        ),
-    ]
+    return _launch(key_kernel, known["num_blocks"], known, constants, num_warps)
 
 
 def score_grad(
@@ -298,17 +246,8 @@ def score_grad(
 ) -> Tensor:
     """d_logits (T, E) fp32 from d_scores (R_max,) and what `round_rows` was given and gave."""
     device_of(logits)
-    launch = score_grad_launch(
-        d_scores.contiguous(),
-        logits.contiguous(),
-        expert_ids,
-        contiguous(token_mask),
-        norm,
-        row_of_pair,
-        code_of_pair,
-        pair_start_of_token,
-        spec,
-    )
+    saved = (norm, row_of_pair, code_of_pair, pair_start_of_token)
+    launch = score_grad_launch(d_scores, logits, expert_ids, token_mask, *saved, spec)
     launch.run()
     d_logits: Tensor = launch.args["d_logits"]
     return d_logits
@@ -326,37 +265,21 @@ def score_grad_launch(
     spec: RoundingSpec,
 ) -> Launch:
     """The launch behind `score_grad`."""
-    num_tokens, num_experts = logits.shape
+    (num_tokens, num_experts), k = logits.shape, expert_ids.shape[1]
     columns = min(512, max(32, power_of_two(num_experts)))
     block_t = max(4, 512 // columns)
-    return Launch(
-        grad_kernel,
-        (ceil_div(num_tokens, block_t),),
-        {
-            "d_scores": d_scores,
-            "logits": logits,
-            "expert_ids": expert_ids,
-            "token_mask": token_mask,
-            "norm": norm,
-            "row_of_pair": row_of_pair,
-            "code_of_pair": code_of_pair,
-            "pair_start_of_token": pair_start_of_token,
-            "d_logits": torch.empty_like(logits),
-            "num_tokens": num_tokens,
-            "num_experts": num_experts,
-            "experts_per_token": expert_ids.shape[1],
-            "scale": spec.scale,
-        },
-        {
-            "MODE": spec.score,
-            "NORMALIZE": spec.normalize,
-            "BLOCK_T": block_t,
-            "BLOCK_E": columns,
-            "BLOCK_K": power_of_two(expert_ids.shape[1]),
-            # Few tokens have more pairs than these, which are kept.
-            "PAIRS": min(16, max(4, 2 * power_of_two(expert_ids.shape[1]))),
-            "WHOLE": num_experts <= columns,
-        },
-        num_warps=4 if columns == 512 else 2,
-        num_stages=1,
-    )
+    logits = logits.contiguous()
+    given = (d_scores.contiguous(), logits, expert_ids, contiguous(token_mask))
+    saved = (norm, row_of_pair, code_of_pair, pair_start_of_token)
+    args = (*given, *saved, torch.empty_like(logits), num_tokens, num_experts, k, spec.scale)
+    constants = {
+        "MODE": spec.score,
+        "NORMALIZE": spec.normalize,
+        "BLOCK_T": block_t,
+        "BLOCK_E": columns,
+        "BLOCK_K": power_of_two(k),
+        "PAIRS": min(16, max(4, 2 * power_of_two(k))),  # few tokens have more pairs than these, which are kept
+        "WHOLE": num_experts <= columns,
+    }
+    num_warps = 4 if columns == 512 else 2
+    return launch_of(grad_kernel, (ceil_div(num_tokens, block_t),), args, constants, num_warps)

@@ -9,11 +9,12 @@ that order as the values do.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.router.triton_kernels import select_grad_kernel, select_kernel
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, contiguous, power_of_two
@@ -64,7 +65,7 @@ def select(
         empty = logits.new_empty(0, spec.experts_per_token)
         sums = (logits.new_zeros(num_experts if spec.balance else 0), logits.new_zeros(() if spec.z else 0))
         return empty, empty.to(torch.int32), *sums
-    launch = select_launch(logits.contiguous(), contiguous(selection_bias), contiguous(token_mask), spec)
+    launch = select_launch(logits, selection_bias, token_mask, spec)
     launch.run()
     outputs = launch.args
     probability_sums = outputs["probability_parts"].sum(0) if spec.balance else logits.new_empty(0)
@@ -89,15 +90,7 @@ def select_grad(
     device_of(logits)
     if logits.shape[0] == 0:
         return torch.empty_like(logits)
-    launch = select_grad_launch(
-        logits.contiguous(),
-        expert_ids,
-        contiguous(token_mask),
-        contiguous(d_scores),
-        contiguous(d_probability_sums),
-        d_z_sum,
-        spec,
-    )
+    launch = select_grad_launch(logits, expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, spec)
     launch.run()
     d_logits: Tensor = launch.args["d_logits"]
     return d_logits
@@ -106,39 +99,30 @@ def select_grad(
 def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, spec: RouterSpec) -> Launch:
     """The launch behind `select`, for at least one token; its arguments hold what it writes."""
     num_tokens, num_experts = logits.shape
-    tile = _tile(num_experts, spec.num_groups)
-    num_programs = ceil_div(num_tokens, tile["BLOCK_T"])
+    k, groups = spec.experts_per_token, power_of_two(spec.num_groups)
+    group = power_of_two(num_experts // spec.num_groups)
+    columns = groups * group  # at most 8192
+    block = _tokens_of_block(columns)
+    num_programs = ceil_div(num_tokens, block)
     if spec.balance or spec.z:
         num_programs = min(num_programs, _PARTIAL_SUMS)
-    kept = (num_tokens, spec.experts_per_token)
-    return Launch(
-        select_kernel,
-        (num_programs,),
-        {
-            "logits": logits,
-            "selection_bias": selection_bias,
-            "token_mask": token_mask,
-            "expert_ids": torch.empty(kept, dtype=torch.int32, device=logits.device),
-            "scores": logits.new_empty(kept),
-            "probability_parts": logits.new_empty(num_programs, num_experts) if spec.balance else None,
-            "z_parts": logits.new_empty(num_programs) if spec.z else None,
-            "num_tokens": num_tokens,
-        },
-        {
-            "NUM_EXPERTS": num_experts,
-            "K": spec.experts_per_token,
-            "MODE": spec.mode,
-            "NORMALIZE": spec.normalize,
-            "SCALE": spec.scale,
-            "NUM_GROUPS": spec.num_groups,
-            "TOP_GROUPS": spec.top_groups,
-            **tile,
-            # Sorting into lists pays from a few choices on; a list's head holds the place of one of them.
-            "LISTS": 4 <= spec.experts_per_token <= tile["GROUPS"] * tile["GROUP"] // 4,
-        },
-        num_warps=_num_warps(tile["GROUPS"] * tile["GROUP"]),
-        num_stages=1,
-    )
+    expert_ids = torch.empty((num_tokens, k), dtype=torch.int32, device=logits.device)
+    scores = logits.new_empty(num_tokens, k)
+    probability_parts = logits.new_empty(num_programs, num_experts) if spec.balance else None
+    z_parts = logits.new_empty(num_programs) if spec.z else None
+    given = (logits.contiguous(), contiguous(selection_bias), contiguous(token_mask))
+    args = (*given, expert_ids, scores, probability_parts, z_parts, num_tokens)
+    constants = {
+        **_constants(num_experts, spec),
+        "NUM_GROUPS": spec.num_groups,
+        "TOP_GROUPS": spec.top_groups,
+        "BLOCK_T": block,
+        "GROUPS": groups,
+        "GROUP": group,
+        # Sorting into lists pays from a few choices on; a list's head holds the place of one of them.
+        "LISTS": 4 <= k <= columns // 4,
+    }
+    return launch_of(select_kernel, (num_programs,), args, constants, _num_warps(columns))
 
 
 def select_grad_launch(
@@ -152,50 +136,39 @@ def select_grad_launch(
 ) -> Launch:
     """The launch behind `select_grad`, for at least one token."""
     num_tokens, num_experts = logits.shape
-    tile = _tile(num_experts, 1)  # which groups were eligible has no gradient
-    columns = tile["GROUP"]
+    columns = power_of_two(num_experts)  # which groups were eligible has no gradient
     dense = spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None
     if dense:
-        block, num_warps = tile["BLOCK_T"], _num_warps(columns)
+        block, num_warps = _tokens_of_block(columns), _num_warps(columns)
     else:
         block, num_warps = max(1, min(_MOST_TOKENS, _ZEROS // columns)), 4  # no logit is read but those of the chosen
-    return Launch(
-        select_grad_kernel,
-        (ceil_div(num_tokens, block),),
-        {
-            "logits": logits,
-            "expert_ids": expert_ids,
-            "token_mask": token_mask,
-            "d_scores": d_scores,
-            "d_probability_sums": d_probability_sums,
-            "d_z_sum": d_z_sum,
-            "d_logits": torch.empty_like(logits),
-            "num_tokens": num_tokens,
-        },
-        {
-            "NUM_EXPERTS": num_experts,
-            "K": spec.experts_per_token,
-            "MODE": spec.mode,
-            "NORMALIZE": spec.normalize,
-            "SCALE": spec.scale,
-            "BLOCK_T": block,
-            "COLUMNS": columns,
-            "CHOICES": power_of_two(spec.experts_per_token),
-            "DENSE": dense,
-        },
-        num_warps=num_warps,
-        num_stages=1,
-    )
+    logits = logits.contiguous()
+    sums = (contiguous(d_probability_sums), d_z_sum)
+    given = (logits, expert_ids, contiguous(token_mask), contiguous(d_scores), *sums)
+    constants = {
+        **_constants(num_experts, spec),
+        "BLOCK_T": block,
+        "COLUMNS": columns,
+        "CHOICES": power_of_two(spec.experts_per_token),
+        "DENSE": dense,
+    }
+    args = (*given, torch.empty_like(logits), num_tokens)
+    return launch_of(select_grad_kernel, (ceil_div(num_tokens, block),), args, constants, num_warps)
 
 
-def _padded(num_experts: int, num_groups: int) -> tuple[int, int]:
-    """Groups and experts of a group, as powers of two: at most 8192 columns for `MAX_EXPERTS`."""
-    return power_of_two(num_groups), power_of_two(num_experts // num_groups)
+def _constants(num_experts: int, spec: RouterSpec) -> dict[str, Any]:
+    """What both kernels know of the router."""
+    return {
+        "NUM_EXPERTS": num_experts,
+        "K": spec.experts_per_token,
+        "MODE": spec.mode,
+        "NORMALIZE": spec.normalize,
+        "SCALE": spec.scale,
+    }
 
 
-def _tile(num_experts: int, num_groups: int) -> dict[str, int]:
-    groups, group = _padded(num_experts, num_groups)
-    return {"BLOCK_T": max(1, _WARP // (groups * group)), "GROUPS": groups, "GROUP": group}
+def _tokens_of_block(columns: int) -> int:
+    return max(1, _WARP // columns)
 
 
 def _num_warps(columns: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilemoe.kernels.experts.triton.descriptors import can_describe_rows
+from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
 
@@ -41,21 +42,17 @@ def input_grad_launch(d_logits: Tensor, weight: Tensor, dx: Tensor) -> tuple[Lau
     (num_tokens, num_experts), d = d_logits.shape, weight.shape[1]
     out = dx.new_empty(num_tokens, d)
     step = max(_LEAST_STEP, min(_LARGEST_STEP, power_of_two(num_experts)))
-    launch = Launch(
-        input_grad_kernel,
-        (ceil_div(num_tokens, _BLOCK_M) * ceil_div(d, _BLOCK_N),),
-        {
-            "out": TensorDescriptor.from_tensor(out, [_BLOCK_M, _BLOCK_N]),
-            "dx": TensorDescriptor.from_tensor(dx, [_BLOCK_M, _BLOCK_N]),
-            "d_logits": TensorDescriptor.from_tensor(d_logits, [_BLOCK_M, step]),
-            "weight": TensorDescriptor.from_tensor(weight, [step, _BLOCK_N]),
-            "column_tiles": ceil_div(d, _BLOCK_N),
-        },
-        {"NUM_EXPERTS": num_experts, "BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "BLOCK_K": step},
-        num_warps=4,
-        num_stages=2,
+    column_tiles = ceil_div(d, _BLOCK_N)
+    args = (
+        TensorDescriptor.from_tensor(out, [_BLOCK_M, _BLOCK_N]),
+        TensorDescriptor.from_tensor(dx, [_BLOCK_M, _BLOCK_N]),
+        TensorDescriptor.from_tensor(d_logits, [_BLOCK_M, step]),
+        TensorDescriptor.from_tensor(weight, [step, _BLOCK_N]),
+        column_tiles,
     )
-    return launch, out
+    constants = {"NUM_EXPERTS": num_experts, "BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "BLOCK_K": step}
+    grid = (ceil_div(num_tokens, _BLOCK_M) * column_tiles,)
+    return launch_of(input_grad_kernel, grid, args, constants, num_stages=2), out
 
 
 @triton.jit

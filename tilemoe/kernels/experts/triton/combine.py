@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
@@ -56,30 +57,17 @@ def combine_launch(out: Tensor, rows: Tensor, s: Tensor | None, plan: RoutingPla
     full_width = max(width, out.stride(0))
     block = min(_BYTES_OF_CTA // rows.element_size(), max(32, power_of_two(full_width)))
     pairs_per_token = 0 if plan.pair_start_of_token is not None else plan.num_pairs // plan.num_tokens
-    return Launch(
-        combine_kernel,
-        (plan.num_tokens * ceil_div(width, block),),
-        {
-            "out": out,
-            "rows": rows,
-            "s": s,
-            "row_of_pair": plan.row_of_pair,
-            "pair_of_row": plan.pair_of_row,
-            "pair_start_of_token": plan.pair_start_of_token,
-            "width": width,
-            "stride_out": out.stride(0),
-            "stride_row": rows.stride(0),
-        },
-        {
-            "HAS_SCORES": s is not None,
-            "ACCUMULATED_IN": tl.float64 if s is not None and s.dtype == torch.float64 else tl.float32,
-            "PAIRS_PER_TOKEN": pairs_per_token,
-            "UNROLL": _unroll(pairs_per_token),
-            "BLOCK_D": block,
-        },
-        num_warps=max(1, block * rows.element_size() // (_BYTES_OF_THREAD * 32)),
-        num_stages=1,
-    )
+    indices = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token)
+    args = (out, rows, s, *indices, width, out.stride(0), rows.stride(0))
+    constants = {
+        "HAS_SCORES": s is not None,
+        "ACCUMULATED_IN": tl.float64 if s is not None and s.dtype == torch.float64 else tl.float32,
+        "PAIRS_PER_TOKEN": pairs_per_token,
+        "UNROLL": _unroll(pairs_per_token),
+        "BLOCK_D": block,
+    }
+    num_warps = max(1, block * rows.element_size() // (_BYTES_OF_THREAD * 32))
+    return launch_of(combine_kernel, (plan.num_tokens * ceil_div(width, block),), args, constants, num_warps)
 
 
 def _unroll(pairs_per_token: int) -> int:

@@ -21,6 +21,7 @@ from tilemoe.kernels.experts.triton.activations import gated_value, inner
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, TileConfig, choose_small_m_tile
 from tilemoe.kernels.experts.triton.host import activation_constants, arithmetic_constants, blocks, gate_up_layout
 from tilemoe.kernels.experts.triton.operands import halves, line_pointers, multiply_add, store_rows
+from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
@@ -31,28 +32,13 @@ def up_proj_act_launch(
 ) -> tuple[Launch, Tensor]:
     """F1 without h: a (R_max, n), R_max > 0, in tiles of ``block_m`` rows. x's columns are contiguous."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
-    layout, weight = gate_up_layout(spec), w1.transpose(1, 2)
-    tile = choose_small_m_tile("up_proj_act", block_m, d, n, x.element_size(), device, layout)
+    weight = w1.transpose(1, 2)
+    tile = choose_small_m_tile("up_proj_act", block_m, d, n, x.element_size(), device, gate_up_layout(spec))
     a = x.new_empty(plan.capacity, n)
-    launch = Launch(
-        up_proj_act_small_m_kernel,
-        _grid(plan, n, tile),
-        {
-            "x": x,
-            "a": a,
-            "token_of_row": plan.token_of_row,
-            **_weight_args(weight, b1, plan),
-            "d": d,
-            "n": n,
-            "stride_x": x.stride(0),
-            "limit": spec.limit,
-            "alpha": spec.alpha,
-        },
-        {**activation_constants(spec, x.dtype), **_constants(weight, n, b1, tile, plan)},
-        tile.num_warps,
-        tile.num_stages,
-    )
-    return launch, a
+    args = (x, a, plan.token_of_row, *_weight_args(weight, b1, plan), d, n, x.stride(0), spec.limit, spec.alpha)
+    constants = {**activation_constants(spec, x.dtype), **_constants(weight, n, b1, tile, plan)}
+    grid = _grid(plan, n, tile)
+    return launch_of(up_proj_act_small_m_kernel, grid, args, constants, tile.num_warps, tile.num_stages), a
 
 
 def down_proj_launch(
@@ -62,15 +48,9 @@ def down_proj_launch(
     (d, n), weight = w2.shape[1:], w2.transpose(1, 2)
     tile = choose_small_m_tile("down_proj", block_m, n, d, a.element_size(), device, None)
     y = a.new_empty(plan.capacity, d)
-    launch = Launch(
-        down_proj_small_m_kernel,
-        _grid(plan, d, tile),
-        {"a": a, "y": y, **_weight_args(weight, b2, plan), "d": d, "n": n},
-        _constants(weight, d, b2, tile, plan),
-        tile.num_warps,
-        tile.num_stages,
-    )
-    return launch, y
+    args = (a, y, *_weight_args(weight, b2, plan), d, n)
+    constants, grid = _constants(weight, d, b2, tile, plan), _grid(plan, d, tile)
+    return launch_of(down_proj_small_m_kernel, grid, args, constants, tile.num_warps, tile.num_stages), y
 
 
 def _grid(plan: RoutingPlan, width: int, tile: TileConfig) -> tuple[int, int]:
@@ -79,21 +59,10 @@ def _grid(plan: RoutingPlan, width: int, tile: TileConfig) -> tuple[int, int]:
     return min(rows, ceil_div(rows, tile.block_m) + plan.num_experts), ceil_div(width, tile.block_n)
 
 
-def _weight_args(weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> dict[str, Any]:
+def _weight_args(weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> tuple[Any, ...]:
     """weight (E, in, out), bias (E, out), of any strides."""
-    stride_we, stride_win, stride_wout = weight.stride()
-    stride_be, stride_bout = (0, 0) if bias is None else bias.stride()
-    return {
-        "weight": weight,
-        "bias": bias,
-        "row_start_of_expert": plan.row_start_of_expert,
-        "num_experts": plan.num_experts,
-        "stride_we": stride_we,
-        "stride_win": stride_win,
-        "stride_wout": stride_wout,
-        "stride_be": stride_be,
-        "stride_bout": stride_bout,
-    }
+    strides = (*weight.stride(), *((0, 0) if bias is None else bias.stride()))
+    return weight, bias, plan.row_start_of_expert, plan.num_experts, *strides
 
 
 def _constants(weight: Tensor, width: int, bias: Tensor | None, tile: TileConfig, plan: RoutingPlan) -> dict[str, Any]:

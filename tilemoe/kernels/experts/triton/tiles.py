@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
 
@@ -61,22 +62,9 @@ def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[Ti
     capacities = [ceil_div(plan.capacity, tile_m) + plan.num_experts for tile_m in tile_ms]
     vectors = int32_vectors(start, *(length for capacity in capacities for length in (capacity, capacity, capacity, 2)))
     lists = [TileList(*vectors[first : first + 4]) for first in range(0, len(vectors), 4)]
-    launch = Launch(
-        tile_lists_kernel,
-        (plan.num_experts,),
-        {
-            "row_start_of_expert": start,
-            **lists[0]._asdict(),
-            **{f"second_{name}": vector for name, vector in lists[-1]._asdict().items()},
-            "num_experts": plan.num_experts,
-            "tile_m": tile_ms[0],
-            "second_tile_m": (*tile_ms, 0)[1],
-        },
-        {"BLOCK_E": max(_FEWEST_EXPERTS, power_of_two(plan.num_experts)), "BLOCK": _BLOCK},
-        num_warps=4,
-        num_stages=1,
-    )
-    return launch, lists
+    experts = max(_FEWEST_EXPERTS, power_of_two(plan.num_experts))
+    args = (start, *lists[0], *lists[-1], plan.num_experts, tile_ms[0], (*tile_ms, 0)[1])
+    return launch_of(tile_lists_kernel, (plan.num_experts,), args, {"BLOCK_E": experts, "BLOCK": _BLOCK}), lists
 
 
 @triton.jit
