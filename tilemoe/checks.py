@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:
@@ -25,3 +30,37 @@ def require_bool(name: str, value: Any) -> None:
 def require_choice(name: str, value: Any, choices: Any) -> None:
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(sorted(choices))}; got {value!r}")
+
+
+def require_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value or "\0" in value:  # no path holds a NUL
+        raise ValueError(f"{name} must be a non-empty text without NUL, got {value!r}")
+
+
+def require_fields(
+    where: str, config: Any, *, at_least: Mapping[str, int] = _NONE, positive: tuple[str, ...] = ()
+) -> None:
+    """Each field of a dataclass is what its annotation says; ``where`` goes before its name.
+
+    A bool, a Literal's choice, an integer >= 0 or what ``at_least`` says, a finite number >= 0, or > 0 if it is among
+    ``positive``. Fields of other types, and None where it is allowed, pass.
+    """
+    for name, hint in _hints_of(config.__class__).items():
+        value, label = getattr(config, name), where + name
+        if type(None) in get_args(hint):
+            if value is None:
+                continue
+            hint = get_args(hint)[0]
+        if get_origin(hint) is Literal:
+            require_choice(label, value, get_args(hint))
+        elif hint is bool:
+            require_bool(label, value)
+        elif hint is int:
+            require_int(label, value, at_least.get(name, 0))
+        elif hint is float:
+            require_finite(label, value, positive=name in positive)
+
+
+@cache
+def _hints_of(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from tilemoe.activations import REGISTRY, validate_activation
-from tilemoe.checks import require_bool, require_choice, require_finite, require_int
+from tilemoe.checks import require_choice, require_fields, require_int
 
 ACTIVATIONS = frozenset(REGISTRY)
 GATED_ACTIVATIONS = frozenset(name for name in REGISTRY if REGISTRY[name].is_gated)
@@ -23,8 +23,6 @@ GATE_UP_LAYOUTS = ("concatenated", "interleaved")
 CHECKPOINTING_MODES = ("none", "attention", "block")
 EXCHANGES = ("auto", "collective", "symmetric")
 KEPT_BETWEEN_MICRO_BATCHES = ("nothing", "weights", "weights_and_gradients")
-PARALLEL_DTYPES = ("bfloat16", "float32")
-QK_NORMS = ("head", "full", "none")
 ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
 
 GateUp = Literal["concatenated", "interleaved"]
@@ -57,14 +55,7 @@ class RouterConfig:
     z_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        require_choice("router.score", self.score, ("softmax", "sigmoid"))
-        for name in ("softmax_after_topk", "normalize", "selection_bias", "bias"):
-            require_bool(f"router.{name}", getattr(self, name))
-        require_finite("router.scale", self.scale, positive=True)
-        require_finite("router.aux_loss_coef", self.aux_loss_coef)
-        require_finite("router.z_loss_coef", self.z_loss_coef)
-        require_int("router.num_groups", self.num_groups, 1)
-        require_int("router.top_groups", self.top_groups, 1)
+        require_fields("router.", self, at_least={"num_groups": 1, "top_groups": 1}, positive=("scale",))
         if self.top_groups > self.num_groups:
             raise ValueError(
                 f"router.top_groups ({self.top_groups}) must not exceed router.num_groups ({self.num_groups})"
@@ -113,8 +104,7 @@ class TokenRounding:
     tile: int = 128
 
     def __post_init__(self) -> None:
-        require_choice("rounding.mode", self.mode, ROUNDING_MODES)
-        require_int("rounding.tile", self.tile, 16)
+        require_fields("rounding.", self, at_least={"tile": 16})
         if self.tile & (self.tile - 1):
             raise ValueError(f"rounding.tile must be a power of two >= 16, got {self.tile}")
 
@@ -143,13 +133,9 @@ class MoEConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok"):
-            require_int(name, getattr(self, name), 1)
-        require_int("shared_intermediate_size", self.shared_intermediate_size, 0)
-        require_bool("expert_bias", self.expert_bias)
-        require_bool("shared_gate", self.shared_gate)
-        require_finite("initializer_range", self.initializer_range)
-        require_choice("gate_up", self.gate_up, GATE_UP_LAYOUTS)
+        sizes = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+        numbers = ("activation_limit", "activation_alpha")
+        require_fields("", self, at_least=dict.fromkeys(sizes, 1), positive=numbers)
         validate_activation(self.activation, self.activation_limit, self.activation_alpha)
         if not isinstance(self.router, RouterConfig):
             raise ValueError(f"router must be a RouterConfig, got {type(self.router).__name__}")
@@ -216,14 +202,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len")
-        for name in sizes:
-            require_int(f"model.{name}", getattr(self, name), 1)
-        require_int("model.dense_intermediate_size", self.dense_intermediate_size, 0)
-        require_finite("model.rope_theta", self.rope_theta, positive=True)
-        require_finite("model.norm_eps", self.norm_eps, positive=True)
-        require_finite("model.initializer_range", self.initializer_range)
-        require_bool("model.tie_embeddings", self.tie_embeddings)
-        require_choice("model.qk_norm", self.qk_norm, QK_NORMS)
+        require_fields("model.", self, at_least=dict.fromkeys(sizes, 1), positive=("rope_theta", "norm_eps"))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"model.num_kv_heads ({self.num_kv_heads}) must divide model.num_heads ({self.num_heads})")
         if self.head_dim % 2:
@@ -291,21 +270,12 @@ class ParallelConfig:
     exchange: Literal["auto", "collective", "symmetric"] = "auto"
 
     def __post_init__(self) -> None:
-        require_int("parallel.replicate", self.replicate, 1)
-        require_int("parallel.shard", self.shard, 0)
-        require_int("parallel.expert", self.expert, 1)
-        for name in ("param_dtype", "reduce_dtype"):
-            if getattr(self, name) is not None:
-                require_choice(f"parallel.{name}", getattr(self, name), PARALLEL_DTYPES)
-        require_bool("parallel.reshard_after_forward", self.reshard_after_forward)
-        require_choice("parallel.between_micro_batches", self.between_micro_batches, KEPT_BETWEEN_MICRO_BATCHES)
+        require_fields("parallel.", self, at_least={"replicate": 1, "expert": 1})
         if self.between_micro_batches != "nothing" and self.reshard_after_forward:
             raise ValueError(
                 f"parallel.between_micro_batches is {self.between_micro_batches!r}, which keeps weights gathered, and "
                 "parallel.reshard_after_forward frees them; set the latter to False"
             )
-        require_choice("parallel.checkpointing", self.checkpointing, CHECKPOINTING_MODES)
-        require_choice("parallel.exchange", self.exchange, EXCHANGES)
 
     def for_job(self, world_size: int, model: ModelConfig) -> ParallelConfig:
         """This with ``shard`` filled in for a job of ``world_size`` processes.

@@ -14,10 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.checks import require_bool, require_choice, require_finite, require_int
+from tilemoe.checks import require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
-
-SCHEDULES = ("cosine", "wsd", "constant")
 
 
 def default_cache_dir() -> Path:
@@ -41,13 +39,11 @@ class DataConfig:
     cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder
 
     def __post_init__(self) -> None:
-        require_int("data.seq_len", self.seq_len, 1)
-        require_int("data.batch_size", self.batch_size, 1)
-        require_int("data.heldout_every", self.heldout_every, 2)
+        require_fields("data.", self, at_least={"seq_len": 1, "batch_size": 1, "heldout_every": 2})
         for name in ("corpus", "tokenizer"):
-            _require_text(f"data.{name}", getattr(self, name))
+            require_text(f"data.{name}", getattr(self, name))
         if self.cache_dir is not None:
-            _require_text("data.cache_dir", self.cache_dir)
+            require_text("data.cache_dir", self.cache_dir)
 
     @property
     def cache_path(self) -> Path:
@@ -70,20 +66,13 @@ class OptimConfig:
     min_lr_ratio: float = 0.1  # the last step's learning rate over the peak
 
     def __post_init__(self) -> None:
-        require_finite("optim.lr", self.lr, positive=True)
-        require_finite("optim.eps", self.eps, positive=True)
-        for name in ("weight_decay", "grad_clip"):
-            require_finite(f"optim.{name}", getattr(self, name))
-        for name in ("beta1", "beta2", "decay_fraction", "min_lr_ratio"):
-            require_finite(f"optim.{name}", getattr(self, name))
+        require_fields("optim.", self, positive=("lr", "eps"))
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(self, name)!r}")
         for name in ("decay_fraction", "min_lr_ratio"):
             if getattr(self, name) > 1:
                 raise ValueError(f"optim.{name} must be in [0, 1], got {getattr(self, name)!r}")
-        require_choice("optim.schedule", self.schedule, SCHEDULES)
-        require_int("optim.warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -112,21 +101,9 @@ class TrainConfig:
     timeout: int = 600  # seconds a process of a job waits for the others before it gives up
 
     def __post_init__(self) -> None:
-        for name, minimum in (("steps", 1), ("accumulation", 1), ("seed", 0), ("threads", 0), ("log_every", 1)):
-            require_int(f"train.{name}", getattr(self, name), minimum)
-        require_int("train.timeout", self.timeout, 1)
-        for name, minimum in (("eval_every", 0), ("eval_batches", 0), ("save_every", 0), ("keep_last", 1)):
-            require_int(f"train.{name}", getattr(self, name), minimum)
-        require_int("train.sample_tokens", self.sample_tokens, 0)
-        require_choice("train.precision", self.precision, ("fp32", "bf16"))
-        require_choice("train.device", self.device, ("auto", "cpu", "cuda"))
-        require_choice("train.compile", self.compile, ("none", "blocks"))
-        if self.recompute is not None:
-            require_choice("train.recompute", self.recompute, ("up_proj",))
-        require_finite("train.selection_bias_rate", self.selection_bias_rate)
-        require_bool("train.tensorboard", self.tensorboard)
-        require_bool("train.plot", self.plot)
-        _require_text("train.out_dir", self.out_dir)
+        counts = ("steps", "accumulation", "log_every", "keep_last", "timeout")
+        require_fields("train.", self, at_least=dict.fromkeys(counts, 1))
+        require_text("train.out_dir", self.out_dir)
         if not isinstance(self.sample_prompt, str) or (self.sample_tokens and not self.sample_prompt):
             raise ValueError(f"train.sample_prompt must be a non-empty text, got {self.sample_prompt!r}")
 
@@ -148,8 +125,8 @@ class Recipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        _require_text("name", self.name)
-        _require_text("description", self.description)
+        require_text("name", self.name)
+        require_text("description", self.description)
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"
@@ -217,8 +194,3 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], where: str) -
 
 def _short(value: Any) -> str:
     return "a table of settings" if isinstance(value, Mapping) else repr(value)
-
-
-def _require_text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value or "\0" in value:  # no path holds a NUL
-        raise ValueError(f"{name} must be a non-empty text without NUL, got {value!r}")
