@@ -25,16 +25,8 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
     token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = plan_ops.plan_topk(
         expert_ids, num_experts, not torch.is_grad_enabled()
     )
-    plan = RoutingPlan(
-        token_of_row=token_of_row,
-        pair_of_row=pair_of_row,
-        row_of_pair=row_of_pair,
-        pair_start_of_token=None,
-        row_start_of_expert=row_start,
-        error_bits=error_bits,
-        num_experts=num_experts,
-        num_tokens=expert_ids.shape[0],
-    )
+    tokens = expert_ids.shape[0]
+    plan = RoutingPlan(token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, tokens, error_bits)
     plan.derived[ROWS_PER_EXPERT] = rows_per_expert
     return plan
 
@@ -56,16 +48,8 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
     token_of_row, pair_of_row, row_of_pair, pair_start, row_start, error_bits = plan_ops.plan_pairs(
         token, expert, num_tokens, num_experts
     )
-    return RoutingPlan(
-        token_of_row=token_of_row,
-        pair_of_row=pair_of_row,
-        row_of_pair=row_of_pair,
-        pair_start_of_token=pair_start,
-        row_start_of_expert=row_start,
-        error_bits=error_bits,
-        num_experts=num_experts,
-        num_tokens=num_tokens,
-    )
+    arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
+    return RoutingPlan(*arrays, num_experts, num_tokens, error_bits)
 
 
 def _check_count(name: str, value: int, minimum: int) -> None:

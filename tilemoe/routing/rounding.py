@@ -7,7 +7,6 @@ f rows of an expert under top-K · r rows that it computes
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,15 +20,6 @@ from tilemoe.runtime.tracing import constant_when_traced, specialised
 
 _DRAWING = ("stochastic", "nearest_score")
 _MAX_ROWS = 2**30  # row numbers, a block of them further, are int32
-
-
-@dataclass(frozen=True, eq=False)
-class RoundedRouting:
-    """plan · scores (R_max,) in the order of its rows, 0 past R, differentiable · pairs_of_expert (E,) int32: f"""
-
-    plan: RoutingPlan
-    scores: Tensor
-    pairs_of_expert: Tensor
 
 
 def rounds(cfg: MoEConfig, num_tokens: int, training: bool) -> bool:
@@ -50,8 +40,10 @@ def round_tokens(
     *,
     generator: torch.Generator | None = None,
     token_mask: Tensor | None = None,
-) -> RoundedRouting:
+) -> tuple[RoutingPlan, Tensor, Tensor]:
     """Round a top-K selection as ``cfg.rounding`` says; T >= its tile.
+
+    Returns a plan, scores (R_max,) in the order of its rows, 0 past R, differentiable, and f (E,) int32.
 
     logits (T, E) fp32 or fp64; expert_ids (T, K), E for a token that the mask leaves out; kept_scores (T, K), what
     top-K carries. An expert ranks its f tokens by the score they carry, then all others by S, the softmax or the
@@ -69,33 +61,14 @@ def round_tokens(
     uniform = draw_uniform(cfg.num_experts, rounding, logits.device, generator)
     capacity = row_capacity(rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
     choice = choose_rounding(logits.device, logits.dtype, *specialised(cfg.num_experts))
-    by = _by_triton if choice.name == "triton" else _by_torch
-    scores, *plan_tensors, pairs_of_expert = by(logits, expert_ids, kept_scores, uniform, token_mask, cfg, capacity)
-    token_of_row, pair_of_row, row_of_pair, pair_start_of_token, row_start_of_expert = plan_tensors
-    plan = RoutingPlan(
-        token_of_row=token_of_row,
-        pair_of_row=pair_of_row,
-        row_of_pair=row_of_pair,
-        pair_start_of_token=pair_start_of_token,
-        row_start_of_expert=row_start_of_expert,
-        num_experts=cfg.num_experts,
-        num_tokens=logits.shape[0],
-    )
-    return RoundedRouting(plan, scores, pairs_of_expert)
-
-
-def _by_triton(
-    logits: Tensor,
-    expert_ids: Tensor,
-    kept_scores: Tensor,
-    uniform: Tensor | None,
-    token_mask: Tensor | None,
-    cfg: MoEConfig,
-    capacity: int,
-) -> tuple[Tensor, ...]:
-    """Scores, the plan's tensors and f. The gradient of the kept scores is part of that of the logits."""
-    spec = rounding_ops.spec_args(cfg, capacity)
-    return rounding_ops.rounded_scores(logits, expert_ids, kept_scores.detach(), uniform, token_mask, *spec)[:7]
+    if choice.name == "triton":  # in its gradient that of the kept scores is part of that of the logits
+        spec = rounding_ops.spec_args(cfg, capacity)
+        tensors = rounding_ops.rounded_scores(logits, expert_ids, kept_scores.detach(), uniform, token_mask, *spec)[:7]
+    else:
+        tensors = _by_torch(logits, expert_ids, kept_scores, uniform, token_mask, cfg, capacity)
+    scores, token_of_row, pair_of_row, row_of_pair, pair_start, row_start, pairs_of_expert = tensors
+    arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
+    return RoutingPlan(*arrays, cfg.num_experts, logits.shape[0]), scores, pairs_of_expert
 
 
 def _by_torch(
@@ -107,7 +80,7 @@ def _by_torch(
     cfg: MoEConfig,
     capacity: int,
 ) -> tuple[Tensor, ...]:
-    """As `_by_triton`, on any device."""
+    """Scores, the plan's tensors and f, on any device."""
     rounding, scale = cfg.rounding, cfg.router.scale
     assert rounding is not None, "the caller asks `rounds` first"
     if token_mask is not None:
@@ -115,8 +88,7 @@ def _by_torch(
     all_scores = torch.softmax(logits, dim=-1) if cfg.router.score == "softmax" else torch.sigmoid(logits)
     how = (rounding.mode, rounding.tile, scale, capacity)
     tensors = rounding_ops.round_rows(all_scores.detach(), expert_ids, kept_scores.detach(), uniform, token_mask, *how)
-    token_of_row, row_start_of_expert = tensors[0], tensors[4]
-    scores = _scores_of_rows(all_scores * scale, expert_ids, kept_scores, token_of_row, row_start_of_expert)
+    scores = _scores_of_rows(all_scores * scale, expert_ids, kept_scores, tensors[0], tensors[4])
     return scores, *tensors
 
 

@@ -86,10 +86,9 @@ def route(
     select = _select_fused if choice.name == "triton" else _select
     chosen = select(logits, cfg, selection_bias, token_mask)
     if rounds(cfg, logits.shape[0], training):
-        rounded = round_tokens(
+        plan, scores, pairs_of_expert = round_tokens(
             logits, chosen.expert_ids, chosen.scores, cfg, generator=generator, token_mask=token_mask
         )
-        plan, scores, pairs_of_expert = rounded.plan, rounded.scores, rounded.pairs_of_expert
         tokens_per_expert = plan.rows_per_expert
     else:
         plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
