@@ -42,7 +42,6 @@ OLDEST = (5, 7)  # transformers; before it the names of experts' implementations
 _INSTEAD = "use experts_implementation='grouped_mm' or 'eager' for it"
 # Where models keep the bound and the slope of a clamped gate.
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
-_NUMBERS = frozenset((*_LIMITS, *_ALPHAS))
 
 
 def register() -> None:
@@ -158,7 +157,8 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     tensor = getattr(module, name, None)
     if not isinstance(tensor, Tensor):
         raise _refusal(module, f"it has no weight {name}; quantised weights are not computed")
-    if tensor.dtype not in FLOAT_DTYPES or _is_wrapper(tensor):
+    # A tensor that stands for others, too: some quantised ones say bf16 of themselves.
+    if tensor.dtype not in FLOAT_DTYPES or bool(is_traceable_wrapper_subclass(tensor)):
         kind = f"{type(tensor).__name__} of {tensor.dtype}"
         if hasattr(tensor, "device_mesh"):  # a DTensor: FSDP gathers it for the forward, tensor parallelism does not
             why = "set 'tilemoe' before FSDP shards the model; weights that tensor parallelism divides are not computed"
@@ -166,11 +166,6 @@ def _weight(module: nn.Module, name: str) -> Tensor:
             why = "quantised weights are not computed"
         raise _refusal(module, f"{name} is a {kind}; {why}")
     return tensor
-
-
-def _is_wrapper(tensor: Tensor) -> bool:
-    """Whether it stands for other tensors: some quantised ones say bf16 of themselves."""
-    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 # Attribute of a module whose activation is known: (act_fn, limit, alpha, *activation), what it was found from first.
@@ -229,20 +224,14 @@ def _as_arguments(spec: ActivationSpec) -> Activation:
 
 
 def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:
-    """Of a clamped gate. Most have none, which is seen at once: asking a class for what it lacks is slow."""
-    if not torch.compiler.is_compiling():
-        holders: tuple[Any, ...] = (module, *type(module).__mro__)
-        if all(vars(holder).keys().isdisjoint(_NUMBERS) for holder in holders):
-            return None, None
+    """Of a clamped gate."""
     return _number(module, _LIMITS), _number(module, _ALPHAS)
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
     """The first of these attributes that is a positive number, which is what a limit or an alpha is."""
     for name in names:
-        value = vars(module).get(name)
-        if value is None and hasattr(type(module), name):  # of a module itself, a miss takes a microsecond
-            value = getattr(module, name)
+        value = getattr(module, name, None)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
             return float(value)
     return None
