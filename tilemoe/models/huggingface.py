@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +57,27 @@ def from_hf_state_dict(config: ModelConfig, tensors: Mapping[str, Tensor]) -> di
     """
     shapes = _meta_state(config)
     state: dict[str, Tensor] = {}
-    for piece, tensor in _matched(config, tensors):
+    for piece, tensor in _matched(config, tensors, tensors.__getitem__):
         if piece.ours not in state:
             state[piece.ours] = tensor.new_empty(shapes[piece.ours].shape)
         piece.of_ours(state[piece.ours]).copy_(tensor.detach())
     return state
 
 
-def _matched(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
-    """Each part of our parameters with what the checkpoint has for it, one in memory at a time if it reads lazily."""
+def _matched(
+    config: ModelConfig, names: Collection[str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Each part of our parameters with what the checkpoint has for it, read one at a time."""
     hf_config_dict(config)
     parameters = _meta_state(config)
     taken: set[str] = set()
-    for piece in pieces(config, tensors):
-        if piece.theirs not in tensors:
+    for piece in pieces(config, names):
+        if piece.theirs not in names:
             raise ValueError(
                 f"{piece.theirs}: this tensor is missing from the checkpoint; is it of this configuration?"
             )
         taken.add(piece.theirs)
-        tensor = piece.of_theirs(tensors[piece.theirs])
+        tensor = piece.of_theirs(read(piece.theirs))
         expected = tuple(piece.of_ours(parameters[piece.ours]).shape)
         if tuple(tensor.shape) != expected:
             raise ValueError(
@@ -83,7 +85,7 @@ def _matched(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tup
                 f"{tuple(tensor.shape)}"
             )
         yield piece, tensor
-    unknown = sorted(set(tensors) - taken - ({"lm_head.weight"} if config.tie_embeddings else set()))
+    unknown = sorted(set(names) - taken - ({"lm_head.weight"} if config.tie_embeddings else set()))
     if unknown:
         raise ValueError(f"{unknown[0]}: the configuration has no such tensor")
 
@@ -119,7 +121,8 @@ def save_hf(model: DecoderLM, folder: str | Path, *, max_shard_bytes: int = 4 <<
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", {"do_sample": True})
         _write_shards(partial, tensors, max_shard_bytes)
-        _sync(partial)
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -147,45 +150,27 @@ def load_hf(
     config = config_from_hf(data)
     model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
     parameters = model.state_dict()
-    with _SafetensorsFolder(path) as tensors, torch.no_grad():
-        for piece, tensor in _matched(config, tensors):
+    with _opened(path) as file_of, torch.no_grad():
+        for piece, tensor in _matched(config, file_of, lambda name: file_of[name].get_tensor(name)):
             piece.of_ours(parameters[piece.ours]).copy_(tensor)
     return model
 
 
-class _SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a folder's safetensors files by name, read when asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._stack = ExitStack()
-        self._file_of: dict[str, Any] = {}
-        files = sorted(folder.glob("model*.safetensors"))
-        if not files:
-            raise ValueError(f"{folder} holds no model*.safetensors; give a folder with a model in it")
+@contextmanager
+def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+    """Of each tensor in a folder's safetensors files, by name, the open file that has it."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no model*.safetensors; give a folder with a model in it")
+    file_of: dict[str, Any] = {}
+    with ExitStack() as stack:
         for file in files:
             try:
-                handle = self._stack.enter_context(safe_open(file, framework="pt"))
+                handle = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{file} cannot be read ({error}); download or export it again") from error
-            self._file_of |= dict.fromkeys(handle.keys(), handle)
-
-    def __enter__(self) -> _SafetensorsFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
+            file_of |= dict.fromkeys(handle.keys(), handle)
+        yield file_of
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor], max_bytes: int) -> None:
@@ -197,27 +182,19 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], max_bytes: int) -> N
             filled = 0
         shards[-1].append(name)
         filled += tensor.nbytes
-    if len(shards) == 1:
-        _write_shard(folder / "model.safetensors", tensors, shards[0])
-        return
     file_of: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(folder / file, tensors, names)
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # transformers asks for this note of the framework.
+        save_file({name: tensors[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": file_of})
-
-
-def _write_shard(path: Path, tensors: dict[str, Tensor], names: list[str]) -> None:
-    # transformers asks for this note of the framework.
-    save_file({name: tensors[name].contiguous() for name in names}, path, metadata={"format": "pt"})
-    _sync(path)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": file_of})
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    _sync(path)
 
 
 def _sync(path: Path) -> None:
