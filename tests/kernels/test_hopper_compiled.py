@@ -16,10 +16,11 @@ from triton_compile import (
     assert_threads_meet_before_tma_stores,
     compile_launch,
     count_spill_loads,
+    make_operands,
+    row_gemm_launch,
 )
 
-from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.hopper import host as launches
+from tilemoe.kernels.experts.hopper import host
 from tilemoe.kernels.experts.hopper.configs import (
     CONSUMERS,
     MAX_CONTRACTION,
@@ -33,13 +34,10 @@ from tilemoe.kernels.experts.hopper.configs import (
 )
 from tilemoe.kernels.experts.hopper.gemm_pingpong import BLOCKS
 from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, tile_rows
-from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
-from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
 
 H200 = Device(90, 227 * 1024, 132)
-D, N, E, T, K = 1536, 256, 2, 64, 2
 GATHERED = {"up_proj_act", "down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_wgrad"}
 # Spill loads, once per tile of 128 x 256; 0 where none is named. Triton 3.9 spills some, and in the gathers, too.
 SPILLS_OF_39 = dict.fromkeys(GATHERED, 16) | {"down_proj_dgrad_dact": 28}
@@ -47,25 +45,18 @@ SPILLS = {} if triton.__version__.startswith("3.6.") else SPILLS_OF_39
 
 
 def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
-    spec = activation_spec("swiglu", "concatenated", None, None)
-    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    _, (tiles, tall_tiles) = tile_lists_launch(plan, 128, 192)
-    x, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in [(T, D), (E, 2 * N, D), (E, D, N)])
-    s = torch.zeros(T * K)
-    up, a, h = launches.up_proj_act_launch(x, w1, None, plan, tiles, spec, True, H200)
-    grad, dh, a_scaled, _ = launches.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, H200)
+    of = make_operands(dtype=dtype)
+    weights = {"down_proj_wgrad": (of.a, of.w2), "up_proj_wgrad": (of.h, of.w1.transpose(1, 2))}
+    turned = {"down_proj_wgrad": (of.a, turn(of.w2)), "up_proj_wgrad": (of.h, turn(of.w1).transpose(1, 2))}
+    inference, *_ = host.up_proj_act_launch(of.x, of.w1, None, of.plan, of.tiles, of.spec, False, H200)
     return {
-        "up_proj_act": up,
-        "up_proj_act, inference": launches.up_proj_act_launch(x, w1, None, plan, tiles, spec, False, H200)[0],
-        "down_proj": launches.rows_launch("down_proj", a, w2.transpose(1, 2), None, plan, tall_tiles, H200)[0],
-        "down_proj_dgrad_dact": grad,
-        "down_proj_wgrad": launches.wgrad_launch("down_proj_wgrad", x, a_scaled, w2, plan, H200),
-        "up_proj_dgrad": launches.rows_launch("up_proj_dgrad", dh, w1, None, plan, tall_tiles, H200)[0],
-        "up_proj_wgrad": launches.wgrad_launch("up_proj_wgrad", x, dh, w1.transpose(1, 2), plan, H200),
-        "down_proj_wgrad, column-major": launches.wgrad_launch("down_proj_wgrad", x, a_scaled, turn(w2), plan, H200),
-        "up_proj_wgrad, column-major": launches.wgrad_launch(
-            "up_proj_wgrad", x, dh, turn(w1).transpose(1, 2), plan, H200
-        ),
+        **{name: row_gemm_launch(host, name, of, H200, tall=True) for name in KERNELS if name not in weights},
+        "up_proj_act, inference": inference,
+        **{name: host.wgrad_launch(name, of.x, *given, of.plan, H200) for name, given in weights.items()},
+        **{
+            f"{name}, column-major": host.wgrad_launch(name, of.x, *given, of.plan, H200)
+            for name, given in turned.items()
+        },
     }
 
 
@@ -88,11 +79,10 @@ def test_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize("d", [64, 1000])
 def test_row_gemms_of_either_stride_order(kernel: Kernel, d: int, tmp_path: Path) -> None:
     """The first weight is contiguous in the other dimension than the second."""
-    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    _, (tiles,) = tile_lists_launch(plan, TILES[kernel].block_m)
-    rows = torch.zeros(T * K, 200, dtype=torch.bfloat16)
-    for weight in (torch.zeros(E, 200, d), torch.zeros(E, d, 200).transpose(1, 2)):
-        launch, _ = launches.rows_launch(kernel, rows, weight.to(torch.bfloat16), None, plan, tiles, H200)
+    of = make_operands(widths=(d, 200))
+    assert TILES[kernel].block_m == 192
+    for weight in (of.w2.transpose(1, 2).contiguous(), of.w2.transpose(1, 2)):
+        launch, _ = host.rows_launch(kernel, of.a, weight, None, of.plan, of.tall_tiles, H200)
         assert count_spill_loads(compile_launch(launch, 90), tmp_path) == 0
 
 

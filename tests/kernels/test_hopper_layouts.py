@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import triton
-from triton_checks import turn
 from triton_compile import (
     NVIDIA,
     assert_threads_meet_after_tile_info,
@@ -24,19 +23,16 @@ from triton_compile import (
     compile_launch,
     count_loads_of_two_bytes,
     count_spill_loads,
+    make_operands,
+    row_gemm_launch,
 )
 
-from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS
-from tilemoe.kernels.experts.hopper import host as launches
+from tilemoe.kernels.experts.hopper import host
 from tilemoe.kernels.experts.hopper.configs import TILES
 from tilemoe.kernels.experts.triton.configs import Kernel
-from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
-from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.launch import Launch
 
 H200 = NVIDIA[90]
-E, T, K = 2, 64, 2
 GATED, UNGATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu"), ("relu2", "gelu", "silu")
 
 
@@ -90,26 +86,12 @@ SPILLS = SPILLS_OF_36 if ON_36 else SPILLS_OF_39
 STORES_OF_TWO_BYTES = {("up_proj_act", "interleaved"): 128}
 
 
-def launch_of(kernel: Kernel, cell: Cell, dtype: torch.dtype) -> Launch:
-    d, n = (1536, 256) if cell.even else (1000, 200)
-    is_gated = cell.activation in GATED_ACTIVATIONS
-    spec = activation_spec(cell.activation, cell.gate_up if is_gated else "concatenated", None, None)
-    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    _, (tiles, tall_tiles) = tile_lists_launch(plan, 128, 192)
-    width = spec.width_factor * n
-    x, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in [(T, d), (E, width, d), (E, d, n)])
-    a, h, s = x.new_zeros(T * K, n), x.new_zeros(T * K, width), torch.zeros(T * K)
-    b1, b2 = (x.new_zeros(E, width), x.new_zeros(E, d)) if cell.bias else (None, None)
-    if cell.turned:
-        w1, w2 = turn(w1), turn(w2)
-    if kernel == "up_proj_act":
-        return launches.up_proj_act_launch(x, w1, b1, plan, tiles, spec, True, H200)[0]
-    if kernel == "down_proj_dgrad_dact":
-        return launches.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, H200)[0]
-    return launches.rows_launch(kernel, a, w2.transpose(1, 2), b2, plan, tall_tiles, H200)[0]
-
-
-def assert_as_promised(compiled: Any, kernel: Kernel, cell: Cell, folder: Path) -> None:
+def assert_as_promised(kernel: Kernel, cell: Cell, dtype: torch.dtype, folder: Path) -> None:
+    widths = (1536, 256) if cell.even else (1000, 200)
+    gate_up = cell.gate_up if cell.activation in GATED_ACTIVATIONS else "concatenated"
+    layout = {"turned": cell.turned, "bias": cell.bias, "widths": widths, "dtype": dtype}
+    operands = make_operands(cell.activation, gate_up, **layout)
+    compiled = compile_launch(row_gemm_launch(host, kernel, operands, H200, tall=True), 90)
     ptx = str(compiled.asm["ptx"])
     assert f"wgmma.mma_async.sync.aligned.m64n{TILES[kernel].block_n}k16" in ptx
     assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx), "the weight"
@@ -130,13 +112,12 @@ def assert_as_promised(compiled: Any, kernel: Kernel, cell: Cell, folder: Path) 
 
 @pytest.mark.parametrize(("kernel", "cell"), [(k, cell) for k, found in CELLS_OF.items() for cell in found], ids=str)
 def test_every_layout_bias_and_activation(kernel: Kernel, cell: Cell, tmp_path: Path) -> None:
-    assert_as_promised(compile_launch(launch_of(kernel, cell, torch.bfloat16), 90), kernel, cell, tmp_path)
+    assert_as_promised(kernel, cell, torch.bfloat16, tmp_path)
 
 
 @pytest.mark.parametrize("kernel", CELLS_OF)
 def test_of_float16(kernel: Kernel, tmp_path: Path) -> None:
-    cell = CELLS_OF[kernel][-1]
-    assert_as_promised(compile_launch(launch_of(kernel, cell, torch.float16), 90), kernel, cell, tmp_path)
+    assert_as_promised(kernel, CELLS_OF[kernel][-1], torch.float16, tmp_path)
 
 
 def test_no_pair_is_left_out() -> None:

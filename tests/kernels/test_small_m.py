@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from triton_checks import turn
-from triton_compile import GFX942, MI300, NVIDIA, compile_launches, stack_bytes
+from triton_compile import GFX942, MATRIX_UNIT, MI300, NVIDIA, compile_launches, stack_bytes
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.triton import small_m as kernels
@@ -20,8 +20,6 @@ from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
 
-# 16 rows are fewer than the newer instructions take.
-MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 NO_SPILL = 16  # bytes of a thread's stack that erf takes; nothing is moved there in a loop
 BF16 = torch.bfloat16
 LAYOUTS = [
@@ -69,6 +67,7 @@ def test_weights_of_every_layout_are_loaded_ahead_and_wide(
         copies = re.findall(r"cp\.async\.\w+\.shared\.global [^;]*, 0x([0-9a-f]+)", ptx)
         assert len(copies) >= 3 * tile["BLOCK_K"] * tile["BLOCK_N"] // (8 * 32 * launch.num_warps), "stages in flight"
         assert set(copies) == {"10"}, "16 bytes each"
+        # 16 rows are fewer than the newer instructions take.
         assert (MATRIX_UNIT[capability] if tile["BLOCK_M"] == 64 else "mma.sync") in ptx
         assert stack_bytes(compiled, tmp_path) <= NO_SPILL
         assert compiled.metadata.shared <= device.shared_bytes // 2, "two programs share a multiprocessor"

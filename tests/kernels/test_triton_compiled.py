@@ -9,18 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from triton_compile import NVIDIA, compile_launch, count_spill_loads
+from triton_compile import (
+    MATRIX_UNIT,
+    NVIDIA,
+    compile_launch,
+    compiled_key,
+    count_spill_loads,
+    make_operands,
+    row_gemm_launch,
+)
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.base import empty_weight_grad
-from tilemoe.kernels.experts.triton import bias_grad
-from tilemoe.kernels.experts.triton import host as mlp
+from tilemoe.kernels.experts.triton import bias_grad, host
 from tilemoe.kernels.experts.triton.configs import WEIGHT_GRADS, Kernel, tile_rows
 from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.launch import Launch
 
-MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 GATHERED = {"up_proj_act", "down_proj_dgrad_dact", "up_proj_wgrad"}
 # Beside a TMA load, Triton 3.6 takes this gather through registers where the matrix units are those of 2020.
 GATHERED_BY_REGISTER = {("up_proj_wgrad", 120)}
@@ -33,34 +39,23 @@ D, N, E, T, K = 1536, 256, 2, 64, 2
 
 def launches(capability: int, dtype: torch.dtype) -> dict[str, Launch]:
     """One launch of each kind of kernel for swiglu, its operands on the CPU."""
-    device, spec = NVIDIA[capability], activation_spec("swiglu", "concatenated", None, None)
-    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    tile_launch, (tiles, _) = tile_lists_launch(plan, 128, 192)
-    x, w1, w2 = (torch.zeros(*shape, dtype=dtype) for shape in [(T, D), (E, 2 * N, D), (E, D, N)])
-    s = torch.zeros(T * K)
-    up, a, h = mlp.up_proj_act_launch(x, w1, None, plan, tiles, spec, True, device)
-    down, _ = mlp.rows_launch("down_proj", a, w2.transpose(1, 2), None, plan, tiles, device)
-    grad, dh, _, partial = mlp.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, device)
-    products_launch, products = bias_grad.products_launch(x, torch.zeros(E, D, dtype=dtype), device)
-    score, _ = mlp.score_grad_launch(partial, products, s, plan, tiles, 128)
-    weight = mlp.wgrad_launch("up_proj_wgrad", x, dh, w1.transpose(1, 2), plan, device)
-    plan.derived[tile_rows(x.element_size(), device)] = tiles
-    dense_scores, dense = bias_grad.dense_scores_launch(x, s, plan, device)
-    down_bias, _ = bias_grad.scores_times_grad_launch(x, dense, plan, device)
-    tile_sums, sums = bias_grad.tile_sums_launch(dh, tiles, 128)
-    expert_sums, _ = bias_grad.expert_sums_launch(sums, plan, 128)
+    device, of = NVIDIA[capability], make_operands(dtype=dtype)
+    gemms = ("up_proj_act", "down_proj", "down_proj_dgrad_dact")
+    _, dh, _, partial = host.dgrad_dact_launch(of.x, of.w2, of.h, of.s, of.plan, of.tiles, of.spec, device)
+    products_launch, products = bias_grad.products_launch(of.x, torch.zeros(E, D, dtype=dtype), device)
+    of.plan.derived[tile_rows(dtype.itemsize, device)] = of.tiles
+    dense_scores, dense = bias_grad.dense_scores_launch(of.x, of.s, of.plan, device)
+    tile_sums, sums = bias_grad.tile_sums_launch(dh, of.tiles, 128)
     return {
-        "up_proj_act": up,
-        "down_proj": down,
-        "down_proj_dgrad_dact": grad,
-        "up_proj_wgrad": weight,
-        "score_grad": score,
+        **{name: row_gemm_launch(host, name, of, device) for name in gemms},
+        "up_proj_wgrad": host.wgrad_launch("up_proj_wgrad", of.x, dh, of.w1.transpose(1, 2), of.plan, device),
+        "score_grad": host.score_grad_launch(partial, products, of.s, of.plan, of.tiles, 128)[0],
         "bias_products": products_launch,
         "dense_scores": dense_scores,
-        "scores_times_grad": down_bias,
+        "scores_times_grad": bias_grad.scores_times_grad_launch(of.x, dense, of.plan, device)[0],
         "tile_sums": tile_sums,
-        "expert_sums": expert_sums,
-        "tile_lists": tile_launch,
+        "expert_sums": bias_grad.expert_sums_launch(sums, of.plan, 128)[0],
+        "tile_lists": tile_lists_launch(of.plan, 128, 192)[0],
     }
 
 
@@ -87,7 +82,7 @@ def test_weight_gradients_of_either_order_leave_by_wide_stores(
     device, plan = NVIDIA[capability], plan_topk(torch.arange(T * K).view(T, K) % E, E)
     by_token, by_row = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
     out = empty_weight_grad(by_row, (E, D, N), column_major)
-    launch = mlp.wgrad_launch(kernel, by_token, by_row, out, plan, device)
+    launch = host.wgrad_launch(kernel, by_token, by_row, out, plan, device)
     assert launch.constants["TRANSPOSED"] == column_major
     compiled = compile_launch(launch, capability)
     ptx = compiled.asm["ptx"]
@@ -132,12 +127,6 @@ def test_the_number_of_tokens_is_in_no_key() -> None:
         _, (tiles,) = tile_lists_launch(plan, 128)
         x, w2, s = torch.zeros(tokens, 64), torch.zeros(E, 64, 32), torch.zeros(tokens * K)
         h = torch.zeros(tokens * K, 64)
-        launch, *_ = mlp.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, NVIDIA[80])
-        specialised = {
-            name: value
-            for name, value in launch.args.items()
-            if isinstance(value, int)
-            and not launch.kernel.params[launch.kernel.arg_names.index(name)].do_not_specialize
-        }
-        keys.add((tuple(specialised.items()), tuple(launch.constants.items()), launch.num_warps, launch.num_stages))
+        launch, *_ = host.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, NVIDIA[80])
+        keys.add(compiled_key(launch))
     assert len(keys) == 1

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 from triton_checks import turn
-from triton_compile import GFX942, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
+from triton_compile import GFX942, MATRIX_UNIT, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
 from tilemoe.kernels.experts.triton import bias_grad, combine, tiles
 from tilemoe.kernels.experts.triton import host as mlp
@@ -32,8 +32,7 @@ from tilemoe.testing import forward_and_grads, make_inputs
 
 D, N, E, T, K = 1536, 256, 2, 64, 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
-# By capability: the matrix unit's instruction, and its operands' type in it; fp32 by IEEE uses none.
-MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+# The operands' type in the matrix unit's instruction; fp32 by IEEE uses none.
 OPERANDS = {"bf16": r"\.bf16\.bf16", "fp16": r"\.f16\.f16", "tf32": r"\.tf32\.tf32"}
 KIND = {"bf16": r"::f16", "fp16": r"::f16", "tf32": r"::tf32"}  # how tcgen05 calls them
 # Bytes of a thread's stack, all of it used in epilogues, once per tile; 16 are no spill.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
-from triton_compile import GFX942, MI300, NVIDIA, compile_launches, recorded_launches, stack_bytes
+from triton_compile import GFX942, MI300, NVIDIA, compile_launches, compiled_key, recorded_launches, stack_bytes
 
 from tilemoe.kernels.choose import choose_expert_parallel
 from tilemoe.kernels.expert_parallel import triton as exchange
@@ -55,19 +55,12 @@ def test_kernels_compile(ranks: int, dtype: torch.dtype, capability: int, tmp_pa
     assert own <= names, "a kernel is left out"
 
 
-def compiled_by(launch: Launch) -> tuple[object, ...]:
-    """What of the numbers among a launch's arguments is compiled into the kernel."""
-    specialised = {parameter.name for parameter in launch.kernel.params if not parameter.do_not_specialize}
-    numbers = [(name, value) for name, value in launch.args.items() if isinstance(value, int) and name in specialised]
-    return launch.kernel, numbers, launch.constants, launch.options
-
-
 def test_other_numbers_of_tokens_and_other_ranks_compile_nothing() -> None:
     for first, *others in zip(*(plans(tokens) for tokens in (TOKENS, 1, 77, 200)), strict=True):
-        known = list(map(compiled_by, launches(NVIDIA[90], first, 4, torch.bfloat16)))
+        known = list(map(compiled_key, launches(NVIDIA[90], first, 4, torch.bfloat16)))
         assert len(known) == 8
         for here, plan in enumerate(others):
-            assert list(map(compiled_by, launches(NVIDIA[90], plan, 4, torch.bfloat16, here))) == known
+            assert list(map(compiled_key, launches(NVIDIA[90], plan, 4, torch.bfloat16, here))) == known
 
 
 def test_kernels_compile_for_amd() -> None:

@@ -10,18 +10,19 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from triton_checks import turn
-from triton_compile import NVIDIA, bytes_of_copies, compile_launch, count_loads_of_two_bytes, stack_bytes
+from triton_compile import (
+    MATRIX_UNIT,
+    NVIDIA,
+    bytes_of_copies,
+    compile_launch,
+    count_loads_of_two_bytes,
+    make_operands,
+    row_gemm_launch,
+    stack_bytes,
+)
 
-from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.triton import host as mlp
-from tilemoe.kernels.experts.triton.tiles import tile_lists_launch
-from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.launch import Launch
+from tilemoe.kernels.experts.triton import host
 
-D, N, E, T, K = 1536, 256, 2, 64, 2
-MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 CELLS = {  # activation, gate_up, turned, bias
     "interleaved": ("swiglu", "interleaved", False, False),
     "turned": ("swiglu", "concatenated", True, False),
@@ -60,30 +61,11 @@ STACK = {
 BIAS_LOADS = {("up_proj_act", 90, "bias"): 32}
 
 
-def launch_of(name: str, cell: str, capability: int) -> Launch:
-    device, (activation, gate_up, turned, bias) = NVIDIA[capability], CELLS[cell]
-    spec = activation_spec(activation, gate_up, None, None)
-    plan = plan_topk(torch.arange(T * K).view(T, K) % E, E)
-    _, (tiles,) = tile_lists_launch(plan, 128)
-    width = spec.width_factor * N
-    x, w1, w2 = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in [(T, D), (E, width, D), (E, D, N)])
-    a, h, s = x.new_zeros(T * K, N), x.new_zeros(T * K, width), torch.zeros(T * K)
-    b1, b2 = (x.new_zeros(E, width), x.new_zeros(E, D)) if bias else (None, None)
-    if turned:
-        w1, w2 = turn(w1), turn(w2)
-    if name == "up_proj_act":
-        return mlp.up_proj_act_launch(x, w1, b1, plan, tiles, spec, True, device)[0]
-    if name == "down_proj_dgrad_dact":
-        return mlp.dgrad_dact_launch(x, w2, h, s, plan, tiles, spec, device)[0]
-    if name == "down_proj":
-        return mlp.rows_launch("down_proj", a, w2.transpose(1, 2), b2, plan, tiles, device)[0]
-    return mlp.rows_launch("up_proj_dgrad", h, w1, None, plan, tiles, device)[0]
-
-
 @pytest.mark.parametrize(("name", "cell", "capability"), LAUNCHES)
 def test_layout(name: str, cell: str, capability: int, tmp_path: Path) -> None:
-    device, (*_, bias) = NVIDIA[capability], CELLS[cell]
-    compiled = compile_launch(launch_of(name, cell, capability), capability)
+    device, (activation, gate_up, turned, bias) = NVIDIA[capability], CELLS[cell]
+    operands = make_operands(activation, gate_up, turned=turned, bias=bias)
+    compiled = compile_launch(row_gemm_launch(host, name, operands, device), capability)
     ptx = compiled.asm["ptx"]
     assert MATRIX_UNIT[capability] in ptx
     assert bool(re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx)) == device.has_tma, "the weight"

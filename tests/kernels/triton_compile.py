@@ -11,17 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
+from triton_checks import turn
 
 import tilemoe.kernels.experts.triton.backend  # noqa: F401  # which would be imported where it is first asked for
+from tilemoe.activations import ActivationSpec, activation_spec
+from tilemoe.kernels.experts.triton.tiles import TileList, tile_lists_launch
+from tilemoe.plan import RoutingPlan
+from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
 
@@ -33,6 +40,8 @@ NVIDIA = {
     100: Device(100, 227 * KB, 148),
     120: Device(120, 99 * KB, 170),
 }
+# The matrix unit's instruction, by compute capability.
+MATRIX_UNIT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 MI300, GFX942 = Device(0, 64 * KB, 304), GPUTarget("hip", "gfx942", 64)
 
 _MAKING_IR = Lock()  # Triton's code generator sets and resets Python's filters of warnings, which threads share
@@ -53,6 +62,67 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
             patches.enter_context(mock.patch.object(module, "device_of", return_value=device))
         patches.enter_context(mock.patch.object(Launch, "run", lambda launch: launches.append(launch)))
         yield launches
+
+
+class Operands(NamedTuple):
+    """A layer's, of zeros: 64 tokens, 2 experts, 2 experts per token; tiles of 128 and of 192 rows."""
+
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+    h: Tensor
+    a: Tensor
+    s: Tensor
+    plan: RoutingPlan
+    spec: ActivationSpec
+    tiles: TileList
+    tall_tiles: TileList
+
+
+def make_operands(
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    *,
+    turned: bool = False,
+    bias: bool = False,
+    widths: tuple[int, int] = (1536, 256),
+    dtype: torch.dtype = torch.bfloat16,
+) -> Operands:
+    """``turned``: weights of the other stride order. ``widths``: hidden and intermediate size."""
+    (d, n), experts, tokens = widths, 2, 64
+    spec = activation_spec(activation, gate_up, None, None)
+    width = spec.width_factor * n
+    plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)
+    _, (tiles, tall_tiles) = tile_lists_launch(plan, 128, 192)
+    x, w1, w2 = (torch.zeros(shape, dtype=dtype) for shape in [(tokens, d), (experts, width, d), (experts, d, n)])
+    b1, b2 = (x.new_zeros(experts, width), x.new_zeros(experts, d)) if bias else (None, None)
+    h, a = (x.new_zeros(2 * tokens, columns) for columns in (width, n))
+    w1, w2 = (turn(w1), turn(w2)) if turned else (w1, w2)
+    return Operands(x, w1, w2, b1, b2, h, a, torch.zeros(2 * tokens), plan, spec, tiles, tall_tiles)
+
+
+def row_gemm_launch(host: ModuleType, kernel: str, of: Operands, device: Device, tall: bool = False) -> Launch:
+    """Of a GEMM over routed rows, by a backend's ``host``; ``tall``: tiles of 192 rows where F2 and B3 have them."""
+    tiles = of.tall_tiles if tall else of.tiles
+    launch: Launch
+    if kernel == "up_proj_act":
+        launch = host.up_proj_act_launch(of.x, of.w1, of.b1, of.plan, of.tiles, of.spec, True, device)[0]
+    elif kernel == "down_proj_dgrad_dact":
+        launch = host.dgrad_dact_launch(of.x, of.w2, of.h, of.s, of.plan, of.tiles, of.spec, device)[0]
+    elif kernel == "down_proj":
+        launch = host.rows_launch("down_proj", of.a, of.w2.transpose(1, 2), of.b2, of.plan, tiles, device)[0]
+    else:
+        launch = host.rows_launch("up_proj_dgrad", of.h, of.w1, None, of.plan, tiles, device)[0]
+    return launch
+
+
+def compiled_key(launch: Launch) -> str:
+    """All that is compiled apart: the numbers that a kernel is specialised on, its constants and its options."""
+    specialised = {parameter.name for parameter in launch.kernel.params if not parameter.do_not_specialize}
+    numbers = [(name, value) for name, value in launch.args.items() if isinstance(value, int) and name in specialised]
+    return str((launch.kernel.fn.__name__, numbers, launch.constants, launch.options))
 
 
 def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:

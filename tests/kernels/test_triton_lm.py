@@ -1,0 +1,50 @@
+"""The loss of logits and the rotation, one kernel each, compiled for GPUs that are not here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from triton_compile import GFX942, NVIDIA, compile_launch, stack_bytes
+
+from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_launch
+from tilemoe.kernels.lm.triton_rotary import rotate_launch
+from tilemoe.layers.attention import rotary_angles
+from tilemoe.runtime.launch import Launch
+
+
+@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("classes", [100352, 50257, 48])
+def test_cross_entropy(classes: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    compiled = compile_launch(cross_entropy(classes, dtype), capability)
+    assert stack_bytes(compiled, tmp_path) == 0
+    if classes == 100352:  # rows of an odd length begin anywhere
+        assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 8
+        assert compiled.asm["ptx"].count("st.global.v4.b32") >= 8
+
+
+def cross_entropy(classes: int, dtype: torch.dtype) -> Launch:
+    labels = torch.zeros(3, dtype=torch.int64)
+    return cross_entropy_launch(torch.empty(3), torch.zeros(3, classes, dtype=dtype), labels, -100)
+
+
+@pytest.mark.parametrize("capability", NVIDIA)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "width"), [(12, 128), (4, 64), (5, 80)])
+def test_rotation(heads: int, width: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    compiled = compile_launch(rotation(heads, width, dtype), capability)
+    assert stack_bytes(compiled, tmp_path) == 0
+    if width == 128:  # narrower ones leave a thread less than 16 bytes
+        assert compiled.asm["ptx"].count("st.global.v4.b32") >= 2
+
+
+def rotation(heads: int, width: int, dtype: torch.dtype, back: bool = True) -> Launch:
+    x = torch.zeros(2, 16, heads, width, dtype=dtype)
+    return rotate_launch(torch.empty_like(x), x, *rotary_angles(0, 16, width, 1e4, x.device), back=back)
+
+
+@pytest.mark.parametrize(
+    "launch", [cross_entropy(100352, torch.bfloat16), rotation(12, 128, torch.bfloat16, back=False)]
+)
+def test_amd(launch: Launch) -> None:
+    assert "amdgcn" in compile_launch(launch, GFX942).asm
