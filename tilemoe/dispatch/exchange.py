@@ -59,7 +59,9 @@ class _ToExperts(torch.autograd.Function):
             arrival.wait()
             between = told.view(routed.ranks, routed.ranks, 2)
             sizes[1] = between[:, routed.here]
-            sent = _sent(between.tolist(), places, position_of_pair, routed, transport)  # the one read from the device
+            sent = _sent(
+                between.tolist(), places, position_of_pair, routed.here, transport
+            )  # the one read from the device
 
         pairs = _leave(words, sent.pairs, transport)
         tokens = _leave(copies, sent.tokens, transport)
@@ -71,7 +73,7 @@ class _ToExperts(torch.autograd.Function):
 
         needs_x, needs_scores = ctx.needs_input_grad[:2]
         ctx.sent, ctx.scores_are = sent, (scores.shape, scores.dtype)
-        ctx.tokens_back, ctx.pairs_back = _tokens_back(sent), WayBack(sent.pairs.back(), sent.transport)
+        ctx.tokens_back, ctx.pairs_back = (WayBack(way.back(), transport) for way in (sent.tokens, sent.pairs))
         ctx.input_grads_are_made = partial(_begin, ctx.tokens_back, ctx.pairs_back)
         ctx.mark_non_differentiable(*([] if needs_x else [tokens.rows]), *([] if needs_scores else [s]))
         return tokens.rows, s, plan, sent
@@ -96,7 +98,7 @@ class _FromExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: Tensor, sent: Sent) -> Tensor:
         ctx.sent = sent
-        tokens_back = _tokens_back(sent)
+        tokens_back = WayBack(sent.tokens.back(), sent.transport)
         tokens_back.begin(o)
         return _summed(tokens_back, sent)
 
@@ -133,15 +135,17 @@ class WayBack:
         """Send rows, which came from others, then own ones; again where something has changed, or added to, those that
         were sent before.
         """
+        # Not data_ptr, which is 0 for rows of no bytes: all ranks must judge alike. Inference tensors count no changes.
+        memory, version = rows.untyped_storage()._cdata, 0 if rows.is_inference() else rows._version
         if self._begun is not None:
-            earlier, version, travelling = self._begun
-            if _storage(earlier) == _storage(rows) and earlier.shape == rows.shape and version == _version(rows):
+            earlier, changes, travelling = self._begun
+            if earlier.untyped_storage()._cdata == memory and earlier.shape == rows.shape and changes == version:
                 return
             travelling.arrival.wait()  # what it reads and writes is freed here
         whole = rows.contiguous()
         travelling = _leave(whole, self._way, self._transport)
         _keep(whole, self._way, travelling)
-        self._begun = rows, _version(rows), travelling
+        self._begun = rows, version, travelling
 
     def arrived(self) -> Tensor:
         """What came back: from other ranks, in their order, then own."""
@@ -157,21 +161,6 @@ def _begin(tokens_back: WayBack, pairs_back: WayBack, dx: Tensor | None, ds: Ten
         tokens_back.begin(dx)
     if ds is not None:
         pairs_back.begin(ds)
-
-
-def _storage(rows: Tensor) -> int:
-    """The same of two tensors in use only if they are the same memory, even if that is none: all ranks judge alike."""
-    storage: int = rows.untyped_storage()._cdata
-    return storage
-
-
-def _version(rows: Tensor) -> int:
-    """How often it was changed in place; tensors of inference mode do not count, and leave once."""
-    return 0 if rows.is_inference() else rows._version
-
-
-def _tokens_back(sent: Sent) -> WayBack:
-    return WayBack(sent.tokens.back(), sent.transport)
 
 
 def _summed(tokens_back: WayBack, sent: Sent) -> Tensor:
@@ -200,24 +189,14 @@ def _gather_own(x: Tensor, sent: Sent, travelling: Travelling) -> None:
 
 
 def _sent(
-    between: list[list[list[int]]],
-    places: list[Tensor],
-    position_of_pair: Tensor,
-    routed: Routed,
-    transport: Transport,
+    between: list[list[list[int]]], places: list[Tensor], position_of_pair: Tensor, here: int, transport: Transport
 ) -> Sent:
     """From the tokens and pairs of each rank for each, and the first three tensors of `place_sent`."""
-    tokens, pairs = (_way([[size[column] for size in sent] for sent in between], routed.here) for column in range(2))
+    tokens, pairs = (_way([[size[column] for size in sent] for sent in between], here) for column in range(2))
     token_of_copy, copy_of_token, first_copy = places
-    return Sent(
-        token_of_copy[: sum(tokens.out) + tokens.own],
-        copy_of_token,
-        first_copy,
-        position_of_pair[: sum(pairs.out) + pairs.own],
-        tokens,
-        pairs,
-        transport,
-    )
+    token_of_copy = token_of_copy[: sum(tokens.out) + tokens.own]
+    position_of_pair = position_of_pair[: sum(pairs.out) + pairs.own]
+    return Sent(token_of_copy, copy_of_token, first_copy, position_of_pair, tokens, pairs, transport)
 
 
 def _way(between: list[list[int]], here: int) -> Way:

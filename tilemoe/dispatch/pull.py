@@ -10,58 +10,26 @@ them has, by the order of its own work, fetched its rows from the slot before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tilemoe.dispatch.transport import Arrival, Way
 
+if TYPE_CHECKING:
+    from tilemoe.dispatch.symmetric import SymmetricWindow
+
 SLOTS = 2
 _ROOM = 1 << 21  # bytes: a slot's size is a multiple
-
-
-class Window(Protocol):
-    """Memory of all ranks of a group, `SLOTS` times ``slot_bytes`` of each; made and closed by all of them together."""
-
-    slot_bytes: int
-
-    def begin(self) -> AbstractContextManager[object]:
-        """What is asked for in the block follows what the caller has begun, and runs beside what it begins later."""
-        ...
-
-    def put(self, turn: int, rows: Tensor) -> None:
-        """Copy ``rows`` into this rank's slot for ``turn``."""
-        ...
-
-    def tell(self, turn: int) -> None:
-        """Say to the other ranks that this one has done, up to here, its part of ``turn``; turns count from 1."""
-        ...
-
-    def wait_for_all(self, turn: int) -> None:
-        """What follows waits until every other rank has told of ``turn``."""
-        ...
-
-    def fetch(self, turn: int, rank: int, first: int, rows: Tensor, start: int, count: int) -> None:
-        """Copy ``count`` bytes of another rank's slot, from byte ``first`` on, to byte ``start`` and on of ``rows``."""
-        ...
-
-    def arrival(self) -> Arrival:
-        """Of all that has been asked for, to whoever began it."""
-        ...
-
-    def close(self) -> None:
-        """Wait until no rank uses it."""
-        ...
 
 
 class Pull:
     """The `Transport` over a window, which ``open_window(slot_bytes)`` makes; it is made anew when rows outgrow it."""
 
-    def __init__(self, here: int, ranks: int, open_window: Callable[[int], Window]) -> None:
+    def __init__(self, here: int, ranks: int, open_window: Callable[[int], SymmetricWindow]) -> None:
         self._here, self._ranks, self._open = here, ranks, open_window
-        self._window: Window | None = None
+        self._window: SymmetricWindow | None = None
         self._turn = 0
 
     def send(self, leaving: Tensor, arriving: Tensor, way: Way) -> Arrival:
@@ -81,7 +49,7 @@ class Pull:
                     window.fetch(self._turn, rank, first, arriving, start, count)
             return window.arrival()
 
-    def _with_room(self, slot_bytes: int) -> Window:
+    def _with_room(self, slot_bytes: int) -> SymmetricWindow:
         """All ranks know the same ``slot_bytes``, so they make a new window together."""
         if self._window is None or self._window.slot_bytes < slot_bytes:
             # More than asked, for the next batches, whose routing differs, and seldom: it stops the device.

@@ -55,7 +55,10 @@ def _told(group: dist.ProcessGroup, mine: T) -> list[T]:
 
 
 class SymmetricWindow:
-    """See `tilemoe.dispatch.pull.Window`. Behind the slots lies a flag for each rank: the last turn it told of."""
+    """Memory of all ranks of a group, `SLOTS` times ``slot_bytes`` of each; made and closed by all of them together.
+
+    Behind the slots lies a flag for each rank: the last turn it told of; turns count from 1.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
         """RuntimeError on all ranks: one has no room for it."""
@@ -66,50 +69,55 @@ class SymmetricWindow:
         self._memory = _memory_of_all(group, self._flags_at + _FLAG_BYTES * ranks, device)
         self._memory[self._flags_at :].zero_()
         self._handle = symm_mem.rendezvous(self._memory, group)
-        self._addresses = list(self._handle.buffer_ptrs)
+        self._addresses: list[int] = list(self._handle.buffer_ptrs)
         self._stream, self._entry = _copying_stream(device), torch.cuda.Event()
         self._caller = torch.cuda.current_stream(device)
         self.close()  # until all flags are 0
 
     def begin(self) -> AbstractContextManager[object]:
+        """What is asked for in the block follows what the caller has begun, and runs beside what it begins later."""
         self._caller = torch.cuda.current_stream(self._device)
         self._entry.record(self._caller)
         self._stream.wait_event(self._entry)
         return torch.cuda.device(self._device)  # which the driver's calls are for
 
     def put(self, turn: int, rows: Tensor) -> None:
+        """Copy ``rows`` into this rank's slot for ``turn``."""
         if rows.nbytes:
             _driver().copy(self._slot(self._here, turn), rows.data_ptr(), rows.nbytes, self._stream.cuda_stream)
 
     def tell(self, turn: int) -> None:
+        """Say to the other ranks that this one has done, up to here, its part of ``turn``."""
         for rank in self._others:
             _driver().write(self._stream.cuda_stream, self._flag(rank, self._here), turn)
 
     def wait_for_all(self, turn: int) -> None:
+        """What follows waits until every other rank has told of ``turn``."""
         for rank in self._others:
             _driver().wait(self._stream.cuda_stream, self._flag(self._here, rank), turn)
 
     def fetch(self, turn: int, rank: int, first: int, rows: Tensor, start: int, count: int) -> None:
+        """Copy ``count`` bytes of another rank's slot, from byte ``first`` on, to byte ``start`` and on of ``rows``."""
         source = self._slot(rank, turn) + first
         _driver().copy(rows.data_ptr() + start, source, count, self._stream.cuda_stream)
 
     def arrival(self) -> Arrival:
+        """Of all that has been asked for, to whoever began it."""
         return _OnStream(self._stream, self._caller)
 
     def close(self) -> None:
+        """Wait until no rank uses it."""
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)
         torch.cuda.synchronize(self._device)
 
     def _slot(self, rank: int, turn: int) -> int:
         """Address, in this process, of a rank's slot."""
-        address: int = self._addresses[rank] + turn % SLOTS * self.slot_bytes
-        return address
+        return self._addresses[rank] + turn % SLOTS * self.slot_bytes
 
     def _flag(self, of_rank: int, from_rank: int) -> int:
         """Address, in this process, of the flag in ``of_rank``'s memory that ``from_rank`` sets."""
-        address: int = self._addresses[of_rank] + self._flags_at + _FLAG_BYTES * from_rank
-        return address
+        return self._addresses[of_rank] + self._flags_at + _FLAG_BYTES * from_rank
 
 
 class _OnStream:
