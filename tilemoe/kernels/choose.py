@@ -86,8 +86,7 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
 
 def choose_experts(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> Choice[Backend]:
     """For a layer with these values of d and n, or none of them. Traceable, widths may be symbolic."""
-    why = why_widths_unsupported(*widths)
-    return _experts_on(device, dtype) if why is None else _torch_experts_on(device, dtype, why)
+    return _experts_on(device, dtype, why_widths_unsupported(*widths))
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
@@ -105,29 +104,20 @@ def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[in
 
 
 @constant_when_traced
-def _experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backend]:
-    return _known_experts_on(device, dtype)
+def _experts_on(device: torch.device, dtype: torch.dtype, why_widths: str | None) -> Choice[Backend]:
+    return _known_experts_on(device, dtype, why_widths)
 
 
 @cache  # asked by every forward, and the answer takes a look at the GPU
-def _known_experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backend]:
-    why = why_not_triton(device, dtype)
+def _known_experts_on(device: torch.device, dtype: torch.dtype, why_widths: str | None) -> Choice[Backend]:
+    """``why_widths``: why the Triton kernels do not take the layer's widths."""
+    why = why_not_triton(device, dtype) or why_widths
     if why is not None:
-        return _experts("torch", why)
+        return Choice("torch", backend_named("torch"), why)
     why = _why_not_hopper(device)
     if why is not None:
-        return _experts("triton", why)
-    return _experts("hopper", "the GPU has compute capability 9.0")
-
-
-@constant_when_traced
-def _torch_experts_on(device: torch.device, dtype: torch.dtype, why: str) -> Choice[Backend]:
-    """Where the widths are against the Triton kernels, too; what else is comes first."""
-    return _experts("torch", why_not_triton(device, dtype) or why)
-
-
-def _experts(name: str, reason: str) -> Choice[Backend]:
-    return Choice(name, backend_named(name), reason)
+        return Choice("triton", backend_named("triton"), why)
+    return Choice("hopper", backend_named("hopper"), "the GPU has compute capability 9.0")
 
 
 def _why_not_hopper(device: torch.device) -> str | None:
@@ -175,8 +165,9 @@ def choose_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choic
         why = triton_plan.why_unsupported(num_pairs, num_experts)
     if why is not None:
         return Choice("torch", PlanBuilder(torch_plan_topk, torch_plan_topk), why)
-    plan_topk = triton_plan.plan_topk
-    return Choice("triton", PlanBuilder(plan_topk, plan_topk), "a counting sort in four kernels")
+    return Choice(
+        "triton", PlanBuilder(triton_plan.plan_topk, triton_plan.plan_topk), "a counting sort in four kernels"
+    )
 
 
 def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choice[PlanBuilder]:

@@ -99,14 +99,7 @@ class Backend(ABC):
 
     @abstractmethod
     def down_proj_dgrad_dact(
-        self,
-        do: Tensor,
-        w2: Tensor,
-        b2: Tensor | None,
-        h: Tensor,
-        s: Tensor,
-        plan: RoutingPlan,
-        spec: ActivationSpec,
+        self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """B1: gather do (T, d), ``da' = do w2``; (dh (R_max, w), ds, a_scaled (R_max, n)) with
         ``ds = <da', a> + <do, b2>``, ``dh = dact(h) s da'``, ``a_scaled = s a``. ds has s's shape and dtype, 0 for a

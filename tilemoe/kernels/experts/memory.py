@@ -10,7 +10,6 @@ are alive anyway. Allocators round up; kernels that split a sum over programs ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -56,19 +55,20 @@ def saved_bytes(shape: MoEShape) -> int:
 @lru_cache
 def forward_slices(shape: MoEShape) -> Sequence[slice]:
     """Slices of d that y is made and combined in where h is kept."""
-    return _output_slices(_sizes(shape), shape, _sizes(shape).h)
+    size = _Sizes(shape)
+    return _output_slices(size, shape, size.h)
 
 
 @lru_cache
 def inference_slices(shape: MoEShape) -> Sequence[slice]:
     """Slices of d that y is made and combined in where h is not kept."""
-    return _output_slices(_sizes(shape), shape, 0)
+    return _output_slices(_Sizes(shape), shape, 0)
 
 
 @lru_cache
 def backward_slices(shape: MoEShape) -> Sequence[slice]:
     """Slices of d that dx_rows is made and combined in."""
-    size = _sizes(shape)
+    size = _Sizes(shape)
     everything = size.h + size.w1 + size.w2 + size.y + size.o
     limit = max(_SHARE * everything, *_peaks_of_other_steps(size))
     return fewest(shape, lambda slices: _input_grad_peak(size, slices), limit)
@@ -76,48 +76,31 @@ def backward_slices(shape: MoEShape) -> Sequence[slice]:
 
 def inference_peak_bytes(shape: MoEShape) -> int:
     """The most at once where nothing is differentiated."""
-    return _output_peak(_sizes(shape), 0, inference_slices(shape))
+    return _output_peak(_Sizes(shape), 0, inference_slices(shape))
 
 
 def forward_peak_bytes(shape: MoEShape) -> int:
     """The most at once in a forward that keeps h."""
-    size = _sizes(shape)
+    size = _Sizes(shape)
     return _output_peak(size, size.h, forward_slices(shape))
 
 
 def backward_peak_bytes(shape: MoEShape) -> int:
     """The most at once in a backward that gives every gradient, which are counted; h is freed after its one reader."""
-    size = _sizes(shape)
+    size = _Sizes(shape)
     return size.s + max(_input_grad_peak(size, backward_slices(shape)), *_peaks_of_other_steps(size))
 
 
-@dataclass(frozen=True)
 class _Sizes:
     """Bytes of each tensor, its gradient alike; ``column``: of one column of y."""
 
-    h: int
-    a: int
-    y: int
-    column: int
-    o: int
-    s: int
-    w1: int
-    w2: int
-
-
-def _sizes(shape: MoEShape) -> _Sizes:
-    rows, tokens, size = shape.num_rows, shape.num_tokens, shape.element_bytes
-    d, n, w, experts = shape.hidden_size, shape.intermediate_size, shape.width, shape.num_experts
-    return _Sizes(
-        h=size * rows * w,
-        a=size * rows * n,
-        y=size * rows * d,
-        column=size * rows,
-        o=size * tokens * d,
-        s=_SCORE_BYTES * rows,
-        w1=size * experts * w * d,
-        w2=size * experts * d * n,
-    )
+    def __init__(self, shape: MoEShape) -> None:
+        d, n, w, size = shape.hidden_size, shape.intermediate_size, shape.width, shape.element_bytes
+        self.column = size * shape.num_rows
+        self.h, self.a, self.y = self.column * w, self.column * n, self.column * d
+        self.o = size * shape.num_tokens * d
+        self.s = _SCORE_BYTES * shape.num_rows
+        self.w1, self.w2 = size * shape.num_experts * w * d, size * shape.num_experts * d * n
 
 
 def _output_slices(size: _Sizes, shape: MoEShape, h: int) -> Sequence[slice]:

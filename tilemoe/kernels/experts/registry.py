@@ -55,7 +55,11 @@ def backend_of(kernels: str | Backend) -> Backend:
     if not isinstance(kernels, Backend):
         return backend_named(kernels)
     if type(backend_named(kernels.name)) is not type(kernels):
-        raise ValueError(_not_registered(kernels))
+        called = type(kernels).__name__
+        raise ValueError(
+            f"kernels: {called} is not the class registered as {kernels.name!r}; give it a name of its own and call "
+            f"tilemoe.register_backend(name, {called})"
+        )
     return kernels
 
 
@@ -86,11 +90,3 @@ def _check_name(name: Any) -> None:
 
 def _names() -> str:
     return ", ".join(sorted(_BACKENDS))
-
-
-def _not_registered(kernels: Backend) -> str:
-    called = type(kernels).__name__
-    return (
-        f"kernels: {called} is not the class registered as {kernels.name!r}; give it a name of its own and call "
-        f"tilemoe.register_backend(name, {called})"
-    )

@@ -22,6 +22,8 @@ from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
 
+Index = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 MAX_EXPERTS = 4096  # the counts of a block are kept in shared memory
 MAX_PAIRS = 2**30  # pair numbers, rounded up to a block, are int32
 _FEWEST_EXPERTS = 128  # that kernels are compiled for: layers with fewer share it
@@ -37,7 +39,7 @@ def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
     return None
 
 
-def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
     """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
     error_bits (all int32).
 
@@ -50,24 +52,16 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     return result
 
 
-def plan_topk_launches(
-    expert_ids: Tensor, num_experts: int
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+def plan_topk_launches(expert_ids: Tensor, num_experts: int) -> tuple[list[Launch], Index]:
     """The four launches, in order, and the tensors that they fill."""
     ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
     num_pairs = ids.shape[0]
     assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
     block = pairs_of_block(num_experts)
     num_blocks = ceil_div(num_pairs, block)
-
-    def index(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=ids.device)
-
     all_counts = num_blocks * num_experts
     counts, block_start, negative_in_block = int32_vectors(ids, all_counts, all_counts, num_blocks)
-    rows_per_expert = index(num_experts)
-    token_of_row, pair_of_row, row_of_pair = index(num_pairs), index(num_pairs), index(num_pairs)
-    row_start, error_bits = index(num_experts + 1), index()
+    made = token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = new_index(ids, num_experts)
     counted = (ids, num_pairs, num_experts, counts, negative_in_block)
     count_constants = {"BLOCK": block, "BLOCK_E": experts_of_block(num_experts)}
     sizes = (num_pairs, num_experts, expert_ids.shape[1])
@@ -78,7 +72,17 @@ def plan_topk_launches(
         row_start_launch(rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts),
         launch_of(place_kernel, (num_blocks,), placed, {"BLOCK": block}, num_warps=block // 32),
     ]
-    return launches, (token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits)
+    return launches, made
+
+
+def new_index(ids: Tensor, num_experts: int) -> Index:
+    """What `plan_topk` returns, uninitialised."""
+
+    def index(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=ids.device)
+
+    pairs = ids.numel()
+    return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index(num_experts), index()
 
 
 def block_start_launch(

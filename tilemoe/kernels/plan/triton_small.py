@@ -9,13 +9,12 @@ nothing of another. The result is the same to the last bit.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.launching import launch_of
-from tilemoe.kernels.plan.triton import expert_of_pair
+from tilemoe.kernels.plan.triton import Index, expert_of_pair, new_index
 from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
@@ -35,9 +34,6 @@ def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
     return None
 
 
-Index = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
 def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
     """As `tilemoe.kernels.plan.triton.plan_topk`, for expert_ids (T, K) that are not `why_unsupported`."""
     device_of(expert_ids)
@@ -54,16 +50,6 @@ def plan_topk_in_one(expert_ids: Tensor, num_experts: int) -> Index:
     made = a, b, c, d, e, f.view(())
     plan_topk_launch(expert_ids, num_experts, made).run()
     return made
-
-
-def new_index(expert_ids: Tensor, num_experts: int) -> Index:
-    """What `plan_topk` returns, uninitialised."""
-
-    def index(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
-
-    pairs = expert_ids.numel()
-    return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index(num_experts), index()
 
 
 def plan_topk_launch(expert_ids: Tensor, num_experts: int, made: Index) -> Launch:

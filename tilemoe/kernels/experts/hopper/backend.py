@@ -67,14 +67,7 @@ class HopperBackend(TritonBackend):
             host.wgrad_launch(kernel, by_token, by_row, out, plan, device).run()
 
     def down_proj_dgrad_dact(
-        self,
-        do: Tensor,
-        w2: Tensor,
-        b2: Tensor | None,
-        h: Tensor,
-        s: Tensor,
-        plan: RoutingPlan,
-        spec: ActivationSpec,
+        self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
         device = _device("down_proj_dgrad_dact", do, plan, *w2.shape[1:])

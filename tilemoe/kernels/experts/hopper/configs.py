@@ -58,25 +58,20 @@ TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
         "up_proj_wgrad": _COOPERATIVE,
     }
 )
-# up_proj_dgrad: the portable kernel is faster with a longer contraction, as there is little epilogue to overlap; where
-# d is wide, from shorter ones on, by up to 22% with 256 rows of an expert in whole tiles, as token rounding makes them.
-# Where it is chosen, it was slower once: by 11%, with 256 rows in whole tiles and d = 1536.
-# up_proj_act, down_proj_dgrad_dact: within 1% of the portable kernel or faster at every measured width. down_proj too,
-# but for whole tiles (up to 9% slower) and Mixtral's contraction of 14336 (6% with 16384 tokens, 1% with 8192).
+# Beyond these contractions of up_proj_dgrad the portable kernel was faster: there is little epilogue to overlap.
+# up_proj_act, down_proj_dgrad_dact and down_proj: within 1% of it or faster nearly everywhere (docs/lab/hopper.md).
 MAX_CONTRACTION = 1024
 MAX_CONTRACTION_OF_NARROW = 2048
 NARROW = 2048  # of d
-# Weight gradients contract over an expert's rows, on which no compile-time choice may depend. up_proj_wgrad with
-# thousands of rows: 5% faster to 1% slower up to a width of dh of 1536, equal to 7% slower from 2048 on; with 256 rows,
-# 6 to 20% faster. down_proj_wgrad: up to 27% faster with few rows, up to 9% slower with thousands.
+# Weight gradients contract over an expert's rows, on which no compile-time choice may depend. down_proj_wgrad is faster
+# with few rows, up to 9% slower with thousands; up_proj_wgrad no faster with thousands from this width of dh on.
 MAX_WIDTH_OF_DH = 2047
-# Activations whose B1 epilogue is a loop over slices. Unrolled, their code has 147 to 158 KB, more than an SM's
-# instruction cache (128 KB), and took 1.1 to 2.4 times as long as swiglu's instead of 0.94 to 1.13. The loop moves
-# registers, which made swiglu's kernel 3 to 9% slower.
+# Activations whose B1 epilogue is a loop over slices: unrolled, their code does not fit the instruction cache, and took
+# up to 2.4 times as long. The loop moves registers, which made swiglu's kernel 3 to 9% slower.
 ACTIVATIONS_IN_A_LOOP = ("swiglu_oai", "geglu")
 # Threadblock swizzle where the output has more column tiles than this: all row tiles of an expert by SWIZZLE_TILES
 # column tiles, then the next ones. In row-major order a wave of tiles reads about 40 GB/s of weights for each column
-# tile, which for Mixtral's 112 is all of DRAM's bandwidth. Measured: 6 to 16 column tiles (no gain or a loss), 56, 112.
+# tile. Measured: 6 to 16 column tiles (no gain or a loss), 56, 112.
 MAX_COLUMN_TILES = 32
 SWIZZLE_TILES = 8  # 8 column tiles of 256 by 132 / 8 row tiles of 128 are nearly a square
 MIN_WIDTH = 64  # of d and n: narrower, most of a tile would be padding

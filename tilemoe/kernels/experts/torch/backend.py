@@ -47,14 +47,7 @@ class TorchBackend(Backend):
             _sum_rows_of_token(y, s.index_select(0, plan.pair_of_row).to(work), plan, o)
 
     def down_proj_dgrad_dact(
-        self,
-        do: Tensor,
-        w2: Tensor,
-        b2: Tensor | None,
-        h: Tensor,
-        s: Tensor,
-        plan: RoutingPlan,
-        spec: ActivationSpec,
+        self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
         da_unscaled = rows_times_experts(do, w2, None, plan, index=plan.token_of_row)

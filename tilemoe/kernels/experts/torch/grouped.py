@@ -54,11 +54,7 @@ def rows_times_experts(
 
 
 def outer_per_expert(
-    left: Tensor,
-    right: Tensor,
-    plan: RoutingPlan,
-    left_index: Tensor | None = None,
-    right_index: Tensor | None = None,
+    left: Tensor, right: Tensor, plan: RoutingPlan, left_index: Tensor | None = None, right_index: Tensor | None = None
 ) -> Tensor:
     """``sum over the rows r of expert e of left_r^T right_r``: (E, p, q), zeros for an expert without rows.
 

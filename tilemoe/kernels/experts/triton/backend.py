@@ -14,7 +14,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend, empty_weight_grad
 from tilemoe.kernels.experts.triton import bias_grad, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
-from tilemoe.kernels.experts.triton.combine import combine, combine_grad
+from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, small_m, tile_rows, why_unsupported
 from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
 from tilemoe.plan import RoutingPlan
@@ -66,14 +66,7 @@ class TritonBackend(Backend):
         combine(y, s, plan, o)
 
     def down_proj_dgrad_dact(
-        self,
-        do: Tensor,
-        w2: Tensor,
-        b2: Tensor | None,
-        h: Tensor,
-        s: Tensor,
-        plan: RoutingPlan,
-        spec: ActivationSpec,
+        self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
         device = _check(do, *w2.shape[1:])
@@ -103,7 +96,7 @@ class TritonBackend(Backend):
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
         """B5, to dx (T, c)."""
-        combine_grad(dx_rows, plan, dx)
+        combine(dx_rows, None, plan, dx)
 
     def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
         """db2 (E, d) in s's dtype: the sum of each expert's rows of s times do."""

@@ -22,21 +22,12 @@ _BYTES_OF_CTA = 1024  # of a row: the most that divides every slice of a wide on
 _BYTES_OF_THREAD = 32  # of a row: two 16-byte loads, 5 to 8% faster than one at 4.3 TB/s on an H200
 
 
-def combine(y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
-    """F3: to o (T, c), the sum over t's rows of score times y (R_max, c), 0 for a token without rows.
+def combine(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> None:
+    """F3, or B5 without s: to out (T, c), the sum over t's rows of score times rows (R_max, c), 0 where t has none.
 
     s (P) of any float dtype, in the caller's order; sums are taken in fp32, or fp64 where s is, in the order of the
     token's pairs.
     """
-    _combine(y, s, plan, o)
-
-
-def combine_grad(dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
-    """B5: to dx (T, c), the sum of each token's rows of dx_rows (R_max, c), taken in fp32."""
-    _combine(dx_rows, None, plan, dx)
-
-
-def _combine(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> None:
     assert out.shape == (plan.num_tokens, rows.shape[1]), "one output row for each token"
     device_of(rows)
     if plan.capacity == 0:
@@ -46,7 +37,7 @@ def _combine(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> 
 
 
 def combine_launch(out: Tensor, rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> Launch:
-    """The launch behind both, for at least one token and one row.
+    """The launch behind `combine`, for at least one token and one row.
 
     ``out`` may be a slice of columns of a wider tensor, as may ``rows``: rows of any stride, columns contiguous.
     """

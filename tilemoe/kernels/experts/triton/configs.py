@@ -10,28 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:  # it imports torch, which arithmetic alone needs not
     from tilemoe.runtime.device import Device
 
 
 Kernel = Literal[
-    "up_proj_act",
-    "down_proj",
-    "down_proj_dgrad_dact",
-    "down_proj_wgrad",
-    "up_proj_dgrad",
-    "up_proj_wgrad",
+    "up_proj_act", "down_proj", "down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad"
 ]
-KERNELS: tuple[Kernel, ...] = (
-    "up_proj_act",
-    "down_proj",
-    "down_proj_dgrad_dact",
-    "down_proj_wgrad",
-    "up_proj_dgrad",
-    "up_proj_wgrad",
-)
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 WITH_ACTIVATION = ("up_proj_act", "down_proj_dgrad_dact")
 WEIGHT_GRADS = ("down_proj_wgrad", "up_proj_wgrad")
 
@@ -115,7 +103,8 @@ def choose_tile(
     ``gate_up``: the layout of h, None where the kernel has none or the activation is not gated. A tile never exceeds
     the widths by more than a power of two needs.
     """
-    return _fit(kernel, _base_tile(kernel, itemsize, device), rows_width, out_width, itemsize, device, gate_up)
+    tile = _base_tile(kernel, itemsize, device)
+    return _fit(kernel, tile, rows_width, out_width, itemsize, device.shared_bytes, gate_up)
 
 
 def small_m(num_rows: int, num_experts: int) -> int | None:
@@ -134,20 +123,14 @@ def choose_small_m_tile(
     """As `choose_tile`, with the block_m that `small_m` gives. Two CTAs fit an SM: one's prologue and epilogue overlap
     the other's loads.
     """
-    half = replace(device, shared_bytes=device.shared_bytes // 2)
-    return _fit(kernel, _base_small_m_tile(block_m, itemsize, device), rows_width, out_width, itemsize, half, gate_up)
+    tile = _base_small_m_tile(block_m, itemsize, device)
+    return _fit(kernel, tile, rows_width, out_width, itemsize, device.shared_bytes // 2, gate_up)
 
 
 def _fit(
-    kernel: Kernel,
-    tile: TileConfig,
-    rows_width: int,
-    out_width: int,
-    itemsize: int,
-    device: Device,
-    gate_up: str | None,
+    kernel: Kernel, tile: TileConfig, rows_width: int, out_width: int, itemsize: int, budget: int, gate_up: str | None
 ) -> TileConfig:
-    """``tile`` shrunk to the widths, and to as many stages as fit in shared memory."""
+    """``tile`` shrunk to the widths, and to as many stages as fit in ``budget`` bytes of shared memory."""
     parts = _parts(kernel, gate_up)
     across = cover(out_width, tile.block_n // parts)
     if kernel in WEIGHT_GRADS:
@@ -160,8 +143,8 @@ def _fit(
         tile = replace(tile, slices=tile.slices // 2)
     if itemsize == 2 and tile.block_m * tile.block_n * parts <= 64 * 128:
         tile = replace(tile, num_warps=min(tile.num_warps, 4))
-    while shared_bytes(kernel, tile, itemsize, gate_up) > device.shared_bytes:
-        assert tile.num_stages > 1, f"{kernel}: no tile fits {device.shared_bytes} bytes of shared memory"
+    while shared_bytes(kernel, tile, itemsize, gate_up) > budget:
+        assert tile.num_stages > 1, f"{kernel}: no tile fits {budget} bytes of shared memory"
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile
 
