@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES
 from tilemoe.data import Prepared, TokenShards, load_tokenizer
+from tilemoe.data.corpus import SPLITS
 from tilemoe.data.shards import ShardWriter, token_dtype, write_index
-from tilemoe.data.split import SPLITS
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.mesh import build_meshes

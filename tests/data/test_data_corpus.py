@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemoe.data import corpus as corpus_module
-from tilemoe.data.corpus import clean_text, open_corpus
-from tilemoe.data.split import _by_end, split_documents
+from tilemoe.data.corpus import _by_end, clean_text, open_corpus, split_documents
 
 
 def read_all(spec: Path | str) -> list[tuple[str, str]]:

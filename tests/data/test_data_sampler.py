@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilemoe.data.permutation import permute
-from tilemoe.data.sampler import Sampler, sequential_windows
+from tilemoe.data.sampler import Sampler, permute, sequential_windows
 from tilemoe.data.shards import TokenShards
 
 Write = Callable[..., TokenShards]

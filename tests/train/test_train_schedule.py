@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tilemoe.train.config import OptimConfig
-from tilemoe.train.schedule import learning_rate
+from tilemoe.train.optim import learning_rate
 
 BASE = OptimConfig(lr=2.0, warmup_steps=10, min_lr_ratio=0.1)
 STEPS = 110

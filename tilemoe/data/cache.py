@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilemoe.data.corpus import Corpus, open_corpus
+from tilemoe.data.corpus import SPLITS, Corpus, Split, open_corpus, split_documents
 from tilemoe.data.files import only_one_process, staged_folder
 from tilemoe.data.shards import (
     FORMAT,
@@ -24,7 +24,6 @@ from tilemoe.data.shards import (
     token_dtype,
     write_index,
 )
-from tilemoe.data.split import SPLITS, Split, split_documents
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 
 _BATCH_CHARS = 1 << 22  # text encoded at once, in parallel; bounds the memory together with the longest document

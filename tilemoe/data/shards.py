@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from tilemoe.data.corpus import SPLITS, Split
 from tilemoe.data.files import sha256_file
-from tilemoe.data.split import SPLITS, Split
 
 FORMAT = "tilemoe-token-shards"
 VERSION = 1

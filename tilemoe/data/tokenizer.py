@@ -15,9 +15,8 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tilemoe.data.corpus import Corpus, clean_text
+from tilemoe.data.corpus import Corpus, clean_text, split_documents
 from tilemoe.data.files import only_one_process, write_atomic
-from tilemoe.data.split import split_documents
 
 TokenIds = NDArray[np.int64]
 

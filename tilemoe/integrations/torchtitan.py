@@ -104,15 +104,8 @@ def _plan_of_rows(num_tokens_per_expert: Tensor, num_rows: int) -> RoutingPlan:
     """The plan in which each row is a token of its own with one expert; made without reading a count back."""
     ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
     rows = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
-    return RoutingPlan(
-        token_of_row=rows,
-        pair_of_row=rows,
-        row_of_pair=torch.where(rows < ends[-1], rows, -1),
-        pair_start_of_token=None,
-        row_start_of_expert=torch.cat([ends.new_zeros(1), ends]),
-        num_experts=ends.shape[0],
-        num_tokens=num_rows,
-    )
+    row_of_pair, row_start = torch.where(rows < ends[-1], rows, -1), torch.cat([ends.new_zeros(1), ends])
+    return RoutingPlan(rows, rows, row_of_pair, None, row_start, ends.shape[0], num_rows)
 
 
 def _refuse_type_checking() -> None:

@@ -75,9 +75,8 @@ class Block(nn.Module):
         if config.moe is not None and config.is_moe_layer(layer):
             self.mlp = MoE(config.moe, device=device, dtype=dtype, recompute=recompute, kernels=kernels)
         else:
-            spec = activation_spec("swiglu")
-            width = config.dense_intermediate_size
-            self.mlp = MLP(d, width, spec, config.initializer_range, device=device, dtype=dtype)
+            n, spec = config.dense_intermediate_size, activation_spec("swiglu")
+            self.mlp = MLP(d, n, spec, config.initializer_range, device=device, dtype=dtype)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.attention_norm.reset_parameters()
@@ -208,8 +207,7 @@ class DecoderLM(nn.Module):
 
     def _hidden(self, input_ids: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """(normalised hidden (B, S, d), auxiliary loss (), tokens per expert (L, E))."""
-        config = self.config
-        start = 0 if cache is None else cache.length
+        config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         angles = rotary_angles(start, input_ids.shape[1], config.head_dim, config.rope_theta, hidden.device, dtype)

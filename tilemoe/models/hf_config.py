@@ -34,28 +34,20 @@ class Architecture:
     aux_loss_coef: float = 0.001
 
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        architecture.qk_norm: architecture
-        for architecture in (
-            Architecture(
-                "qwen3_moe", "Qwen3MoeForCausalLM", "head", expert_width="moe_intermediate_size", norm_eps=1e-6
-            ),
-            Architecture("olmoe", "OlmoeForCausalLM", "full", aux_loss_coef=0.01),
-            Architecture(
-                "mixtral",
-                "MixtralForCausalLM",
-                "none",
-                mlp="block_sparse_moe",
-                gate="w1",
-                up="w3",
-                down="w2",
-                num_experts="num_local_experts",
-                rope_theta=1_000_000.0,
-            ),
-        )
-    }
+_QWEN3 = Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "head", expert_width="moe_intermediate_size", norm_eps=1e-6)
+_OLMOE = Architecture("olmoe", "OlmoeForCausalLM", "full", aux_loss_coef=0.01)
+_MIXTRAL = Architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    "none",
+    mlp="block_sparse_moe",
+    gate="w1",
+    up="w3",
+    down="w2",
+    num_experts="num_local_experts",
+    rope_theta=1_000_000.0,
 )
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({a.qk_norm: a for a in (_QWEN3, _OLMOE, _MIXTRAL)})
 
 
 def hf_config_dict(config: ModelConfig) -> dict[str, Any]:
@@ -66,7 +58,8 @@ def hf_config_dict(config: ModelConfig) -> dict[str, Any]:
             names it.
     """
     architecture = ARCHITECTURES[config.qk_norm]
-    moe = config.moe or _placeholder_moe(config)
+    # Of a dense model something has to be said of experts, though no layer has any.
+    moe = config.moe or MoEConfig(config.hidden_size, config.dense_intermediate_size, 1, 1)
     _require_expressible(architecture, config, moe)
     return {
         "architectures": [architecture.class_name],
@@ -205,11 +198,6 @@ def _number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], d
         return kind(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"config.json: {name} must be a number, got {value!r}") from error
-
-
-def _placeholder_moe(config: ModelConfig) -> MoEConfig:
-    """What a dense model's config.json says of experts; no layer has any."""
-    return MoEConfig(config.hidden_size, config.dense_intermediate_size, num_experts=1, num_experts_per_tok=1)
 
 
 def _require_expressible(architecture: Architecture, config: ModelConfig, moe: MoEConfig) -> None:

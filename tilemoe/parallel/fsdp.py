@@ -85,24 +85,14 @@ def _placements(experts: Experts | None, ranks: int) -> dict[nn.Parameter, Shard
 
 def _prefetch(model: DecoderLM) -> None:
     """Gather a block ahead by name: the host waits for the sizes of each exchange, too long to find out by itself."""
-    blocks = [block for block in model.blocks if isinstance(block, Block)]
-    for block, following in pairwise(blocks):
-        _fsdp(block).set_modules_to_forward_prefetch(_gathered_with(following))
-        _fsdp(following).set_modules_to_backward_prefetch(_gathered_with(block)[::-1])
-
-
-def _gathered_with(block: Block) -> list[FSDPModule]:
-    return [module for module in block.modules() if isinstance(module, FSDPModule)]
-
-
-def _fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule), "every block was sharded before"
-    return module
+    gathers: list[list[FSDPModule]] = [  # a block is the first of its own modules
+        [module for module in block.modules() if isinstance(module, FSDPModule)] for block in model.blocks
+    ]
+    for gathered, following in pairwise(gathers):
+        gathered[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(gathered[::-1])
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
     return dtype

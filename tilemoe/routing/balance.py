@@ -31,7 +31,7 @@ def update_selection_bias(
         bias.add_(layer_direction.to(device=bias.device, dtype=bias.dtype), alpha=rate)
 
 
-def sum_over_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def sum_over_ranks(counts: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """``counts`` summed over ``group`` (None: all ranks); ``counts`` itself when torch.distributed is not in use."""
     if num_ranks(group) == 1:
         return counts

@@ -16,7 +16,8 @@ from torch import nn
 
 from tilemoe.data import TokenShards, sequential_windows
 from tilemoe.data.sampler import IGNORED_TARGET
-from tilemoe.train.job.collective import any_process, sum_of_processes, values_of_processes
+from tilemoe.routing.balance import sum_over_ranks
+from tilemoe.train.job.collective import any_process, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 
 
@@ -76,10 +77,9 @@ def evaluate(
     assert counts is not None, "a held-out split is never empty"
     totals = values_of_processes(torch.tensor([nats, tokens], dtype=torch.float64), job)
     nats, tokens = sum(part[0] for part in totals), round(sum(part[1] for part in totals))
-    counts = sum_of_processes(counts, job)
+    counts = sum_over_ranks(counts)
     per_token = nats / tokens
-    bytewise = shards.num_tokens == shards.num_bytes
-    known = bytewise or tokens == shards.num_tokens
+    known = shards.num_tokens in (shards.num_bytes, tokens)
     per_byte = per_token * shards.num_tokens / shards.num_bytes if known else None
     return Evaluation(per_token, per_byte, tokens, counts.tolist())
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,19 @@ from tilemoe.parallel.expert import rows_of_experts
 from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
+from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint
 from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, list_checkpoints, save_checkpoint
 from tilemoe.train.checkpoints.sharded_state import is_shared
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import Evaluation, evaluate
-from tilemoe.train.job.collective import any_process, sum_of_processes, values_of_processes
+from tilemoe.train.job.collective import any_process, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
-from tilemoe.train.optim import make_optimizer, set_learning_rate
+from tilemoe.train.optim import learning_rate, make_optimizer, set_learning_rate
 from tilemoe.train.prefetch import Prefetcher
 from tilemoe.train.progress import Reporter, Speed, StepStats
-from tilemoe.train.schedule import learning_rate
 
 if TYPE_CHECKING:
     from tilemoe.models.decoder import DecoderLM
@@ -104,9 +104,8 @@ class Trainer:
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``: weights, optimiser, random numbers, step and tokens."""
         state = checkpoint.state
-        seed_process(
-            self.recipe.train.seed, self.job, state.step
-        )  # stays, of a rank that was not there when it was saved
+        # Stays, of a rank that was not there when it was saved.
+        seed_process(self.recipe.train.seed, self.job, state.step)
         checkpoint.load_training(self.model, self.optimizer)
         self.step, self.tokens, self.seconds = state.step, state.tokens, state.seconds
         self._saved_step = state.step
@@ -114,16 +113,16 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the present step; a job, whose processes all call it, writes while it trains on."""
         state = TrainState(self.recipe, self.step, self.tokens, self.seconds, self.data_fingerprint)
-        tokenizer, keep_last = self.data.tokenizer, self.recipe.train.keep_last
         arguments = (self.run_dir, state, self.model, self.optimizer)
+        options: dict[str, Any] = {"tokenizer": self.data.tokenizer, "keep_last": self.recipe.train.keep_last}
         if self.job.is_alone:
-            save_checkpoint(*arguments, tokenizer=tokenizer, keep_last=keep_last)
+            save_checkpoint(*arguments, **options)
         else:
             self.finish_save()
             if self._group is None:  # of the threads that write: their collectives must not mix with training's
                 limit = timedelta(seconds=self.recipe.train.timeout)
                 self._group = dist.new_group(backend="gloo", timeout=limit)
-            self._pending = PendingCheckpoint(*arguments, tokenizer=tokenizer, keep_last=keep_last, group=self._group)
+            self._pending = PendingCheckpoint(*arguments, **options, group=self._group)
         self._saved_step = self.step
 
     def finish_save(self) -> None:
@@ -154,7 +153,7 @@ class Trainer:
         counts = parts.sum(0)
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
         own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
-        load = _expert_load(sum_of_processes(counts, self.job))
+        load = _expert_load(sum_over_ranks(counts))
         waste = _tile_waste(rows_of_experts(self.model, parts), self._tile)
         # The step's one read from the device, which then works on the update while the next step is being launched.
         values = values_of_processes(torch.cat([own, load, waste]), self.job)
@@ -219,7 +218,7 @@ class Trainer:
         reporter.start(self.step, train.steps)
         try:
             while not any_process(stop_requested(), self.job):
-                if self._evaluation_due():
+                if self._is_due(train.eval_every):
                     result = self._evaluate(metrics, reporter, stop_requested)
                     if self.step == train.steps or result is None:
                         return result
@@ -227,12 +226,14 @@ class Trainer:
                 stats = self.train_step()
                 now = time.perf_counter()
                 self.seconds = seconds_before + now - started
-                step_seconds = _moving_average(step_seconds, now - begun, self.step - first_step)
+                if self.step - first_step <= 2:  # the first warms up, and counts only until there is a second
+                    step_seconds = now - begun
+                step_seconds += (1.0 - _SPEED_MEMORY) * (now - begun - step_seconds)
                 speed = self._speed(step_seconds)
                 self._record(metrics, stats, speed)
                 reporter.update(stats, speed, (train.steps - self.step) * step_seconds)
                 self._publish_if_written()
-                if self._save_due():
+                if self._is_due(train.save_every):
                     if metrics is not None:
                         metrics.sync()
                     self.save()
@@ -247,12 +248,8 @@ class Trainer:
             self.save()
         self.finish_save()
 
-    def _save_due(self) -> bool:
-        every = self.recipe.train.save_every
-        return self.step == self.recipe.train.steps or bool(every and self.step % every == 0)
-
-    def _evaluation_due(self) -> bool:
-        every = self.recipe.train.eval_every
+    def _is_due(self, every: int) -> bool:
+        """What is done every so many steps, 0 for never, and at the end."""
         return self.step == self.recipe.train.steps or bool(every and self.step and self.step % every == 0)
 
     def _evaluate(
@@ -314,11 +311,6 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     except ValueError:
         return None
     return 1e12 * (gpu.bf16_tflops if precision == "bf16" else gpu.fp32_tflops)
-
-
-def _moving_average(average: float, value: float, count: int) -> float:
-    """Of a step's seconds, ``count`` steps in; the first, which warms up, counts only until there is a second."""
-    return value if count <= 2 else _SPEED_MEMORY * average + (1.0 - _SPEED_MEMORY) * value
 
 
 def _expert_load(counts: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""AdamW over two parameter groups, and the optimiser's state as named tensors."""
+"""AdamW over two parameter groups, its state as named tensors, and its learning rate, a function of the step."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -68,3 +70,32 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     assert not unknown, f"state of parameters that the model lacks: {sorted(unknown)}"
     state = {i: by_parameter[name_of[id(p)]] for i, p in enumerate(order) if name_of[id(p)] in by_parameter}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """The learning rate of optimiser step ``step`` of ``steps``, from 0 on; a resumed run needs no state of it.
+
+    Linear warm-up over ``warmup_steps`` (the first step already learns), then ``config.schedule``:
+
+    * ``cosine``: half a cosine from 1 down to ``min_lr_ratio``, reached at the last step;
+    * ``wsd``: constant, then over the last ``decay_fraction`` of all steps ``1 - sqrt(progress)`` down to
+      ``min_lr_ratio`` (warm-up, stable, decay; Hägele et al. 2024, arXiv 2405.18392);
+    * ``constant``: stays at the peak.
+    """
+    assert 0 <= step < steps, (step, steps)
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    factor = _decay(step, steps, config)
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
+
+
+def _decay(step: int, steps: int, config: OptimConfig) -> float:
+    """From 1 (peak) to 0 (``min_lr_ratio``) for a step after the warm-up."""
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "cosine":
+        span = steps - 1 - config.warmup_steps
+        return 0.5 * (1.0 + math.cos(math.pi * (step - config.warmup_steps) / span)) if span > 0 else 1.0
+    decay_steps = min(round(config.decay_fraction * steps), steps - config.warmup_steps)
+    done = step - (steps - decay_steps) + 1
+    return 1.0 - math.sqrt(done / decay_steps) if done > 0 else 1.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -10,15 +12,17 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from tilemoe.train.job.processes import Job, JobError
-from tilemoe.train.job.rendezvous import store_of_attempt
 from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 
 # Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
 _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 # The groups' own limit is later than that of `Watch`, which says more and can say it where NCCL waits.
 _LATER_SECONDS = 15
+_POLL_SECONDS = 0.05
 _LONGEST = 1000  # characters of an error that other processes are told
 
 
@@ -103,15 +107,6 @@ def values_of_processes(values: Tensor, job: Job) -> list[list[float]]:
     return rows
 
 
-def sum_of_processes(tensor: Tensor, job: Job) -> Tensor:
-    """``tensor`` summed over all processes, which all call it; the argument stays as it is."""
-    if job.is_alone:
-        return tensor
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
 def objects_of_processes(value: Any, job: Job) -> list[Any]:
     """A small picklable ``value`` of each process, by rank; all call it."""
     if job.is_alone:
@@ -119,3 +114,47 @@ def objects_of_processes(value: Any, job: Job) -> list[Any]:
     gathered: list[Any] = [None] * job.world_size
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def store_of_attempt(job: Job, timeout: int) -> Store:
+    """An empty part of torchrun's store, the same in all processes, which all call it.
+
+    torchrun starts a job again beside the store that the attempt before has used, whose addresses are of processes that
+    are gone. So the first names a part of it, together with the words by which it has heard of the others; those wait
+    until it has heard the word that they have just made up, which no attempt before can have known.
+
+    Raises:
+        TimeoutError: not all came within ``timeout`` seconds.
+    """
+    found, _, _ = next(rendezvous("env://", job.rank, job.world_size, timeout=timedelta(seconds=timeout)))
+    store, deadline, word = PrefixStore("attempts", found), time.monotonic() + timeout, secrets.token_hex(8)
+    name = _offer(store, job, word, deadline) if job.is_first else _accept(store, job, word, deadline)
+    return PrefixStore(name, store)
+
+
+def _offer(store: Store, job: Job, name: str, deadline: float) -> str:
+    missing = list(range(1, job.world_size))
+    while missing := [rank for rank in missing if not store.check([f"{name}/{rank}"])]:
+        words = [_read(store, f"word of {rank}") for rank in range(1, job.world_size)]
+        store.set("offer", " ".join([name, *words]))
+        _wait(deadline, f"{len(missing)} of {job.world_size} processes, rank {missing[0]} among them, did not come")
+    return name
+
+
+def _accept(store: Store, job: Job, word: str, deadline: float) -> str:
+    store.set(f"word of {job.rank}", word)
+    while word not in (offer := _read(store, "offer").split()):
+        _wait(deadline, "rank 0 did not come")
+    store.set(f"{offer[0]}/{job.rank}", word)
+    return offer[0]
+
+
+def _read(store: Store, key: str) -> str:
+    value: bytes = store.get(key) if store.check([key]) else b""
+    return value.decode()
+
+
+def _wait(deadline: float, problem: str) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(problem)
+    time.sleep(_POLL_SECONDS)
