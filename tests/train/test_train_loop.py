@@ -418,3 +418,15 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [(False, before)]
+
+
+def test_a_trainer_trains_on_what_the_sampler_gives(moe_recipe: Recipe) -> None:
+    """Also after its step was set back, as loading a checkpoint does."""
+    trainer = trainer_of(moe_recipe)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    trainer.model.register_forward_pre_hook(lambda module, args: seen.append(args))
+    for step in (0, 1, 2, 1, 2, 3):
+        trainer.step = step
+        trainer.train_step()
+        for got, expected in zip(seen.pop(), trainer.sampler.batch(step), strict=True):
+            assert got.tolist() == expected.tolist()

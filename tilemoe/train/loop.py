@@ -38,7 +38,6 @@ from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
 from tilemoe.train.optim import learning_rate, make_optimizer, set_learning_rate
-from tilemoe.train.prefetch import Prefetcher
 from tilemoe.train.progress import Reporter, Speed, StepStats
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ class Trainer:
         self.sampler = Sampler(
             data.train, recipe.data.seq_len, recipe.data.batch_size, recipe.train.seed, job.rank, job.world_size
         )
-        self._prefetcher = Prefetcher(self.sampler.batch, device)
         self.data_fingerprint = data_fingerprint(data)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._saved_step = -1
@@ -131,11 +129,6 @@ class Trainer:
         if pending is not None:
             pending.finish()
 
-    def _publish_if_written(self) -> None:
-        """Between steps, when no process would have to wait for its part."""
-        if self._pending is not None and not any_process(not self._pending.is_written, self.job):
-            self.finish_save()
-
     # ------------------------------------------------------------------------------------------------ one step
 
     def train_step(self) -> StepStats:
@@ -179,7 +172,7 @@ class Trainer:
         losses, aux_losses, counts = [], [], []
         for part in range(parts):
             self._progress.mark()
-            inputs, targets = self._prefetcher.batch(self.step * parts + part)
+            inputs, targets = self._batch(self.step * parts + part)
             begin_micro_batch(self.model, self.recipe.parallel, is_last=part == parts - 1)
             with self.autocast():
                 out = self.model(inputs, targets)
@@ -189,6 +182,14 @@ class Trainer:
             aux_losses.append(out.aux_loss.detach())
             counts.append(out.tokens_per_expert.to(torch.int64))
         return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), torch.stack(counts)
+
+    def _batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of a micro-batch, on their way to the device."""
+        batch = [torch.from_numpy(array) for array in self.sampler.batch(index)]
+        if self.device.type == "cuda":  # from other memory a copy would make the host wait
+            batch = [tensor.pin_memory() for tensor in batch]
+        inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        return inputs, targets
 
     def _require_finite(self, values: list[list[float]]) -> None:
         for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):
@@ -232,14 +233,15 @@ class Trainer:
                 speed = self._speed(step_seconds)
                 self._record(metrics, stats, speed)
                 reporter.update(stats, speed, (train.steps - self.step) * step_seconds)
-                self._publish_if_written()
+                # No process has to wait for its part.
+                if self._pending is not None and not any_process(not self._pending.is_written, self.job):
+                    self.finish_save()
                 if self._is_due(train.save_every):
                     if metrics is not None:
                         metrics.sync()
                     self.save()
             return None
         finally:
-            self._prefetcher.forget()
             reporter.stop()
 
     def save_if_needed(self) -> None:

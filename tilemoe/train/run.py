@@ -228,6 +228,7 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
     if not trainer.job.is_first:
         return RunResult(evaluation, sample, None)
     plot = _plot(recipe, run_dir, reporter) if recipe.train.plot else None
+    device = trainer.device
     result = {
         "heldout_nats_per_byte": evaluation.nats_per_byte,
         "heldout_nats_per_token": evaluation.nats_per_token,
@@ -238,7 +239,7 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
         "flops_per_token": flops_per_token(recipe.model, recipe.data.seq_len),
         "recipe": to_dict(recipe),
         "versions": {"tilemoe": tilemoe.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "device": _device_name(trainer.device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",
         "processes": trainer.job.world_size,
         "threads": torch.get_num_threads(),
         "commit": git_commit(),
@@ -253,10 +254,6 @@ def _plot(recipe: Recipe, run_dir: Path, reporter: Reporter) -> Path | None:
     except ImportError:
         reporter.say("no plot: pip install 'tilemoe[plot]'")
         return None
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
 
 
 def git_commit() -> str | None:

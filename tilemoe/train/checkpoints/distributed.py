@@ -1,8 +1,7 @@
 """Checkpoints that all processes of a job write together, and any number of processes reads.
 
-The folder is that of `tilemoe.train.checkpoints.folder`, found, verified, kept and dropped as the others are, but for
-the tensors, which are in torch.distributed.checkpoint's files: ``.metadata`` and one ``__<rank>_*.distcp`` of each
-process. All processes see the run's folder.
+The folder is that of `tilemoe.train.checkpoints.folder`, which all processes see, but for the tensors: they are in
+torch.distributed.checkpoint's files, ``.metadata`` and one ``__<rank>_*.distcp`` of each process.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ A run's folder holds one folder per checkpoint::
         tokenizer.json         unless the tokenizer is the plain bytes
         manifest.json          size and SHA-256 of each file above, and of itself
 
-A job of several processes writes other files instead of the first two, see `tilemoe.train.checkpoints.distributed`;
-either kind is read here. It is written under a temporary name, synced, and renamed, so that a crash, a kill or a full
-disk at any moment leaves the older checkpoints as they were. Nothing in the files above is pickled.
+A job of several processes writes other files instead of the first two, see `tilemoe.train.checkpoints.distributed`.
+Either is written under a temporary name, synced, and renamed. Nothing in the files above is pickled.
 """
 
 from __future__ import annotations

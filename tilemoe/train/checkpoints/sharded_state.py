@@ -121,19 +121,13 @@ def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimiz
     _fill(model.state_dict(), model_file)
     with safe_open(str(optimizer_file), "pt") as file:
         saved = set(file.keys())
-    state = {name: tensor for name, tensor in _room_for_state(model).items() if name in saved}
-    _fill(state, optimizer_file)
-    load_optimizer_tensors(model, optimizer, state)
-
-
-def _room_for_state(model: nn.Module) -> dict[str, Tensor]:
-    """AdamW's, by the names of `optimizer_tensors`."""
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        state[f"{name}.exp_avg"] = torch.empty_like(parameter, requires_grad=False)
-        state[f"{name}.exp_avg_sq"] = torch.empty_like(parameter, requires_grad=False)
-        state[f"{name}.step"] = torch.empty(())
-    return state
+        moments = (torch.empty_like(parameter, requires_grad=False) for _ in range(2))
+        room = zip(("exp_avg", "exp_avg_sq", "step"), (*moments, torch.empty(())), strict=True)
+        state |= {f"{name}.{key}": tensor for key, tensor in room if f"{name}.{key}" in saved}
+    _fill(state, optimizer_file)
+    load_optimizer_tensors(model, optimizer, state)
 
 
 @torch.no_grad()
