@@ -306,13 +306,9 @@ class ParallelConfig:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A config dataclass as plain JSON-able values, nested; the inverse of ``from_dict``."""
-    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return to_dict(value)
-    return list(value) if isinstance(value, tuple) else value
+    return dataclasses.asdict(
+        config, dict_factory=lambda items: {k: list(v) if isinstance(v, tuple) else v for k, v in items}
+    )
 
 
 def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:

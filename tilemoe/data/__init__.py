@@ -1,10 +1,4 @@
-"""Text in, batches of tokens out: corpora, tokenizers, memory-mapped token shards, deterministic sampling.
-
-    prepared = prepare("stdlib", "bytes", cache_dir)
-    inputs, targets = Sampler(prepared.train, seq_len=256, batch_size=32, seed=0).batch(step=0)
-
-Every mistake of the user is a ValueError of one line. Nothing here prints and nothing imports torch.
-"""
+"""Text in, batches of tokens out: corpora, tokenizers, memory-mapped token shards, deterministic sampling. No torch."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def prepare(
         tokenizer = load_tokenizer(tokenizer_spec, corpus, cache_dir, heldout_every)
         fingerprint = _fingerprint(corpus, tokenizer, heldout_every)
         # Not by the tokenizer's name: a checkpoint's copy of the tokenizer finds the shards of its training.
-        folder = cache_dir / "shards" / f"{_slug(corpus.name)}-{fingerprint[:16]}"
+        slug = re.sub(r"[^A-Za-z0-9.]+", "-", Path(corpus.name).name)[:40] or "data"
+        folder = cache_dir / "shards" / f"{slug}-{fingerprint[:16]}"
         if not folder.exists():
             with only_one_process(folder):
                 if not folder.exists():
@@ -142,7 +143,3 @@ def _batches(pairs: Iterable[tuple[Split, str]]) -> Iterator[list[tuple[Split, s
 def _fingerprint(corpus: Corpus, tokenizer: Tokenizer, heldout_every: int) -> str:
     made_from = [FORMAT, VERSION, corpus.fingerprint(), tokenizer.fingerprint, heldout_every]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name)[:40] or "data"

@@ -225,13 +225,11 @@ def split_documents(corpus: Corpus, heldout_every: int) -> Iterator[tuple[Split,
     require_int("heldout_every", heldout_every, 2)
     texts = (document.text for document in corpus.documents())
     has_whole_documents = sum(1 for _ in islice(corpus.documents(), heldout_every)) == heldout_every
-    pairs = _by_position(texts, heldout_every) if has_whole_documents else _by_end(texts, heldout_every)
+    pairs: Iterator[tuple[Split, str]] = _by_end(texts, heldout_every)
+    if has_whole_documents:
+        last = heldout_every - 1
+        pairs = (("heldout" if i % heldout_every == last else "train", text) for i, text in enumerate(texts))
     return ((split, text) for split, text in pairs if text)
-
-
-def _by_position(texts: Iterator[str], every: int) -> Iterator[tuple[Split, str]]:
-    for index, text in enumerate(texts):
-        yield ("heldout" if index % every == every - 1 else "train"), text
 
 
 def _by_end(texts: Iterator[str], every: int) -> Iterator[tuple[Split, str]]:

@@ -61,9 +61,15 @@ class ShardWriter:
             )
         tokens = ids.astype(self._dtype)
         while tokens.size:
-            room = self._shard_tokens - self._tokens_in_shard
-            self._write(tokens[:room])
-            tokens = tokens[room:]
+            if self._file is None:
+                self._file = (self._directory / f"{self._split}-{len(self._shards):05d}.bin").open("xb")
+            part = tokens[: self._shard_tokens - self._tokens_in_shard]
+            self._file.write(part.tobytes())
+            self._digest.update(part.tobytes())
+            self._tokens_in_shard += part.size
+            if self._tokens_in_shard == self._shard_tokens:
+                self._close_shard()
+            tokens = tokens[part.size :]
         self.num_tokens += ids.size
         self.num_bytes += num_bytes
 
@@ -71,16 +77,6 @@ class ShardWriter:
         """The split's part of the index, once everything is appended."""
         self._close_shard()
         return {"num_tokens": self.num_tokens, "num_bytes": self.num_bytes, "shards": self._shards}
-
-    def _write(self, tokens: NDArray[Any]) -> None:
-        if self._file is None:
-            self._file = (self._directory / f"{self._split}-{len(self._shards):05d}.bin").open("xb")
-        content = tokens.tobytes()
-        self._file.write(content)
-        self._digest.update(content)
-        self._tokens_in_shard += tokens.size
-        if self._tokens_in_shard == self._shard_tokens:
-            self._close_shard()
 
     def _close_shard(self) -> None:
         if self._file is None:

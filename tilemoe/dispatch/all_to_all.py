@@ -24,17 +24,13 @@ class AllToAllDispatcher:
     """Experts ``[r e, (r + 1) e)`` live in the group's rank r; all its ranks call the layer together.
 
     A token crosses once to each rank that holds one of its experts, however many it holds, with one score and one
-    index for each of these. There the experts' outputs are summed with their scores, and that sum alone comes back:
-    no order of experts on ranks needs fewer bytes. The host reads the sizes once in the forward, which waits for the
-    device; the backward uses them again. A process may have no tokens, and a process' experts may get none.
-
-    The gradient of an expert is that of all W processes' tokens, summed.
+    index for each of these. There the experts' outputs are summed with their scores, and that sum alone comes back.
+    The host reads the sizes once in the forward, which waits for the device; the backward uses them again. A process
+    may have no tokens, and a process' experts may get none. The gradient of an expert is that of all W processes'
+    tokens, summed.
 
     Memory, beside that of `tilemoe.moe` for M tokens: M d elements received, kept for backward as the layer's x, and
-    for a moment the copies sent, in room for ``min(W - 1, experts of a token) T d``; in backward those that come back,
-    at most ``min(W, experts of a token) T d``, beside dw1. Every token of every rank may choose experts of one, so M
-    is at most the sum of T over the group, whatever the number of experts per token. ``transports`` may hold
-    more, outside of PyTorch's allocator, and stops the device when it must grow.
+    for a moment the copies sent and, in backward, those that come back (docs/lab/distributed.md).
     """
 
     def __init__(self, transports: Transports, num_experts: int) -> None:
@@ -54,7 +50,11 @@ class AllToAllDispatcher:
     # Sizes that the host reads are no part of a graph, and an exchange would end one anyway.
     @torch.compiler.disable
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
-        self._check_size(plan)
+        if plan.num_tokens * self.experts_per_rank > _INT32_MAX:
+            raise ValueError(
+                f"{plan.num_tokens} tokens times {self.experts_per_rank} experts of a process exceed the int32 that "
+                "names a pair; split the batch"
+            )
         kind = x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))  # as the experts would: before it is sent
@@ -71,10 +71,3 @@ class AllToAllDispatcher:
 
     def local_weight(self, weight: Tensor) -> Tensor:
         return weight.to_local() if isinstance(weight, DTensor) else weight
-
-    def _check_size(self, plan: RoutingPlan) -> None:
-        if plan.num_tokens * self.experts_per_rank > _INT32_MAX:
-            raise ValueError(
-                f"{plan.num_tokens} tokens times {self.experts_per_rank} experts of a process exceed the int32 that "
-                "names a pair; split the batch"
-            )

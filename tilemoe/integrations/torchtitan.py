@@ -4,8 +4,6 @@
 
 E experts of this rank · F expert width · D model width · K experts per token · T tokens · R rows, sorted by expert
 
-Without expert parallelism the whole region is one call of `tilemoe.moe`: no row is gathered before it, and nothing of
-size (R, D) is kept for the backward. With it torchtitan's dispatcher brings the rows, and tilemoe computes the experts.
 Gate and up are one parameter (E, F, 2, D), torchtitan's own fused layout with its sharding and checkpoint hooks, so
 checkpoints stay those of the stock layer; tilemoe reads it where it lies, as interleaved.
 """

@@ -1,18 +1,11 @@
-"""The experts of Hugging Face's models, computed by tilemoe: ``experts_implementation="tilemoe"``.
-
-    from tilemoe.integrations import transformers as tilemoe_transformers
-
-    tilemoe_transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="tilemoe")
-
-or ``tilemoe_transformers.use(model)`` for a model that is there already.
+"""The experts of Hugging Face's models, computed by tilemoe: ``register()``, then ``experts_implementation="tilemoe"``.
 
 T tokens · d hidden_size · n intermediate_size · E experts of this rank · K experts per token · w = 2n gated, n ungated
 
-transformers keeps a table of functions that compute a model's experts; `register` adds one entry to it, `unregister`
-takes it out. Nothing else of transformers is touched, but that an experts module keeps as an attribute what was found
-of it. The router stays the model's own. Weights are read where they lie, (E, w, d) or transposed: no copy is made. What
-a model's gate computes is tried out, not assumed, and a model that tilemoe does not compute exactly is refused.
+transformers keeps a table of functions that compute a model's experts; `register` adds one entry to it. Nothing else of
+transformers is touched, but that an experts module keeps as an attribute what was found of it. The router stays the
+model's own. Weights are read where they lie, (E, w, d) or transposed: no copy is made. What a model's gate computes is
+tried out, not assumed, and a model that tilemoe does not compute exactly is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from tilemoe.activations import ActivationSpec
 from tilemoe.integrations.gates import recognised_activation
 from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.ops.inference import Activation
@@ -214,13 +206,8 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activat
         raise _refusal(module, f"{reason}: trying it out failed with {error!r}") from error
     if spec is None:
         raise _refusal(module, reason)
-    return _as_arguments(spec)
-
-
-def _as_arguments(spec: ActivationSpec) -> Activation:
-    if spec.name == "swiglu_oai":
-        return Activation(spec.name, spec.gate_up, spec.limit, spec.alpha)
-    return Activation(spec.name, spec.gate_up, None, None)
+    numbers = (spec.limit, spec.alpha) if spec.name == "swiglu_oai" else (None, None)
+    return Activation(spec.name, spec.gate_up, *numbers)
 
 
 def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:

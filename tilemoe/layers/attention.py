@@ -133,11 +133,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.initializer_range = config.initializer_range
-        d, q_width, kv_width = (
-            config.hidden_size,
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-        )
+        d, q_width, kv_width = config.hidden_size, config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(d, q_width, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(d, kv_width, bias=False, device=device, dtype=dtype)
         self.v_proj = nn.Linear(d, kv_width, bias=False, device=device, dtype=dtype)

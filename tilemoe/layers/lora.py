@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tilemoe.checks import require_int
 from tilemoe.dispatch.base import LocalDispatcher
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE
@@ -28,8 +29,7 @@ class LoRAExperts(nn.Module):
 
     def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"rank must be an integer >= 1, got {rank!r}")
+        require_int("rank", rank, 1)
         if not alpha > 0:
             raise ValueError(f"alpha must be > 0, got {alpha!r}")
         if not isinstance(base.dispatcher, LocalDispatcher):

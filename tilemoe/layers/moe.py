@@ -122,6 +122,8 @@ class MoE(nn.Module):
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
         flat = x.reshape(-1, x.shape[-1])
+        if token_mask is not None and token_mask.shape == x.shape[:-1]:  # `route` refuses other shapes
+            token_mask = token_mask.flatten()
         out = checked_output(self.router(flat), flat, self.cfg, token_mask)
         if isinstance(out, Routing):
             routing, logits, x_of_experts = out, None, flat
@@ -133,7 +135,7 @@ class MoE(nn.Module):
                 training=self.training,
                 generator=generator,
                 selection_bias=self.selection_bias,
-                token_mask=_flat_mask(token_mask, x),
+                token_mask=token_mask,
             )
         hidden = self.experts(x_of_experts, routing.plan, routing.scores)
         if self.shared is not None:
@@ -159,8 +161,3 @@ class MoE(nn.Module):
         if self.selection_bias is None:
             raise ValueError("this layer has no selection bias; set router.selection_bias=True in its MoEConfig")
         update_selection_bias([self.selection_bias], tokens_per_expert[None], rate)
-
-
-def _flat_mask(token_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """(T,) view of a mask shaped like x's leading dimensions; other shapes are left for `route` to refuse."""
-    return token_mask.flatten() if token_mask is not None and token_mask.shape == x.shape[:-1] else token_mask

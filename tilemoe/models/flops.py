@@ -50,7 +50,8 @@ def _matrices(config: ModelConfig, *, active: bool) -> int:
     if config.moe is not None:
         moe = config.moe
         experts = moe.num_experts_per_tok if active else moe.num_experts
-        layer = experts * _expert_matrices(moe) + d * moe.num_experts + _shared_matrices(moe)
+        shared = moe.shared_intermediate_size * (3 if moe.is_gated else 2) + (1 if moe.shared_gate else 0)
+        layer = experts * _expert_matrices(moe) + d * moe.num_experts + d * shared
         total += (config.num_layers - config.num_dense_layers) * layer
     return total
 
@@ -72,8 +73,3 @@ def _expert_matrices(moe: MoEConfig) -> int:
 
 def _expert_biases(moe: MoEConfig) -> int:
     return moe.up_rows + moe.hidden_size if moe.expert_bias else 0
-
-
-def _shared_matrices(moe: MoEConfig) -> int:
-    up = moe.shared_intermediate_size * (2 if moe.is_gated else 1)
-    return (up + moe.shared_intermediate_size + (1 if moe.shared_gate else 0)) * moe.hidden_size

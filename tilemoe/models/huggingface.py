@@ -2,8 +2,8 @@
 
 d model width · n expert width · E experts
 
-Every weight has one counterpart. Expert e's rows of ``w1`` (E, 2n, d) are its gate and up matrices (n, d) in either
-gate_up layout, and ``w2[e]`` (d, n) is its down matrix. Which of the three it is follows from ``ModelConfig.qk_norm``.
+Expert e's rows of ``w1`` (E, 2n, d) are its gate and up matrices (n, d) in either gate_up layout, and ``w2[e]`` (d, n)
+is its down matrix.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 T tokens · C tokens of a chunk · d model width · V vocabulary
 
-The head's output is by far the largest tensor of a training step: at T = 32768 and V = 151936 it takes 20 GB in fp32,
-and its gradient as much. Here each chunk of tokens goes forward and backward before the next: its logits become its
-loss and its share of both gradients, and are dropped. On a GPU that Triton serves one kernel turns them into their
-gradient where they lie (`tilemoe.kernels.lm.triton_cross_entropy`).
+The head's output is by far the largest tensor of a training step. Here each chunk of tokens goes forward and backward
+before the next: its logits become its loss and its share of both gradients, and are dropped. On a GPU that Triton
+serves one kernel turns them into their gradient where they lie (`tilemoe.kernels.lm.triton_cross_entropy`).
 """
 
 from __future__ import annotations
@@ -105,7 +104,8 @@ def _check_labels(labels: Tensor, classes: int) -> None:
 def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chunk_logits: int | None) -> _Sums:
     want_hidden = torch.is_grad_enabled() and hidden.requires_grad
     want_weight = torch.is_grad_enabled() and weight.requires_grad
-    dtype = _gemm_dtype(hidden)
+    cast = autocast_dtype(hidden.device.type)
+    dtype = hidden.dtype if cast is None or hidden.dtype == torch.float64 else cast  # of the GEMMs
     accumulate = torch.promote_types(dtype, torch.float32)
     in_place = _is_one_kernel(hidden, dtype)
     chunk_loss_of = _chunk_loss_in_place if in_place else _chunk_loss
@@ -179,8 +179,3 @@ def _chunks(count: int, largest: int) -> list[slice]:
     parts = -(-count // largest)
     edges = [count * i // max(1, parts) for i in range(parts + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
-def _gemm_dtype(hidden: Tensor) -> torch.dtype:
-    cast = autocast_dtype(hidden.device.type)
-    return hidden.dtype if cast is None or hidden.dtype == torch.float64 else cast
