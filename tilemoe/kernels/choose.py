@@ -105,13 +105,15 @@ def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[in
 
 @constant_when_traced
 def _experts_on(device: torch.device, dtype: torch.dtype, why_widths: str | None) -> Choice[Backend]:
-    return _known_experts_on(device, dtype, why_widths)
+    """``why_widths``: why the Triton kernels do not take the layer's widths; what else is against them comes first."""
+    if why_widths is None:
+        return _known_experts_on(device, dtype)
+    return Choice("torch", backend_named("torch"), why_not_triton(device, dtype) or why_widths)
 
 
 @cache  # asked by every forward, and the answer takes a look at the GPU
-def _known_experts_on(device: torch.device, dtype: torch.dtype, why_widths: str | None) -> Choice[Backend]:
-    """``why_widths``: why the Triton kernels do not take the layer's widths."""
-    why = why_not_triton(device, dtype) or why_widths
+def _known_experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backend]:
+    why = why_not_triton(device, dtype)
     if why is not None:
         return Choice("torch", backend_named("torch"), why)
     why = _why_not_hopper(device)
