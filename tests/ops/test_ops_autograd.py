@@ -1,4 +1,4 @@
-"""Differentiation: gradcheck, every mix of inputs that require grad, reuse of the graph, what is refused.
+"""Differentiation: gradcheck, mixes of inputs that require grad, reuse of the graph, what is refused; autocast.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import saved_tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -67,12 +68,8 @@ def test_every_mix_of_inputs_that_require_grad(name: str, recompute: str | None)
             o = moe(plan=plan, recompute=recompute, **given)
             assert torch.equal(o, full["o"])
             o.backward(do)
-            for key, tensor in given.items():
-                if key in chosen:
-                    assert tensor.grad is not None, (chosen, key)
-                    assert torch.equal(tensor.grad, full[f"d{key}"]), (chosen, key)
-                else:
-                    assert tensor.grad is None, (chosen, key)
+            found = {key: tensor.grad for key, tensor in given.items() if tensor.grad is not None}
+            assert_equal(found, {key: full[f"d{key}"] for key in chosen}, chosen)
 
 
 def test_a_mix_that_differentiates_only_b2_needs_no_h() -> None:
@@ -106,11 +103,8 @@ def test_double_use_of_the_graph(dtype: torch.dtype, recompute: str | None) -> N
     o = moe(plan=plan, recompute=recompute, **inputs)
     targets, loss = list(inputs.values()), o.square().sum()
     first = torch.autograd.grad(loss, targets, retain_graph=True)
-    second = torch.autograd.grad(loss, targets, retain_graph=True)
-    last = torch.autograd.grad(loss, targets)
-    for one, two, three in zip(first, second, last, strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
+    assert_equal(torch.autograd.grad(loss, targets, retain_graph=True), first)
+    assert_equal(torch.autograd.grad(loss, targets), first)
     with pytest.raises(RuntimeError, match=r"second time|already been freed"):
         torch.autograd.grad(o.sum(), targets)
 
@@ -164,8 +158,7 @@ def test_without_grad_nothing_is_kept(mode: Any) -> None:
     plan = PLANS["sentinels"]
     inputs = leaves(plan, 16, 8, bias=True)
     expected = moe(plan=plan, **inputs)
-    packed: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+    with saved_tensors() as packed:
         with mode():
             o = moe(plan=plan, **inputs)
         frozen = moe(plan=plan, **{name: tensor.detach() for name, tensor in inputs.items()})
@@ -206,8 +199,7 @@ def test_activation_checkpointing(recompute: str | None, use_reentrant: bool) ->
             tensor.grad = None
         if output is plain:
             expected = grads
-    for name, one, other in zip(inputs, grads, expected, strict=True):
-        assert torch.equal(one, other), name
+    assert_equal(grads, expected)
 
 
 def test_a_hook_on_the_output_sees_and_may_change_the_gradient() -> None:
@@ -227,3 +219,89 @@ def test_saved_tensors_may_be_moved_by_hooks() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
         o = moe(plan=plan, **inputs)
     assert_equal(torch.autograd.grad(o.sum(), list(inputs.values())), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recompute", [None, "up_proj"])
+def test_output_has_autocasts_dtype_and_gradients_the_parameters(dtype: torch.dtype, recompute: str | None) -> None:
+    plan, inputs = PLANS["sentinels"], leaves(PLANS["sentinels"], 16, 8, bias=True)
+    with torch.autocast("cpu", dtype=dtype):
+        o = moe(plan=plan, recompute=recompute, **inputs)
+    assert o.dtype == dtype
+    o.sum().backward()
+    assert all(tensor.grad.dtype == torch.float32 for tensor in inputs.values())
+    cast = {n: t.detach().to(torch.float32 if n == "scores" else dtype).requires_grad_() for n, t in inputs.items()}
+    by_hand = moe(plan=plan, recompute=recompute, **cast)
+    assert torch.equal(o, by_hand)
+    by_hand.sum().backward()
+    grads, wanted = ([tensor.grad.float() for tensor in each.values()] for each in (inputs, cast))
+    assert_equal(grads, wanted)
+
+
+def test_scores_are_not_lowered() -> None:
+    plan, inputs = PLANS["sentinels"], leaves(PLANS["sentinels"], 16, 8, bias=True)
+    finer = {**inputs, "scores": inputs["scores"] * (1 + 2**-12)}  # equal in bf16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one, other = moe(plan=plan, **inputs), moe(plan=plan, **finer)
+    do = torch.randn(one.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    grad_one, grad_other = (torch.autograd.grad(o, inputs["w2"], do)[0] for o in (one, other))
+    assert not torch.equal(grad_one, grad_other)
+
+
+def test_mixed_dtypes_are_welcome_under_autocast() -> None:
+    plan, inputs = PLANS["sentinels"], leaves(PLANS["sentinels"], 16, 8, bias=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = moe(plan=plan, **inputs)
+        mixed = moe(plan=plan, **{**inputs, "x": inputs["x"].bfloat16(), "b1": inputs["b1"].half().float()})
+        assert mixed.dtype == torch.bfloat16
+        assert torch.equal(moe(plan=plan, **{**inputs, "x": inputs["x"].bfloat16()}), expected)
+
+
+def test_fp64_is_left_alone_and_off_changes_nothing() -> None:
+    single = leaves(PLANS["sentinels"], 16, 8, bias=True)
+    with torch.autocast("cpu", enabled=False):
+        off = moe(plan=PLANS["sentinels"], **single)
+    assert torch.equal(off, moe(plan=PLANS["sentinels"], **single))
+    plan, inputs = PLANS["sentinels"], leaves(PLANS["sentinels"], 16, 8, dtype=torch.float64, bias=True)
+    expected = moe(plan=plan, **inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(moe(plan=plan, **inputs), expected)
+        with pytest.raises(ValueError, match=r"w1 is torch.float64 but x is torch.bfloat16"):
+            moe(plan=plan, **{**single, "w1": inputs["w1"]})
+
+
+def test_integers_are_not_made_floats() -> None:
+    plan, inputs = PLANS["sentinels"], leaves(PLANS["sentinels"], 16, 8, bias=True)
+    with torch.autocast("cpu"), pytest.raises(ValueError, match=r"x must be bfloat16, .*, got torch.int64"):
+        moe(plan=plan, **{**inputs, "x": torch.zeros(inputs["x"].shape, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("name", ["sentinels", "pairs, repeated"])
+@pytest.mark.parametrize("recompute", [None, "up_proj"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_backward_inside_autocast_is_the_same(dtype: torch.dtype, recompute: str | None, name: str) -> None:
+    """ds and db2 are computed in fp32 products that autocast would lower."""
+    plan = PLANS[name]
+    for size in ((16, 8), (5, 3)):
+        inputs = {k: t.requires_grad_() for k, t in make_inputs(plan, *size, dtype=dtype, bias=True).items()}
+        o = moe(plan=plan, recompute=recompute, **inputs)
+        do = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        outside = torch.autograd.grad(o, list(inputs.values()), do, retain_graph=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = torch.autograd.grad(o, list(inputs.values()), do)
+        assert_equal(inside, outside)
+
+
+def test_autocast_error_is_that_of_bf16() -> None:
+    """Numbers of a run under autocast equal those of a bf16 run, but for the rounding of the parameters' gradients."""
+    plan = PLANS["random"]
+    inputs = make_inputs(plan, 16, 8, bias=True)
+
+    def under_autocast(**given: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return moe(**given)
+
+    got = forward_and_grads(under_autocast, inputs, plan)
+    cast = {name: t if name == "scores" else t.bfloat16() for name, t in inputs.items()}
+    wanted = forward_and_grads(moe, cast, plan)
+    assert_equal({name: value.to(wanted[name].dtype) for name, value in got.items()}, wanted)

@@ -1,5 +1,13 @@
-"""Operators with and without PyTorch's dispatcher: the same numbers, and whoever watches operators still sees them."""
+"""Operators with and without PyTorch's dispatcher: the same numbers, seen by whoever watches, the same bits every time.
 
+Which calls may be recorded: those that nobody watches, on the GPU that launches go to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +18,17 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe import reference
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops import experts as library
 from tilemoe.ops import plan as plan_ops
 from tilemoe.ops.moe import moe
 from tilemoe.ops.plan import plan_topk as plan_operator
 from tilemoe.plan import RoutingPlan
-from tilemoe.routing.build import plan_topk
-from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
+from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.runtime import launch_cache as replayed
+from tilemoe.runtime.launch_cache import is_replayable
+from tilemoe.runtime.operator import Operator
+from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 FORWARD = {"tilemoe::moe"}
@@ -50,8 +62,7 @@ def test_a_watched_call_gives_the_same_bits(name: str, recompute: str | None) ->
     with Seen() as seen:
         watched = forward_and_grads(moe, inputs, plan, recompute=recompute)
     assert seen.names == FORWARD | BACKWARD | ({"tilemoe::up_proj"} if recompute else set())
-    for key, tensor in plain.items():
-        assert torch.equal(tensor, watched[key]), key
+    assert_equal(watched, plain)
 
 
 def test_watching_the_backward_alone_is_enough() -> None:
@@ -82,8 +93,7 @@ def test_building_a_plan_is_seen_too() -> None:
     with Seen() as seen:
         watched = plan_operator(ids, 3, False)
     assert seen.names == {"tilemoe::plan_topk"}
-    for one, other in zip(plain, watched, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(watched, plain)
 
 
 def test_a_plan_is_told_whether_it_is_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,5 +214,114 @@ def test_hooks_on_saved_tensors_are_called_and_may_replace_them() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         o = moe(plan=plan, **leaves)
     assert (plan.capacity, 16) in moved, "h"
-    for got, want in zip(torch.autograd.grad(o.sum(), list(leaves.values())), expected, strict=True):
-        assert torch.equal(got, want)
+    assert_equal(torch.autograd.grad(o.sum(), list(leaves.values())), expected)
+
+
+@pytest.fixture
+def on_gpu_1(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What stands in for a tensor on the second GPU, which is the current one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(replayed, "has_triton", lambda: True)
+    return SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=1))
+
+
+def test_on_the_current_gpu_and_not_where_launches_go_to_another(on_gpu_1: Any) -> None:
+    assert is_replayable(on_gpu_1)
+    on_gpu_1.device.index = 0
+    assert not is_replayable(on_gpu_1)
+
+
+def test_not_without_triton_nor_on_amd(on_gpu_1: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(replayed, "has_triton", lambda: False)
+        assert not is_replayable(on_gpu_1)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert not is_replayable(on_gpu_1)
+
+
+def test_not_where_a_mode_sees_what_is_allocated(on_gpu_1: Any) -> None:
+    with Seen():
+        assert not is_replayable(on_gpu_1)
+    assert is_replayable(on_gpu_1)
+
+
+def test_on_a_cpu_every_call_runs_and_nothing_is_learnt() -> None:
+    calls: list[Tensor] = []
+
+    def run(x: Tensor, scale: float) -> Tensor:
+        calls.append(x)
+        return x * scale
+
+    operator = Operator("scaled", run)
+    x = torch.ones(3)
+    for _ in range(4):
+        assert torch.equal(operator(x, 2.0), 2 * x)
+    assert len(calls) == 4
+    assert operator._launches is not None
+    assert operator._launches.known == {}
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_two_shapes_and_two_activations_alternating() -> None:
+    layers = []
+    for name, size, options in (
+        ("random", (16, 8), {"activation": "swiglu"}),
+        ("pairs, repeated", (5, 3), {"activation": "relu2"}),
+        ("K = E", (16, 8), {"activation": "swiglu_oai", "activation_alpha": 1.1}),
+        ("random", (8, 24), {"activation": "swiglu", "gate_up": "interleaved"}),
+    ):
+        plan = PLANS[name]
+        inputs = make_inputs(plan, *size, options["activation"], dtype=torch.bfloat16)
+        layers.append(functools.partial(forward_and_grads, moe, inputs, plan, **options))
+    first = [layer() for layer in layers]
+    for _ in range(2):
+        for layer, expected in zip(layers, first, strict=True):
+            assert_equal(layer(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["sentinels", "pairs, repeated", "pairs, unordered"])
+def test_repeated_runs_are_bit_equal(name: str, dtype: torch.dtype) -> None:
+    plan = PLANS[name]
+    inputs = make_inputs(plan, 16, 8, dtype=dtype, bias=True)
+    first, second = (forward_and_grads(moe, inputs, plan) for _ in range(2))
+    assert_equal(first, second)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_repeated_runs_are_bit_equal_with_two_threads() -> None:
+    plan = plan_topk(torch.rand(900, 4, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :2], 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = make_inputs(plan, 64, 40, dtype=dtype, bias=True)
+        first, second = (forward_and_grads(moe, inputs, plan) for _ in range(2))
+        assert_equal(first, second)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_a_sum_that_threads_would_share_out_is_bit_equal() -> None:
+    """One pair, repeated so often that several threads add its scores."""
+    pairs = torch.zeros(40_000, dtype=torch.int64)
+    plan = plan_pairs(pairs, pairs, 1, 1)
+    scores = torch.rand(40_000, generator=torch.Generator().manual_seed(0))
+    first, *others = (TorchBackend().down_proj_bias_grad(torch.ones(1, 8), scores, plan) for _ in range(20))
+    assert all(torch.equal(first, other) for other in others)
+    torch.testing.assert_close(first, scores.sum().expand(1, 8), rtol=1e-3, atol=0.0)
+
+
+def test_hostile_routings_repeat_bit_for_bit_and_hold_no_nan_in_ordinary_mode() -> None:
+    for plan in PLANS.values():
+        inputs = make_inputs(plan, 16, 8, dtype=torch.bfloat16, bias=True)
+        first, second = (forward_and_grads(moe, inputs, plan) for _ in range(2))
+        assert all(value.isfinite().all() for value in first.values())
+        assert_equal(second, first)

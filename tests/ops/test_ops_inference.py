@@ -38,14 +38,9 @@ def operands(*, bias: bool = False, ids: torch.dtype = torch.int64) -> dict[str,
 
     chosen = random(T, E + 1).topk(K, dim=1).indices  # E is a sentinel
     return {
-        "x": random(T, D),
-        "w1": random(E, 2 * N, D),
-        "w2": random(E, D, N),
-        "b1": random(E, 2 * N) if bias else None,
-        "b2": random(E, D) if bias else None,
-        "expert_ids": chosen.to(ids),
-        "scores": random(T, K),
-    }
+        "x": random(T, D), "w1": random(E, 2 * N, D), "w2": random(E, D, N), "b1": random(E, 2 * N) if bias else None,
+        "b2": random(E, D) if bias else None, "expert_ids": chosen.to(ids), "scores": random(T, K),
+    }  # fmt: skip
 
 
 def by_operators(given: dict[str, Any], activation: Activation = SWIGLU) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import saved_tensors
 from torch import Tensor
 
 from tilemoe import reference
@@ -40,16 +41,11 @@ def given(plan: RoutingPlan, case: str, dtype: torch.dtype = torch.float64) -> t
 
     pairs = (plan.num_pairs,) if plan.pair_start_of_token is not None else (tokens, plan.num_pairs // max(1, tokens))
     arguments = {
-        "x": random(tokens, D).requires_grad_(),
-        "w1": random(experts, width, D, scale=D**-0.5),
-        "w2": random(experts, D, N, scale=N**-0.5),
-        "plan": plan,
-        "scores": random(*pairs).requires_grad_(),
-        "activation": activation,
-        "gate_up": gate_up,
-        "b1": random(experts, width) if bias else None,
+        "x": random(tokens, D).requires_grad_(), "w1": random(experts, width, D, scale=D**-0.5),
+        "w2": random(experts, D, N, scale=N**-0.5), "plan": plan, "scores": random(*pairs).requires_grad_(),
+        "activation": activation, "gate_up": gate_up, "b1": random(experts, width) if bias else None,
         "b2": random(experts, D) if bias else None,
-    }
+    }  # fmt: skip
     shapes = ((experts, R, D), (experts, width, R), (experts, R, N), (experts, D, R))
     low_rank = [random(*shape, scale=0.3).requires_grad_() for shape in shapes]
     return arguments, Adapters(*low_rank, SCALE)
@@ -104,12 +100,8 @@ def test_errs_little_more_than_merged_weights_do(dtype: torch.dtype) -> None:
     ours = moe_lora(**arguments, adapters=adapters)
     assert ours.dtype == dtype
     assert relative_error(ours.detach(), exact.detach()) < 2 * relative_error(plain.detach(), exact.detach())
-    for found, merged_ones, true in zip(
-        gradients(ours, arguments, adapters),
-        gradients(plain, arguments, adapters),
-        gradients(exact, exact_arguments, exact_adapters),
-        strict=True,
-    ):
+    of_merged, of_exact = gradients(plain, arguments, adapters), gradients(exact, exact_arguments, exact_adapters)
+    for found, merged_ones, true in zip(gradients(ours, arguments, adapters), of_merged, of_exact, strict=True):
         assert relative_error(found, true) < 2 * relative_error(merged_ones, true) + 1e-7
 
 
@@ -135,20 +127,14 @@ def test_saved_are_x_h_u_the_scores_the_plan_and_what_is_alive_anyway() -> None:
     shapes = ((8, r, d), (8, 2 * n, r), (8, r, n), (8, d, r))
     adapters = Adapters(*(torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes), 1.0)
     scores = torch.rand(tokens, k, requires_grad=True)
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as kept:
         moe_lora(x, w1, w2, plan, scores, adapters)
+    saved = {tensor.untyped_storage().data_ptr(): tensor for tensor in kept}
     alive = {t.untyped_storage().data_ptr() for t in (x, w1, w2, scores, *adapters[:4])}
     held = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in alive)
     rows = tokens * k
-    plan_bytes = sum(
-        t.nbytes for t in (plan.token_of_row, plan.pair_of_row, plan.row_of_pair, plan.row_start_of_expert)
-    )
+    index = (plan.token_of_row, plan.pair_of_row, plan.row_of_pair, plan.row_start_of_expert)
+    plan_bytes = sum(t.nbytes for t in index)
     assert held == 2 * rows * (2 * n + r) + plan_bytes
     assert held < 2 * rows * d  # the gathered rows alone
 
@@ -185,18 +171,28 @@ def test_differentiable_once() -> None:
         dx.sum().backward()
 
 
-def test_bad_input_is_named() -> None:
+BAD = [
+    ({"down_a": lambda t: t[:, :2]}, r"down_a must be \(5, 4, 24\) to go with w2 \(5, 16, 24\), got \(5, 2, 24\)"),
+    *(
+        (
+            {name: lambda t: t.clone().requires_grad_()},
+            rf"{name} must be frozen under adapters: {name}.requires_grad_\(F",
+        )
+        for name in ("w1", "w2", "b1", "b2")
+    ),
+    ({"w1": lambda t: t.double()}, r"w1 is torch.float64 on cpu but x is torch.float32 on cpu; make them alike"),
+    ({"w1": lambda t: t[:, 1:]}, r"w1 must be \(5, 48, 16\)"),
+    ({"plan": lambda p: replace(p, num_tokens=39)}, "plan is of 39 tokens, 5 experts and 80 pairs, which does not go"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
     arguments, adapters = given(plan_of(), "oai", torch.float32)
-    narrow = adapters._replace(down_a=adapters.down_a[:, :2])
-    with pytest.raises(ValueError, match=r"down_a must be \(5, 4, 24\) to go with w2 \(5, 16, 24\), got \(5, 2, 24\)"):
-        moe_lora(**arguments, adapters=narrow)
-    for name in ("w1", "w2", "b1", "b2"):
-        thawed = {**arguments, name: arguments[name].clone().requires_grad_()}
-        with pytest.raises(ValueError, match=rf"{name} must be frozen under adapters: {name}.requires_grad_\(False\)"):
-            moe_lora(**thawed, adapters=adapters)
-    with pytest.raises(ValueError, match=r"w1 is torch.float64 on cpu but x is torch.float32 on cpu; make them alike"):
-        moe_lora(**{**arguments, "w1": arguments["w1"].double()}, adapters=adapters)
-    with pytest.raises(ValueError, match=r"w1 must be \(5, 48, 16\)"):
-        moe_lora(**{**arguments, "w1": arguments["w1"][:, 1:]}, adapters=adapters)
-    with pytest.raises(ValueError, match=r"plan is of 39 tokens, 5 experts and 80 pairs, which does not go with x"):
-        moe_lora(**{**arguments, "plan": replace(arguments["plan"], num_tokens=39)}, adapters=adapters)
+    for name, change in changes.items():
+        if name in adapters._fields:
+            adapters = adapters._replace(**{name: change(getattr(adapters, name))})
+        else:
+            arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        moe_lora(**arguments, adapters=adapters)

@@ -1,13 +1,15 @@
-"""What the operator keeps between forward and backward: the promised tensors, the promised bytes, and for how long.
+"""What the operator keeps between forward and backward: tensors, bytes, for how long; and too little memory on a GPU.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs · R_max row capacity
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers import saved_tensors
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,9 +19,11 @@ from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
+from tilemoe.ops.out_of_memory import out_of_memory_message
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.testing import make_inputs
+from tilemoe.shape import MoEShape
+from tilemoe.testing import assert_equal, forward_and_grads, make_inputs
 
 INDEX_FIELDS = ("token_of_row", "pair_of_row", "row_of_pair", "pair_start_of_token", "row_start_of_expert")
 
@@ -43,16 +47,10 @@ def leaves(plan: RoutingPlan, d: int, n: int, activation: str = "swiglu", **opti
 
 def saved_by(plan: RoutingPlan, inputs: dict[str, Tensor], **options: Any) -> list[Tensor]:
     """Every distinct tensor that autograd keeps for the backward of one call."""
-    saved: dict[tuple[int, torch.Size], Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.data_ptr(), tensor.shape] = tensor.detach()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         o = moe(plan=plan, **inputs, **options)
     assert o.grad_fn is not None
-    return list(saved.values())
+    return list({(tensor.data_ptr(), tensor.shape): tensor.detach() for tensor in saved}.values())
 
 
 def is_among(tensor: Tensor, others: list[Tensor]) -> bool:
@@ -265,3 +263,110 @@ def test_each_kernel_makes_at_most_one_routed_buffer_of_width_d() -> None:
         with LargeBuffers(plan.capacity * d) as buffers:
             getattr(TorchBackend(), name)(*args)
         assert buffers.most == made, name
+
+
+# As PyTorch words it, with all that it says of the allocator.
+FOUND = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.72 GiB of which 12.25 MiB is "
+    "free. Including non-PyTorch memory, this process has 139.70 GiB memory in use. If reserved but unallocated memory "
+    "is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation."
+)
+PLAN = plan_topk(torch.arange(24 * 3).view(24, 3) % 6, 6)
+INPUTS = make_inputs(PLAN, 16, 8, dtype=torch.bfloat16, bias=True)
+STEP_OF_KERNEL = {
+    "up_proj_act": "forward",
+    "down_proj": "forward",
+    "combine": "forward",
+    "down_proj_dgrad_dact": "down_proj_dgrad_dact",
+    "down_proj_wgrad": "down_proj_wgrad",
+    "up_proj_dgrad": "up_proj_input_grad",
+    "combine_grad": "up_proj_input_grad",
+    "up_proj_wgrad": "up_proj_wgrad",
+    "down_proj_bias_grad": "down_proj_bias_grad",
+    "up_proj_bias_grad": "up_proj_bias_grad",
+}
+
+
+def full(monkeypatch: pytest.MonkeyPatch, kernel: str) -> list[StorageWeakRef]:
+    """The torch kernels on a GPU that is full once ``kernel`` runs; what kernels before it have made is noted."""
+    made: list[StorageWeakRef] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if name == kernel:
+                raise torch.OutOfMemoryError(FOUND)
+            result = getattr(TorchBackend(), name)(*args)
+            made.extend(StorageWeakRef(t.untyped_storage()) for t in _tensors(result))
+            return result
+
+        return run
+
+    for name in STEP_OF_KERNEL:
+        monkeypatch.setitem(vars(backend_named("torch")), name, noted(name))
+    return made
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
+
+
+@pytest.mark.parametrize("kernel", STEP_OF_KERNEL)
+def test_it_is_one_line_with_the_step_the_need_and_a_way_out(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = forward_and_grads(moe, INPUTS, PLAN)
+    with monkeypatch.context() as patch:
+        full(patch, kernel)
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            forward_and_grads(moe, INPUTS, PLAN)
+    text = str(error.value)
+    assert "\n" not in text
+    step = STEP_OF_KERNEL[kernel]
+    assert text.startswith(f"tilemoe.moe, {step}: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0")
+    assert "12.25 MiB is free." in text
+    assert "PYTORCH_ALLOC_CONF" not in text
+    assert text.endswith("Pass fewer tokens per call, or recompute='up_proj', which keeps no pre-activations.")
+    sizes = "With 24 tokens in 72 rows, hidden_size 16, intermediate_size 8 and 6 experts it takes"
+    assert (sizes in text) == ("bias" not in kernel)
+    assert_equal(forward_and_grads(moe, INPUTS, PLAN), expected, "after another try")
+
+
+@pytest.mark.parametrize("kernel", ["down_proj", "combine"])
+def test_the_forward_holds_nothing_while_its_error_is_handled(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = full(monkeypatch, kernel)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        moe(plan=PLAN, **{name: tensor.clone().requires_grad_() for name, tensor in INPUTS.items()})
+    assert error.value.__context__ is None
+    assert made, "kernels ran before"
+    assert all(ref.expired() for ref in made)
+
+
+def test_gradients_gathered_so_far_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in INPUTS.items()}
+    for tensor in leaves.values():
+        tensor.grad = torch.ones_like(tensor)
+    o = moe(plan=PLAN, **leaves)
+    full(monkeypatch, "up_proj_wgrad")
+    with pytest.raises(torch.OutOfMemoryError, match="up_proj_wgrad"):
+        o.sum().backward()
+    for name, tensor in leaves.items():
+        assert tensor.grad is not None
+        assert bool((tensor.grad == 1).all()), name
+
+
+def test_other_errors_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("something else")
+
+    monkeypatch.setitem(vars(backend_named("torch")), "down_proj_inference", broken)
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        moe(plan=PLAN, **INPUTS)
+
+
+def test_the_need_in_numbers() -> None:
+    shape = MoEShape(32768, 2048, 1024, 64, 8)
+    text = out_of_memory_message("forward", FOUND, shape)
+    assert "it takes 2.12 GiB in forward and 2.50 GiB in backward, gradients included." in text
+    assert "it takes 10.00 MiB in forward" in out_of_memory_message("forward", FOUND, replace(shape, num_tokens=128))
+    nothing_said = out_of_memory_message("forward", "", shape)
+    assert nothing_said.startswith("tilemoe.moe, forward: out of memory. With 32768 tokens")
+    sizes_unknown = out_of_memory_message("forward", "HIP out of memory.", None)
+    assert sizes_unknown.startswith("tilemoe.moe, forward: HIP out of memory. Pass fewer tokens")
