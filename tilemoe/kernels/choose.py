@@ -39,10 +39,7 @@ _SERVES: MappingProxyType[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Choice(Generic[Impl]):
-    """``impl``, called ``name``, serves a call; ``reason`` says why, in one line.
-
-    ``impl`` is None where its callers hold the code of each name.
-    """
+    """``impl``, called ``name``, serves a call; ``reason`` says why. None where callers hold the code of each name."""
 
     name: str
     impl: Impl
@@ -90,9 +87,7 @@ def choose_experts(device: torch.device, dtype: torch.dtype, widths: Sequence[in
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-    """Why Triton kernels are not taken for GEMMs in ``dtype``, in a few words; None if they are. Traceable, widths may
-    be symbolic.
-    """
+    """Why Triton kernels are not taken for GEMMs in ``dtype``; None if they are. Traceable, widths may be symbolic."""
     why = why_no_triton(device)
     if why is not None:
         return why
@@ -123,7 +118,7 @@ def _known_experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backen
 
 
 def _why_not_hopper(device: torch.device) -> str | None:
-    """Why the warp-specialised kernels do not serve where the Triton kernels do, in a few words; None if they do."""
+    """Why the warp-specialised kernels do not serve where the Triton kernels do; None if they do."""
     if not torch.cuda.is_available():
         return "no GPU is here to ask"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
@@ -167,16 +162,12 @@ def choose_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choic
         why = triton_plan.why_unsupported(num_pairs, num_experts)
     if why is not None:
         return Choice("torch", PlanBuilder(torch_plan_topk, torch_plan_topk), why)
-    return Choice(
-        "triton", PlanBuilder(triton_plan.plan_topk, triton_plan.plan_topk), "a counting sort in four kernels"
-    )
+    builder = PlanBuilder(triton_plan.plan_topk, triton_plan.plan_topk)
+    return Choice("triton", builder, "a counting sort in four kernels")
 
 
 def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choice[PlanBuilder]:
-    """As `choose_plan`; few pairs, as of tokens that are generated, have a builder of their own.
-
-    Not so in training, where no number of tokens compiles anything that another has not.
-    """
+    """As `choose_plan`; few pairs have a builder of their own. Not in training, where no size compiles anything new."""
     if why_no_triton(device) is None:
         from tilemoe.kernels.plan import triton_small
 

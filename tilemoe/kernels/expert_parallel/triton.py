@@ -29,7 +29,7 @@ from tilemoe.kernels.plan.triton import (
     row_start_launch,
 )
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
+from tilemoe.runtime.launch import ceil_div, int32_vectors, power_of_two
 
 MAX_RANKS = 64  # a token's destinations are a line of registers
 _TOKENS = 64  # of a block of pairs to be sent, where there are few ranks
@@ -77,8 +77,7 @@ def place_sent(
     constants = {**_constants(routed), "STEPS": steps, "SCORE_WORDS": score_words, "BLOCK": tokens}
     launch_of(place_sent_kernel, (ceil_div(routed.num_tokens, tokens),), (*read, *written), constants).run()
     if copies.numel():
-        x = x if x.stride(1) == 1 else x.contiguous()  # the kernel walks along a token
-        _copy_launch(x, token_of_copy, sizes, copies, routed).run()
+        _copy(x if x.stride(1) == 1 else x.contiguous(), token_of_copy, sizes, copies, routed)
     return token_of_copy, copy_of_token, first_copy, words, position_of_pair, copies
 
 
@@ -106,13 +105,13 @@ def plan_received(
     return token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores
 
 
-def _copy_launch(x: Tensor, token_of_copy: Tensor, sizes: Tensor, copies: Tensor, routed: Routed) -> Launch:
+def _copy(x: Tensor, token_of_copy: Tensor, sizes: Tensor, copies: Tensor, routed: Routed) -> None:
     width = x.shape[1]
     block = min(power_of_two(width), 16384 // x.element_size())
     args = (x, token_of_copy, sizes, copies, routed.here, width, x.stride(0))
     constants = {"RANKS": routed.ranks, "BLOCK_W": power_of_two(routed.ranks), "BLOCK_D": block}
     num_warps = max(1, block * x.element_size() // (_BYTES_OF_THREAD * 32))
-    return launch_of(copy_tokens_kernel, (copies.shape[0] * ceil_div(width, block),), args, constants, num_warps)
+    launch_of(copy_tokens_kernel, (copies.shape[0] * ceil_div(width, block),), args, constants, num_warps).run()
 
 
 def _tokens_of_block(ranks: int) -> int:

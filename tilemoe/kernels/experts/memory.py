@@ -3,8 +3,7 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 h (R_max, w) · a (R_max, n) · y and dx_rows (R_max, d), of which a slice of columns exists at a time · o, dx (T, d)
 
-Peaks count what the layer itself allocates: not x, the output's gradient, the weights, the scores and the plan, which
-are alive anyway. Allocators round up; kernels that split a sum over programs hold its parts for a moment. Not counted.
+Peaks count what the layer itself allocates, not what is alive anyway: x, the output's gradient, weights, scores, plan.
 """
 
 from __future__ import annotations

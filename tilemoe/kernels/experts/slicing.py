@@ -2,9 +2,8 @@
 
 R_max row capacity · d hidden_size · y (R_max, d) · a whole number of tiles' columns in each slice but the last
 
-A slice is a launch of its own, whose last wave of tiles leaves multiprocessors idle: some 20 microseconds each on an
-H200. So there are as few as bring the most that is held at once down to 5/6 of everything together, and none where
-there is too little work for it to matter. docs/lab/memory.md has the figures.
+A slice is a launch of its own, some 20 microseconds on an H200. So there are as few as bring the most that is held at
+once down to 5/6 of everything together, and none where there is too little work (docs/lab/memory.md).
 """
 
 from __future__ import annotations

@@ -30,12 +30,14 @@ _FEWEST_EXPERTS = 128  # that kernels are compiled for: layers with fewer share 
 _COUNTS = 4096  # that a program of `block_start_kernel` takes at a time
 
 
-def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
+def why_unsupported(
+    num_pairs: int, num_experts: int, max_pairs: int = MAX_PAIRS, max_experts: int = MAX_EXPERTS
+) -> str | None:
     """Why these kernels cannot plan this many pairs and experts, in a few words; None if they can."""
-    if not 0 < num_pairs <= MAX_PAIRS:
-        return f"the number of pairs is not in [1, {MAX_PAIRS}]"
-    if num_experts > MAX_EXPERTS:
-        return f"more than {MAX_EXPERTS} experts"
+    if not 0 < num_pairs <= max_pairs:
+        return f"the number of pairs is not in [1, {max_pairs}]"
+    if num_experts > max_experts:
+        return f"more than {max_experts} experts"
     return None
 
 

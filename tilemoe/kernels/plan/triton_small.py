@@ -2,8 +2,7 @@
 
 T tokens · E experts · K experts per token · P pairs
 
-A token that is generated waits for every launch, so here is one: each program counts all pairs for itself, and needs
-nothing of another. The result is the same to the last bit.
+Each program counts all pairs for itself, and needs nothing of another. The result is the same to the last bit.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -14,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.launching import launch_of
+from tilemoe.kernels.plan import triton as triton_plan
 from tilemoe.kernels.plan.triton import Index, expert_of_pair, new_index
 from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
@@ -26,12 +26,8 @@ _BLOCK, _CHUNK = 128, 512  # pairs that a program places, and counts at a time
 
 
 def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
-    """Why this kernel does not plan this many pairs and experts, in a few words; None if it does."""
-    if not 0 < num_pairs <= MAX_PAIRS:
-        return f"the number of pairs is not in [1, {MAX_PAIRS}]"
-    if num_experts > MAX_EXPERTS:
-        return f"more than {MAX_EXPERTS} experts"
-    return None
+    """As `tilemoe.kernels.plan.triton.why_unsupported`."""
+    return triton_plan.why_unsupported(num_pairs, num_experts, MAX_PAIRS, MAX_EXPERTS)
 
 
 def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:

@@ -1,16 +1,13 @@
 """Token rounding on a GPU: no sort of T x E, no host sync, nothing of size T x E written, a few small kernels.
 
-T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B blocks of TOKENS tokens · R_max row capacity
+T tokens · E experts · K experts per token · m tile · B blocks of TOKENS tokens · R_max row capacity
 
 1. `key_kernel`: what top-K chose as bits, and of the tokens that did not choose an expert the best of each block.
-2. `count_kernel`: f of every expert, its pairs in earlier blocks, the number of real tokens; then r of every expert,
-   its first row, and its place in the list of chosen pairs.
-3. `place_kernel`: that list, by expert.
-4. `row_kernel`: a program for each expert finds which tokens it drops or adds.
-5. `token_kernel`, `pair_kernel`: the places of all pairs by token, and what is in them and in their rows.
-
-"nearest_score" needs the scores around f to decide r: `margin_kernel` finds them once the chosen pairs are listed, and
-`round_kernel` decides then.
+2. `count_kernel`: f of every expert and its pairs in earlier blocks; then r of every expert and its first row.
+3. `place_kernel`: the list of chosen pairs, by expert.
+4. `margin_kernel`, `round_kernel`, for "nearest_score" alone: r anew, from the scores around f.
+5. `row_kernel`: a program for each expert finds which tokens it drops or adds.
+6. `token_kernel`, `pair_kernel`: the places of all pairs by token, and what is in them and in their rows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Top-K selection and its gradient in one kernel each: every logit is read at most once, the chosen ones once more, and
-nothing of size T x E is kept.
+"""Top-K selection and its gradient in one kernel each: every logit is read at most once, the chosen ones once more.
 
-T tokens · E experts · K experts per token · C columns of a program's tile: E, padded to powers of two
+T tokens · E experts · K experts per token
 
-A tile is a block of tokens times all experts. The best expert is found K times over, as the maximum of integer keys
-that order as the values do.
+A tile is a block of tokens times all experts, padded to powers of two. The best expert is found K times over, as the
+maximum of integer keys that order as the values do.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The router's share of dx, added to the experts' in the product that makes it: one reading and one writing of dx,
-where a product and then a sum take two of each.
+"""The router's share of dx, added to the experts' in the product that makes it: dx is read once and written once.
 
 T tokens · d hidden_size · E experts
 """

@@ -69,7 +69,6 @@ class HopperBackend(TritonBackend):
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
         device = _device("down_proj_dgrad_dact", do, plan, *w2.shape[1:])
         if device is None or not (
             has_aligned_rows(do) and _describable_weight(w2, device) and can_describe_rows(device, h)

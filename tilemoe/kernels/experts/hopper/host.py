@@ -11,17 +11,8 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import is_column_major
-from tilemoe.kernels.experts.hopper.configs import (
-    ACTIVATIONS_IN_A_LOOP,
-    BLOCK_K,
-    CONSUMER_WARPS,
-    EPILOGUE_N,
-    MAX_COLUMN_TILES,
-    MAX_REGISTERS,
-    TILES,
-    WARPGROUP_M,
-    TileConfig,
-)
+from tilemoe.kernels.experts.hopper import configs
+from tilemoe.kernels.experts.hopper.configs import BLOCK_K, EPILOGUE_N, TILES, WARPGROUP_M, TileConfig
 from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor, weight_descriptor
 from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import gemm_dgrad_dact_kernel
 from tilemoe.kernels.experts.hopper.gemm_gather_act import up_proj_act_kernel
@@ -112,7 +103,7 @@ def dgrad_dact_launch(
     operands = (do, right, from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles, _swizzle_of(plan, n, tile.block_n))
     args = (*operands, *indices, plan.capacity, d, n, do.stride(0), spec.limit, spec.alpha)
-    constants = {**_gather_constants(spec, k_major, d), "ROLLED": spec.name in ACTIVATIONS_IN_A_LOOP}
+    constants = {**_gather_constants(spec, k_major, d), "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP}
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     return _launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
 
@@ -141,7 +132,7 @@ def _launch(
         "CONSUMER_REGISTERS": tile.consumer_registers,
         "PRODUCER_REGISTERS": tile.producer_registers,
     }
-    return launch_of(kernel, grid, args, constants, CONSUMER_WARPS, max_registers=MAX_REGISTERS)
+    return launch_of(kernel, grid, args, constants, configs.CONSUMER_WARPS, max_registers=configs.MAX_REGISTERS)
 
 
 def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> dict[str, Any]:
@@ -163,4 +154,4 @@ def _h_output(h: Tensor, parts: int, n: int) -> Any:
 
 def _swizzle_of(plan: RoutingPlan, width: int, columns: int) -> Tensor | None:
     """The kernels' row_start_of_expert: given where the output is wide enough for a threadblock swizzle, else None."""
-    return plan.row_start_of_expert if ceil_div(width, columns) > MAX_COLUMN_TILES else None
+    return plan.row_start_of_expert if ceil_div(width, columns) > configs.MAX_COLUMN_TILES else None

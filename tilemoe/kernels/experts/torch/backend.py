@@ -27,7 +27,6 @@ class TorchBackend(Backend):
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
-        """F1: (a (R_max, n), h (R_max, w))."""
         h = rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
         a = h.new_empty(h.shape[0], h.shape[1] // spec.width_factor)
         for block in row_blocks(h):
@@ -35,11 +34,9 @@ class TorchBackend(Backend):
         return a, h
 
     def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2: y (R_max, d), or the columns of d that w2 and b2 have."""
         return rows_times_experts(a, w2.transpose(1, 2), b2, plan)
 
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
-        """F3: to o (T, c), each token's rows of y (R_max, c) times their scores; sums in fp32, fp64 where s or y is."""
         if plan.capacity == 0:
             o.zero_()
         else:
@@ -49,7 +46,6 @@ class TorchBackend(Backend):
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
         da_unscaled = rows_times_experts(do, w2, None, plan, index=plan.token_of_row)
         dh, a_scaled = torch.empty_like(h), torch.empty_like(da_unscaled)
         s_row = s.index_select(0, plan.pair_of_row).unsqueeze(1)
@@ -67,23 +63,19 @@ class TorchBackend(Backend):
         return dh, rows_to_pairs(ds_row, s, plan), a_scaled
 
     def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
-        """B2: dw2 (E, d, n)."""
         if column_major:  # the transposed product, row-major
             return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row).transpose(1, 2)
         return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row)
 
     def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
-        """B3: dx_rows (R_max, d), or the columns of d that w1 has."""
         return rows_times_experts(dh, w1, None, plan)
 
     def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
-        """B4: dw1 (E, w, d)."""
         if column_major:  # the transposed product, row-major
             return outer_per_expert(x, dh, plan, left_index=plan.token_of_row).transpose(1, 2)
         return outer_per_expert(dh, x, plan, right_index=plan.token_of_row)
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
-        """B5: to dx (T, c), the sum of each token's rows of dx_rows (R_max, c)."""
         ones = dx_rows.new_ones(plan.capacity, dtype=compute_dtype(dx_rows.dtype))
         _sum_rows_of_token(dx_rows, ones, plan, dx)
 
@@ -101,7 +93,6 @@ class TorchBackend(Backend):
         return dense.t() @ do.to(s.dtype)
 
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
-        """db1 (E, w): the sum of each expert's rows of dh."""
         rows = dh.to(compute_dtype(dh.dtype))  # the offsets end at R: rows past it are in no segment
         return torch.segment_reduce(rows, "sum", offsets=plan.row_start_of_expert, axis=0, unsafe=True, initial=0)
 

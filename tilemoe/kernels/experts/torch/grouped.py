@@ -3,11 +3,8 @@
 E experts · R_max row capacity · p, q any widths
 
 On a GPU, `F.grouped_mm` is used where it takes the dtype and the strides: it needs no row count on the host. Elsewhere
-(fp64, rows not a multiple of 16 bytes) a loop over experts does, which reads the row counts back.
-
-On a CPU `grouped_mm` is a loop itself, and for the 16-bit dtypes the loop here is a different one: oneDNN compiles a
-kernel for every new shape, 0.75 ms each, and the rows of an expert change with every batch. So 16-bit GEMMs take a few
-rows more, up to a count that recurs (docs/lab/cpu.md).
+a loop over experts does, which reads the row counts back. For 16-bit types on a CPU oneDNN compiles a kernel for every
+new shape, so those GEMMs take a few rows more, up to a count that recurs (docs/lab/cpu.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton backend, on any GPU that Triton compiles for: each method builds its launch and runs it.
+"""The Triton backend, on any GPU that Triton compiles for: each method, as `Backend` documents it, launches kernels.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 """
@@ -32,13 +32,11 @@ class TritonBackend(Backend):
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
-        """F1: (a (R_max, n), h (R_max, w))."""
         return self._up_proj_act(x, w1, b1, plan, spec, keep_h=True)
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> Tensor:
-        """F1 without h: a (R_max, n)."""
         block_m = small_m(plan.capacity, plan.num_experts)
         if block_m is None or plan.capacity == 0:
             return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
@@ -48,11 +46,9 @@ class TritonBackend(Backend):
         return a
 
     def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2: y (R_max, d), or the columns of d that w2 and b2 have."""
         return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)
 
     def down_proj_inference(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2, where nothing will be differentiated: y (R_max, d), or the columns of d that w2 and b2 have."""
         block_m = small_m(plan.capacity, plan.num_experts)
         if block_m is None or plan.capacity == 0:
             return self.down_proj(a, w2, b2, plan)
@@ -62,13 +58,11 @@ class TritonBackend(Backend):
         return y
 
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
-        """F3, to o (T, c)."""
         combine(y, s, plan, o)
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n))."""
         device = _check(do, *w2.shape[1:])
         if plan.capacity == 0:
             return torch.empty_like(h), torch.zeros_like(s), h.new_empty(0, w2.shape[2])
@@ -79,34 +73,28 @@ class TritonBackend(Backend):
         return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
 
     def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
-        """B2: dw2 (E, d, n)."""
         dw2 = empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
         self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan)
         return dw2
 
     def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
-        """B3: dx_rows (R_max, d), or the columns of d that w1 has."""
         return self._rows("up_proj_dgrad", dh, w1, None, plan)
 
     def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
-        """B4: dw1 (E, w, d)."""
         dw1 = empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
         self._weight_grad("up_proj_wgrad", x, dh, dw1.transpose(1, 2), plan)  # the gathered operand's width comes first
         return dw1
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
-        """B5, to dx (T, c)."""
         combine(dx_rows, None, plan, dx)
 
     def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
-        """db2 (E, d) in s's dtype: the sum of each expert's rows of s times do."""
         device = _check(do, do.shape[1])
         if plan.capacity == 0:
             return s.new_zeros(plan.num_experts, do.shape[1])
         return bias_grad.down_proj_bias_grad(aligned_rows(do), s, plan, device).to(s.dtype)
 
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
-        """db1 (E, w) fp32: the sum of each expert's rows of dh."""
         device = _check(dh, dh.shape[1])
         if plan.capacity == 0:
             return dh.new_zeros(plan.num_experts, dh.shape[1], dtype=torch.float32)
@@ -148,7 +136,10 @@ def score_grad(
     partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
 ) -> Tensor:
     """ds like s, from B1's partial (column tiles, R_max), do (T, d) with aligned rows, and tiles of ``tile_m`` rows."""
-    products = None if b2 is None else bias_grad.bias_products(do, aligned_rows(b2), device_of(do))
+    products = None
+    if b2 is not None:
+        launch, products = bias_grad.products_launch(do, aligned_rows(b2), device_of(do))
+        launch.run()
     launch, ds = host.score_grad_launch(partial, products, s, plan, tiles, tile_m)
     launch.run()
     return ds

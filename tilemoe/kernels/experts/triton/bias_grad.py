@@ -36,13 +36,6 @@ _SUM_COLUMNS = 128  # columns that a CTA sums over rows
 _SUM_TILES = 16  # tiles that a step sums
 
 
-def bias_products(do: Tensor, b2: Tensor, device: Device) -> Tensor:
-    """``<do_t, b2_e>`` (T, E) fp32 from do (T, d) and b2 (E, d), both with aligned rows."""
-    launch, products = products_launch(do, b2, device)
-    launch.run()
-    return products
-
-
 def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device) -> Tensor:
     """``sum over the rows of s do`` by expert (E, d) fp32; do (T, d) with aligned rows. There are rows."""
     launch, dense = dense_scores_launch(do, s, plan, device)
@@ -63,7 +56,7 @@ def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, device: Device) -> Tensor:
 
 
 def products_launch(do: Tensor, b2: Tensor, device: Device) -> tuple[Launch, Tensor]:
-    """The launch behind `bias_products`, and what it writes."""
+    """(launch, products (T, E) fp32): ``<do_t, b2_e>`` of do (T, d) and b2 (E, d), both with aligned rows."""
     (num_tokens, d), num_experts = do.shape, b2.shape[0]
     products = do.new_empty(num_tokens, num_experts, dtype=torch.float32)
     tile = choose_bias_products_tile(num_experts, do.element_size(), device)

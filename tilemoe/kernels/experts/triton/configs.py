@@ -96,12 +96,11 @@ def why_unsupported(*widths: int) -> str | None:
 def choose_tile(
     kernel: Kernel, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None = None
 ) -> TileConfig:
-    """The tile of ``kernel`` for elements of ``itemsize`` bytes.
+    """The tile of ``kernel`` for elements of ``itemsize`` bytes, no wider than the widths' next power of two.
 
-    Row GEMMs: ``rows_width`` is the contraction's length, ``out_width`` the columns of the output, of one part where
-    gate and up are computed side by side. Weight gradients: the widths of the gathered and of the contiguous operand.
-    ``gate_up``: the layout of h, None where the kernel has none or the activation is not gated. A tile never exceeds
-    the widths by more than a power of two needs.
+    Row GEMMs: ``rows_width`` is the contraction's length, ``out_width`` the output's columns, of one part where gate
+    and up are computed side by side. Weight gradients: the widths of the gathered and of the contiguous operand.
+    ``gate_up``: the layout of h, None where the kernel has none or the activation is not gated.
     """
     tile = _base_tile(kernel, itemsize, device)
     return _fit(kernel, tile, rows_width, out_width, itemsize, device.shared_bytes, gate_up)

@@ -192,12 +192,8 @@ def dact_outputs(h: Tensor, s: Tensor, plan: RoutingPlan, n: int, column_tiles: 
 
 
 def activation_constants(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "ACTIVATION": spec.name,
-        "PRECISE": dtype == torch.float32,
-        "GATED": spec.is_gated,
-        "INTERLEAVED": gate_up_layout(spec) == "interleaved",
-    }
+    precise, interleaved = dtype == torch.float32, gate_up_layout(spec) == "interleaved"
+    return {"ACTIVATION": spec.name, "PRECISE": precise, "GATED": spec.is_gated, "INTERLEAVED": interleaved}
 
 
 def arithmetic_constants(dtype: torch.dtype) -> dict[str, Any]:
