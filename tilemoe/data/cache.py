@@ -39,11 +39,7 @@ class Prepared:
 
 
 def prepare(
-    corpus_spec: str,
-    tokenizer_spec: str,
-    cache_dir: Path,
-    heldout_every: int = 20,
-    shard_tokens: int = SHARD_TOKENS,
+    corpus_spec: str, tokenizer_spec: str, cache_dir: Path, heldout_every: int = 20, shard_tokens: int = SHARD_TOKENS
 ) -> Prepared:
     """The token shards of a corpus, made now or found in ``cache_dir`` with their content verified.
 
@@ -64,20 +60,16 @@ def prepare(
             with only_one_process(folder):
                 if not folder.exists():
                     _build(folder, corpus, tokenizer, heldout_every, shard_tokens, fingerprint)
-        return _open(folder, tokenizer, fingerprint)
+        if read_index(folder).get("fingerprint") != fingerprint:
+            raise ValueError(f"token shards {folder}: made from another corpus or tokenizer; delete the folder")
+        train, heldout = (TokenShards.open(folder, split) for split in SPLITS)
+        for shards in (train, heldout):
+            shards.verify()
+        return Prepared(train, heldout, tokenizer)
     except OSError as error:
         raise ValueError(
             f"cache folder {cache_dir}: cannot be used ({error.strerror or error}); make room or choose another"
         ) from error
-
-
-def _open(folder: Path, tokenizer: Tokenizer, fingerprint: str) -> Prepared:
-    if read_index(folder).get("fingerprint") != fingerprint:
-        raise ValueError(f"token shards {folder}: made from another corpus or tokenizer; delete the folder")
-    train, heldout = (TokenShards.open(folder, split) for split in SPLITS)
-    for shards in (train, heldout):
-        shards.verify()
-    return Prepared(train, heldout, tokenizer)
 
 
 def _build(

@@ -63,14 +63,12 @@ class Sampler:
         while done < self.batch_size:  # a batch may reach into the next epochs
             epoch, position = divmod(first + done, self.num_windows)
             count = min(self.batch_size - done, self.num_windows - position)
+            drawn = np.random.SeedSequence((_OFFSET, self.seed, epoch)).generate_state(1, np.uint64)
+            offset = int(drawn[0]) % self.shards.num_tokens
             window = permute(np.arange(position, position + count), self.num_windows, (_ORDER, self.seed, epoch))
-            starts[done : done + count] = (self._offset(epoch) + window * self.seq_len) % self.shards.num_tokens
+            starts[done : done + count] = (offset + window * self.seq_len) % self.shards.num_tokens
             done += count
         return starts
-
-    def _offset(self, epoch: int) -> int:
-        generator = np.random.SeedSequence((_OFFSET, self.seed, epoch)).generate_state(1, np.uint64)
-        return int(generator[0]) % self.shards.num_tokens
 
     def _read_ring(self, start: int) -> NDArray[np.int64]:
         """(S + 1,) int64 from ``start`` on; the split's first token follows its last, a separator."""

@@ -23,16 +23,7 @@ TokenIds = NDArray[np.int64]
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 # The token that ends a document, by the names that public tokenizers give it; the first that is there is used.
-SEPARATORS = (
-    END_OF_TEXT,
-    "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
-    "</s>",
-    "<eos>",
-    "[EOS]",
-    "[SEP]",
-    "<0x00>",
-)
+SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]", "[SEP]", "<0x00>")
 _MIN_BPE_VOCAB = 257  # 256 bytes and the separator
 _BPE_SAMPLE_BYTES = 1 << 28  # of files; a larger corpus is thinned evenly, for merges gain nothing beyond
 

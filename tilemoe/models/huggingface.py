@@ -25,15 +25,6 @@ from tilemoe.config import ModelConfig
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.hf_config import ARCHITECTURES, Architecture, config_from_hf, hf_config_dict
 
-__all__ = [
-    "config_from_hf",
-    "from_hf_state_dict",
-    "hf_config_dict",
-    "load_hf",
-    "save_hf",
-    "to_hf_state_dict",
-]
-
 _ALL = slice(None)
 
 # Within a block and within a layer, for what is the same tensor under two names.
@@ -104,9 +95,6 @@ def _matched(
 
 def _meta_state(config: ModelConfig) -> dict[str, Tensor]:
     return DecoderLM(config, device="meta").state_dict()
-
-
-# ----------------------------------------------------------------------------------------------------------- folders
 
 
 def save_hf(model: DecoderLM, folder: str | Path, *, max_shard_bytes: int = 4 << 30) -> None:

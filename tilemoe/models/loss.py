@@ -10,7 +10,7 @@ serves one kernel turns them into their gradient where they lie (`tilemoe.kernel
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,18 +44,9 @@ def chunked_cross_entropy(
     if max_chunk_logits is not None and max_chunk_logits < 1:
         raise ValueError(f"max_chunk_logits must be >= 1, got {max_chunk_logits}")
     _check_labels(labels, weight.shape[0])
-    sums = _loss_and_gradients(hidden, weight, labels, max_chunk_logits)
-    scale = sums.num_labels.clamp(min=1).to(sums.loss.dtype).reciprocal()
-    return _MeanLoss.apply(hidden, weight, sums.loss, scale, sums.d_hidden, sums.d_weight)
-
-
-class _Sums(NamedTuple):
-    """The summed loss (), how many labels it has (), and its gradients; a gradient nobody asks for is None."""
-
-    loss: Tensor
-    num_labels: Tensor
-    d_hidden: Tensor | None
-    d_weight: Tensor | None
+    loss, d_hidden, d_weight = _loss_and_gradients(hidden, weight, labels, max_chunk_logits)
+    scale = (labels != IGNORED).sum().clamp(min=1).to(loss.dtype).reciprocal()
+    return _MeanLoss.apply(hidden, weight, loss, scale, d_hidden, d_weight)
 
 
 class _MeanLoss(torch.autograd.Function):
@@ -101,7 +92,10 @@ def _check_labels(labels: Tensor, classes: int) -> None:
         raise ValueError(f"labels[{token}] must be from 0 to {classes - 1}, or -100, got {int(labels[token])}")
 
 
-def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chunk_logits: int | None) -> _Sums:
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, labels: Tensor, max_chunk_logits: int | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The summed loss () and its gradients in hidden and weight; one that nobody asks for is None."""
     want_hidden = torch.is_grad_enabled() and hidden.requires_grad
     want_weight = torch.is_grad_enabled() and weight.requires_grad
     cast = autocast_dtype(hidden.device.type)
@@ -132,7 +126,7 @@ def _loss_and_gradients(hidden: Tensor, weight: Tensor, labels: Tensor, max_chun
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
             if weight.dtype != torch.float16:  # whose range a sum over many tokens leaves, if it is not scaled yet
                 d_weight = d_weight.to(weight.dtype)
-        return _Sums(loss, (labels != IGNORED).sum(), d_hidden, d_weight)
+        return loss, d_hidden, d_weight
 
 
 def _is_one_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:

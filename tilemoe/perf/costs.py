@@ -14,13 +14,7 @@ from tilemoe.perf.hardware import Ceilings
 from tilemoe.shape import MoEShape
 
 FORWARD = ("up_proj_act", "down_proj", "combine")
-BACKWARD = (
-    "down_proj_dgrad_dact",
-    "down_proj_wgrad",
-    "up_proj_dgrad",
-    "up_proj_wgrad",
-    "combine_grad",
-)
+BACKWARD = ("down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad", "combine_grad")
 _INDEX_BYTES = 4  # of an entry of the plan
 _SCORE_BYTES = 4
 

@@ -61,35 +61,21 @@ def round_tokens(
     uniform = draw_uniform(cfg.num_experts, rounding, logits.device, generator)
     capacity = row_capacity(rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
     choice = choose_rounding(logits.device, logits.dtype, *specialised(cfg.num_experts))
+    kept = kept_scores.detach()
     if choice.name == "triton":  # in its gradient that of the kept scores is part of that of the logits
         spec = rounding_ops.spec_args(cfg, capacity)
-        tensors = rounding_ops.rounded_scores(logits, expert_ids, kept_scores.detach(), uniform, token_mask, *spec)[:7]
+        scores, *tensors = rounding_ops.rounded_scores(logits, expert_ids, kept, uniform, token_mask, *spec)[:7]
     else:
-        tensors = _by_torch(logits, expert_ids, kept_scores, uniform, token_mask, cfg, capacity)
-    scores, token_of_row, pair_of_row, row_of_pair, pair_start, row_start, pairs_of_expert = tensors
+        if token_mask is not None:
+            logits = logits.masked_fill(~token_mask[:, None], 0.0)
+        all_scores = torch.softmax(logits, dim=-1) if cfg.router.score == "softmax" else torch.sigmoid(logits)
+        how = (rounding.mode, rounding.tile, cfg.router.scale, capacity)
+        tensors = rounding_ops.round_rows(all_scores.detach(), expert_ids, kept, uniform, token_mask, *how)
+        scaled = all_scores * cfg.router.scale
+        scores = _scores_of_rows(scaled, expert_ids, kept_scores, token_of_row=tensors[0], row_start=tensors[4])
+    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, pairs_of_expert = tensors
     arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
     return RoutingPlan(*arrays, cfg.num_experts, logits.shape[0]), scores, pairs_of_expert
-
-
-def _by_torch(
-    logits: Tensor,
-    expert_ids: Tensor,
-    kept_scores: Tensor,
-    uniform: Tensor | None,
-    token_mask: Tensor | None,
-    cfg: MoEConfig,
-    capacity: int,
-) -> tuple[Tensor, ...]:
-    """Scores, the plan's tensors and f, on any device."""
-    rounding, scale = cfg.rounding, cfg.router.scale
-    assert rounding is not None, "the caller asks `rounds` first"
-    if token_mask is not None:
-        logits = logits.masked_fill(~token_mask[:, None], 0.0)
-    all_scores = torch.softmax(logits, dim=-1) if cfg.router.score == "softmax" else torch.sigmoid(logits)
-    how = (rounding.mode, rounding.tile, scale, capacity)
-    tensors = rounding_ops.round_rows(all_scores.detach(), expert_ids, kept_scores.detach(), uniform, token_mask, *how)
-    scores = _scores_of_rows(all_scores * scale, expert_ids, kept_scores, tensors[0], tensors[4])
-    return scores, *tensors
 
 
 def draw_uniform(
@@ -129,16 +115,16 @@ def row_capacity(rounding: TokenRounding, num_tokens: int, experts_per_token: in
 
 
 def _scores_of_rows(
-    scaled_scores: Tensor, expert_ids: Tensor, kept_scores: Tensor, token_of_row: Tensor, row_start_of_expert: Tensor
+    scaled_scores: Tensor, expert_ids: Tensor, kept_scores: Tensor, token_of_row: Tensor, row_start: Tensor
 ) -> Tensor:
     """(R_max,) what each row carries, out of all scores (T, E) and the kept ones (T, K); 0 past R."""
     experts = scaled_scores.shape[1]
     padded = torch.nn.functional.pad(scaled_scores, (0, 1))  # a column for what is skipped
     carried = padded.scatter(1, expert_ids.long().clamp(max=experts), kept_scores)
     rows = torch.arange(token_of_row.shape[0], dtype=torch.int32, device=token_of_row.device)
-    expert_of_row = experts_of_rows(row_start_of_expert, rows)  # E past R
+    expert_of_row = experts_of_rows(row_start, rows)  # E past R
     scores = carried.reshape(-1)[token_of_row.long() * (experts + 1) + expert_of_row]
-    return scores.masked_fill(rows >= row_start_of_expert[-1], 0.0)
+    return scores.masked_fill(rows >= row_start[-1], 0.0)
 
 
 @constant_when_traced  # a warning is given while tracing, or never

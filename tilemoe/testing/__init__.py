@@ -12,8 +12,7 @@ from tilemoe.testing.compare import (
     assert_moe_matches_reference,
     relative_error,
 )
-from tilemoe.testing.inputs import forward_and_grads, make_inputs, plain_moe
-from tilemoe.testing.memory import poisoned_memory
+from tilemoe.testing.inputs import forward_and_grads, make_inputs, plain_moe, poisoned_memory
 from tilemoe.testing.routings import HostileRouting, hostile_routings, used_pairs
 
 __all__ = [

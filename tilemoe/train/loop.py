@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tilemoe.data import Prepared, Sampler
 from tilemoe.data.shards import read_index
+from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.expert import rows_of_experts
 from tilemoe.parallel.fsdp import begin_micro_batch
@@ -39,9 +40,6 @@ from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
 from tilemoe.train.optim import learning_rate, make_optimizer, set_learning_rate
 from tilemoe.train.progress import Reporter, Speed, StepStats
-
-if TYPE_CHECKING:
-    from tilemoe.models.decoder import DecoderLM
 
 GPU_TILE = 128  # rows of a tile of the GPU kernels' products
 _SPEED_MEMORY = 0.9  # of the moving average of a step's seconds
@@ -129,8 +127,6 @@ class Trainer:
         if pending is not None:
             pending.finish()
 
-    # ------------------------------------------------------------------------------------------------ one step
-
     def train_step(self) -> StepStats:
         """One optimiser step over ``accumulation`` micro-batches.
 
@@ -203,8 +199,6 @@ class Trainer:
                         f"the {name}{whose} became {row[index]} in step {self.step + 1}; {last}; lower optim.lr or "
                         "optim.grad_clip, or raise optim.warmup_steps"
                     )
-
-    # ------------------------------------------------------------------------------------------------ the run
 
     def fit(
         self, metrics: MetricsWriter | None, reporter: Reporter, stop_requested: Callable[[], bool]
@@ -285,8 +279,7 @@ class Trainer:
         return Speed(tokens_per_second, self.job.world_size, flops / self._peak if self._peak else None)
 
     def _record(self, metrics: MetricsWriter | None, stats: StepStats, speed: Speed) -> None:
-        due = stats.step % self.recipe.train.log_every == 0 or stats.step == self.recipe.train.steps
-        if due and metrics is not None:
+        if metrics is not None and self._is_due(self.recipe.train.log_every):
             measured = {"seconds": self.seconds, "tokens_per_second": speed.tokens_per_second, "mfu": speed.mfu}
             metrics.write("train", {**asdict(stats), **measured})
 

@@ -33,10 +33,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         if parameter.requires_grad:
             groups[0 if decays(name, parameter, embeddings) else 1].append(parameter)
     return torch.optim.AdamW(
-        [
-            {"params": groups[0], "weight_decay": config.weight_decay},
-            {"params": groups[1], "weight_decay": 0.0},
-        ],
+        [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

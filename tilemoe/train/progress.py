@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from tilemoe.train.job.processes import ALONE, Job
 
@@ -106,12 +106,8 @@ class TerminalReporter(Reporter):
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            *Progress.get_default_columns(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
-            TimeRemainingColumn(),
             TextColumn("{task.fields[summary]}", markup=False),
             console=self._console,
             redirect_stdout=False,

@@ -6,10 +6,10 @@ import contextlib
 import json
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from tilemoe.train.plots import draw
 from tilemoe.train.progress import Reporter, make_reporter
 from tilemoe.train.sample import continue_text
 
+Made = TypeVar("Made")
 RESULT_FILE = "result.json"
 _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
 
@@ -118,7 +119,10 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
     job = trainer.job
     where = trainer.device.type if job.is_alone else f"{job.world_size} x {trainer.device.type}"
     reporter.say(f"{recipe.name}: {parameters:,} parameters on {where}, {recipe.train.steps} steps, {run_dir}")
-    metrics = MetricsWriter(run_dir, _events(recipe, trainer.step, reporter)) if job.is_first else None
+    events, first_step = None, trainer.step + 1
+    if job.is_first and recipe.train.tensorboard:
+        events = _if_installed(lambda: open_tensorboard(run_dir, first_step), "TensorBoard files", "log", reporter)
+    metrics = MetricsWriter(run_dir, events) if job.is_first else None
     try:
         with stop_request() as stop_requested:
             evaluation = trainer.fit(metrics, reporter, stop_requested)
@@ -201,16 +205,6 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
     truncate_metrics(run_dir / METRICS_FILE, trainer.step)
 
 
-def _events(recipe: Recipe, step: int, reporter: Reporter) -> Any:
-    if not recipe.train.tensorboard:
-        return None
-    try:
-        return open_tensorboard(Path(recipe.train.out_dir).expanduser(), step + 1)
-    except ImportError:
-        reporter.say("no TensorBoard files: pip install 'tilemoe[log]'")
-        return None
-
-
 def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
     """Sample, plot and result.json of a finished run."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
@@ -227,7 +221,9 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
         )
     if not trainer.job.is_first:
         return RunResult(evaluation, sample, None)
-    plot = _plot(recipe, run_dir, reporter) if recipe.train.plot else None
+    plot = None
+    if recipe.train.plot:
+        plot = _if_installed(lambda: draw(run_dir, recipe.name), "plot", "plot", reporter)
     device = trainer.device
     result = {
         "heldout_nats_per_byte": evaluation.nats_per_byte,
@@ -248,11 +244,12 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
     return RunResult(evaluation, sample, plot)
 
 
-def _plot(recipe: Recipe, run_dir: Path, reporter: Reporter) -> Path | None:
+def _if_installed(make: Callable[[], Made], what: str, extra: str, reporter: Reporter) -> Made | None:
+    """What ``make`` makes, unless a package that it needs is missing."""
     try:
-        return draw(run_dir, recipe.name)
+        return make()
     except ImportError:
-        reporter.say("no plot: pip install 'tilemoe[plot]'")
+        reporter.say(f"no {what}: pip install 'tilemoe[{extra}]'")
         return None
 
 

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tilemoe.data.tokenizer import Tokenizer
 from tilemoe.train.checkpoints.folder import (
-    CheckpointError,
     TrainState,
     drop_old,
     file_entries,
@@ -94,7 +93,11 @@ class PendingCheckpoint:
         except (OSError, CheckpointException) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._temporary, ignore_errors=True)
-            raise _one_line(self._target, error) from error
+            told: BaseException | str = error
+            if isinstance(error, CheckpointException):  # the traceback of every process: the first's last line will do
+                rank, (failure, _) = next(iter(error.failures.items()))
+                told = f"rank {rank}: {failure}"
+            raise write_error(self._target, told) from error
 
 
 def _by_first_rank(action: Callable[[], None]) -> None:
@@ -108,11 +111,3 @@ def _by_first_rank(action: Callable[[], None]) -> None:
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise OSError(problem[0])
-
-
-def _one_line(target: Path, error: OSError | CheckpointException) -> CheckpointError:
-    """A failed collective write carries the traceback of every process: the first one's last line says what it was."""
-    if isinstance(error, CheckpointException):
-        rank, (failure, _) = next(iter(error.failures.items()))
-        return write_error(target, f"rank {rank}: {failure}")
-    return write_error(target, error)

@@ -78,9 +78,6 @@ def clean_stale(run_dir: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-# ---------------------------------------------------------------------------------------------------------- writing
-
-
 def save_checkpoint(
     run_dir: Path,
     state: TrainState,
@@ -202,9 +199,6 @@ def file_entries(paths: Iterable[Path]) -> dict[str, Any]:
 
 def _manifest(entries: dict[str, Any]) -> bytes:
     return _canonical({"files": entries, "sha256": hashlib.sha256(_canonical(entries)).hexdigest()})
-
-
-# ---------------------------------------------------------------------------------------------------------- reading
 
 
 @dataclass(frozen=True)

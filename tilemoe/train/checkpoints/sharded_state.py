@@ -51,17 +51,13 @@ def begin_write_training(
 
     All processes of the job call it; ``folder``, which all see, exists and is empty.
     """
-    started = async_save(_training_tensors(model, optimizer), checkpoint_id=str(folder), process_group=group)
-    return started if isinstance(started, Future) else started.upload_completion
-
-
-def _training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors = _model_tensors(model)  # first: it brings parameters that FSDP has gathered back to their shards
     tensors |= {_OPTIMIZER + name: value for name, value in optimizer_tensors(model, optimizer).items()}
     tensors[f"{_RNG_CPU}{_rank()}"] = torch.get_rng_state()
     if torch.cuda.is_initialized():
         tensors[f"{_RNG_CUDA}{_rank()}"] = torch.cuda.get_rng_state()
-    return tensors
+    started = async_save(tensors, checkpoint_id=str(folder), process_group=group)
+    return started if isinstance(started, Future) else started.upload_completion
 
 
 def read_model(folder: Path, model: nn.Module) -> None:
