@@ -45,7 +45,7 @@ def staged_folder(final: Path) -> Iterator[Path]:
         try:
             os.rename(temporary, final)
         except OSError:
-            if not final.is_dir():
+            if not final.is_dir() or not any(final.iterdir()):
                 raise
         fsync(final.parent)
     finally:

@@ -9,8 +9,6 @@ is its down matrix.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilemoe.config import ModelConfig
+from tilemoe.data.files import staged_folder
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.hf_config import ARCHITECTURES, Architecture, config_from_hf, hf_config_dict
 
@@ -114,19 +113,10 @@ def save_hf(model: DecoderLM, folder: str | Path, *, max_shard_bytes: int = 4 <<
     tensors = to_hf_state_dict(model)
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     config = {**hf_config_dict(model.config), "torch_dtype": dtype}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
+    with staged_folder(out) as partial:
         _write_json(partial / "config.json", config)
         _write_json(partial / "generation_config.json", {"do_sample": True})
         _write_shards(partial, tensors, max_shard_bytes)
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _sync(out.parent)
 
 
 def load_hf(
@@ -195,15 +185,6 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], max_bytes: int) -> N
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    """Have the file or folder on the disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Piece(NamedTuple):
