@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "reference": {"checks", "config", "activations", "plan"},
     "dispatch": _BELOW_LAYERS,
     "layers": _BELOW_LAYERS | {"dispatch"},
-    "models": _BELOW_LAYERS | {"layers"},
+    "models": _BELOW_LAYERS | {"layers", "data"},
     "parallel": _BELOW_LAYERS | {"dispatch", "layers", "models"},
     "data": {"checks"},
     "recipes": set(),
