@@ -19,45 +19,27 @@ from tilemoe.layers.moe import MoE
 
 _LOSSES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
 _SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 32, "num_experts_per_tok": 4}
+
+
+def _config(router: dict[str, Any] | None = None, **changes: Any) -> MoEConfig:
+    return MoEConfig(**{**_SIZES, **changes}, router=RouterConfig(**_LOSSES, **(router or {})))
+
+
+_BIASED: dict[str, Any] = {"activation": "swiglu_oai", "gate_up": "interleaved", "expert_bias": True}
+_GROUPS = {"score": "sigmoid", "scale": 2.5, "selection_bias": True, "num_groups": 8, "top_groups": 4}
+_SHARED: dict[str, Any] = {"activation": "geglu", "shared_intermediate_size": 64, "shared_gate": True}
+_LATE = {"softmax_after_topk": True, "bias": True}
 # Name to configuration, dtype and backend: None is what is chosen on this GPU, which in fp32 is not Triton.
 LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
-    "softmax": (MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES)), torch.bfloat16, None),
-    "portable": (MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES)), torch.bfloat16, "triton"),
+    "softmax": (_config(), torch.bfloat16, None),
+    "portable": (_config(), torch.bfloat16, "triton"),
     "biased": (
-        MoEConfig(
-            **_SIZES | {"hidden_size": 192, "num_experts": 12, "num_experts_per_tok": 3},
-            activation="swiglu_oai",
-            gate_up="interleaved",
-            expert_bias=True,
-            router=RouterConfig(softmax_after_topk=True, bias=True, **_LOSSES),
-        ),
-        torch.bfloat16,
-        None,
+        _config(_LATE, **_BIASED, hidden_size=192, num_experts=12, num_experts_per_tok=3), torch.bfloat16, None,
     ),
-    "rounded": (
-        MoEConfig(**_SIZES, router=RouterConfig(**_LOSSES), rounding=TokenRounding("nearest", 16)),
-        torch.bfloat16,
-        None,
-    ),
-    "grouped": (
-        MoEConfig(
-            **_SIZES | {"intermediate_size": 72, "num_experts_per_tok": 6},
-            activation="geglu",
-            shared_intermediate_size=64,
-            shared_gate=True,
-            router=RouterConfig(score="sigmoid", scale=2.5, selection_bias=True, num_groups=8, top_groups=4, **_LOSSES),
-        ),
-        torch.float16,
-        None,
-    ),
-    "fp32": (
-        MoEConfig(
-            **_SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, activation="gelu", router=RouterConfig(**_LOSSES)
-        ),
-        torch.float32,
-        "triton",
-    ),
-}
+    "rounded": (_config(rounding=TokenRounding("nearest", 16)), torch.bfloat16, None),
+    "grouped": (_config(_GROUPS, **_SHARED, intermediate_size=72, num_experts_per_tok=6), torch.float16, None),
+    "fp32": (_config(activation="gelu", num_experts=5, num_experts_per_tok=2), torch.float32, "triton"),
+}  # fmt: skip
 
 
 def make_layer(name: str, device: str = "cuda") -> MoE:

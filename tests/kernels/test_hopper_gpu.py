@@ -16,7 +16,7 @@ from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.launch import Launch
-from tilemoe.testing import assert_moe_matches_reference, forward_and_grads, hostile_routings, make_inputs
+from tilemoe.testing import assert_equal, assert_moe_matches_reference, forward_and_grads, hostile_routings, make_inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 4e-3, FP16: 6e-4}
@@ -179,8 +179,7 @@ def test_compiled_is_equal_to_eager(launched: set[str]) -> None:
     inputs = make_inputs(plan, 128, 64, dtype=BF16)
     eager = forward_and_grads(moe, inputs, plan)
     compiled = forward_and_grads(torch.compile(moe, fullgraph=True), inputs, plan)
-    for name, tensor in eager.items():
-        assert torch.equal(compiled[name], tensor), name
+    assert_equal(eager, compiled)
     assert launched
 
 

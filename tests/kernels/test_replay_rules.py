@@ -27,6 +27,7 @@ from tilemoe.ops import router
 from tilemoe.runtime import launch
 from tilemoe.runtime import launch_cache as replayed
 from tilemoe.runtime import launch_trace as replay
+from tilemoe.testing import assert_equal
 
 pytestmark = pytest.mark.process("fake_driver")
 
@@ -139,7 +140,7 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
             x = torch.full((4, 4), float(index))
             expected, found = run(x), operator(x)
             if run is not a_view and run is not read_back:
-                assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), run
+                assert_equal(expected, found, run)
             assert [t.shape for t in tensors_of(expected)] == [t.shape for t in tensors_of(found)]
         assert recordings(operator) == [None], run
 
@@ -197,8 +198,7 @@ def test_whole_tensors_operators_are_repeated() -> None:
     for mode in (nullcontext, torch.inference_mode, nullcontext, torch.inference_mode):
         x, y = torch.randn(3, 5), torch.randn(3, 5)
         with mode():
-            for found, expected in zip(operator(x, y), run(x, y), strict=True):
-                assert torch.equal(found, expected)
+            assert_equal(operator(x, y), run(x, y))
 
 
 def test_hooks_are_called() -> None:

@@ -15,7 +15,7 @@ from tilemoe.kernels.lm import triton_cross_entropy as cross_entropy
 from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_
 from tilemoe.models import loss as head
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
-from tilemoe.testing import relative_error
+from tilemoe.testing import assert_equal, relative_error
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -124,4 +124,4 @@ def test_the_heads_loss_repeats_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> 
         loss = chunked_cross_entropy(hidden, weight, labels, max_chunk_logits=9 * 72)
         found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
     for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(again, found[0], strict=True))
+        assert_equal(again, found[0])

@@ -1,5 +1,5 @@
 """Promises of the whole layer on a GPU, router included, forward and backward: it repeats itself to the bit, waits for
-nothing, can be captured and compiled, shares the GPU with other work, and compiles no kernel twice.
+nothing, can be captured and compiled, shares the GPU with other work, compiles no kernel twice, and names mistakes.
 
 T tokens
 """
@@ -14,10 +14,16 @@ import gpu_layers
 import pytest
 import torch
 from gpu_layers import LAYERS, aside, compilations, make_input, make_layer, no_host_sync, step
+from helpers import raises_one_line
 from torch import Tensor
+from torch._dynamo.utils import counters
 
+import tilemoe
+from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.layers.moe import MoE
-from tilemoe.testing import assert_equal, relative_error
+from tilemoe.ops.moe import moe
+from tilemoe.routing.build import plan_pairs, plan_topk
+from tilemoe.testing import assert_equal, forward_and_grads, make_inputs, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -194,3 +200,113 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert len(first["compiled"]) > 20
     assert second["compiled"] == []
     assert sorted(second["cached"]) == sorted(first["compiled"] + first["cached"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
+    for key, wanted in expected.items():
+        actual = found[key]
+        assert actual.dtype == wanted.dtype, (where, key)
+        if wanted.dtype.is_floating_point:
+            assert relative_error(actual, wanted.double()) <= ROUNDING[wanted.dtype], (where, key)
+        else:
+            assert torch.equal(actual, wanted), (where, key)
+
+
+def run(compiled: torch.nn.Module, x: Tensor, do: Tensor) -> dict[str, Tensor]:
+    """Copies: the next run of a graph writes over its results."""
+    return {key.removeprefix("_orig_mod."): tensor.clone() for key, tensor in step(compiled, x, do).items()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_reduce_overhead_captures_forward_and_backward(name: str) -> None:
+    layer = make_layer(name)
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for seed in range(5):  # run, recorded, replayed from then on
+        x, do = make_input(layer, 600, seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(run(compiled, x, do), step(layer, x, do), f"step {seed}")
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tokens_that_vary_compile_one_graph_more(name: str) -> None:
+    """The second number of tokens makes the graph dynamic, and it serves all others."""
+    layer = make_layer(name)
+    compiled = torch.compile(layer, fullgraph=True)
+    graphs = []
+    for seed, tokens in enumerate((600, 700, 1001, 650, 3000)):
+        x, do = make_input(layer, tokens, seed)
+        assert_close(run(compiled, x, do), step(layer, x, do), f"T = {tokens}")
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1:] == [graphs[1]] * 4
+    assert graphs[1] <= 2
+
+
+@pytest.mark.parametrize("mode", [None, "nearest"])
+def test_dense_scores(mode: str | None) -> None:
+    """Compiled, a search in a table from its second entry on begins at the first: see `experts_of_rows`."""
+    cfg = MoEConfig(64, 64, 8, 2, rounding=None if mode is None else TokenRounding(mode, tile=16))
+    logits = torch.randn(600, 8, device="cuda")
+
+    def dense(logits: Tensor) -> Tensor:
+        return tilemoe.route(logits, cfg).dense()
+
+    assert_close({"dense": torch.compile(dense)(logits)}, {"dense": dense(logits)}, str(mode))
+
+
+IDS = torch.tensor([[0, 1], [2, 1], [0, 2]])
+
+
+def test_tensors_on_different_devices_are_named() -> None:
+    plan = plan_topk(IDS.cuda(), 3)
+    good = make_inputs(plan, 16, 8, dtype=torch.bfloat16, bias=True)
+    for name in good:
+        with raises_one_line(r"is on \S+ but x is on \S+; move them to one device"):
+            moe(plan=plan, **{**good, name: good[name].cpu()})
+    with pytest.raises(ValueError, match="plan is on cpu"):
+        moe(plan=plan_topk(IDS, 3), **good)
+
+
+def test_ids_out_of_range_are_reported_when_asked() -> None:
+    for plan in (
+        plan_topk(torch.where(IDS == 2, -3, IDS).cuda(), 3),
+        plan_pairs(torch.tensor([0, 5]).cuda(), torch.tensor([1, 1]).cuda(), 4, 3),
+        plan_pairs(torch.tensor([0, -1]).cuda(), torch.tensor([1, 1]).cuda(), 4, 3),
+    ):
+        given = make_inputs(plan, 16, 8, dtype=torch.bfloat16)
+        out = forward_and_grads(moe, {name: tensor.nan_to_num(0.5) for name, tensor in given.items()}, plan)
+        assert all(bool(tensor.isfinite().all()) for tensor in out.values()), "the bad pairs are skipped"
+        with pytest.raises(ValueError, match="; found "):
+            plan.check()
+    plan_topk(IDS.cuda(), 3).check()
+
+
+def test_what_no_kernel_computes_is_refused() -> None:
+    plan = plan_topk(IDS.cuda(), 3)
+    with pytest.raises(ValueError, match=r"no Triton kernel computes in torch.float64"):
+        moe(plan=plan, kernels="triton", **make_inputs(plan, 16, 8, dtype=torch.float64))
+    odd = make_inputs(plan, 12, 20, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="multiples of 8"):
+        moe(plan=plan, kernels="triton", **odd)
+    assert bool(moe(plan=plan, **odd).isfinite().all()), "another set takes over"
+
+
+def test_too_little_memory_is_an_error_and_nothing_is_lost() -> None:
+    plan = plan_topk(torch.arange(2 * 4096, device="cuda").view(4096, 2) % 4, 4)
+    inputs = make_inputs(plan, 1024, 512, dtype=torch.bfloat16)
+    expected = forward_and_grads(moe, inputs, plan)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            forward_and_grads(moe, inputs, plan)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert_equal(forward_and_grads(moe, inputs, plan), expected)

@@ -16,14 +16,9 @@ D, N, R = 32, 24, 8
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
 # Both ways to reach memory are met by several; all pairs would take a minute.
 CASES = {
-    "random": 90,
-    "ragged tiles": 0,
-    "sentinels": 90,
-    "one token on a sentinel": 0,
-    "pairs, many per token": 0,
-    "pairs, sentinels": 90,
-    "rounded up": 90,
-}
+    "random": 90, "ragged tiles": 0, "sentinels": 90, "one token on a sentinel": 0, "pairs, many per token": 0,
+    "pairs, sentinels": 90, "rounded up": 90,
+}  # fmt: skip
 
 
 def run(plan: RoutingPlan, kernels: str, dtype: torch.dtype) -> list[Tensor]:

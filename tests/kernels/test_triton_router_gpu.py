@@ -1,7 +1,10 @@
-"""What the router promises on a GPU beyond its values: no host sync, graphs, one compiled graph, the same bits.
+"""What router, plans and combine promise on a GPU beyond their values: no host sync, graphs, the same bits, no
+compilation for a new T.
 
 T tokens · d hidden_size · E experts · K experts per token
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -12,10 +15,15 @@ from torch import Tensor
 
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.choose import choose_router
+from tilemoe.kernels.experts.triton.combine import combine, combine_kernel
+from tilemoe.kernels.experts.triton.tiles import listed_tiles, tile_lists_kernel
+from tilemoe.kernels.plan import triton as triton_plan
+from tilemoe.kernels.plan import triton_small as plan_small
 from tilemoe.kernels.router.triton_input_grad import input_grad_kernel
 from tilemoe.kernels.router.triton_kernels import select_grad_kernel, select_kernel
 from tilemoe.layers.router import Router
-from tilemoe.plan import experts_of_rows
+from tilemoe.plan import RoutingPlan, experts_of_rows
+from tilemoe.routing.build import plan_topk
 from tilemoe.routing.topk import Routing, route
 from tilemoe.testing import assert_equal, relative_error
 
@@ -108,7 +116,7 @@ def test_logits_under_autocast_are_the_same_bits(dtype: torch.dtype) -> None:
             logits = router(x).logits
             again = torch.autograd.grad(logits, [x, router.weight], d_logits)
         assert torch.equal(logits, expected)
-        assert all(torch.equal(a, b) for a, b in zip(again, grads, strict=True))
+        assert_equal(again, grads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -237,3 +245,55 @@ def routed(call: Callable[[], Routing]) -> tuple[Tensor, Tensor]:
     rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
     expert_of_row = experts_of_rows(plan.row_start_of_expert, rows)
     return routing.scores, expert_of_row[plan.row_of_pair.long()].view(plan.num_tokens, -1)
+
+
+PLAN_KERNELS = (
+    triton_plan.count_kernel, triton_plan.block_start_kernel, triton_plan.row_start_kernel, triton_plan.place_kernel,
+    plan_small.plan_small_kernel, tile_lists_kernel, combine_kernel,
+)  # fmt: skip
+
+
+def use_plan(ids: torch.Tensor, rows: torch.Tensor) -> RoutingPlan:
+    plan = plan_topk(ids, 64)
+    listed_tiles(plan, 128)
+    listed_tiles(plan, 64, 192)
+    rows, s = rows[: plan.capacity], torch.ones(plan.capacity, device="cuda")
+    out = rows.new_empty(plan.num_tokens, rows.shape[1])
+    combine(rows, s, plan, out)
+    combine(rows, None, plan, out)
+    return plan
+
+
+def test_plans_of_other_numbers_of_tokens_compile_nothing() -> None:
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in PLAN_KERNELS for cache in kernel.device_caches.values())
+
+    rows = torch.randn(8 * 4096, 128, device="cuda", dtype=torch.bfloat16)
+    counts = []
+    for tokens in (4096, 512, 1, 1000, 1001, 77):  # the first two meet both builders
+        use_plan(torch.randint(0, 64, (tokens, 8), device="cuda"), rows)
+        counts.append(compiled())
+    assert counts[1] >= len(PLAN_KERNELS)
+    assert counts[1:] == counts[1:2] * 5
+
+
+def test_nothing_waits_for_a_plan() -> None:
+    ids = torch.randint(0, 64, (500, 8), device="cuda")
+    rows = torch.randn(4000, 128, device="cuda", dtype=torch.bfloat16)
+    use_plan(ids, rows)
+    with no_host_sync():
+        use_plan(ids, rows)
+
+
+def test_a_captured_plan_follows_its_ids() -> None:
+    ids = torch.randint(0, 64, (300, 8), device="cuda")
+    rows = torch.randn(2400, 128, device="cuda", dtype=torch.bfloat16)
+    use_plan(ids, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = use_plan(ids, rows)
+    ids.copy_(torch.randint(0, 70, (300, 8), device="cuda"))
+    graph.replay()
+    expected = plan_topk(ids, 64)
+    for name in ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert"):
+        assert torch.equal(getattr(plan, name), getattr(expected, name)), name
