@@ -30,15 +30,8 @@ def test_every_nan_is_one() -> None:
 def test_a_digest_tells_bits_dtypes_and_shapes_apart() -> None:
     zeros = torch.zeros(6)
     different = [
-        zeros,
-        -zeros,
-        zeros.double(),
-        zeros.int(),
-        zeros.view(2, 3),
-        zeros[:5],
-        zeros.half(),
-        zeros.bfloat16(),
-    ]
+        zeros, -zeros, zeros.double(), zeros.int(), zeros.view(2, 3), zeros[:5], zeros.half(), zeros.bfloat16(),
+    ]  # fmt: skip
     assert len({golden.digest(tensor) for tensor in different}) == len(different)
     matrix = torch.randn(3, 4)
     assert golden.digest(matrix) == golden.digest(matrix.t().contiguous().t())

@@ -229,9 +229,10 @@ def test_the_work_ahead_covers_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     assert min(told) >= once["top-K"]["host_ms"]
 
 
-def small_recipe(folder: Path) -> None:
+@pytest.fixture
+def small_recipe(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """rounding-smoke on a text of its own, four steps long."""
-    text = folder / "text"
+    folder, text = results, results / "text"
     text.mkdir()
     for index in range(6):
         (text / f"{index}.txt").write_text(f"{index} tokens and {index + 1} experts. " * 60)
@@ -239,13 +240,11 @@ def small_recipe(folder: Path) -> None:
     recipe["data"] |= {"corpus": str(text), "cache_dir": str(folder / "cache"), "heldout_every": 3}
     recipe["train"] |= {"steps": 4, "eval_batches": 2}
     (folder / "small.json").write_text(json.dumps(recipe))
+    monkeypatch.setattr(rounding_quality, "RECIPES", folder)
 
 
-def test_missing_runs_are_trained_recorded_and_not_repeated(
-    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small_recipe(results)
-    monkeypatch.setattr(rounding_quality, "RECIPES", results)
+@pytest.mark.usefixtures("small_recipe")
+def test_missing_runs_are_trained_recorded_and_not_repeated(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "--device", "cpu", "--recipes", "small", "--modes", "nearest,down", "--seeds"]
     rounding_quality.main([*arguments, "1"])
     rounding_quality.main([*arguments, "2"])
@@ -278,8 +277,8 @@ def test_the_first_mode_comes_first_with_every_seed() -> None:
         list(rounding_quality.asked_for(argparse.Namespace(**{**vars(args), "modes": "sideways"})))
 
 
+@pytest.mark.usefixtures("small_recipe")
 def test_processes_side_by_side_do_each_run_once(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_recipe(results)
     commands: list[list[str]] = []
 
     class Process:
@@ -290,7 +289,6 @@ def test_processes_side_by_side_do_each_run_once(results: Path, monkeypatch: pyt
             rounding_quality.main(commands.pop(0)[2:])
             return 0
 
-    monkeypatch.setattr(rounding_quality, "RECIPES", results)
     monkeypatch.setattr(rounding_quality, "subprocess", SimpleNamespace(Popen=Process))
     asked = ["run", "--device", "cpu", "--recipes", "small", "--modes", "nearest", "--seeds", "2"]
     rounding_quality.main([*asked, "--processes", "1", "--share", "1/3"])
@@ -306,9 +304,8 @@ def test_processes_side_by_side_do_each_run_once(results: Path, monkeypatch: pyt
         rounding_quality.main([*asked, "--processes", "2"])
 
 
-def test_no_run_is_begun_that_would_end_too_late(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_recipe(results)
-    monkeypatch.setattr(rounding_quality, "RECIPES", results)
+@pytest.mark.usefixtures("small_recipe")
+def test_no_run_is_begun_that_would_end_too_late(results: Path) -> None:
     rounding_quality.main(["run", "--device", "cpu", "--recipes", "small", "--seconds", "1e-9"])
     assert not (results / "rounding_quality.jsonl").exists()
 

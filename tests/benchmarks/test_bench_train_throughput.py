@@ -1,4 +1,4 @@
-"""The trainer's benchmark: a job of two processes as users start it, one process, and the sums in its table."""
+"""The trainer's benchmarks: jobs of two processes as users start them, the sums in their table, and their agreement."""
 
 import json
 import sys
@@ -14,6 +14,7 @@ import pytest
 import record
 import swapped_experts
 import torch
+import train_agreement
 import train_throughput
 from torch import Tensor
 
@@ -33,13 +34,19 @@ def recipe() -> Recipe:
     return replace(found, name="small", train=train, parallel=replace(found.parallel, expert=1))
 
 
+@pytest.fixture
+def path(results: Path, recipe: Recipe) -> Path:
+    """The recipe's file."""
+    found = results / "small.json"
+    found.write_text(json.dumps(to_dict(recipe)))
+    return found
+
+
 @pytest.mark.dist
 def test_jobs_are_started_measured_recorded_and_tabled(
-    results: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two processes through torchrun, then one in this process: the same steps by ours and by PyTorch alone."""
-    path = results / "small.json"
-    path.write_text(json.dumps(to_dict(recipe)))
     options = ["--recipe", path, "--peers", "tilemoe,scattermoe,grouped_mm", "--steps", 2, "--warmup", 1]
     arguments = [str(option) for option in [*options, "--device", "cpu"]]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -67,9 +74,7 @@ def test_jobs_are_started_measured_recorded_and_tabled(
     assert len(capfd.readouterr().out.splitlines()) == 2 + 4
 
 
-def test_a_job_alone_can_shard_over_itself_and_gives_the_same(results: Path, recipe: Recipe) -> None:
-    path = results / "small.json"
-    path.write_text(json.dumps(to_dict(recipe)))
+def test_a_job_alone_can_shard_over_itself_and_gives_the_same(path: Path) -> None:
     options = ["--recipe", str(path), "--steps", "1", "--warmup", "2", "--device", "cpu"]
     train_throughput.main(["run", *options])
     train_throughput.main(["run", *options, "--shard-alone"])
@@ -79,9 +84,7 @@ def test_a_job_alone_can_shard_over_itself_and_gives_the_same(results: Path, rec
     assert not torch.distributed.is_initialized()
 
 
-def test_no_timed_step_is_begun_too_late(results: Path, recipe: Recipe) -> None:
-    path = results / "small.json"
-    path.write_text(json.dumps(to_dict(recipe)))
+def test_no_timed_step_is_begun_too_late(path: Path) -> None:
     options = ["--recipe", str(path), "--steps", "9", "--warmup", "1", "--seconds", "0", "--device", "cpu"]
     train_throughput.main(["run", *options])
     assert record.rows("train_throughput")[0]["steps"] == 1
@@ -137,14 +140,12 @@ def test_swapped_layers_compute_the_same(name: str, weights: peers.Weights, monk
 
 
 def test_a_layer_that_computes_something_else_is_not_timed(
-    results: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    results: Path, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wrong(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return 1.05 * peers.grouped_mm_experts(x, scores, ids, w1, w2)
 
     monkeypatch.setattr(swapped_experts, "CONTESTANTS", {"wrong": lambda: ("1", wrong)})
-    path = results / "small.json"
-    path.write_text(json.dumps(to_dict(recipe)))
     train_throughput.main(["run", "--recipe", str(path), "--peers", "wrong", "--device", "cpu"])
     assert "wrong is left out: output is off by" in capsys.readouterr().out
     assert not (results / "train_throughput.jsonl").exists()
@@ -164,14 +165,8 @@ def test_what_an_adapter_cannot_do_is_said(recipe: Recipe) -> None:
 
 def test_scaling_is_against_the_faster_way_to_use_one_gpu(results: Path) -> None:
     def row(contestant: str, processes: int, speed: float, sharded: bool = True, **others: Any) -> dict[str, Any]:
-        settings = {
-            "batch_size": 6,
-            "accumulation": 4,
-            "between_micro_batches": "nothing",
-            "checkpointing": "none",
-            "compile": False,
-            **others,
-        }
+        settings = {"batch_size": 6, "accumulation": 4, "between_micro_batches": "nothing", "checkpointing": "none"}
+        settings |= {"compile": False, **others}
         fixed = {"recipe": "1b", "mode": "sustained", "mfu": 0.25, "peak_bytes": [2**30, 3 * 2**30]}
         return {
             **fixed, **settings, "contestant": contestant, "processes": processes, "sharded": sharded,
@@ -207,3 +202,44 @@ def test_the_recipes_own_compilation_holds(recipe: Recipe, tmp_path: Path) -> No
         assert found.train.compile == "blocks"
         model, _ = train_throughput.build("tilemoe", found, torch.device("cpu"), Job())
         assert all("body" in vars(block) for block in model.blocks)
+
+
+@pytest.fixture
+def options(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "corpus").mkdir()
+    for number in range(2 * train_agreement.HELDOUT_EVERY):
+        (tmp_path / "corpus" / f"{number:04d}.txt").write_text(f"{number} and {number * number} words " * 3)
+    recipe = load_recipe("smoke")
+    data = replace(recipe.data, corpus=str(tmp_path / "corpus"), cache_dir=str(tmp_path / "cache"), batch_size=4)
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(to_dict(replace(recipe, data=data))))
+    return ["--recipe", str(path), "--device", "cpu", "--steps", "6", "--precision", "fp32"]
+
+
+@pytest.mark.dist
+def test_two_processes_train_as_one_and_a_difference_is_seen(options: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"losses: the losses differ by .* allowed is 0\.0"):
+        train_agreement.main(["losses", *options, "--limit", "0"])
+    (row,) = record.rows("train_agreement")
+    assert 0 < row["greatest_difference"] < 1e-5
+    assert (row["mode"], row["processes"], row["steps"]) == ("losses", 2, 6)
+    train_agreement.report(
+        train_agreement.argparse.Namespace(recipe="r", precision="fp32", processes=2, expert=1),
+        "losses", run([1.0, 2.0]), run([1.0, 2.005]), limit=0.01,
+    )  # fmt: skip
+    assert record.rows("train_agreement")[1]["in_step"] == 2
+
+
+@pytest.mark.dist
+def test_a_killed_job_goes_on_bit_for_bit(options: list[str], tmp_path: Path) -> None:
+    train_agreement.main(["kill", *options, "--kill-in-step", "4", "--save-every", "2", "--expert", "2"])
+    (row,) = record.rows("train_agreement")
+    assert (row["mode"], row["greatest_difference"], row["steps"]) == ("kill", 0.0, 6)
+    assert row["kill_in_step"] == 4
+
+
+def run(losses: list[float]) -> train_agreement.Run:
+    found = train_agreement.Run.__new__(train_agreement.Run)
+    found.losses, found.seconds = losses, 1.0
+    return found
