@@ -9,24 +9,12 @@ from torch import Tensor, nn
 
 E, K, T, D = 4, 2, 10, 16
 SETTINGS: dict[str, Any] = {
-    "model_type": "made_up",
-    "hidden_size": D,
-    "moe_hidden_size": D,
-    "intermediate_size": 8,
-    "moe_intermediate_size": 8,
-    "moe_latent_size": None,
-    "num_experts": E,
-    "num_local_experts": E,
-    "n_routed_experts": E,
-    "moe_num_experts": E,
-    "hidden_act": "silu",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "mlp_hidden_act": "relu2",
-    "swiglu_limit": 1.0,
-    "swiglu_alpha": 1.702,
-    "post_norm_eps": 1e-6,
+    "model_type": "made_up", "hidden_size": D, "moe_hidden_size": D, "intermediate_size": 8,
+    "moe_intermediate_size": 8, "moe_latent_size": None, "num_experts": E, "num_local_experts": E,
+    "n_routed_experts": E, "moe_num_experts": E, "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh",
+    "mlp_hidden_act": "relu2", "swiglu_limit": 1.0, "swiglu_alpha": 1.702, "post_norm_eps": 1e-6,
     "_experts_implementation": "tilemoe",
-}
+}  # fmt: skip
 
 
 def experts(kind: Callable[[Any], nn.Module], **settings: Any) -> Any:

@@ -12,25 +12,14 @@ from transformers import PreTrainedModel
 VOCAB, SEQ = 61, 9
 LIMIT = 1.5  # of gpt-oss's gate, low enough for random weights to meet it
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 DEEPSEEK: dict[str, Any] = {
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_shared_experts": 1,
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
     "first_k_dense_replace": 1,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,27 +58,16 @@ FAMILIES = {
     "qwen3_next": Family(
         "Qwen3Next",
         {
-            **QWEN,
-            "shared_expert_intermediate_size": 16,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            **QWEN, "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
     "deepseek_v3": Family(
         "DeepseekV3",
         {
-            **DEEPSEEK,
-            "num_key_value_heads": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
+            **DEEPSEEK, "num_key_value_heads": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 16,
+            "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
         },
         moe_layers=1,
     ),
@@ -98,19 +76,13 @@ FAMILIES = {
     "gemma4": Family(
         "Gemma4",
         {
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 24,
-            "head_dim": 8,
-            "global_head_dim": 8,
-            "hidden_size_per_layer_input": 0,
-            "sliding_window": 8,
+            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+            "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"],
         },
         config="TextConfig",
     ),
-}
+}  # fmt: skip
 GRANITE = Family("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2})
 # Its experts could not be chosen yet in the oldest release that is served.
 GRANITE_CAN_CHOOSE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) > (5, 7)

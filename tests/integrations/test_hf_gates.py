@@ -1,11 +1,18 @@
-"""Which activation a function is found to be: every one of the table, and none for its near misses."""
+"""Which activation a function is found to be, and every class of experts that transformers has: computed or refused."""
 
+import importlib
 import itertools
+import re
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from helpers import assert_near
+from hf_experts import experts, routing, run
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
@@ -102,3 +109,34 @@ def test_the_probe_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
     recognised_activation(lambda h: F.silu(halves(h)[0]) * halves(h)[1], is_gated=True)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+REFUSED = {"DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "Inkling2Experts", "MuseSparkExperts"}
+_CLASS = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)
+
+
+@cache
+def every_class() -> dict[str, str]:
+    """Name to module, read from the sources."""
+    found = {}
+    for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        for name in _CLASS.findall(file.read_text(encoding="utf-8")):
+            found[name] = f"transformers.models.{file.parent.name}.{file.stem}"
+    return found
+
+
+def test_there_are_many_classes_and_those_refused_among_them() -> None:
+    assert len(every_class()) > 60
+    assert every_class().keys() >= REFUSED
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", every_class())
+def test_every_class(name: str) -> None:
+    kind = getattr(importlib.import_module(every_class()[name]), name)
+    module = experts(kind, mlp_gate_softcap=1.0, mlp_up_softcap=1.0)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=rf"cannot compute {name} \(made_up\): "):
+            run(module, "tilemoe", *routing())
+    else:
+        assert_near(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), 1e-5)

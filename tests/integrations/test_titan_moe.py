@@ -18,7 +18,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.qwen3 import qwen3_configs
 
 from tilemoe.integrations import torchtitan as integration
-from tilemoe.testing import relative_error
+from tilemoe.testing import assert_equal, relative_error
 
 E, K, D, F = 6, 2, 32, 24
 TARGET = "tilemoe.integrations.torchtitan.tilemoe_experts"
@@ -53,8 +53,7 @@ def layers() -> tuple[nn.Module, nn.Module]:
     assert isinstance(ours.routed_experts, integration.TileMoERoutedExperts)
     nn.init.zeros_(ours.expert_bias_E)
     ours.load_state_dict(stock.state_dict())
-    for name, tensor in ours.state_dict().items():
-        assert torch.equal(tensor, stock.state_dict()[name]), name
+    assert_equal(ours.state_dict(), stock.state_dict())
     for layer in (stock, ours):
         layer.tokens_per_expert_E.zero_()
     return stock, ours
