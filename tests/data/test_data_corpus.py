@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import raises_one_line, run_python
+from helpers import raises_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -167,10 +167,6 @@ def test_file_that_vanished_is_named(folder: Path):
     for action in (corpus.fingerprint, corpus.file_bytes, lambda: list(corpus.documents())):
         with pytest.raises(ValueError, match=r"007\.txt: cannot be read"):
             action()
-
-
-def test_importing_the_package_imports_no_torch():
-    assert run_python("import sys, tilemoe.data; print({'torch', 'pyarrow'} & set(sys.modules))") == "set()\n"
 
 
 def splits_of(path: Path, every: int) -> dict[str, list[str]]:

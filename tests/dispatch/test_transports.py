@@ -1,7 +1,9 @@
-"""Which transport a group gets, and how many rows a way counts."""
+"""Which transport a group gets, how many rows a way counts, and what a window in symmetric memory asks of CUDA."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,3 +92,135 @@ def test_symmetric_memory_where_it_is_possible(group: dist.ProcessGroup, monkeyp
     assert isinstance(Transports(group).of(GPU), Pull)
     assert isinstance(Transports(group, "symmetric").of(GPU), Pull)
     assert isinstance(Transports(group, "collective").of(GPU), Collective)
+
+
+RANKS, HERE, BASE = 3, 1, 1 << 40
+SECOND_GPU = torch.device("cuda", 1)
+SLOT = 1 << 21
+
+
+class Cuda:
+    """Streams and events that note who waits for what, and the driver's three calls."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.caller = self.stream("caller")
+        self.copies = self.stream("copies")
+
+    def stream(self, name: str) -> Any:
+        stream = SimpleNamespace(cuda_stream=name, name=name)
+        stream.wait_event = lambda event: self.log.append(("waits", name, event.of))
+        stream.record_event = lambda: SimpleNamespace(of=name)
+        return stream
+
+    def event(self) -> Any:
+        event = SimpleNamespace(of="nobody")
+        event.record = lambda stream: setattr(event, "of", stream.name)
+        return event
+
+    def copy(self, target: int, source: int, size: int, stream: str) -> None:
+        self.log.append(("copies", stream, target, source, size))
+
+    def write(self, stream: str, address: int, value: int) -> None:
+        self.log.append(("writes", stream, address, value))
+
+    def wait(self, stream: str, address: int, value: int) -> None:
+        self.log.append(("awaits", stream, address, value))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    functions = {
+        "current_stream": lambda device: {SECOND_GPU: cuda.caller}[device],
+        "Event": cuda.event,
+        "empty_cache": lambda: None,
+        "synchronize": lambda device: cuda.log.append(("synchronize",)),
+        "device": lambda device: nullcontext(),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(symmetric, "_copying_stream", lambda device: cuda.copies)
+    monkeypatch.setattr(symmetric, "_driver", lambda: cuda)
+    monkeypatch.setattr(symmetric, "_told", lambda group, mine: [mine] * RANKS)
+    monkeypatch.setattr(symmetric.dist, "get_rank", lambda group: HERE)
+    monkeypatch.setattr(symmetric.dist, "get_world_size", lambda group: RANKS)
+    monkeypatch.setattr(symmetric.dist, "barrier", lambda group: cuda.log.append(("barrier",)))
+    monkeypatch.setattr(symmetric.symm_mem, "empty", lambda size, dtype, device: torch.full((size,), 7, dtype=dtype))
+    handle = SimpleNamespace(buffer_ptrs=[BASE * (1 + rank) for rank in range(RANKS)])
+    monkeypatch.setattr(symmetric.symm_mem, "rendezvous", lambda memory, group: handle)
+    return cuda
+
+
+def transport() -> Pull:
+    return Pull(HERE, RANKS, lambda slot_bytes: symmetric.SymmetricWindow(None, SECOND_GPU, slot_bytes))  # type: ignore[arg-type]
+
+
+def flag(of_rank: int, from_rank: int) -> int:
+    return BASE * (1 + of_rank) + 2 * SLOT + 4 * from_rank
+
+
+def test_an_exchange(cuda: Cuda) -> None:
+    """In order: after the caller's work, laid, told, all awaited, fetched; the caller waits for the copies."""
+    way = Way(((0, 3, 1), (2, 0, 4), (5, 6, 0)), HERE, 0)
+    leaving, arriving = torch.zeros(6, 10), torch.zeros(9, 10)
+    pull = transport()
+    for turn in (1, 2, 3):
+        arrival = pull.send(leaving, arriving, way)
+        if turn == 1:  # the window was made: flags are 0 before anyone may tell
+            assert cuda.log[:3] == [("synchronize",), ("barrier",), ("synchronize",)]
+            del cuda.log[:3]
+        slot = turn % 2 * SLOT
+        assert cuda.log == [
+            ("waits", "copies", "caller"),
+            ("copies", "copies", 2 * BASE + slot, leaving.data_ptr(), 240),
+            ("writes", "copies", flag(0, HERE), turn),
+            ("writes", "copies", flag(2, HERE), turn),
+            ("awaits", "copies", flag(HERE, 0), turn),
+            ("awaits", "copies", flag(HERE, 2), turn),
+            ("copies", "copies", arriving.data_ptr() + 120, 3 * BASE + slot + 5 * 40, 240),
+            ("copies", "copies", arriving.data_ptr(), BASE + slot, 120),
+        ]
+        cuda.log.clear()
+        arrival.wait()
+        assert cuda.log == [("waits", "caller", "copies")]
+        del arrival
+        assert len(cuda.log) == 1, "it was awaited"
+        cuda.log.clear()
+
+
+def test_copies_that_nobody_waited_for(cuda: Cuda) -> None:
+    """Whoever asked for them waits when they are let go: their memory may be another's then."""
+    arrival = transport().send(torch.zeros(1, 4), torch.zeros(1, 4), Way(((0, 1, 0), (1, 0, 0), (0, 0, 0)), HERE, 0))
+    cuda.log.clear()
+    del arrival
+    assert cuda.log == [("waits", "caller", "copies")]
+
+
+def test_nothing_to_send_or_fetch(cuda: Cuda) -> None:
+    """A rank without rows tells and waits all the same."""
+    transport().send(torch.zeros(0, 4), torch.zeros(0, 4), Way(((0, 0, 2), (0, 0, 0), (1, 0, 0)), HERE, 0)).wait()
+    kinds = [entry[0] for entry in cuda.log[3:]]
+    assert kinds == ["waits", "writes", "writes", "awaits", "awaits", "waits"]
+
+
+def test_flags_start_at_zero(cuda: Cuda) -> None:
+    window = symmetric.SymmetricWindow(None, SECOND_GPU, SLOT)  # type: ignore[arg-type]
+    assert not window._memory[2 * SLOT :].any()
+    assert window._memory.numel() == 2 * SLOT + 4 * RANKS
+
+
+def test_no_room(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks say which of them has none, and what to do; also those that have."""
+    text = "rank 2 of those that share experts has no 4194316 bytes .*: CUDA driver error; take smaller batches, or"
+    monkeypatch.setattr(symmetric, "_told", lambda group, mine: [None, mine, "CUDA driver error"])
+    with pytest.raises(RuntimeError, match=text):
+        symmetric.SymmetricWindow(None, SECOND_GPU, SLOT)  # type: ignore[arg-type]
+
+    def refuse(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("CUDA driver error\nand much more")
+
+    monkeypatch.setattr(symmetric.symm_mem, "empty", refuse)
+    monkeypatch.setattr(symmetric, "_told", lambda group, mine: [None, None, mine])
+    with pytest.raises(RuntimeError, match=text):
+        symmetric.SymmetricWindow(None, SECOND_GPU, SLOT)  # type: ignore[arg-type]

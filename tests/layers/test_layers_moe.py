@@ -261,17 +261,10 @@ def test_meta_device_then_materialised_equals_made_here() -> None:
 def test_names_and_shapes_of_the_state() -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in make(**EVERYTHING).state_dict().items()}
     assert shapes == {
-        "router.weight": (16, 16),
-        "router.bias": (16,),
-        "router.selection_bias": (16,),
-        "experts.w1": (16, 16, 16),
-        "experts.w2": (16, 16, 8),
-        "experts.b1": (16, 16),
-        "experts.b2": (16, 16),
-        "shared.w1": (24, 16),
-        "shared.w2": (16, 12),
-        "shared_gate.weight": (1, 16),
-    }
+        "router.weight": (16, 16), "router.bias": (16,), "router.selection_bias": (16,), "experts.w1": (16, 16, 16),
+        "experts.w2": (16, 16, 8), "experts.b1": (16, 16), "experts.b2": (16, 16), "shared.w1": (24, 16),
+        "shared.w2": (16, 12), "shared_gate.weight": (1, 16),
+    }  # fmt: skip
     assert set(make(activation="relu").state_dict()) == {"router.weight", "experts.w1", "experts.w2"}
     assert make(activation="relu").experts.w1.shape == (16, 8, 16)
 

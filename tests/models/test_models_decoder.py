@@ -1,10 +1,11 @@
-"""The decoder: shapes, losses, autocast, dtypes, state, checkpointing, compilation, refusals.
+"""The decoder: shapes, losses, autocast, state, checkpointing, compilation, refusals, generation, fake tensors.
 
 B sequences · S tokens each · V vocabulary · E experts · L MoE layers
 """
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 import torch.nn.functional as F
 from helpers import raises_one_line, tiny_model
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.layers.attention import KVCache
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.generate import generate
 from tilemoe.testing import assert_equal, relative_error
 
 MOE = MoEConfig(16, 8, 6, 2, router=RouterConfig(aux_loss_coef=0.05, selection_bias=True), initializer_range=0.2)
@@ -157,7 +161,7 @@ def test_selection_biases_follow_the_load() -> None:
     model.update_selection_bias(counts, 0.01)
     biases = torch.stack([model.blocks[layer].mlp.router.selection_bias for layer in (0, 2)])
     torch.testing.assert_close(biases, 0.01 * torch.sign(5.0 - counts))
-    without = make(replace(CONFIG, moe=replace(CONFIG.moe, router=RouterConfig())))
+    without = make(replace(CONFIG, moe=replace(MOE, router=RouterConfig())))
     before = copy.deepcopy(without.state_dict())
     without.update_selection_bias(counts, 0.01)
     assert_equal(without.state_dict(), before)
@@ -236,3 +240,171 @@ def test_full_cache_and_labels_with_a_cache_are_refused() -> None:
             model(inputs[:, :2], cache=cache)
     with pytest.raises(ValueError, match="labels and cache"):
         model(inputs, labels, KVCache(3, 12))
+
+
+SIZES_OF_GENERATING = {
+    "vocab_size": 37,
+    "num_layers": 2,
+    "num_kv_heads": 1,
+    "max_seq_len": 40,
+    "initializer_range": 0.4,
+}
+GENERATING = tiny_model(**SIZES_OF_GENERATING, moe=MoEConfig(16, 8, 6, 2, initializer_range=0.4), dense_layers=())
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+@pytest.fixture
+def model() -> DecoderLM:
+    made = DecoderLM(GENERATING)
+    made.reset_parameters(torch.Generator().manual_seed(0))
+    return made
+
+
+def without_cache(model: DecoderLM, tokens: Tensor, count: int) -> Tensor:
+    with torch.no_grad():
+        for _ in range(count):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_greedy_equals_full_recomputation(model: DecoderLM, dtype: torch.dtype) -> None:
+    model.to(dtype)
+    prompts = torch.cat([PROMPT, PROMPT.flip(1)])
+    out = generate(model, prompts, 30, temperature=0)
+    assert torch.equal(out, without_cache(model, prompts, 30))
+    assert len(set(out[0].tolist())) > 5  # it does not say the same token again and again
+
+
+def test_top_one_is_greedy(model: DecoderLM) -> None:
+    assert torch.equal(generate(model, PROMPT, 20, top_k=1), generate(model, PROMPT, 20, temperature=0))
+
+
+def test_generator_makes_it_repeatable(model: DecoderLM) -> None:
+    def run(seed: int) -> list[int]:
+        return generate(model, PROMPT, 20, generator=torch.Generator().manual_seed(seed))[0].tolist()
+
+    assert run(0) == run(0)
+    assert run(0) != run(1)
+    assert run(0)[:5] == PROMPT[0].tolist()
+
+
+def test_samples_follow_the_distribution(model: DecoderLM) -> None:
+    with torch.no_grad():
+        logits = model(PROMPT).logits[0, -1]
+    prompts = PROMPT.expand(4000, 5)
+    tokens = generate(model, prompts, 1, temperature=2.0, generator=torch.Generator().manual_seed(0))[:, -1]
+    share = torch.bincount(tokens, minlength=37) / 4000
+    assert (share - torch.softmax(logits / 2.0, -1)).abs().max() < 0.03
+
+    likeliest = logits.topk(3)
+    tokens = generate(model, prompts, 1, top_k=3, generator=torch.Generator().manual_seed(0))[:, -1]
+    assert set(tokens.tolist()) == set(likeliest.indices.tolist())
+    share = torch.bincount(tokens, minlength=37)[likeliest.indices] / 4000
+    assert (share - torch.softmax(likeliest.values, -1)).abs().max() < 0.03
+
+
+def test_under_autocast(model: DecoderLM) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = generate(model, PROMPT, 10, temperature=0)
+    assert out.shape == (1, 15)
+
+
+def test_compiled_blocks_are_not_compiled_anew_for_every_token(model: DecoderLM) -> None:
+    expected = generate(model, PROMPT, 20, temperature=0)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    model(PROMPT)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(generate(model, PROMPT, 20, temperature=0), expected)
+
+
+def test_fills_the_context_exactly_and_restores_the_mode(model: DecoderLM) -> None:
+    model.train()
+    assert generate(model, PROMPT, 35, temperature=0).shape == (1, 40)
+    assert model.training
+    assert torch.equal(generate(model.eval(), PROMPT, 0), PROMPT)
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": torch.zeros(1, 41, dtype=torch.int64)}, "41 tokens, but model.max_seq_len is 40"),
+        ({"max_new_tokens": 36}, "ask for at most 35"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be >= 0"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "prompt of S >= 1"),
+        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"input_ids must be \(B, S\)"),
+        ({"temperature": -0.5}, "temperature must be"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"top_k": -1}, "top_k must be"),
+    ],
+)
+def test_bad_arguments_are_one_line(model: DecoderLM, arguments: dict[str, Any], message: str) -> None:
+    with raises_one_line(message):
+        generate(model, **{"input_ids": PROMPT, "max_new_tokens": 1, **arguments})
+
+
+FAKED_MOE = MoEConfig(64, 32, 6, 2, router=RouterConfig(aux_loss_coef=0.05, selection_bias=True))
+FAKED = tiny_model(hidden_size=64, head_dim=16, moe=FAKED_MOE, dense_intermediate_size=24)
+FAKED_CONFIGS = {
+    "routed": FAKED,
+    "rounded": replace(FAKED, moe=replace(FAKED_MOE, rounding=TokenRounding("nearest", 16)), tie_embeddings=True),
+}
+Described = dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype]]
+
+
+def step(kind: str, config: ModelConfig, checkpointing: str, precision: torch.dtype | None) -> Described:
+    """One training step's outputs and gradients; ``precision``: autocast's, None for a model in bf16 without it."""
+    model = DecoderLM(config, device=kind, dtype=torch.float32 if precision else torch.bfloat16)
+    model.set_checkpointing(checkpointing)
+    ids = torch.zeros(2, 20, dtype=torch.int64, device=kind)
+    has_autocast = torch.amp.is_autocast_available(kind)
+    with torch.autocast(kind, precision) if has_autocast and precision else nullcontext():
+        out = model(ids, ids)
+    (out.loss + out.aux_loss).backward()
+    tensors = {"loss": out.loss, "aux_loss": out.aux_loss, "tokens_per_expert": out.tokens_per_expert}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: (t.shape, t.stride(), t.dtype) for name, t in {**tensors, **gradients}.items()}
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+@pytest.mark.parametrize("name", FAKED_CONFIGS)
+@pytest.mark.parametrize("kind", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_training_step(kind: str, name: str, checkpointing: str, precision: torch.dtype | None) -> None:
+    given: Any = (FAKED_CONFIGS[name], checkpointing, precision)
+    expected = step("cpu" if kind == "meta" else kind, *given)
+    with nullcontext() if kind == "meta" else FakeTensorMode():
+        found = step(kind, *given)
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+@torch.no_grad()
+def test_evaluation_and_generation(kind: str) -> None:
+    def shapes(device: str) -> list[torch.Size]:
+        model = DecoderLM(FAKED, device=device).eval()
+        ids = torch.zeros(2, 5, dtype=torch.int64, device=device)
+        cache = KVCache(FAKED.num_layers, 8)
+        made = [model(ids).logits, model.next_logits(ids, cache), model.next_logits(ids[:, :1], cache)]
+        return [tensor.shape for tensor in made]
+
+    with nullcontext() if kind == "meta" else FakeTensorMode():
+        found = shapes(kind)
+    assert found == shapes("cpu") == [(2, 5, 40), (2, 40), (2, 40)]
+
+
+def test_dynamic_shapes_take_one_graph() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = DecoderLM(replace(FAKED, num_layers=1, dense_layers=()))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, length in ((2, 9), (3, 17), (4, 6)):
+        ids = torch.randint(0, FAKED.vocab_size, (batch, length))
+        parameters = list(model.parameters())
+        losses = [out.loss + out.aux_loss for out in (compiled(ids, ids), model(ids, ids))]
+        torch.testing.assert_close(*(torch.autograd.grad(loss, parameters) for loss in losses))
+        torch.testing.assert_close(*losses)
+        assert counters["stats"]["unique_graphs"] == 1

@@ -33,16 +33,10 @@ from tilemoe.testing import assert_equal
 
 ROUTER = RouterConfig(aux_loss_coef=0.01)
 CONFIG = tiny_model(
-    vocab_size=53,
-    hidden_size=32,
-    head_dim=16,
-    max_seq_len=32,
-    moe=MoEConfig(32, 24, 6, 2, router=ROUTER, initializer_range=0.2),
-    dense_intermediate_size=40,
-    rope_theta=500.0,
-    norm_eps=1e-5,
-    initializer_range=0.2,
-)
+    vocab_size=53, hidden_size=32, head_dim=16, max_seq_len=32,
+    moe=MoEConfig(32, 24, 6, 2, router=ROUTER, initializer_range=0.2), dense_intermediate_size=40, rope_theta=500.0,
+    norm_eps=1e-5, initializer_range=0.2,
+)  # fmt: skip
 MOE = CONFIG.moe
 assert MOE is not None
 KEPT = RouterConfig(softmax_after_topk=True, normalize=False)
@@ -69,18 +63,10 @@ def make(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32) -> De
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 53,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+    "vocab_size": 53, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "initializer_range": 0.2,
+    "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 
 
 FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
@@ -160,8 +146,7 @@ def test_saved_folder_loads_in_transformers_with_the_same_logits(config: ModelCo
     assert back.config == function
     layout = config.moe.gate_up if config.moe else "concatenated"
     if layout == "concatenated":
-        for name, tensor in ours.state_dict().items():
-            assert torch.equal(back.state_dict()[name], tensor), name
+        assert_equal(ours.state_dict(), back.state_dict())
 
 
 def test_names_are_the_hubs() -> None:

@@ -32,18 +32,9 @@ E, K = 8, 2
 ROUTER = RouterConfig(selection_bias=True, aux_loss_coef=0.1, z_loss_coef=0.01)
 MOE = MoEConfig(16, 8, E, K, router=ROUTER, initializer_range=0.3, expert_bias=True, shared_intermediate_size=8)
 MODEL = ModelConfig(
-    vocab_size=61,
-    hidden_size=16,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_seq_len=16,
-    moe=MOE,
-    dense_intermediate_size=24,
-    dense_layers=(0,),
-    initializer_range=0.3,
-)
+    vocab_size=61, hidden_size=16, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, max_seq_len=16, moe=MOE,
+    dense_intermediate_size=24, dense_layers=(0,), initializer_range=0.3,
+)  # fmt: skip
 EXACT = ParallelConfig(param_dtype=None, reduce_dtype=None)
 FSDP = EXACT
 HSDP = replace(EXACT, replicate=2)  # 2 x 2, of four

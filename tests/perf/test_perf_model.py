@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import saved_tensors
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -60,14 +61,9 @@ def inputs_for(shape: MoEShape, plan: RoutingPlan) -> dict[str, Any]:
 @pytest.mark.parametrize("shape", [SMALL, UNGATED_FP32, MoEShape(24, 64, 8, 6, 3, rows=70, is_topk=False)])
 def test_saved_bytes_are_those_of_the_operator(shape: MoEShape) -> None:
     inputs = inputs_for(shape, plan_for(shape))
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         moe(**inputs)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     alive_anyway = sum(kept[inputs[name].untyped_storage().data_ptr()] for name in ("x", "w1", "w2"))
     assert sum(kept.values()) - alive_anyway == saved_bytes(shape)
 

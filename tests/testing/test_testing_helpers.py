@@ -1,12 +1,15 @@
-"""The helpers themselves: the comparison refuses what is wrong, the routings are as hostile as they say.
+"""The helpers themselves: the comparison refuses what is wrong, the routings are as hostile as they say,
+and what one of several processes finds wrong hides nothing that comes after.
 
 T tokens · E experts · K experts per token
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tilemoe.ops.moe import moe
@@ -23,6 +26,7 @@ from tilemoe.testing import (
     relative_error,
     used_pairs,
 )
+from tilemoe.testing.ranks import run_on_ranks
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 EXACT = torch.randn(40, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -218,3 +222,25 @@ def test_relative_error_is_relative() -> None:
 def test_a_plan_made_here_runs_on_both_paths() -> None:
     plan = plan_topk(torch.tensor([[0, 1], [1, 0]]), 2)
     assert_moe_matches_reference(make_inputs(plan, 8, 8, dtype=torch.float16), plan)
+
+
+def check_before() -> None:
+    dist.barrier()
+
+
+def check_that_fails_in_one_process() -> None:
+    assert dist.get_rank() == 0, "error 3.00e-06, limit 1.00e-06"
+    dist.barrier()  # waits for the other one in vain
+
+
+def check_after() -> None:
+    dist.barrier()
+
+
+@pytest.mark.dist
+def test_the_checks_after_one_that_fails_are_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    results = run_on_ranks([check_before, check_that_fails_in_one_process, check_after], 2, tmp_path)
+    problem = results.pop("check_that_fails_in_one_process")
+    assert "error 3.00e-06, limit 1.00e-06" in problem
+    assert "check_that_fails_in_one_process failed" in caplog.text
+    assert results == {"check_before": "", "check_after": ""}
