@@ -48,22 +48,13 @@ FAULTS: dict[str, Fault] = {
     "a stage is read before it is full": ("issue_mma", WAIT_FULL, TAKE, SOONER),
     "the consumer's phase": ("consumer_wait", "(step // full.shape[0]) & 1)", "step & 1)", SOONER),
     "a stage is released with its wgmma in flight": (
-        "mma_mainloop",
-        WAIT.format(1) + RELEASE_IN_LOOP,
-        WAIT.format(2) + RELEASE_IN_LOOP,
-        NUMBERS,
+        "mma_mainloop", WAIT.format(1) + RELEASE_IN_LOOP, WAIT.format(2) + RELEASE_IN_LOOP, NUMBERS,
     ),
     "a stage is released that nobody holds": (
-        "mma_mainloop",
-        RELEASE_PENDING,
-        "consumer_release_previous(ring, step, True)",
-        PROTOCOL,
+        "mma_mainloop", RELEASE_PENDING, "consumer_release_previous(ring, step, True)", PROTOCOL,
     ),
     "a pending release is forgotten": (
-        "mma_mainloop",
-        RELEASE_PENDING,
-        "consumer_release_previous(ring, step, False)",
-        "deadlock",
+        "mma_mainloop", RELEASE_PENDING, "consumer_release_previous(ring, step, False)", "deadlock",
     ),
     "the last stage is not released": ("mma_mainloop", f"{WAIT.format(0)}    {RELEASE}", WAIT.format(0), "deadlock"),
     "a stage is released while a tile is stored from it": ("mma_mainloop", "tma.store_wait(0)", "pass", NUMBERS),
@@ -79,10 +70,7 @@ FAULTS: dict[str, Fault] = {
     "fewer bytes than come": ("load_blocks", "COUNT * rows", "1 * rows", "more bytes"),
     "more bytes than come": ("load_blocks", "COUNT * rows", "3 * rows", "deadlock"),
     "four blocks are three and one": (
-        "block_tile_coords",
-        "(remaining == BLOCKS + 1)",
-        "(remaining == 99)",
-        "stored twice",
+        "block_tile_coords", "(remaining == BLOCKS + 1)", "(remaining == 99)", "stored twice",
     ),
     "nobody moves up": ("block_tile_coords", "gl.where(takes_one, row - WARPGROUP_M, row)", "row", NUMBERS),
     "F1 overwrites a slice of h": ("store_h", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
@@ -96,10 +84,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "no consumer gives the turn": ("mma_mainloop_blocks", GIVE_TURN, "pass", PROTOCOL),
     "a turn is given at every step": (
-        "mma_mainloop_blocks",
-        "        step += 1",
-        f"        step += 1; {GIVE_TURN}",
-        f"{PROTOCOL}|{ANOTHER}",
+        "mma_mainloop_blocks", "        step += 1", f"        step += 1; {GIVE_TURN}", f"{PROTOCOL}|{ANOTHER}",
     ),
     "neither consumer's first wait passes": ("pingpong_consumer", "phase = 1 - CONSUMER", "phase = 0", PROTOCOL),
     "both consumers' first wait passes": ("pingpong_consumer", "phase = 1 - CONSUMER", "phase = 1", PROTOCOL),
@@ -123,17 +108,11 @@ FAULTS: dict[str, Fault] = {
     "the end is not published": ("gather_producer", NO_TILE, "producer_acquire(ring, step)", "deadlock"),
     "the scheduler gives a tile twice": ("scheduler_next", "number + 2 * gl", "number + 1 * gl", "stored twice"),
     "no tile is prefetched": (
-        "gather_producer",
-        PREFETCH,
-        "scheduler_prefetch(num_tiles, False)",
-        f"{NUMBERS}|{ANOTHER}",
+        "gather_producer", PREFETCH, "scheduler_prefetch(num_tiles, False)", f"{NUMBERS}|{ANOTHER}",
     ),
     "another row's score": ("gather_producer", OWN_ROW, f"0 * {OWN_ROW}", NUMBERS),
     "no stage for an expert without rows": (
-        "wgrad_producer",
-        "step += 1\n        upper",
-        "pass\n        upper",
-        PROTOCOL,
+        "wgrad_producer", "step += 1\n        upper", "pass\n        upper", PROTOCOL,
     ),
     "nobody loads h": ("gather_producer", "step = load_h(ring, step, h, row, col, BN, GATE_UP)", "pass", "deadlock"),
     "h of the next tile": ("gather_producer", "step, h, row, col, BN", "step, h, next_row, next_col, BN", NUMBERS),
@@ -146,10 +125,7 @@ FAULTS: dict[str, Fault] = {
     "h of the first slice": ("load_h", "col + i * EPILOGUE_N", "col", NUMBERS),
     "B1 reads h before it is there": ("dact_slice", WAIT_FULL, TAKE, f"{EITHER}|nobody waited for"),
     "B1's slice in the stage of another": (
-        "dact_consumer",
-        f"slices[i], {SLICE_ARGS} + i,",
-        f"slices[i], {SLICE_ARGS},",
-        PROTOCOL,
+        "dact_consumer", f"slices[i], {SLICE_ARGS} + i,", f"slices[i], {SLICE_ARGS},", PROTOCOL,
     ),
     "B1's consumers in one place": ("dact_slice", "index(CONSUMER * BLOCKS),", "index(0),", FENCE),
     "B1 releases a stage twice": ("dact_slice", RELEASE_SLICE, f"{RELEASE}; {RELEASE}", PROTOCOL),
@@ -160,17 +136,14 @@ FAULTS: dict[str, Fault] = {
     "B1 stores without a fence": ("dact_slice", "fence_async_shared()", "pass", FENCE),
     "B1 has no pending release": ("dact_consumer", "pending_release = True", "pass", "deadlock"),
     "B1 releases what is not pending": (
-        "dact_consumer",
-        "            pending_release = False",
-        "            pass",
-        EITHER,
+        "dact_consumer", "            pending_release = False", "            pass", EITHER,
     ),
     "B1 skips no slices": ("dact_consumer", "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}"),
     "B1 counts one slice": ("dact_consumer", "step += BN // EPILOGUE_N", "step += 1", f"{SOONER}|{ANOTHER}"),
     "B1 ends before its stores": ("dact_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
     "B2 overwrites a slice": ("wgrad_consumer", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
     "B2 ends before its stores": ("wgrad_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
-}
+}  # fmt: skip
 OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "the parts are the halves of a tile": (TURNED, ("gate_up_slices", "elif B_K_MAJOR", "elif True", NUMBERS)),
     "F1 stores the parts as halves": (TURNED, ("store_h", "elif B_K_MAJOR", "elif True", NUMBERS)),
@@ -180,8 +153,7 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "more bytes than come of a weight": (TURNED, ("load_gathered", "weight.block", "2 * weight.block", "deadlock")),
     "half a part for a tile": (TURNED, ("gather_producer", "cdiv(width_out, BN)", "cdiv(width_out, 2 * BN)", NUMBERS)),
     "F1 takes halves for pairs": (
-        INTERLEAVED,
-        ("gate_up_slices", "deinterleave(acc, BN)", "(acc[:, : BN // 2], acc[:, BN // 2 :])", NUMBERS),
+        INTERLEAVED, ("gate_up_slices", "deinterleave(acc, BN)", "(acc[:, : BN // 2], acc[:, BN // 2 :])", NUMBERS),
     ),
     "F1 swaps the columns of a pair": (INTERLEAVED, ("gate_up_slices", "gate, up =", "up, gate =", NUMBERS)),
     "F1 stores a where h is": (INTERLEAVED, ("store_act", "col = col // 2", "pass", f"{NUMBERS}|{ANOTHER}")),
@@ -193,20 +165,17 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "the bias of the first columns": (BIAS, ("load_tile_bias", "inside = col +", "inside =", NUMBERS)),
     "the bias of the gate twice": (BIAS, ("load_tile_bias", "// RUN % 2", "// RUN % 1", NUMBERS)),
     "the bias of halves for parts": (
-        replace(BIAS, turned=True),
-        ("load_tile_bias", "BN // 2 if B_K_MAJOR else EPILOGUE_N", "BN // 2", NUMBERS),
+        replace(BIAS, turned=True), ("load_tile_bias", "BN // 2 if B_K_MAJOR else EPILOGUE_N", "BN // 2", NUMBERS),
     ),
     "the bias past the last column": (
         replace(BIAS, gate_up="interleaved"),
         ("load_bias", ", mask=column < width, other=0.0", "", "past the tensor"),
     ),
     "no bias past half of h": (
-        replace(BIAS, gate_up="interleaved"),
-        ("load_tile_bias", "col + column, 2 * n", "col + column, n", NUMBERS),
+        replace(BIAS, gate_up="interleaved"), ("load_tile_bias", "col + column, 2 * n", "col + column, n", NUMBERS),
     ),
     "F2 publishes another expert": (
-        BIAS,
-        ("pingpong_producer", "4 * expert + count", "4 * next_expert + count", NUMBERS),
+        BIAS, ("pingpong_producer", "4 * expert + count", "4 * next_expert + count", NUMBERS),
     ),
     "F2 adds another expert's bias": (BIAS, ("pingpong_consumer", "count // 4,", "count // 8,", NUMBERS)),
     "F2 adds the first columns' bias": (BIAS, ("pingpong_consumer", "col + gl", "gl", NUMBERS)),
@@ -216,24 +185,20 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
         ("pingpong_consumer", "bias_smem.index(CONSUMER)", "bias_smem.index(0)", NUMBERS),
     ),
     "nobody loads the second block of h": (
-        INTERLEAVED,
-        ("load_h", "static_range(BLOCKS)", "static_range(1)", "deadlock"),
+        INTERLEAVED, ("load_h", "static_range(BLOCKS)", "static_range(1)", "deadlock"),
     ),
     "h's blocks in one place": (INTERLEAVED, ("load_h", "BLOCKS + block)", "BLOCKS)", NUMBERS)),
     "the same block of h twice": (INTERLEAVED, ("load_h", " + block * EPILOGUE_N", "", NUMBERS)),
     "B1 has one block": (INTERLEAVED, ("dact_slice", "BLOCKS + BLOCKS - 1", "BLOCKS", NUMBERS)),
     "nobody stores dh's second block": (
-        INTERLEAVED,
-        ("dact_slice", 'if GATE_UP == "interleaved":\n        tma', "if False:\n        tma", NUMBERS),
+        INTERLEAVED, ("dact_slice", 'if GATE_UP == "interleaved":\n        tma', "if False:\n        tma", NUMBERS),
     ),
     "dh's blocks in one place": (INTERLEAVED, ("dact_slice", "* col + EPILOGUE_N", "* col", "stored twice")),
     "B1 takes halves for pairs": (
         INTERLEAVED,
         (
-            "half_pairs_grad",
-            "deinterleave(buffer.load(both), EPILOGUE_N)",
-            "halves(buffer.load(both), WARPGROUP_M, EPILOGUE_N)",
-            NUMBERS,
+            "half_pairs_grad", "deinterleave(buffer.load(both), EPILOGUE_N)",
+            "halves(buffer.load(both), WARPGROUP_M, EPILOGUE_N)", NUMBERS,
         ),
     ),
     "B1 stores halves for pairs": (
@@ -256,10 +221,8 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "B1's loop stays in a stage": (
         CLAMPED,
         (
-            "dact_consumer",
-            f"                        da, {SLICE_ARGS} + i,",
-            f"                        da, {SLICE_ARGS},",
-            PROTOCOL,
+            "dact_consumer", f"                        da, {SLICE_ARGS} + i,",
+            f"                        da, {SLICE_ARGS},", PROTOCOL,
         ),
     ),
-}
+}  # fmt: skip

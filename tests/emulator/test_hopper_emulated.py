@@ -1,6 +1,5 @@
 """The Hopper kernels' numbers and protocols without a GPU: their sources in an emulator of Gluon (README.md)."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -44,15 +43,6 @@ CASES = [
 ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0), (192, 0, 193, 128, 2), (385, 1, 0)]
 ENDS += [(256, 0, 320, 193, 2)]
 OF_FAULTS = (130, 0, 64, 194, 5)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The emulator sets this for its own threads, and so for those that begin later."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
