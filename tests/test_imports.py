@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 import tilemoe
 
@@ -177,12 +177,6 @@ def test_every_public_name_resolves_and_type_checkers_see_it() -> None:
     assert seen | {"__version__"} == set(tilemoe.__all__)
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 HELP = """
 import contextlib, io, runpy, sys
 sys.argv = {arguments}
@@ -192,17 +186,26 @@ assert {expected!r} in out.getvalue()
 """
 
 
+PLANNING = """
+import tilemoe.models.flops as flops, tilemoe.models.hf_config as hf, tilemoe.models.presets as presets
+config = presets.model_preset("qwen3-30b-a3b")
+flops.flops_per_token(config), hf.hf_config_dict(config)
+"""
+
+
 @pytest.mark.parametrize(
     "code",
     [
         "import tilemoe; dir(tilemoe); tilemoe.MoEConfig(8, 8, 4, 2)",
         "import tilemoe.config",
         "import tilemoe; tilemoe.model_preset; import tilemoe.models.presets",
-        "import tilemoe.train.config; tilemoe.train.config.list_recipes()",
+        "import tilemoe.train.config as c; c.load_recipe('tiny'); c.list_recipes()",
+        PLANNING,
+        "import sys, tilemoe.data; assert 'pyarrow' not in sys.modules",
         HELP.format(arguments=["tilemoe", "--help"], expected="train"),
         HELP.format(arguments=["tilemoe", "train", "--help"], expected="recipe"),
     ],
-    ids=["tilemoe", "config", "presets", "train.config", "--help", "train --help"],
+    ids=["tilemoe", "config", "presets", "train.config", "planning", "data", "--help", "train --help"],
 )
 def test_torch_is_not_imported_by(code: str) -> None:
     run_python(code + "\nimport sys\nassert 'torch' not in sys.modules, 'torch was imported'")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tilemoe.cli.main import main
+
 SETTINGS = {
     "name": "little",
     "description": "for tests",
@@ -32,19 +34,10 @@ SETTINGS = {
     "data": {"seq_len": 32, "batch_size": 4, "heldout_every": 4},
     "optim": {"lr": 0.01, "warmup_steps": 4, "schedule": "wsd"},
     "train": {
-        "steps": 30,
-        "accumulation": 2,
-        "precision": "fp32",
-        "threads": 1,
-        "log_every": 1,
-        "eval_every": 10,
-        "eval_batches": 2,
-        "save_every": 5,
-        "plot": False,
-        "sample_prompt": "ab",
-        "sample_tokens": 8,
+        "steps": 30, "accumulation": 2, "precision": "fp32", "threads": 1, "log_every": 1, "eval_every": 10,
+        "eval_batches": 2, "save_every": 5, "plot": False, "sample_prompt": "ab", "sample_tokens": 8,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -89,3 +82,30 @@ def finished(recipe_file: Path, cli: Callable[..., subprocess.CompletedProcess[s
     done = cli("train", "--recipe", recipe_file, "--train.out-dir", folder)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``tilemoe`` with the given arguments in this process: (exit status, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def fails(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """The one line that the given arguments fail with."""
+
+    def call(*arguments: object) -> str:
+        status, _, err = run(*arguments)
+        assert status == 2
+        assert err.startswith("tilemoe: error: ")
+        assert err.count("\n") == 1
+        assert "Traceback" not in err
+        return err
+
+    return call

@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python
 
 import tilemoe
 from tilemoe.cli.main import COMMANDS, main
@@ -19,23 +21,7 @@ from tilemoe.perf.hardware import find_gpu
 from tilemoe.shape import MoEShape
 
 RECIPE = "the recipe file of the fixtures"
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """The command line in this process: (exit status, stdout, stderr)."""
-    status = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """The one line that ``arguments`` fail with."""
-    status, _, err = run(capsys, *arguments)
-    assert status == 2
-    assert err.startswith("tilemoe: error: ")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    return err
+Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -53,12 +39,10 @@ def test_train_leaves_a_result(finished: Path) -> None:
     assert result["commit"] is None or re.fullmatch(r"[0-9a-f]{40}", result["commit"])
 
 
-def test_train_ends_with_sample_plot_and_loss(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_ends_with_sample_plot_and_loss(recipe_file: Path, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "run"
     options = ("--train.steps", "5", "--train.plot", "--model.num-layers", "1", "--train.tensorboard")
-    status, out, err = run(capsys, "train", "--recipe", recipe_file, "--train.out-dir", folder, *options)
+    status, out, err = run("train", "--recipe", recipe_file, "--train.out-dir", folder, *options)
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert "sample:" in lines
@@ -68,74 +52,59 @@ def test_train_ends_with_sample_plot_and_loss(
     assert any((folder / "tensorboard").iterdir())
 
 
-def test_the_recipe_of_one_gpu_trains_without_one(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_of_one_gpu_trains_without_one(text: Path, tmp_path: Path, run: Run) -> None:
     """Its blocks are compiled there, too."""
     sizes = {"vocab-size": 256, "hidden-size": 32, "num-layers": 1, "num-heads": 2, "num-kv-heads": 1, "head-dim": 16}
     moe = {"hidden-size": 32, "intermediate-size": 16, "num-experts": 4, "num-experts-per-tok": 2}
     settings = {
         **{f"model.{name}": value for name, value in sizes.items()},
-        **{f"model.moe.{name}": value for name, value in moe.items()},
-        "model.max-seq-len": 32,
-        "data.corpus": text,
-        "data.cache-dir": tmp_path / "cache",
-        "data.tokenizer": "bytes",
-        "data.heldout-every": 4,
-        "data.seq-len": 32,
-        "data.batch-size": 2,
-        "train.device": "cpu",
-        "train.steps": 2,
-        "train.accumulation": 2,
-        "train.eval-batches": 1,
-        "train.out-dir": tmp_path / "run",
-    }
+        **{f"model.moe.{name}": value for name, value in moe.items()}, "model.max-seq-len": 32, "data.corpus": text,
+        "data.cache-dir": tmp_path / "cache", "data.tokenizer": "bytes", "data.heldout-every": 4, "data.seq-len": 32,
+        "data.batch-size": 2, "train.device": "cpu", "train.steps": 2, "train.accumulation": 2,
+        "train.eval-batches": 1, "train.out-dir": tmp_path / "run",
+    }  # fmt: skip
     options = [part for name, value in settings.items() for part in (f"--{name}", value)]
-    status, out, err = run(
-        capsys, "train", "--recipe", "single-gpu", "--train.no-plot", "--train.no-tensorboard", *options
-    )
+    status, out, err = run("train", "--recipe", "single-gpu", "--train.no-plot", "--train.no-tensorboard", *options)
     assert (status, err) == (0, "")
     assert re.search(r"held-out loss \d+\.\d\d nats/byte", out)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["recipe"]["train"]["compile"] == "blocks"
 
 
-def test_eval_repeats_the_runs_figure(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_repeats_the_runs_figure(finished: Path, run: Run) -> None:
     result = json.loads((finished / "result.json").read_text())
-    status, out, _ = run(capsys, "eval", "--checkpoint", finished)
+    status, out, _ = run("eval", "--checkpoint", finished)
     assert status == 0
     assert out.splitlines()[-1] == f"held-out loss {result['heldout_nats_per_byte']:.2f} nats/byte"
-    status, older, _ = run(capsys, "eval", "--checkpoint", finished / "step_00000025", "--batches", "2")
+    status, older, _ = run("eval", "--checkpoint", finished / "step_00000025", "--batches", "2")
     assert status == 0
     assert "256 tokens" in older
 
 
-def test_eval_on_another_corpus(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_on_another_corpus(finished: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "other.txt").write_text("0123456789 " * 500)
-    status, out, _ = run(capsys, "eval", "--checkpoint", finished, "--corpus", tmp_path / "other.txt")
+    status, out, _ = run("eval", "--checkpoint", finished, "--corpus", tmp_path / "other.txt")
     assert status == 0
     assert float(out.split()[-2]) > json.loads((finished / "result.json").read_text())["heldout_nats_per_byte"]
 
 
-def test_generate_continues_the_prompt(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_continues_the_prompt(finished: Path, run: Run) -> None:
     arguments = ("generate", "--checkpoint", finished, "--prompt", "abc", "--max-new-tokens", "6")
-    status, out, _ = run(capsys, *arguments, "--seed", "3")
+    status, out, _ = run(*arguments, "--seed", "3")
     assert status == 0
     assert out.startswith("abc")
-    assert run(capsys, *arguments, "--seed", "3")[1] == out
-    greedy = [run(capsys, *arguments, "--temperature", "0", "--seed", str(seed))[1] for seed in (1, 2)]
+    assert run(*arguments, "--seed", "3")[1] == out
+    greedy = [run(*arguments, "--temperature", "0", "--seed", str(seed))[1] for seed in (1, 2)]
     assert greedy[0] == greedy[1]
 
 
-def test_export_is_loaded_by_transformers_with_equal_logits(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_path: Path, run: Run) -> None:
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from tilemoe.train.checkpoints.restore import restore
 
     out = tmp_path / "hub"
-    assert run(capsys, "export", "--checkpoint", finished, "--out", out)[0] == 0
+    assert run("export", "--checkpoint", finished, "--out", out)[0] == 0
     ids = torch.arange(97, 117)[None]
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -144,9 +113,9 @@ def test_export_is_loaded_by_transformers_with_equal_logits(
     assert tokenizer("abc")["input_ids"] == [97, 98, 99]
 
 
-def test_export_overwrites_nothing(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_overwrites_nothing(finished: Path, tmp_path: Path, fails: Fails) -> None:
     (tmp_path / "mine.txt").write_text("keep")
-    assert "not an empty folder" in fails(capsys, "export", "--checkpoint", finished, "--out", tmp_path)
+    assert "not an empty folder" in fails("export", "--checkpoint", finished, "--out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -157,10 +126,9 @@ def test_help_is_quick_and_imports_no_torch(command: str) -> None:
         "try:\n    main([*sys.argv[1:], '--help'])\nexcept SystemExit as leave:\n    assert not leave.code\n"
         "print('torch' in sys.modules, time.perf_counter() - start < 2.0)"
     )
-    arguments = [command] if command else []
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: tilemoe")
-    assert done.stdout.splitlines()[-1] == "False True"
+    out = run_python(code, *command.split())
+    assert out.startswith("usage: tilemoe")
+    assert out.splitlines()[-1] == "False True"
 
 
 def test_python_m_tilemoe() -> None:
@@ -173,25 +141,16 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         main(["train", "--recipe", "tiny", "--help"])
     assert not leave.value.code
     out = capsys.readouterr().out
-    for option in (
-        "--recipe",
-        "--resume",
-        "--train.steps",
-        "--model.num-layers",
-        "--model.moe.num-experts",
-        "--model.moe.rounding.mode",
-        "--data.corpus",
-    ):
+    moe = ("--model.moe.num-experts", "--model.moe.rounding.mode")
+    for option in ("--recipe", "--resume", "--train.steps", "--model.num-layers", *moe, "--data.corpus"):
         assert option in out
 
 
-def test_options_of_rounding_round_where_the_recipe_does_not(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_rounding_round_where_the_recipe_does_not(recipe_file: Path, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "rounded"
     options = ("--train.steps", "2", "--train.sample-tokens", "0", "--train.out-dir", folder)
     rounding = ("--model.moe.rounding.tile", "16", "--model.moe.rounding.mode=up")
-    assert run(capsys, "train", "--recipe", recipe_file, *options, *rounding)[0] == 0
+    assert run("train", "--recipe", recipe_file, *options, *rounding)[0] == 0
     moe = json.loads((folder / "result.json").read_text())["recipe"]["model"]["moe"]
     assert moe["rounding"] == {"mode": "up", "tile": 16}
     assert "rounding" not in recipe_file.read_text(), "off without them"
@@ -223,36 +182,29 @@ def test_options_of_rounding_round_where_the_recipe_does_not(
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: list[str],
-    named: str,
-    recipe_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], named: str, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Fails
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert named in fails(capsys, *[recipe_file if argument == RECIPE else argument for argument in arguments])
+    assert named in fails(*[recipe_file if argument == RECIPE else argument for argument in arguments])
     assert not any(tmp_path.iterdir())
 
 
-def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, fails: Fails) -> None:
     base = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run", "--data.corpus")
-    assert "missing.txt" in fails(capsys, *base, tmp_path / "missing.txt")
+    assert "missing.txt" in fails(*base, tmp_path / "missing.txt")
     (tmp_path / "empty").mkdir()
-    assert "empty" in fails(capsys, *base, tmp_path / "empty")
+    assert "empty" in fails(*base, tmp_path / "empty")
     (tmp_path / "bad.jsonl").write_text("{\n")
-    assert "bad.jsonl" in fails(capsys, *base, tmp_path / "bad.jsonl")
+    assert "bad.jsonl" in fails(*base, tmp_path / "bad.jsonl")
     (tmp_path / "short.txt").write_text("short text " * 2)
-    assert "seq_len" in fails(capsys, *base, tmp_path / "short.txt")
+    assert "seq_len" in fails(*base, tmp_path / "short.txt")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_too_large_for_the_memory_is_one_line(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_too_large_for_the_memory_is_one_line(recipe_file: Path, tmp_path: Path, fails: Fails) -> None:
     base = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run")
-    assert "out of memory; lower data.batch_size" in fails(capsys, *base, "--model.vocab-size", 10**13)
-    assert "out of memory; lower data.batch_size" in fails(capsys, *base, "--data.batch-size", 10**14)
+    assert "out of memory; lower data.batch_size" in fails(*base, "--model.vocab-size", 10**13)
+    assert "out of memory; lower data.batch_size" in fails(*base, "--data.batch-size", 10**14)
 
 
 def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,28 +216,26 @@ def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["export"])
 
 
-def test_evaluating_a_changed_corpus_says_so(
-    recipe_file: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluating_a_changed_corpus_says_so(recipe_file: Path, text: Path, tmp_path: Path, run: Run) -> None:
     corpus = tmp_path / "corpus"
     shutil.copytree(text, corpus)
     options = ("--data.corpus", corpus, "--train.out-dir", tmp_path / "run", "--train.steps", "1")
-    assert run(capsys, "train", "--recipe", recipe_file, *options)[0] == 0
-    assert "note:" not in run(capsys, "eval", "--checkpoint", tmp_path / "run")[1]
+    assert run("train", "--recipe", recipe_file, *options)[0] == 0
+    assert "note:" not in run("eval", "--checkpoint", tmp_path / "run")[1]
     (corpus / "00.txt").write_text("changed " * 100)
-    status, out, _ = run(capsys, "eval", "--checkpoint", tmp_path / "run")
+    status, out, _ = run("eval", "--checkpoint", tmp_path / "run")
     assert status == 0
     assert "changed since training" in out.splitlines()[0]
 
 
 def test_damaged_and_foreign_checkpoints_are_one_line(
-    recipe_file: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe_file: Path, finished: Path, tmp_path: Path, fails: Fails
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     base = ("train", "--recipe", recipe_file, "--resume", folder)
-    assert "model.num_layers is 3 here and 2 in the checkpoint" in fails(capsys, *base, "--model.num-layers", "3")
-    assert "stays in" in fails(capsys, *base, "--train.out-dir", tmp_path / "elsewhere")
+    assert "model.num_layers is 3 here and 2 in the checkpoint" in fails(*base, "--model.num-layers", "3")
+    assert "stays in" in fails(*base, "--train.out-dir", tmp_path / "elsewhere")
     newest = folder / "step_00000030" / "model.safetensors"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -296,7 +246,7 @@ def test_damaged_and_foreign_checkpoints_are_one_line(
         ("generate", "--checkpoint", folder, "--prompt", "a"),
         ("export", "--checkpoint", folder, "--out", tmp_path / "out"),
     ):
-        message = fails(capsys, *arguments)
+        message = fails(*arguments)
         assert "model.safetensors does not match its checksum" in message
         assert f"--resume {folder / 'step_00000025'}" in message
     assert not (tmp_path / "out").exists()
@@ -309,7 +259,7 @@ def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, fails: Fails
 ) -> None:
     from tilemoe.train.checkpoints import folder as checkpoint
 
@@ -323,16 +273,16 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
 
     monkeypatch.setattr(checkpoint, "save_file", full_at_the_third)
     arguments = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run")
-    message = fails(capsys, *arguments)
+    message = fails(*arguments)
     assert "No space left on device" in message
     assert "step_00000010" in message
     assert checkpoint.find_latest(tmp_path / "run").state.step == 10
-    assert run(capsys, *arguments, "--resume")[0] == 0
+    assert run(*arguments, "--resume")[0] == 0
 
 
 @pytest.mark.parametrize("where", ["safetensors", "tokenizer"])
 def test_an_export_that_fails_leaves_nothing(
-    where: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, fails: Fails
 ) -> None:
     from safetensors import SafetensorError
 
@@ -347,11 +297,11 @@ def test_an_export_that_fails_leaves_nothing(
     else:
         monkeypatch.setattr(tokenizer, "write_atomic", full)
     out = tmp_path / "parent" / "hub"
-    assert f"--out {out}: cannot be written" in fails(capsys, "export", "--checkpoint", finished, "--out", out)
+    assert f"--out {out}: cannot be written" in fails("export", "--checkpoint", finished, "--out", out)
     assert not any(out.parent.iterdir())
     monkeypatch.undo()
     out.mkdir()
-    assert run(capsys, "export", "--checkpoint", finished, "--out", out)[0] == 0
+    assert run("export", "--checkpoint", finished, "--out", out)[0] == 0
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in out.iterdir()}
 
 
@@ -376,8 +326,8 @@ def test_a_boxed_report_becomes_one_line() -> None:
     assert condense(box) == "It is bad and long"
 
 
-def test_plan_shows_what_the_arithmetic_says(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "plan", "--layer", "olmoe-1b-7b", "--tokens", 32768, "--gpu", "H200")
+def test_plan_shows_what_the_arithmetic_says(run: Run) -> None:
+    status, out, _ = run("plan", "--layer", "olmoe-1b-7b", "--tokens", 32768, "--gpu", "H200")
     assert status == 0
     shape = MoEShape(32768, 2048, 1024, 64, 8)
     assert f"{saved_bytes(shape) / 2**30:.2f} GiB   between forward and backward" in out
@@ -391,8 +341,8 @@ def test_plan_shows_what_the_arithmetic_says(capsys: pytest.CaptureFixture[str])
     assert f"{kernel_costs(shape)['up_proj_act'].flops / 1e9:,.1f}" in up_proj
 
 
-def test_plan_takes_other_widths(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "plan", "--hidden-size", 4096, "--num-experts", 256, "--num-experts-per-tok", 16)
+def test_plan_takes_other_widths(run: Run) -> None:
+    _, out, _ = run("plan", "--hidden-size", 4096, "--num-experts", 256, "--num-experts-per-tok", 16)
     assert "d=4096 n=1024 E=256 K=16" in out
 
 
@@ -406,17 +356,15 @@ def test_plan_takes_other_widths(capsys: pytest.CaptureFixture[str]) -> None:
         (("--hidden-size", 0), "hidden_size must be at least 1"),
     ],
 )
-def test_plan_names_what_is_off(
-    arguments: tuple[str | int, ...], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert word in fails(capsys, "plan", *map(str, arguments))
+def test_plan_names_what_is_off(arguments: tuple[str | int, ...], word: str, fails: Fails) -> None:
+    assert word in fails("plan", *map(str, arguments))
 
 
-def test_doctor_says_what_serves_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "doctor")
+def test_doctor_says_what_serves_and_why(run: Run, fails: Fails) -> None:
+    status, out, _ = run("doctor")
     assert status == 0
     assert f"torch {torch.__version__.partition('+')[0]}" in out
     assert "experts in bfloat16: torch (plain PyTorch" in out
     assert "router: torch (Triton does not run on cpu)" in out
     assert "plan: torch (" in out
-    assert "--tokens must be >= 1" in fails(capsys, "doctor", "--tokens", "0")
+    assert "--tokens must be >= 1" in fails("doctor", "--tokens", "0")

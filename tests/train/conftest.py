@@ -31,19 +31,10 @@ def moe_recipe(corpus: Path, tmp_path: Path) -> Recipe:
         DataConfig(16, 4, str(corpus), cache_dir=str(corpus.parent / "cache"), heldout_every=4),
         OptimConfig(lr=0.01, warmup_steps=2),
         TrainConfig(
-            steps=6,
-            out_dir=str(tmp_path / "run"),
-            precision="fp32",
-            log_every=1,
-            eval_every=2,
-            eval_batches=2,
-            save_every=3,
-            plot=False,
-            sample_prompt="ab",
-            sample_tokens=4,
-            selection_bias_rate=0.01,
+            steps=6, out_dir=str(tmp_path / "run"), precision="fp32", log_every=1, eval_every=2, eval_batches=2,
+            save_every=3, plot=False, sample_prompt="ab", sample_tokens=4, selection_bias_rate=0.01,
         ),
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture

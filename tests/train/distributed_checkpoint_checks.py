@@ -27,16 +27,9 @@ from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
 RUN = "TILEMOE_TEST_RUN"  # names the folder that the jobs share
 MODEL = ModelConfig(
-    vocab_size=32,
-    hidden_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    max_seq_len=8,
-    moe=MoEConfig(8, 8, 4, 2, router=RouterConfig(selection_bias=True)),
-    initializer_range=0.3,
-)
+    vocab_size=32, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=8,
+    moe=MoEConfig(8, 8, 4, 2, router=RouterConfig(selection_bias=True)), initializer_range=0.3,
+)  # fmt: skip
 EXACT = ParallelConfig(param_dtype=None, reduce_dtype=None)
 MESHES = {
     "EP 2 x FSDP 2": replace(EXACT, expert=2),

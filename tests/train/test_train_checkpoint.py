@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import raises_one_line
 from torch import nn
 
 from tilemoe.data import load_tokenizer
@@ -102,9 +103,8 @@ def test_a_changed_byte_anywhere_is_found(save: Callable[..., Path], name: str) 
         changed = bytearray(intact)
         changed[position] ^= dice.randrange(1, 256)
         file.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=name) as caught:
+        with raises_one_line(name, CheckpointError):
             open_checkpoint(path)
-        assert "\n" not in str(caught.value)
     file.write_bytes(intact)
     assert open_checkpoint(path).state.step == 1
 

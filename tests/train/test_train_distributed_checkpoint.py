@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.testing import assert_equal
 from tilemoe.testing.ranks import run_on_ranks
 from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
 from tilemoe.train.config import OptimConfig
@@ -51,7 +52,7 @@ def test_one_process_resumes_and_reads_the_weights_alone(run_dir: Path) -> None:
     checks.assert_state(training, "state_2.pt")
     alone = DecoderLM(checks.MODEL)
     checkpoint.load_model(alone)
-    assert all(torch.equal(a, b) for a, b in zip(alone.state_dict().values(), model.state_dict().values(), strict=True))
+    assert_equal(alone.state_dict(), model.state_dict())
 
 
 @pytest.mark.usefixtures("on_four")
