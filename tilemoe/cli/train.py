@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -89,26 +89,20 @@ def _choose(
     if resume is None:
         require_fresh(run_dir)
         return recipe, None
-    return recipe, find_latest(run_dir, _reader(job))
+    return recipe, find_latest(run_dir, verify=job.is_alone)
 
 
 def _resume_from(path: Path, name: str | None, overrides: Sequence[str], job: Job) -> tuple[Recipe, Checkpoint]:
     """``--resume PATH``: the run stays in PATH's folder, with the checkpoint's own recipe unless one is named."""
     from tilemoe.train.checkpoints.folder import resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(path, _reader(job))
+    checkpoint = resolve_checkpoint(path, verify=job.is_alone)
     run_dir = str(checkpoint.path.parent)
     base = checkpoint.state.recipe if name is None else load_recipe(name)
     recipe = _override(replace(base, train=replace(base.train, out_dir=run_dir)), overrides)
     if recipe.train.out_dir != run_dir:
         raise ValueError(f"train.out_dir: a run resumed from {path} stays in {run_dir}; leave --train.out-dir out")
     return recipe, checkpoint
-
-
-def _reader(job: Job) -> Callable[[Path], Checkpoint]:
-    from tilemoe.train.checkpoints.folder import open_checkpoint, read_checkpoint
-
-    return open_checkpoint if job.is_alone else read_checkpoint
 
 
 def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

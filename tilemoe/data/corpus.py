@@ -12,7 +12,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
@@ -142,15 +142,13 @@ def _walk(root: Path, suffixes: frozenset[str] | set[str], is_skipped: Callable[
 def _read_text(path: Path) -> Iterator[tuple[str, str]]:
     """(name suffix, text) of each piece of a text file; the first piece, usually the only one, has no suffix."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        piece, suffix = 0, ""
-        text = file.read(_PIECE)
-        while text or piece == 0:
+        for piece in count(1):
+            text = file.read(_PIECE)
+            if not text and piece > 1:
+                return
             if len(text) == _PIECE:
                 text += file.readline(_PIECE)  # bounded: a file may be one endless line
-            yield suffix, text
-            piece += 1
-            suffix = f"#{piece + 1}"
-            text = file.read(_PIECE)
+            yield f"#{piece}" if piece > 1 else "", text
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:

@@ -234,10 +234,9 @@ class DecoderLM(nn.Module):
                 f"input_ids must be (B, S) integers with S >= 1, got {tuple(input_ids.shape)} {input_ids.dtype}"
             )
         device = self.embed.weight.device
-        if input_ids.device != device:
-            raise ValueError(
-                f"input_ids is on {input_ids.device} but the model is on {device}; move them to one device"
-            )
+        for name, ids in (("input_ids", input_ids), ("labels", labels)):
+            if ids is not None and ids.device != device:
+                raise ValueError(f"{name} is on {ids.device} but the model is on {device}; move them to one device")
         held = 0 if cache is None else cache.length
         room = self.config.max_seq_len if cache is None else min(cache.max_tokens, self.config.max_seq_len)
         if held + input_ids.shape[1] > room:
@@ -252,8 +251,6 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 f"labels must be {tuple(input_ids.shape)} torch.int64, got {tuple(labels.shape)} {labels.dtype}"
             )
-        if labels.device != device:
-            raise ValueError(f"labels is on {labels.device} but the model is on {device}; move them to one device")
         _check_ids("labels", labels, self.config.vocab_size, lowest=IGNORED)
 
 

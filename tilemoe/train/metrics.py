@@ -24,23 +24,25 @@ METRICS_FILE = "metrics.jsonl"
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file; a last line cut short by a kill is left out."""
+    return (record for record, _ in _records(path))
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each record, and the byte at which its line ends."""
+    end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            yield _parse(line, path, number)
-
-
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} line {number} is not JSON ({error}); move the file away to go on without it"
-        ) from error
-    if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
-        raise ValueError(f"{path} line {number} is not a record of a run; move the file away to go on without it")
-    return record
+            where, fix = f"{path} line {number}", "move the file away to go on without it"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON ({error}); {fix}") from error
+            if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+                raise ValueError(f"{where} is not a record of a run; {fix}")
+            end += len(line)
+            yield record, end
 
 
 def truncate_metrics(path: Path, step: int) -> None:
@@ -52,16 +54,12 @@ def truncate_metrics(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = 0
+    for record, end in _records(path):
+        if record["step"] > step or (record["step"] == step and record["kind"] == "eval"):
+            break
+        kept = end
     with path.open("r+b") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            record = _parse(line, path, number)
-            if record["step"] > step or (record["step"] == step and record["kind"] == "eval"):
-                break
-            kept += len(line)
         file.truncate(kept)
-        file.flush()
         os.fsync(file.fileno())
 
 

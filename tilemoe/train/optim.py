@@ -41,11 +41,6 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimiser's state by parameter name: ``<parameter>.exp_avg``, ``.exp_avg_sq``, ``.step``."""
     return {

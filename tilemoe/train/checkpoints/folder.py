@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,16 +255,28 @@ def _rng_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     """Verify a checkpoint folder completely and read its state.
+
+    verify: False for the processes of a job, whose first one verifies it when all have looked whether it fits.
 
     Raises:
         CheckpointError: a file is missing, cut short or changed; the message names it.
     """
-    fault = _fault(path)
+    fault = _fault(path) if verify else ""
     if fault:
         raise _damaged(path, fault)
-    return read_checkpoint(path)
+    if not (path / STATE_FILE).is_file():
+        raise _damaged(path, f"{STATE_FILE} is missing")
+    try:
+        data = json.loads((path / STATE_FILE).read_bytes())
+    except ValueError:
+        raise _damaged(path, f"{STATE_FILE} is not JSON") from None
+    if data["format"] != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
+    recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
+    state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"])
+    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"])
 
 
 def _fault(path: Path) -> str:
@@ -301,34 +313,19 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} is damaged: {what}; {fix}")
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint's state, unverified: for the processes of a job whose first one verifies it."""
-    if not (path / STATE_FILE).is_file():
-        raise _damaged(path, f"{STATE_FILE} is missing")
-    try:
-        data = json.loads((path / STATE_FILE).read_bytes())
-    except ValueError:
-        raise _damaged(path, f"{STATE_FILE} is not JSON") from None
-    if data["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
-    recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
-    state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"])
-    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"])
-
-
-def find_latest(run_dir: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> Checkpoint | None:
-    """The run's newest checkpoint, verified unless ``read`` does not; None if the run has none."""
+def find_latest(run_dir: Path, *, verify: bool = True) -> Checkpoint | None:
+    """The run's newest checkpoint, None if the run has none; as `open_checkpoint`."""
     candidates = list_checkpoints(run_dir)
-    return read(candidates[-1]) if candidates else None
+    return open_checkpoint(candidates[-1], verify=verify) if candidates else None
 
 
-def resolve_checkpoint(path: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> Checkpoint:
+def resolve_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     """The checkpoint a user means by a run's folder (its newest) or a checkpoint's folder, by `find_latest`'s rules."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint: no folder {path}; give a run's folder or one of its step_* folders")
     if _STEP_DIR.fullmatch(path.name) or (path / MANIFEST_FILE).exists():
-        return read(path)
-    found = find_latest(path, read)
+        return open_checkpoint(path, verify=verify)
+    found = find_latest(path, verify=verify)
     if found is None:
         raise CheckpointError(f"checkpoint: {path} holds no step_* folder; give a run's folder or a step_* folder")
     return found
