@@ -27,6 +27,8 @@ BUILT_IN = ("hopper", "torch", "triton")
 PLAN = plan_topk(torch.arange(24).view(12, 2) % 5, 5)
 INPUTS = make_inputs(PLAN, 16, 8, bias=True)
 
+NAMES = "hopper, torch, torch_fp8, triton"
+
 
 class Doubled(TorchBackend):
     """F2 gives twice what it should, so that it is seen; its gradients are those of the plain layer."""
@@ -88,7 +90,7 @@ def missing_kernels() -> type[Backend]:
 @pytest.mark.parametrize(
     ("name", "cls", "message"),
     [
-        ("torch", TorchBackend, "name 'torch' is taken; the backends are hopper, torch, triton"),
+        ("torch", TorchBackend, "name 'torch' is taken; the backends are hopper, torch, torch_fp8, triton"),
         ("hopper", Doubled, "name 'hopper' is taken"),
         ("two words", Doubled, "name must be letters, digits and underscores, got 'two words'"),
         (3, Doubled, "name must be letters, digits and underscores, got 3"),
@@ -101,20 +103,20 @@ def missing_kernels() -> type[Backend]:
 def test_what_cannot_be_registered_is_named_in_one_line(name: Any, cls: Any, message: str) -> None:
     with raises_one_line(message):
         register_backend(name, cls)
-    with pytest.raises(ValueError, match=r"one of hopper, torch, triton; got"):
+    with pytest.raises(ValueError, match=f"one of {NAMES}; got"):
         check_kernels("mine")
 
 
 def test_a_name_is_registered_once() -> None:
     register_backend("doubled", Doubled)
-    with pytest.raises(ValueError, match="name 'doubled' is taken; the backends are doubled, hopper, torch, triton"):
+    with pytest.raises(ValueError, match=f"name 'doubled' is taken; the backends are doubled, {NAMES}"):
         register_backend("doubled", Doubled)
 
 
 @pytest.mark.parametrize("name", ["cutlass", 3, None, [], {}], ids=str)
 def test_unknown_names_are_refused_in_one_line(name: Any) -> None:
     for ask in (backend_named, backend_of, check_kernels):
-        with raises_one_line(r"kernels must be None or one of hopper, torch, triton; got"):
+        with raises_one_line(f"kernels must be None or one of {NAMES}; got"):
             ask(name)
 
 
@@ -157,7 +159,7 @@ def test_an_instance_of_no_registered_class_says_how_to_register_it() -> None:
         moe(plan=PLAN, kernels=Other(), **INPUTS)
     with pytest.raises(ValueError, match=fix):
         tilemoe.MoE(cfg, kernels=Other())
-    with pytest.raises(ValueError, match="kernels must be None or one of hopper, torch, triton; got 'doubled'"):
+    with pytest.raises(ValueError, match=f"kernels must be None or one of {NAMES}; got 'doubled'"):
         tilemoe.MoE(cfg, kernels=Doubled())
 
 

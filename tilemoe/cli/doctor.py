@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from tilemoe import __version__
@@ -72,6 +72,8 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
     for name in _DTYPES:
         experts = select_kernels(found, getattr(torch, name), cfg)
         lines.append(f"experts in {name}: {experts.name} ({experts.reason})")
+    experts = select_kernels(found, torch.bfloat16, replace(cfg, precision="fp8"))
+    lines.append(f"experts with precision fp8: {experts.name} ({experts.reason})")
     router = choose_router(found, torch.float32, cfg.num_experts, cfg.num_experts_per_tok)
     lines.append(f"router: {router.name} ({router.reason})")
     plan = choose_plan(found, tokens * cfg.num_experts_per_tok, cfg.num_experts)

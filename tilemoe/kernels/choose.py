@@ -19,6 +19,7 @@ from torch import Tensor
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.expert_parallel import torch as torch_expert_parallel
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
+from tilemoe.kernels.experts.quantize import why_not_quantized
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
 from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
@@ -31,6 +32,7 @@ PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
 _SERVES: MappingProxyType[str, str] = MappingProxyType(
     {
         "torch": "plain PyTorch runs on any device, for",
+        "torch_fp8": "plain PyTorch with FP8 operands serves",
         "triton": "Triton kernels serve",
         "hopper": "warp-specialised kernels serve",
     }
@@ -76,14 +78,36 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
     except RuntimeError as error:
         raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}") from error
     widths = () if cfg is None else (cfg.hidden_size, cfg.intermediate_size)
-    chosen = choose_experts(found, dtype, widths)
+    chosen = choose_experts(found, dtype, widths, "bf16" if cfg is None else cfg.precision)
     layer = "".join(f", {letter}={width}" for letter, width in zip("dn", widths, strict=False))
     return Choice(chosen.name, chosen.impl, f"{_SERVES[chosen.name]} {found.type}, {dtype}{layer}: {chosen.reason}")
 
 
-def choose_experts(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> Choice[Backend]:
-    """For a layer with these values of d and n, or none of them. Traceable, widths may be symbolic."""
+def choose_experts(
+    device: torch.device, dtype: torch.dtype, widths: Sequence[int] = (), precision: str = "bf16"
+) -> Choice[Backend]:
+    """For a layer with these values of d and n, or none of them. Traceable, widths may be symbolic.
+
+    ``precision`` is a wish: where "fp8" cannot be had, the choice is that of "bf16", and its reason begins with why.
+    """
+    if precision == "fp8":
+        why_not = why_not_fp8(device, dtype, widths)
+        if why_not is None:
+            return Choice(
+                "torch_fp8",
+                backend_named("torch_fp8"),
+                "FP8 is asked for; it is no faster than the layer's own dtype here",
+            )
+        chosen = choose_experts(device, dtype, widths)
+        return Choice(chosen.name, chosen.impl, f"not in FP8 ({why_not}); {chosen.reason}")
     return _experts_on(device, dtype, why_widths_unsupported(*widths))
+
+
+def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
+    """Why no backend computes in FP8 here, in a few words; None if one does."""
+    if device.type != "cpu":
+        return f"no FP8 kernel serves {device.type} yet"
+    return why_not_quantized(dtype, *widths)
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:

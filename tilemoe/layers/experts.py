@@ -75,6 +75,7 @@ class Experts(nn.Module):
             b2=b2,
             recompute=self.recompute,
             kernels=self.kernels,
+            precision=self.cfg.precision,
         )
         return self.dispatcher.combine(o, here)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
-from tilemoe.config import GATE_UP_LAYOUTS
+from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
 from tilemoe.kernels.experts.registry import backend_of
@@ -38,6 +38,7 @@ def moe(
     kernels: str | Backend | None = None,
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
+    precision: str = "bf16",
 ) -> Tensor:
     """``o_t = sum over t's experts e of score * (w2_e act(w1_e x_t + b1_e) + b2_e)``: (T, d) in x's dtype.
 
@@ -46,16 +47,18 @@ def moe(
     fp32 or better. x, w1, w2, b1, b2 share one float dtype, except under autocast, which casts them to its own.
     Weights may have any strides. ``recompute="up_proj"`` keeps no h and runs the up projection again in backward.
     ``kernels``: a `Backend`, or the name that one is registered by; None chooses by device, dtype and shape.
+    ``precision="fp8"`` quantises the operands of F1, F2, B1 and B3 to e4m3 where a backend can (`select_kernels` says),
+    and is "bf16", operands as they are, where none can; with ``kernels`` it is a ValueError there.
 
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
     """
-    check_options(gate_up, recompute)
+    check_options(gate_up, recompute, precision)
     check_types({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
     check_tensors(x, w1, w2, b1, b2, spec.width_factor)
     check_plan(x, w1, plan, scores)
-    backend = backend_for(kernels, w2, w2.shape[1:])
+    backend = backend_for(kernels, w2, w2.shape[1:], precision)
     s = scores.reshape(-1)
     if is_differentiable(x, w1, w2, s, b1, b2):  # otherwise only `combine` reads them, and upcasts as it does
         s = s.to(torch.promote_types(s.dtype, compute_dtype(x.dtype)))
@@ -76,17 +79,34 @@ def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype not in castable else t.to(dtype) for t in tensors)
 
 
-def backend_for(kernels: str | Backend | None, w2: Tensor, widths: Sequence[int]) -> Backend:
-    """The one that the argument ``kernels`` says; None: by device, dtype and the layer's widths."""
-    return choose_experts(w2.device, w2.dtype, widths).impl if kernels is None else backend_of(kernels)
+def backend_for(kernels: str | Backend | None, w2: Tensor, widths: Sequence[int], precision: str = "bf16") -> Backend:
+    """The one that the argument ``kernels`` says; None: by device, dtype, the layer's widths and the precision.
+
+    ValueError: the one that ``kernels`` says computes in another precision, or not in FP8 for these operands.
+    """
+    if kernels is None:
+        return choose_experts(w2.device, w2.dtype, widths, precision).impl
+    backend = backend_of(kernels)
+    computes_in = type(backend).precision  # of the class, which torch.compile takes for a constant
+    if computes_in != precision:
+        raise ValueError(
+            f"kernels={backend.name!r} computes in {computes_in}, but precision is {precision!r}: change one, or "
+            "leave kernels out"
+        )
+    why = backend.why_unsupported(w2.device, w2.dtype, widths) if precision == "fp8" else None
+    if why is not None:
+        raise ValueError(f"kernels={backend.name!r} cannot serve precision='fp8': {why}; leave one of them out")
+    return backend
 
 
-def check_options(gate_up: str, recompute: str | None) -> None:
+def check_options(gate_up: str, recompute: str | None, precision: str = "bf16") -> None:
     """ValueError for a value that `moe` does not know."""
     if gate_up not in GATE_UP_LAYOUTS:
         raise ValueError(f"gate_up must be one of {', '.join(GATE_UP_LAYOUTS)}; got {gate_up!r}")
     if recompute not in _RECOMPUTE:
         raise ValueError(f"recompute must be None or 'up_proj', got {recompute!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
 
 
 def check_types(tensors: dict[str, Any], optional: dict[str, Any]) -> None:

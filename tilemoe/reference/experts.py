@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.plan import RoutingPlan
+from tilemoe.reference import fp8
 from tilemoe.reference.activations import activation as activate
 
 
@@ -26,13 +27,16 @@ def moe(
     kernels: object = None,
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
+    precision: str = "bf16",
 ) -> Tensor:
     """``o_t = sum over t's experts e of score * (w2_e act(w1_e x_t + b1_e) + b2_e)``: (T, d) in x's dtype.
 
     Arguments as in ``tilemoe.moe``: x (T, d), w1 (E, 2n or n, d), w2 (E, d, n), b1 (E, 2n or n), b2 (E, d), scores
     (T, K) or (P,). Computed in fp32, or fp64 when x is fp64, whatever autocast says. ``recompute`` and ``kernels``
     are accepted so that the two calls are interchangeable: here there is nothing to recompute or to choose.
+    ``precision="fp8"``: as `tilemoe.reference.fp8` says.
     """
+    up_proj, down_proj = (fp8.up_proj, fp8.down_proj) if precision == "fp8" else (_up_proj, _down_proj)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     score_of_pair = scores.reshape(-1)
     out = x.new_zeros(x.shape, dtype=torch.promote_types(dtype, scores.dtype))
@@ -41,16 +45,24 @@ def moe(
         for expert in range(plan.num_experts):
             rows = slice(row_start[expert], row_start[expert + 1])
             token = plan.token_of_row[rows].long()
-            h = x[token].to(dtype) @ w1[expert].to(dtype).T
+            h = up_proj(x[token].to(dtype), w1[expert].to(dtype))
             if b1 is not None:
                 h = h + b1[expert]
             a = activate(h, activation, gate_up, activation_limit, activation_alpha)
-            y = a @ w2[expert].to(dtype).T
+            score = score_of_pair[plan.pair_of_row[rows].long()][:, None]
+            y = down_proj(a, w2[expert].to(dtype), score)
             if b2 is not None:
-                y = y + b2[expert]
-            score = score_of_pair[plan.pair_of_row[rows].long()]
-            out = out.index_add(0, token, (score[:, None] * y).to(out.dtype))
+                y = y + score * b2[expert]
+            out = out.index_add(0, token, y.to(out.dtype))
     return out.to(x.dtype)
+
+
+def _up_proj(x: Tensor, w1: Tensor) -> Tensor:
+    return x @ w1.T
+
+
+def _down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
+    return score * (a @ w2.T)
 
 
 def shared_expert(

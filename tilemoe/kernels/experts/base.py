@@ -66,6 +66,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]  # that it is registered by
+    precision: ClassVar[str] = "bf16"  # of `tilemoe.config.PRECISIONS`: what its GEMMs read
 
     @abstractmethod
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:

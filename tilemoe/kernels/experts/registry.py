@@ -13,6 +13,7 @@ from tilemoe.runtime.tracing import constant_when_traced
 # Name to class, or to "module:Class" of what is not imported yet; `register_backend` alone adds to it.
 _BACKENDS: dict[str, type[Backend] | str] = {
     "torch": "tilemoe.kernels.experts.torch.backend:TorchBackend",
+    "torch_fp8": "tilemoe.kernels.experts.torch.fp8:TorchFp8Backend",
     "triton": "tilemoe.kernels.experts.triton.backend:TritonBackend",
     "hopper": "tilemoe.kernels.experts.hopper.backend:HopperBackend",
 }

@@ -57,9 +57,7 @@ class TorchBackend(Backend):
             ds_row[block] = (da * a).sum(1)
             a_scaled[block] = a * s_row[block]
         if b2 is not None:
-            # <do_t, b2_e> for every (t, e) at once: one small GEMM instead of a gather of do.
-            do_dot_b2 = do.to(work) @ b2.to(work).t()
-            ds_row += do_dot_b2[plan.token_of_row, expert_of_row(plan)]
+            ds_row += rows_dot_bias(do, b2, plan)
         return dh, rows_to_pairs(ds_row, s, plan), a_scaled
 
     def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
@@ -117,6 +115,12 @@ def _take(rows: Tensor, index: Tensor) -> Tensor:
     """``rows[index]``, zero where the index is -1 (also where the row it would clamp to was never written)."""
     taken = rows.index_select(0, index.clamp(min=0))
     return taken.masked_fill_((index < 0).unsqueeze(1), 0)
+
+
+def rows_dot_bias(do: Tensor, b2: Tensor, plan: RoutingPlan) -> Tensor:
+    """``<do_t, b2_e>`` of each row (R_max) in the compute dtype: one small GEMM instead of a gather of do."""
+    work = compute_dtype(do.dtype)
+    return (do.to(work) @ b2.to(work).t())[plan.token_of_row, expert_of_row(plan)]
 
 
 def rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Tensor:

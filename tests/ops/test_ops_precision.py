@@ -1,0 +1,202 @@
+"""``precision="fp8"``: what is computed, where it is not had, and what stays as it is without it.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilemoe
+from tilemoe import reference
+from tilemoe.activations import REGISTRY
+from tilemoe.testing import relative_error
+
+T, D, N, E, K = 96, 256, 128, 8, 2
+NAMES = ("o", "x", "w1", "w2", "scores", "b1", "b2")
+
+
+class Layer:
+    """Operands of a layer at the scale of training; call it with an implementation for o and all gradients."""
+
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, activation: str = "swiglu", bias: bool = False, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        width = N * (2 if REGISTRY[activation].is_gated else 1)
+        self.plan = tilemoe.plan_topk(torch.rand(T, E).topk(K, 1).indices, E)
+        self.x = torch.randn(T, D).to(dtype)
+        self.w1, self.w2 = (torch.randn(E, width, D) / 16).to(dtype), (torch.randn(E, D, N) / 12).to(dtype)
+        self.s = torch.rand(T, K)
+        self.b1 = torch.randn(E, width).to(dtype) if bias else None
+        self.b2 = torch.randn(E, D).to(dtype) if bias else None
+        self.do = torch.randn(T, D).to(dtype)
+        self.options = {"activation": activation, **options}
+
+    def __call__(self, moe: Callable[..., Tensor], **options: Any) -> dict[str, Tensor]:
+        given = [self.x, self.w1, self.w2, self.s, self.b1, self.b2]
+        x, w1, w2, s, b1, b2 = [None if t is None else t.detach().requires_grad_() for t in given]
+        o = moe(x, w1, w2, self.plan, s, b1=b1, b2=b2, **{**self.options, **options})
+        wanted = [t for t in (x, w1, w2, s, b1, b2) if t is not None]
+        return dict(zip(NAMES, [o.detach(), *torch.autograd.grad(o, wanted, self.do)], strict=False))
+
+
+def assert_agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """To fp32's rounding, but for rows of which a value lay on the border of two of e4m3's and fell to the other."""
+    for name, value in found.items():
+        rows, right = value.flatten(0, -2).double(), expected[name].flatten(0, -2).double()
+        error = (rows - right).norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-3 * float(right.norm(dim=-1).mean()))
+        assert (error > 1e-5).double().mean() <= 0.02, name
+        assert relative_error(value, expected[name]) < 2e-3, name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", list(REGISTRY))
+def test_it_is_the_oracle(activation: str, bias: bool) -> None:
+    layer = Layer(activation=activation, bias=bias)
+    expected = layer(reference.moe, precision="fp8")
+    assert_agree(layer(tilemoe.moe, precision="fp8"), expected)
+
+
+@pytest.mark.parametrize("options", [{"gate_up": "interleaved"}, {"recompute": "up_proj"}], ids=str)
+def test_layouts_and_recomputation(options: dict[str, str]) -> None:
+    layer = Layer(**options)
+    expected = layer(reference.moe, precision="fp8")
+    assert_agree(layer(tilemoe.moe, precision="fp8"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits(dtype: torch.dtype) -> None:
+    """A value that 16 bits have rounded may be quantised to the neighbour: 1/8 of it, seldom."""
+    layer = Layer(dtype, bias=True)
+    expected = layer(reference.moe, precision="fp8")
+    for name, found in layer(tilemoe.moe, precision="fp8").items():
+        assert found.dtype == expected[name].dtype
+        assert relative_error(found, expected[name]) < 0.02, name
+
+
+def test_error_budget() -> None:
+    """Of e4m3's three bits: 2.6% for an operand, 3.7% for a product, two products in a row and a gate beside it."""
+    layer = Layer(torch.bfloat16)
+    exact = layer(reference.moe)
+    for name, found in layer(tilemoe.moe, precision="fp8").items():
+        error = relative_error(found, exact[name])
+        assert 0.02 < error < 0.08, (name, error)
+
+
+def test_weight_gradients_have_operands_as_they_are() -> None:
+    """x, do and the weights are e4m3's: what is inexact comes from rounding a and dh, which B2 and B4 do not."""
+    layer = Layer(activation="relu")
+
+    def exact(*shape: int) -> Tensor:
+        values = torch.randint(4, 8, shape) / 4 * torch.randint(0, 2, shape).mul(2).sub(1)
+        values[..., ::64, ::128] = 1.75  # scales are powers of two
+        return values
+
+    layer.x = torch.cat([exact(T, N), exact(T, N) / 16], dim=1)
+    layer.x[:, ::N] = torch.tensor([1.75, 1.75 / 16])
+    layer.w1, layer.w2 = torch.cat([torch.eye(N)] * 2, dim=1).expand(E, N, D) * 1.75, exact(E, D, N)
+    layer.do = layer.do.sign()
+    expected, found = layer(reference.moe), layer(tilemoe.moe, precision="fp8")
+    for name in ("w1", "w2"):
+        assert relative_error(found[name], expected[name]) < 1e-6, name
+    for name in ("o", "x"):
+        assert relative_error(found[name], expected[name]) > 1e-3, name
+
+
+def test_twice_the_same_bits() -> None:
+    layer = Layer(torch.bfloat16, bias=True)
+    first, again = (layer(tilemoe.moe, precision="fp8") for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_as_much_is_saved_as_without_it() -> None:
+    layer = Layer(torch.bfloat16)
+
+    def saved_bytes(precision: str) -> int:
+        found: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            found[t.data_ptr()] = t.nbytes
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            layer(tilemoe.moe, precision=precision)
+        return sum(found.values())
+
+    assert saved_bytes("fp8") == saved_bytes("bf16") > 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_token(bad: float) -> None:
+    layer = Layer()
+    layer.x[5, 3] = bad
+    found = layer(tilemoe.moe, precision="fp8")
+    broken = found["o"].isnan().any(1)
+    assert broken[5]
+    assert broken.sum() == 1
+
+
+def test_an_expert_without_rows_and_a_token_of_zeros() -> None:
+    layer = Layer()
+    layer.plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64) + torch.arange(K), E)
+    layer.x[7] = 0
+    found = layer(tilemoe.moe, precision="fp8")
+    assert (found["o"][7] == 0).all()
+    assert (found["w1"][K:] == 0).all()
+    assert_agree(found, layer(reference.moe, precision="fp8"))
+
+
+def test_where_it_is_not_had_it_is_the_layers_own_dtype() -> None:
+    cfg = tilemoe.MoEConfig(96, 64, 4, 2, precision="fp8")
+    choice = tilemoe.select_kernels("cpu", torch.float32, cfg)
+    assert choice.name == "torch"
+    assert "not in FP8 (d is not a multiple of 128)" in choice.reason
+    torch.manual_seed(0)
+    layer, x = tilemoe.MoE(cfg), torch.randn(16, 96)
+    plain = tilemoe.MoE(tilemoe.MoEConfig(96, 64, 4, 2))
+    plain.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x)[0], plain(x)[0])
+
+
+def test_a_layer_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    cfg = tilemoe.MoEConfig(D, N, E, K, precision="fp8")
+    assert tilemoe.select_kernels("cpu", torch.bfloat16, cfg).name == "torch_fp8"
+    layer, x = tilemoe.MoE(cfg), torch.randn(T, D)
+    found = layer(x)[0]
+    monkeypatch.setattr("tilemoe.layers.experts.moe", reference.moe)
+    assert relative_error(found, layer(x)[0]) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp4"}, r"precision must be one of bf16, fp8; got 'fp4'"),
+        ({"precision": "fp8", "kernels": "torch"}, r"kernels='torch' computes in bf16, but precision is 'fp8'"),
+        ({"kernels": "torch_fp8"}, r"kernels='torch_fp8' computes in fp8, but precision is 'bf16'"),
+    ],
+)
+def test_contradictions(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layer()(tilemoe.moe, **options)
+
+
+def test_who_insists_hears_why_not() -> None:
+    x, w1, w2 = torch.randn(8, 128), torch.randn(4, 64, 128), torch.randn(4, 128, 32)
+    plan = tilemoe.plan_topk(torch.zeros(8, 1, dtype=torch.int64), 4)
+    with pytest.raises(ValueError, match=r"cannot serve precision='fp8': n is not a multiple of 128"):
+        tilemoe.moe(x, w1, w2, plan, torch.ones(8, 1), precision="fp8", kernels="torch_fp8")
+
+
+def test_compiled_in_one_graph() -> None:
+    layer = Layer()
+    expected = layer(tilemoe.moe, precision="fp8")
+    compiled = torch.compile(tilemoe.moe, fullgraph=True, backend="aot_eager")
+    for name, found in layer(compiled, precision="fp8").items():
+        assert torch.equal(found, expected[name]), name

@@ -1,0 +1,41 @@
+"""Quantisation to FP8 (e4m3) with a scale for each block: ``value = data * scale``, the largest of a block on 448.
+
+Activations and gradients have a scale for each 128 elements of a row, weights for each 128 x 128, so that a weight and
+its transpose share their scales. A scale is the block's largest magnitude / 448 in fp32; 1 for a block of zeros.
+Division and rounding (to nearest, ties to even) are fp32's and e4m3's. A NaN or an infinity makes its block NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilemoe.kernels.experts.base import Operand
+
+BLOCK = 128
+ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
+LARGEST = 448.0  # of e4m3
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, fp32 would lose the scale's own digits
+
+
+def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
+    """``values`` (..., p, q), any float dtype but fp64, in e4m3, fp32 scales of blocks of the last two dimensions."""
+    *batch, p, q = values.shape
+    rows, columns = -(-p // block[0]), -(-q // block[1])
+    padded = F.pad(values.float(), (0, columns * block[1] - q, 0, rows * block[0] - p))
+    blocks = padded.view(*batch, rows, block[0], columns, block[1])
+    largest = blocks.abs().amax(dim=(-3, -1), keepdim=True)
+    scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=_SMALLEST_SCALE))
+    data = (blocks / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :p, :q]
+    return Operand(data.contiguous(), scale.view(*batch, rows, columns), block)
+
+
+def why_not_quantized(dtype: torch.dtype, *widths: int) -> str | None:
+    """Why a layer of this dtype with these values of d and n is not computed in FP8, in a few words; None if it is."""
+    if dtype == torch.float64:
+        return "fp64 is not quantised"
+    for name, width in zip("dn", widths, strict=False):
+        if width % BLOCK:
+            return f"{name} is not a multiple of {BLOCK}"
+    return None
