@@ -23,11 +23,11 @@ from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, forward_and_grads, make_inputs
 
-BUILT_IN = ("hopper", "torch", "triton")
+BUILT_IN = ("hopper", "torch", "torch_fp8", "triton", "triton_fp8")
 PLAN = plan_topk(torch.arange(24).view(12, 2) % 5, 5)
 INPUTS = make_inputs(PLAN, 16, 8, bias=True)
 
-NAMES = "hopper, torch, torch_fp8, triton"
+NAMES = "hopper, torch, torch_fp8, triton, triton_fp8"
 
 
 class Doubled(TorchBackend):
@@ -90,7 +90,7 @@ def missing_kernels() -> type[Backend]:
 @pytest.mark.parametrize(
     ("name", "cls", "message"),
     [
-        ("torch", TorchBackend, "name 'torch' is taken; the backends are hopper, torch, torch_fp8, triton"),
+        ("torch", TorchBackend, f"name 'torch' is taken; the backends are {NAMES}"),
         ("hopper", Doubled, "name 'hopper' is taken"),
         ("two words", Doubled, "name must be letters, digits and underscores, got 'two words'"),
         (3, Doubled, "name must be letters, digits and underscores, got 3"),

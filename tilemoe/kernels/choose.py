@@ -106,7 +106,7 @@ def choose_experts(
 def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
     """Why no backend computes in FP8 here, in a few words; None if one does."""
     if device.type != "cpu":
-        return f"no FP8 kernel serves {device.type} yet"
+        return f"no FP8 kernel is chosen on {device.type} before it is measured; kernels='triton_fp8' is there to try"
     return why_not_quantized(dtype, *widths)
 
 

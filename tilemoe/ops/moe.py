@@ -15,6 +15,7 @@ from tilemoe.activations import activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
+from tilemoe.kernels.experts.quantize import why_not_quantized
 from tilemoe.kernels.experts.registry import backend_of
 from tilemoe.ops import experts as expert_ops
 from tilemoe.plan import RoutingPlan
@@ -93,7 +94,7 @@ def backend_for(kernels: str | Backend | None, w2: Tensor, widths: Sequence[int]
             f"kernels={backend.name!r} computes in {computes_in}, but precision is {precision!r}: change one, or "
             "leave kernels out"
         )
-    why = backend.why_unsupported(w2.device, w2.dtype, widths) if precision == "fp8" else None
+    why = why_not_quantized(w2.dtype, *widths) if precision == "fp8" else None
     if why is not None:
         raise ValueError(f"kernels={backend.name!r} cannot serve precision='fp8': {why}; leave one of them out")
     return backend

@@ -16,7 +16,7 @@ from tilemoe.kernels.experts.base import Operand
 BLOCK = 128
 ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
 LARGEST = 448.0  # of e4m3
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, fp32 would lose the scale's own digits
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, fp32 would lose the scale's own digits
 
 
 def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
@@ -26,7 +26,7 @@ def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
     padded = F.pad(values.float(), (0, columns * block[1] - q, 0, rows * block[0] - p))
     blocks = padded.view(*batch, rows, block[0], columns, block[1])
     largest = blocks.abs().amax(dim=(-3, -1), keepdim=True)
-    scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=_SMALLEST_SCALE))
+    scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
     data = (blocks / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :p, :q]
     return Operand(data.contiguous(), scale.view(*batch, rows, columns), block)
 

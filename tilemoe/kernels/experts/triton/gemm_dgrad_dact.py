@@ -99,14 +99,14 @@ def gemm_dgrad_dact_kernel(
         width: tl.constexpr = BLOCK_N // SLICES
         slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
         ds = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        next_gate, next_up = _load_h(h, end, row, col, n, GATED, INTERLEAVED, BLOCK_M, width)
+        next_gate, next_up = load_h(h, end, row, col, n, GATED, INTERLEAVED, BLOCK_M, width)
         for i in tl.static_range(SLICES):
             if i > 0 and not LOAD_AHEAD:
-                next_gate, next_up = _load_h(h, end, row, col + i * width, n, GATED, INTERLEAVED, BLOCK_M, width)
+                next_gate, next_up = load_h(h, end, row, col + i * width, n, GATED, INTERLEAVED, BLOCK_M, width)
             gate, up = next_gate, next_up
             if i + 1 < SLICES and LOAD_AHEAD:
-                next_gate, next_up = _load_h(h, end, row, col + (i + 1) * width, n, GATED, INTERLEAVED, BLOCK_M, width)
-            ds += _slice(
+                next_gate, next_up = load_h(h, end, row, col + (i + 1) * width, n, GATED, INTERLEAVED, BLOCK_M, width)
+            ds += dact_epilogue(
                 slices[i], gate, up, score, dh, a_scaled, row, end, col + i * width, n, limit, alpha,
                 ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, width,
             )  # fmt: skip
@@ -114,7 +114,7 @@ def gemm_dgrad_dact_kernel(
 
 
 @triton.jit
-def _load_h(
+def load_h(
     h, end, row, col, n,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def _load_h(
 
 
 @triton.jit
-def _slice(
+def dact_epilogue(
     da, gate, up, score, dh, a_scaled, row, end, col, n, limit, alpha,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

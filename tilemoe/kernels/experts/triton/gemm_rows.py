@@ -173,14 +173,14 @@ def up_proj_act_kernel(
         gates = column_slices(gate, BLOCK_M, WIDTH, SLICES)
         ups = column_slices(up, BLOCK_M, WIDTH, SLICES)
         for i in tl.static_range(SLICES):
-            _finish(
+            act_epilogue(
                 gates[i], ups[i], a, h, end, row, col + i * width, n, limit, alpha,
                 ACTIVATION, PRECISE, GATED, INTERLEAVED, KEEP_H, USE_TMA, BLOCK_M, width,
             )  # fmt: skip
 
 
 @triton.jit
-def _finish(
+def act_epilogue(
     gate, up, a, h, end, row, col, n, limit, alpha,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     KEEP_H: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

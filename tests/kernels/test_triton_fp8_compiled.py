@@ -1,0 +1,62 @@
+"""The FP8 kernels compiled for GPUs that are not here: 8-bit tensor cores, 16-byte loads, no spill but in epilogues."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from triton_compile import KB, NVIDIA, compile_launches, recorded_launches, stack_bytes
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
+from tilemoe.ops import experts
+from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.device import Device
+
+GPUS = {89: Device(89, 99 * KB, 142), **{capability: NVIDIA[capability] for capability in (90, 100, 120)}}
+MATRIX_UNIT = {
+    89: r"mma\.sync\S*\.e4m3\.e4m3\.f32",
+    90: r"wgmma\.mma_async\S*\.f32\.e4m3\.e4m3",
+    100: r"tcgen05\.mma\S*kind::f8f6f4",
+    120: r"mma\.sync\S*\.e4m3\.e4m3\.f32",
+}
+T, D, N, E = 256, 1024, 512, 4
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize(
+    ("activation", "gate_up"), [("swiglu", "concatenated"), ("swiglu_oai", "interleaved"), ("relu2", "concatenated")]
+)
+def test_compiled(activation: str, gate_up: str, capability: int, tmp_path: Path) -> None:
+    spec = activation_spec(activation, gate_up, None, None)
+    plan = plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
+    tail, w = (plan, spec, TritonFp8Backend()), spec.width_factor * N
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    x, w1, w2, h, s = made(T, D), made(E, w, D), made(E, D, N), made(plan.capacity, w), torch.zeros(plan.num_pairs)
+    with recorded_launches(GPUS[capability]) as launches:
+        experts.moe_forward(x, w1, w2, s, made(E, w), made(E, D), True, *tail)
+        experts._down_proj_dgrad_dact(x, w2, None, h, s, *tail)
+        experts._up_proj_input_grad(h, w1, *tail)
+    of_fp8 = [launch for launch in launches if "triton_fp8" in launch.kernel.fn.__module__]
+    names = {launch.kernel.fn.__name__ for launch in of_fp8}
+    gemms = {"up_proj_act_kernel", "rows_kernel", "dgrad_dact_kernel"}
+    assert names == gemms | {"quantize_rows_kernel", "quantize_weight_kernel"}
+    for launch, compiled in compile_launches(of_fp8, capability):
+        name, ptx = launch.kernel.fn.__name__, compiled.asm["ptx"]
+        assert stack_bytes(compiled, tmp_path) <= (64 if name == "dgrad_dact_kernel" else 0), name
+        assert compiled.metadata.shared <= GPUS[capability].shared_bytes, name
+        if name in gemms:
+            assert re.search(MATRIX_UNIT[capability], ptx), name
+            assert set(re.findall(r"cp\.async\.c[ga]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)) <= {
+                "0x10",
+                "16",
+            }
+            assert not re.search(r"ld\.global\S*\.b8\s", ptx), "an element at a time"
+        else:
+            assert re.search(r"ld\.global\.v4\.b32", ptx), name
+            assert re.search(r"st\.global\.v4\.b32", ptx), name
