@@ -1,10 +1,13 @@
-"""What the tests of several folders share: tiny models, errors, saved tensors, fresh processes."""
+"""What the tests of several folders share: tiny models, errors, saved tensors, processes and threads, corpora."""
 
+import random
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +73,21 @@ def assert_near(found: Iterable[Tensor], expected: Iterable[Tensor], limit: floa
         assert theirs.any(), number
         assert ours.shape == theirs.shape, number
         assert relative_error(ours, theirs) < limit, number
+
+
+def run_in_threads(*works: Callable[[], object], timeout: float = 60) -> None:
+    """Each in a thread of its own, all at once."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+
+
+def write_corpus(folder: Path, seed: int) -> Path:
+    """``folder`` with forty short text files of made-up words."""
+    dice = random.Random(seed)
+    words = ["".join(dice.choices("abcdefgh", k=dice.randint(2, 6))) for _ in range(50)]
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(" ".join(dice.choices(words, k=120)) + ".\n")
+    return folder

@@ -2,13 +2,13 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import write_corpus
 
 from tilemoe.cli.main import main
 
@@ -42,13 +42,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty short text files of made-up words."""
-    folder = tmp_path_factory.mktemp("text")
-    dice = random.Random(1)
-    words = ["".join(dice.choices("abcdefgh", k=dice.randint(2, 6))) for _ in range(50)]
-    for number in range(40):
-        (folder / f"{number:02d}.txt").write_text(" ".join(dice.choices(words, k=120)) + ".\n")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("text"), 1)
 
 
 @pytest.fixture(scope="session")

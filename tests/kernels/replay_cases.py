@@ -41,17 +41,10 @@ class Case:
     """Operands of a layer; each call of an operator's name gives new ones. ``x`` may be wider than d."""
 
     def __init__(
-        self,
-        kernels: str = "hopper",
-        activation: str = "swiglu",
-        gate_up: str = "concatenated",
-        dtype: torch.dtype = BF16,
-        bias: bool = False,
-        turned: bool = False,
-        extra: int = 0,
-        pairs: bool = False,
+        self, kernels: str = "hopper", activation: str = "swiglu", gate_up: str = "concatenated",
+        dtype: torch.dtype = BF16, bias: bool = False, turned: bool = False, extra: int = 0, pairs: bool = False,
         tokens: int = 40,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kernels, self.dtype, self.bias, self.turned, self.extra = kernels, dtype, bias, turned, extra
         self.spec = activation_spec(activation, gate_up, None, None)
         self.pairs, self.tokens, self.d, self.n, self.experts, self.k = pairs, tokens, 128, 64, 4, 2
@@ -96,16 +89,11 @@ class Case:
 
 
 RUNS: dict[str, Callable[..., Any]] = {
-    "moe": library.moe_forward,
-    "moe_inference": library.moe_forward,
-    "up_proj": library._up_proj,
-    "down_proj_dgrad_dact": library._down_proj_dgrad_dact,
-    "down_proj_wgrad": library._down_proj_wgrad,
-    "up_proj_input_grad": library._up_proj_input_grad,
-    "up_proj_wgrad": library._up_proj_wgrad,
-    "down_proj_bias_grad": library._down_proj_bias_grad,
-    "up_proj_bias_grad": library._up_proj_bias_grad,
-}
+    "moe": library.moe_forward, "moe_inference": library.moe_forward, "up_proj": library._up_proj,
+    "down_proj_dgrad_dact": library._down_proj_dgrad_dact, "down_proj_wgrad": library._down_proj_wgrad,
+    "up_proj_input_grad": library._up_proj_input_grad, "up_proj_wgrad": library._up_proj_wgrad,
+    "down_proj_bias_grad": library._down_proj_bias_grad, "up_proj_bias_grad": library._up_proj_bias_grad,
+}  # fmt: skip
 CASES = {
     "hopper": Case(),
     "hopper, turned": Case(turned=True),

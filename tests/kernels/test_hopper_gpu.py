@@ -6,14 +6,13 @@ from unittest import mock
 import pytest
 import torch
 from gpu_layers import never_repeated
-from triton_checks import Case, assert_kernels_agree, run_kernels
+from triton_checks import Case, assert_kernels_agree, random_ids, random_plan, run_kernels
 
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, MoEConfig
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import MAX_COLUMN_TILES, MAX_CONTRACTION_OF_NARROW
 from tilemoe.ops.moe import moe
-from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.launch import Launch
 from tilemoe.testing import assert_equal, assert_moe_matches_reference, forward_and_grads, hostile_routings, make_inputs
@@ -187,12 +186,3 @@ def test_selected_for_16_bit_types_only() -> None:
     cfg = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, num_experts_per_tok=2)
     assert select_kernels("cuda", BF16, cfg).name == "hopper"
     assert select_kernels("cuda", torch.float32, cfg).name != "hopper"
-
-
-def random_ids(tokens: int, experts: int, k: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(tokens, experts, generator=generator).topk(k, dim=1).indices.cuda()
-
-
-def random_plan(tokens: int, experts: int, k: int, seed: int = 0) -> RoutingPlan:
-    return plan_topk(random_ids(tokens, experts, k, seed), experts)

@@ -81,16 +81,14 @@ def weights_of_every_stride(dtype: torch.dtype, p: int, q: int) -> dict[str, Ten
     last = torch.full((p, q, experts), float("nan"), dtype=dtype)
     last.copy_(plain.permute(1, 2, 0))
     return {
-        "contiguous": plain,
-        "transposed": plain.transpose(1, 2).contiguous().transpose(1, 2),
-        "padded": padded[:, :p, :q],
-        "misaligned": shifted[1:].view(experts, p, q),
+        "contiguous": plain, "transposed": plain.transpose(1, 2).contiguous().transpose(1, 2),
+        "padded": padded[:, :p, :q], "misaligned": shifted[1:].view(experts, p, q),
         "experts last": last.permute(2, 0, 1),
         "every second": torch.stack([plain, plain.new_full(plain.shape, float("nan"))], 1).flatten(0, 1)[::2],
         "backed by one expert": plain[:1].expand(experts, p, q),
         "backed by one row": plain[:, :1].expand(experts, p, q),
         "backed by one column": plain[:, :, :1].expand(experts, p, q),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

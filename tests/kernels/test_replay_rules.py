@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import fake_driver
 import pytest
 import torch
 import triton
+from helpers import run_in_threads
 from replay_cases import CASES, DRIVER, Args, Case, recordings, repeating, select_args, tensors_of, watch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -301,11 +303,7 @@ def test_two_threads_repeat_one_recording_at_once(monkeypatch: pytest.MonkeyPatc
     def work(index: int) -> None:
         found[index] = watch(operator, given[index])[0].events
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    run_in_threads(*(partial(work, index) for index in range(2)))
     assert found == expected
 
 
@@ -322,11 +320,7 @@ def test_threads_that_forget_while_others_look(monkeypatch: pytest.MonkeyPatch) 
         except (KeyError, AssertionError) as error:
             problems.append(error)
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    run_in_threads(*(partial(work, first) for first in (1, 2, 3)))
     assert not problems
 
 

@@ -6,14 +6,13 @@ T tokens · K experts per token · E experts
 import pytest
 import torch
 from torch import Tensor
-from triton_checks import Case, assert_inference_agrees, turn
+from triton_checks import Case, assert_inference_agrees, random_plan, turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton.configs import small_m
 from tilemoe.ops.moe import moe
-from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_moe_matches_reference, forward_and_grads, hostile_routings, make_inputs
 
@@ -31,14 +30,9 @@ CASES = {
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
 
 
-def random_plan(tokens: int, experts: int, k: int) -> RoutingPlan:
-    generator = torch.Generator().manual_seed(tokens)
-    return plan_topk(torch.rand(tokens, experts, generator=generator).topk(k, dim=1).indices, experts)
-
-
 SIZES = {
-    "decode": random_plan(1, 24, 8),
-    "a short prompt": random_plan(256, 40, 1),
+    "decode": random_plan(1, 24, 8, 1, "cpu"),
+    "a short prompt": random_plan(256, 40, 1, 256, "cpu"),
     "256 tokens on one expert": plan_topk(torch.full((256, 1), 30), 33),
     "256 sentinels": plan_topk(torch.full((256, 1), 40), 33),
 }

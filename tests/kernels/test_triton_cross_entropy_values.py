@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
+from triton_checks import DEVICE, DTYPES, INTERPRETED
 
 from tilemoe.kernels.lm import triton_cross_entropy as cross_entropy
 from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_
@@ -17,13 +17,8 @@ from tilemoe.models import loss as head
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.testing import assert_equal, relative_error
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
-# Arithmetic of bf16 is wrong in the interpreter.
-DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 LIMIT = {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 
 

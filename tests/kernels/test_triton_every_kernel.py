@@ -51,13 +51,9 @@ def dtype_name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def layer_launches(
-    device: Device,
-    dtype: torch.dtype,
-    activation: str = "swiglu",
-    gate_up: str = "concatenated",
-    bias: bool = False,
+    device: Device, dtype: torch.dtype, activation: str = "swiglu", gate_up: str = "concatenated", bias: bool = False,
     turned: bool = False,
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """What a plan, a router, a rounding and the operator launch. ``turned``: weights of the other stride order."""
     ids = torch.arange(T * K).view(T, K) % E
     plan = plan_topk(ids, E)

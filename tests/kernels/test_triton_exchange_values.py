@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
-import triton
 from torch import Tensor
+from triton_checks import DEVICE
 
 from tilemoe.kernels.expert_parallel import torch as by_torch
 from tilemoe.kernels.expert_parallel import triton as by_triton
@@ -19,8 +19,6 @@ from tilemoe.kernels.plan.triton import MAX_EXPERTS
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
 FP32, FP64 = torch.float32, torch.float64
 
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]

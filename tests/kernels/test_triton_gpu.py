@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_layers import compilations, no_host_sync
 from torch import Tensor
-from triton_checks import Case, assert_inference_agrees, assert_kernels_agree, run_kernels
+from triton_checks import Case, assert_inference_agrees, assert_kernels_agree, random_ids, random_plan, run_kernels
 
 from tilemoe.config import ACTIVATIONS
 from tilemoe.kernels.choose import choose_experts
@@ -17,7 +17,6 @@ from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton.configs import small_m
 from tilemoe.ops.moe import moe
-from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import (
     assert_equal,
@@ -132,13 +131,6 @@ def test_compiled_is_equal_to_eager() -> None:
     assert_equal(compiled, eager)
 
 
-def random_plan(tokens: int, experts: int, k: int) -> RoutingPlan:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.rand(tokens, experts, generator=generator).topk(k, dim=1).indices
-    return plan_topk(ids.cuda(), experts)
-
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMALL_CASES = {
     "bf16": Case(BF16, hidden_size=512, intermediate_size=256),
     "bf16, uneven": Case(BF16, "swiglu", "interleaved", bias=True, hidden_size=136, intermediate_size=72),
@@ -162,7 +154,7 @@ def test_few_rows_on_hostile_routings(name: str, block_m: int, monkeypatch: pyte
 @pytest.mark.parametrize("tokens", [1, 2, 16, 64, 65, 255, 256])
 def test_numbers_of_tokens(tokens: int) -> None:
     """As chosen on this GPU, and as trained: the two differ by roundings."""
-    plan = plan_topk(random_ids(tokens), E)
+    plan = plan_topk(random_ids(tokens, E, K), E)
     assert small_m(plan.capacity, E) == (16 if tokens <= 64 else 64)
     case = Case(BF16, hidden_size=WIDTHS[0], intermediate_size=WIDTHS[1])
     chosen = choose_experts(torch.device("cuda"), BF16, WIDTHS).impl
@@ -176,7 +168,7 @@ def test_numbers_of_tokens(tokens: int) -> None:
 
 def test_a_captured_decode_step_follows_its_routing_and_waits_for_nothing() -> None:
     for tokens in (1, 200):
-        all_ids = [random_ids(tokens, seed) for seed in range(3)]
+        all_ids = [random_ids(tokens, E, K, seed) for seed in range(3)]
         inputs = make_inputs(plan_topk(all_ids[0], E), *WIDTHS, dtype=BF16)
         ids = all_ids[0].clone()
 
@@ -200,10 +192,10 @@ def test_a_captured_decode_step_follows_its_routing_and_waits_for_nothing() -> N
 
 
 def test_another_number_of_tokens_compiles_nothing() -> None:
-    w = make_inputs(plan_topk(random_ids(1), E), *WIDTHS, dtype=BF16)
+    w = make_inputs(plan_topk(random_ids(1, E, K), E), *WIDTHS, dtype=BF16)
 
     def use(tokens: int) -> None:
-        plan = plan_topk(random_ids(tokens), E)
+        plan = plan_topk(random_ids(tokens, E, K), E)
         inputs = make_inputs(plan, *WIDTHS, dtype=BF16) | {name: w[name] for name in ("w1", "w2")}
         with torch.no_grad():
             moe(plan=plan, **inputs)
@@ -214,9 +206,3 @@ def test_another_number_of_tokens_compiles_nothing() -> None:
         for tokens in (1, 2, 3, 16, 17, 63, 65, 100, 128, 255):
             use(tokens)
             assert names == {"compiled": [], "cached": []}, f"at T = {tokens}"
-
-
-def random_ids(tokens: int, seed: int = 0) -> Tensor:
-    """(T, K)"""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(tokens, E, generator=generator).topk(K, dim=1).indices.cuda()

@@ -4,8 +4,8 @@ T tokens
 """
 
 import gc
-import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 from gpu_layers import LAYERS, aside, make_input, make_layer, never_repeated, no_host_sync, step
+from helpers import run_in_threads
 from torch import Tensor
 
 from tilemoe.runtime.launch_trace import LaunchTrace
@@ -176,11 +177,7 @@ def test_two_threads_on_two_streams(repeated: list[LaunchTrace]) -> None:
             for given in inputs[thread]:
                 found[thread].append(step(layer, *given))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
+    run_in_threads(*(partial(work, index) for index in range(2)), timeout=120)
     torch.cuda.synchronize()
     assert repeated
     for index in range(2):

@@ -5,8 +5,8 @@ T tokens · d hidden_size · K experts per token · E experts · P pairs
 
 import pytest
 import torch
-import triton
 from torch import Tensor
+from triton_checks import DEVICE, DTYPES, INTERPRETED
 
 from tilemoe.kernels.choose import PlanTopK
 from tilemoe.kernels.experts.torch.backend import TorchBackend
@@ -20,11 +20,8 @@ from tilemoe.testing import hostile_routings
 
 BUILDERS: tuple[PlanTopK, ...] = (triton_plan.plan_topk, plan_small.plan_topk, plan_small.plan_topk_in_one)
 NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "rows_per_expert", "error_bits")
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FP32: 1e-6, FP16: 5e-4, BF16: 4e-3}  # RMS-relative, of sums rounded once
-DTYPES = (FP32, FP16) if INTERPRETED else (FP32, FP16, BF16)  # the interpreter's bf16 rounds wrongly
 
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 

@@ -5,19 +5,14 @@ B sequences · S tokens · H heads · D head width
 
 import pytest
 import torch
-import triton
+from triton_checks import DEVICE, DTYPES, INTERPRETED
 
 from tilemoe.kernels.lm.triton_rotary import rotate
 from tilemoe.layers import attention
 from tilemoe.layers.attention import rotary_angles
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
-# Arithmetic of bf16 is wrong in the interpreter.
-DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 LIMIT = {torch.float32: 2e-7, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 
 

@@ -5,8 +5,8 @@ T tokens · E experts · K experts per token
 
 import pytest
 import torch
-import triton
 from torch import Tensor
+from triton_checks import DEVICE, INTERPRETED
 
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
 from tilemoe.kernels.rounding import triton as triton_rounding
@@ -17,8 +17,6 @@ from tilemoe.ops.router import spec_args
 from tilemoe.routing.rounding import row_capacity
 from tilemoe.routing.topk import Routing, route
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
 TILE = 16
 
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]

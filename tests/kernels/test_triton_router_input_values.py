@@ -5,15 +5,13 @@ T tokens · d hidden_size · E experts
 
 import pytest
 import torch
-import triton
 from torch import Tensor
+from triton_checks import DEVICE, INTERPRETED
 
 from tilemoe.kernels.router.triton_input_grad import input_grad, why_unsupported
 from tilemoe.ops import router as ops
 from tilemoe.testing import relative_error
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]  # whose arithmetic is right there
 
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
+from triton_checks import DEVICE, INTERPRETED
 
 from tilemoe import reference
 from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
@@ -17,8 +17,6 @@ from tilemoe.ops import router as router_ops
 from tilemoe.routing.topk import _select, _select_fused
 from tilemoe.testing import assert_equal
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
 MANY = 1 if INTERPRETED else 50  # times as many tokens where they are cheap
 INF = float("inf")
 

@@ -6,13 +6,20 @@ T tokens · d hidden_size · n intermediate_size · E experts · R routed rows �
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.base import Backend, is_column_major
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.plan import RoutingPlan
+from tilemoe.routing.build import plan_topk
 from tilemoe.testing import make_inputs
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# Arithmetic of bf16 is wrong in the interpreter.
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,16 @@ class Case:
 def turn(weight: Tensor) -> Tensor:
     """The same (E, p, q) weight with its middle dimension contiguous."""
     return weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def random_ids(tokens: int, experts: int, k: int, seed: int = 0, device: torch.device | str = "cuda") -> Tensor:
+    """(T, K), without sentinels."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=generator).topk(k, dim=1).indices.to(device)
+
+
+def random_plan(tokens: int, experts: int, k: int, seed: int = 0, device: torch.device | str = "cuda") -> RoutingPlan:
+    return plan_topk(random_ids(tokens, experts, k, seed, device), experts)
 
 
 def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:

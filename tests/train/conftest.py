@@ -1,10 +1,10 @@
 """A small corpus and a recipe over it that trains in well under a second."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import write_corpus
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig
@@ -12,13 +12,7 @@ from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty short text files of made-up words."""
-    folder = tmp_path_factory.mktemp("corpus")
-    dice = random.Random(0)
-    words = ["".join(dice.choices("abcdefgh", k=dice.randint(2, 6))) for _ in range(50)]
-    for number in range(40):
-        (folder / f"{number:02d}.txt").write_text(" ".join(dice.choices(words, k=120)) + ".\n")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus"), 0)
 
 
 @pytest.fixture
