@@ -28,7 +28,7 @@ from tilemoe.kernels.experts.memory import (
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
-from tilemoe.perf.costs import BACKWARD, FORWARD, Cost, forward_intensity, kernel_costs, layer_roofline_ms, router_costs
+from tilemoe.perf.costs import BACKWARD, FORWARD, Cost, kernel_costs, layer_roofline_ms, router_costs
 from tilemoe.perf.hardware import GPUS, Ceilings, find_gpu
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
@@ -194,6 +194,18 @@ def test_layer_roofline_on_an_h200(shape: MoEShape, forward: float, backward: fl
     """Against figures worked out apart from this code, which counted the router's smallest operands differently."""
     found = layer_roofline_ms(shape, GPUS["H200"].ceilings())
     assert found == (pytest.approx(forward, rel=6e-3), pytest.approx(backward, rel=6e-3))
+
+
+def forward_intensity(shape: MoEShape, *, training: bool) -> float:
+    """FLOPs per byte of F1 and F2 for a 16-bit gated layer, the gathered rows of x counted each time they are read.
+
+    ``3 / (2/d + 2G/d + 3/(T rho))``; in training, where h is written too, ``4/d`` in place of ``2/d``. G = d/n, and
+    T rho = R/E rows of an expert. Paper (arXiv 2512.14080), section 3.
+    """
+    d = shape.hidden_size
+    granularity = d / shape.intermediate_size
+    rows_per_expert = shape.num_rows / shape.num_experts
+    return 3 / ((4 if training else 2) / d + 2 * granularity / d + 3 / rows_per_expert)
 
 
 @pytest.mark.parametrize("shape", [MoEShape(24576, 1536, 256, 128, 8), MoEShape(1000, 640, 512, 16, 4)])

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from tilemoe.data.cache import Prepared, prepare
-from tilemoe.data.corpus import Corpus, Document, open_corpus
-from tilemoe.data.sampler import Sampler, sequential_windows
-from tilemoe.data.shards import TokenShards
-from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
-
-__all__ = [
-    "Corpus",
-    "Document",
-    "Prepared",
-    "Sampler",
-    "TokenShards",
-    "Tokenizer",
-    "load_tokenizer",
-    "open_corpus",
-    "prepare",
-    "sequential_windows",
-]
+from tilemoe.data.cache import Prepared as Prepared
+from tilemoe.data.cache import prepare as prepare
+from tilemoe.data.corpus import Corpus as Corpus
+from tilemoe.data.corpus import Document as Document
+from tilemoe.data.corpus import open_corpus as open_corpus
+from tilemoe.data.sampler import Sampler as Sampler
+from tilemoe.data.sampler import sequential_windows as sequential_windows
+from tilemoe.data.shards import TokenShards as TokenShards
+from tilemoe.data.tokenizer import Tokenizer as Tokenizer
+from tilemoe.data.tokenizer import load_tokenizer as load_tokenizer

@@ -109,7 +109,10 @@ def load_tokenizer(
     if spec == BYTES:
         return ByteTokenizer()
     if spec.startswith("bpe:"):
-        vocab_size = _bpe_size(spec)
+        match = re.fullmatch(r"bpe:([0-9]{1,9})", spec)
+        if match is None or int(match[1]) < _MIN_BPE_VOCAB:
+            raise ValueError(f"tokenizer {spec!r}: write 'bpe:N' with N >= {_MIN_BPE_VOCAB}, e.g. 'bpe:4096'")
+        vocab_size = int(match[1])
         if corpus is None:
             raise ValueError(
                 f"tokenizer {spec!r}: it is trained on a corpus; give one, or the path of a tokenizer.json"
@@ -135,13 +138,6 @@ def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:
             raise
         reason = " ".join(str(error).split())
         raise ValueError(f"tokenizer {str(path)!r}: not a valid tokenizer.json ({reason}); {fix}") from error
-
-
-def _bpe_size(spec: str) -> int:
-    match = re.fullmatch(r"bpe:([0-9]{1,9})", spec)
-    if match is None or int(match[1]) < _MIN_BPE_VOCAB:
-        raise ValueError(f"tokenizer {spec!r}: write 'bpe:N' with N >= {_MIN_BPE_VOCAB}, e.g. 'bpe:4096'")
-    return int(match[1])
 
 
 def _cached_bpe(spec: str, corpus: Corpus, vocab_size: int, heldout_every: int, cache_dir: Path) -> Tokenizer:

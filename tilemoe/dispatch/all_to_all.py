@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tilemoe.dispatch.base import Dispatched
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.exchange import sums_from_experts, tokens_to_experts
+from tilemoe.dispatch.exchange import FromExperts, ToExperts
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.plan import RoutingPlan
 
@@ -61,13 +61,14 @@ class AllToAllDispatcher:
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         routed = Routed(*arrays, plan.num_tokens, self.ranks, self.here)
         group, transport = self.transports.group, self.transports.of(x.device)
-        tokens, scores, here, sent = tokens_to_experts(x, scores, routed, group, transport)
+        tokens, scores, here, sent = ToExperts.apply(x, scores, routed, group, transport)
         return Dispatched(tokens, here, scores, sent)
 
     @torch.compiler.disable
     def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
         assert dispatched.sent is not None, "the other half of what `dispatch` gave"
-        return sums_from_experts(o, dispatched.sent)
+        out: Tensor = FromExperts.apply(o, dispatched.sent)
+        return out
 
     def local_weight(self, weight: Tensor) -> Tensor:
         return weight.to_local() if isinstance(weight, DTensor) else weight

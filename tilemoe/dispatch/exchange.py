@@ -27,22 +27,11 @@ from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
 tell_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in PyTorch 2.11
 
 
-def tokens_to_experts(
-    x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup, transport: Transport
-) -> tuple[Tensor, Tensor, RoutingPlan, Sent]:
+class ToExperts(torch.autograd.Function):
     """x (T, d), scores as the plan asks -> those at the experts here: tokens (M, d), scores (Q,) fp32 or fp64, their
     plan; and what was sent.
     """
-    arrived: tuple[Tensor, Tensor, RoutingPlan, Sent] = _ToExperts.apply(x, scores, routed, group, transport)
-    return arrived
 
-
-def sums_from_experts(o: Tensor, sent: Sent) -> Tensor:
-    """o (M, d) -> (T, d): of each token the sum over the ranks that it went to, in fp32 or better, in rank order."""
-    return _FromExperts.apply(o, sent)
-
-
-class _ToExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup, transport: Transport
@@ -68,7 +57,13 @@ class _ToExperts(torch.autograd.Function):
         _keep(words, sent.pairs, pairs)
         _gather_own(x, sent, tokens)
         pairs.arrival.wait()
-        plan, s = _plan_of(pairs.rows, sizes, routed, len(tokens.rows))  # while the tokens travel
+        experts = routed.experts_per_rank
+        token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, s = plan_received(
+            pairs.rows, sizes, routed.here, experts, len(tokens.rows)
+        )
+        arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
+        plan = RoutingPlan(*arrays, experts, len(tokens.rows))  # made while the tokens travel
+        plan.derived[ROWS_PER_EXPERT] = rows_per_expert
         tokens.arrival.wait()
 
         needs_x, needs_scores = ctx.needs_input_grad[:2]
@@ -94,7 +89,9 @@ class _ToExperts(torch.autograd.Function):
         return dx_home, dscores, None, None, None
 
 
-class _FromExperts(torch.autograd.Function):
+class FromExperts(torch.autograd.Function):
+    """o (M, d) -> (T, d): of each token the sum over the ranks that it went to, in fp32 or better, in rank order."""
+
     @staticmethod
     def forward(ctx: Any, o: Tensor, sent: Sent) -> Tensor:
         ctx.sent = sent
@@ -203,17 +200,6 @@ def _way(between: list[list[int]], here: int) -> Way:
     own = between[here][here]
     others = (tuple(0 if a == b else count for b, count in enumerate(sent)) for a, sent in enumerate(between))
     return Way(tuple(others), here, own)
-
-
-def _plan_of(words: Tensor, sizes: Tensor, routed: Routed, num_tokens: int) -> tuple[RoutingPlan, Tensor]:
-    """Of the pairs received: (the plan of the M tokens that they are of, their scores)."""
-    experts = routed.experts_per_rank
-    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, scores = plan_received(
-        words, sizes, routed.here, experts, num_tokens
-    )
-    plan = RoutingPlan(token_of_row, pair_of_row, row_of_pair, pair_start, row_start, experts, num_tokens)
-    plan.derived[ROWS_PER_EXPERT] = rows_per_expert
-    return plan, scores
 
 
 def _beside(device: torch.device) -> AbstractContextManager[Any]:

@@ -30,7 +30,12 @@ def recognised_activation(
     of a clamped gate, if it has any. It is called once, on the CPU, with values of every size and sign: a clamp, a
     shift or another split of gate and up all show. What a model raises for such values is passed on.
     """
-    h = _probe(2 * _WIDTH if is_gated else _WIDTH, limit)
+    # In a fixed order that pairs every gate with many ups.
+    around = () if limit is None else tuple(limit * factor for factor in (0.5, 0.99, 1.01, 1.5))
+    values = torch.tensor(_MAGNITUDES + around, dtype=torch.float64, device="cpu")
+    values = torch.cat([values, -values])
+    shape, generator = (_ROWS, 2 * _WIDTH if is_gated else _WIDTH), torch.Generator().manual_seed(0)
+    h = values[torch.randint(len(values), shape, generator=generator, device="cpu")]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         given = function(h.clone())
     if not isinstance(given, Tensor) or given.shape != (_ROWS, _WIDTH):
@@ -39,15 +44,6 @@ def recognised_activation(
         if torch.allclose(given.to(h.dtype), activation_value(h, spec), rtol=_RTOL, atol=_ATOL):
             return spec
     return None
-
-
-def _probe(columns: int, limit: float | None) -> Tensor:
-    """(rows, columns) fp64, in a fixed order that pairs every gate with many ups."""
-    around = () if limit is None else tuple(limit * factor for factor in (0.5, 0.99, 1.01, 1.5))
-    values = torch.tensor(_MAGNITUDES + around, dtype=torch.float64, device="cpu")
-    values = torch.cat([values, -values])
-    generator = torch.Generator().manual_seed(0)
-    return values[torch.randint(len(values), (_ROWS, columns), generator=generator, device="cpu")]
 
 
 def _candidates(is_gated: bool, limit: float | None, alpha: float | None) -> list[ActivationSpec]:

@@ -65,11 +65,7 @@ class TileMoERoutedExperts(RoutedExperts):
         pass
 
     def forward(
-        self,
-        x_BLD: Tensor,
-        topk_scores_BLK: Tensor,
-        topk_expert_ids_BLK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
         """As torchtitan's: (B, L, D), (B, L, K), (B, L, K) and (E) -> (B, L, D)."""
         if type(self.token_dispatcher) is not LocalTokenDispatcher:

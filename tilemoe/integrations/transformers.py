@@ -151,12 +151,10 @@ def _weight(module: nn.Module, name: str) -> Tensor:
         raise _refusal(module, f"it has no weight {name}; quantised weights are not computed")
     # A tensor that stands for others, too: some quantised ones say bf16 of themselves.
     if tensor.dtype not in FLOAT_DTYPES or bool(is_traceable_wrapper_subclass(tensor)):
-        kind = f"{type(tensor).__name__} of {tensor.dtype}"
+        why = "quantised weights are not computed"
         if hasattr(tensor, "device_mesh"):  # a DTensor: FSDP gathers it for the forward, tensor parallelism does not
             why = "set 'tilemoe' before FSDP shards the model; weights that tensor parallelism divides are not computed"
-        else:
-            why = "quantised weights are not computed"
-        raise _refusal(module, f"{name} is a {kind}; {why}")
+        raise _refusal(module, f"{name} is a {type(tensor).__name__} of {tensor.dtype}; {why}")
     return tensor
 
 

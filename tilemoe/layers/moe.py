@@ -139,16 +139,13 @@ class MoE(nn.Module):
             )
         hidden = self.experts(x_of_experts, routing.plan, routing.scores)
         if self.shared is not None:
-            hidden = hidden + self._shared(flat, self.shared)
+            shared = self.shared(flat)
+            if self.shared_gate is not None:  # a sigmoid of each token
+                gate = self.shared_gate(flat)
+                wide = torch.promote_types(gate.dtype, torch.float32)
+                shared = (shared * torch.sigmoid(gate.to(wide))).to(shared.dtype)
+            hidden = hidden + shared
         return MoEOutput(hidden.view(x.shape), routing.aux_loss, routing.tokens_per_expert, logits)
-
-    def _shared(self, x: Tensor, shared: MLP) -> Tensor:
-        """(T, d) the shared expert's output, gated by a sigmoid of each token if there is a gate."""
-        out = shared(x)
-        if self.shared_gate is None:
-            return out
-        gate = self.shared_gate(x)
-        return (out * torch.sigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))).to(out.dtype)
 
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
         """Move the selection bias by ``rate`` towards an even load; counts (E,), once per optimiser step.

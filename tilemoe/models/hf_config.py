@@ -129,7 +129,10 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         if data.get(name, value) != value:
             raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
     layers = _number(data, "num_hidden_layers", int)
-    dense = _dense_layers(data, layers) if architecture.model_type == "qwen3_moe" else ()
+    dense: tuple[int, ...] = ()
+    if architecture.model_type == "qwen3_moe":
+        step, listed = _number(data, "decoder_sparse_step", int, 1), set(data.get("mlp_only_layers") or ())
+        dense = tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
     heads, width = _number(data, "num_attention_heads", int), _number(data, "hidden_size", int)
     std = _number(data, "initializer_range", float, 0.02)
     return ModelConfig(
@@ -149,13 +152,6 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         initializer_range=std,
         qk_norm=architecture.qk_norm,
     )
-
-
-def _dense_layers(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Qwen3-MoE's alone."""
-    step = _number(data, "decoder_sparse_step", int, 1)
-    listed = set(data.get("mlp_only_layers") or ())
-    return tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
 
 
 def _moe_from_hf(data: Mapping[str, Any], architecture: Architecture, width: int, std: float) -> MoEConfig:

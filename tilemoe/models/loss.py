@@ -109,7 +109,10 @@ def _loss_and_gradients(
         loss = torch.zeros((), dtype=accumulate, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if want_hidden else None
         d_weight: Tensor | None = None
-        for chunk in _chunks(hidden.shape[0], max(1, most // weight.shape[0])):
+        parts = -(-hidden.shape[0] // max(1, most // weight.shape[0]))
+        edges = [hidden.shape[0] * i // max(1, parts) for i in range(parts + 1)]  # chunks about equally long
+        for start, stop in pairwise(edges):
+            chunk = slice(start, stop)
             ignored = (labels[chunk] == IGNORED)[:, None]
             # Tokens without a label are left out of what is small, (C, d): as zeros they add nothing to d_weight.
             part = hidden.detach()[chunk].to(dtype).masked_fill(ignored, 0.0)
@@ -166,10 +169,3 @@ def _sum_of_products(so_far: Tensor | None, left: Tensor, right: Tensor, dtype: 
     if so_far is None:
         return torch.mm(left, right, out_dtype=dtype)
     return torch.addmm(so_far, left, right, out_dtype=dtype, out=so_far)
-
-
-def _chunks(count: int, largest: int) -> list[slice]:
-    """``count`` cut into as few slices as possible, all about equally long."""
-    parts = -(-count // largest)
-    edges = [count * i // max(1, parts) for i in range(parts + 1)]
-    return [slice(start, stop) for start, stop in pairwise(edges)]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 _EPSILON = 1e-6  # as PyTorch's
-_Sharing = tuple[DeviceMesh | None, tuple[int, ...]]
+_Sharing = tuple[DeviceMesh | None, tuple[int, ...]]  # the mesh, and the dimensions of it that divide a tensor
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
@@ -24,9 +24,13 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     groups: dict[_Sharing, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None:
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            groups.setdefault(_sharing(parameter), []).append(local)
+        if grad is None:
+            continue
+        sharing: _Sharing = None, ()
+        if isinstance(parameter, DTensor):
+            divided = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+            sharing = parameter.device_mesh, tuple(divided)
+        groups.setdefault(sharing, []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
     norms = [_norm(gradients, sharing) for sharing, gradients in groups.items()]
     if not norms:
         return torch.zeros(())
@@ -36,14 +40,6 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         for gradients in groups.values():
             torch._foreach_mul_(gradients, scale)
     return total
-
-
-def _sharing(parameter: Tensor) -> _Sharing:
-    """The mesh a tensor lives on, None for a plain one, and the dimensions of it over which it is divided."""
-    if not isinstance(parameter, DTensor):
-        return None, ()
-    divided = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
-    return parameter.device_mesh, tuple(divided)
 
 
 def _norm(gradients: list[Tensor], sharing: _Sharing) -> Tensor:

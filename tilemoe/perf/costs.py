@@ -74,15 +74,3 @@ def layer_roofline_ms(shape: MoEShape, ceilings: Ceilings) -> tuple[float, float
     forward = sum(costs[name].roofline_ms(ceilings) for name in FORWARD) + router[0].roofline_ms(ceilings)
     backward = sum(costs[name].roofline_ms(ceilings) for name in BACKWARD) + router[1].roofline_ms(ceilings)
     return forward, backward
-
-
-def forward_intensity(shape: MoEShape, *, training: bool) -> float:
-    """FLOPs per byte of F1 and F2 for a 16-bit gated layer, the gathered rows of x counted each time they are read.
-
-    ``3 / (2/d + 2G/d + 3/(T rho))``; in training, where h is written too, ``4/d`` in place of ``2/d``. G = d/n, and
-    T rho = R/E rows of an expert. Paper (arXiv 2512.14080), section 3.
-    """
-    d = shape.hidden_size
-    granularity = d / shape.intermediate_size
-    rows_per_expert = shape.num_rows / shape.num_experts
-    return 3 / ((4 if training else 2) / d + 2 * granularity / d + 3 / rows_per_expert)

@@ -125,7 +125,9 @@ def _select(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token
     if padding is not None:
         logits = logits.masked_fill(padding, 0.0)
     _check_values(logits)
-    all_scores = logits if router.softmax_after_topk else _score_function(logits, router)
+    all_scores = logits
+    if not router.softmax_after_topk:
+        all_scores = torch.softmax(logits, dim=-1) if router.score == "softmax" else torch.sigmoid(logits)
     expert_ids = _choose(logits.detach(), all_scores.detach(), cfg, selection_bias)
     scores = _kept_scores(all_scores, expert_ids, router)
     if padding is not None:
@@ -139,10 +141,6 @@ def _select(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token
     if router.z_loss_coef:
         z_sum = (weight * torch.logsumexp(logits, dim=-1).square()).sum()
     return _Chosen(expert_ids, scores, probability_sums, z_sum)
-
-
-def _score_function(logits: Tensor, router: RouterConfig) -> Tensor:
-    return torch.softmax(logits, dim=-1) if router.score == "softmax" else torch.sigmoid(logits)
 
 
 @torch.no_grad()

@@ -5,27 +5,15 @@ Everything is judged against `tilemoe.reference` in fp64, and measured against o
 
 from __future__ import annotations
 
-from tilemoe.testing.compare import (
-    ERROR_CAPS,
-    assert_close_to_reference,
-    assert_equal,
-    assert_moe_matches_reference,
-    relative_error,
-)
-from tilemoe.testing.inputs import forward_and_grads, make_inputs, plain_moe, poisoned_memory
-from tilemoe.testing.routings import HostileRouting, hostile_routings, used_pairs
-
-__all__ = [
-    "ERROR_CAPS",
-    "HostileRouting",
-    "assert_close_to_reference",
-    "assert_equal",
-    "assert_moe_matches_reference",
-    "forward_and_grads",
-    "hostile_routings",
-    "make_inputs",
-    "plain_moe",
-    "poisoned_memory",
-    "relative_error",
-    "used_pairs",
-]
+from tilemoe.testing.compare import ERROR_CAPS as ERROR_CAPS
+from tilemoe.testing.compare import assert_close_to_reference as assert_close_to_reference
+from tilemoe.testing.compare import assert_equal as assert_equal
+from tilemoe.testing.compare import assert_moe_matches_reference as assert_moe_matches_reference
+from tilemoe.testing.compare import relative_error as relative_error
+from tilemoe.testing.inputs import forward_and_grads as forward_and_grads
+from tilemoe.testing.inputs import make_inputs as make_inputs
+from tilemoe.testing.inputs import plain_moe as plain_moe
+from tilemoe.testing.inputs import poisoned_memory as poisoned_memory
+from tilemoe.testing.routings import HostileRouting as HostileRouting
+from tilemoe.testing.routings import hostile_routings as hostile_routings
+from tilemoe.testing.routings import used_pairs as used_pairs
