@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_compile import GFX942, NVIDIA, compile_launch, stack_bytes
+from triton_compile import GFX942, NVIDIA, compile_launch, recorded_launches, stack_bytes
 
-from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_launch
-from tilemoe.kernels.lm.triton_rotary import rotate_launch
+from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_
+from tilemoe.kernels.lm.triton_rotary import rotate
 from tilemoe.layers.attention import rotary_angles
 from tilemoe.runtime.launch import Launch
 
@@ -25,7 +25,9 @@ def test_cross_entropy(classes: int, dtype: torch.dtype, capability: int, tmp_pa
 
 def cross_entropy(classes: int, dtype: torch.dtype) -> Launch:
     labels = torch.zeros(3, dtype=torch.int64)
-    return cross_entropy_launch(torch.empty(3), torch.zeros(3, classes, dtype=dtype), labels, -100)
+    with recorded_launches(NVIDIA[90]) as launches:
+        cross_entropy_(torch.zeros(3, classes, dtype=dtype), labels, -100)
+    return launches[0]
 
 
 @pytest.mark.parametrize("capability", NVIDIA)
@@ -40,7 +42,9 @@ def test_rotation(heads: int, width: int, dtype: torch.dtype, capability: int, t
 
 def rotation(heads: int, width: int, dtype: torch.dtype, back: bool = True) -> Launch:
     x = torch.zeros(2, 16, heads, width, dtype=dtype)
-    return rotate_launch(torch.empty_like(x), x, *rotary_angles(0, 16, width, 1e4, x.device), back=back)
+    with recorded_launches(NVIDIA[90]) as launches:
+        rotate(x, *rotary_angles(0, 16, width, 1e4, x.device), dtype, back=back)
+    return launches[0]
 
 
 @pytest.mark.parametrize(

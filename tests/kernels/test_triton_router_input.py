@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_compile import compile_launch, count_spill_loads
+from triton_compile import NVIDIA, compile_launch, count_spill_loads, recorded_launches
 
-from tilemoe.kernels.router.triton_input_grad import input_grad_launch, why_unsupported
+from tilemoe.kernels.router.triton_input_grad import input_grad, why_unsupported
 from tilemoe.ops import router as ops
 
 
@@ -18,7 +18,9 @@ from tilemoe.ops import router as ops
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_it_compiles_without_spills(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
     d_logits, weight, dx = (torch.zeros(shape, dtype=dtype) for shape in ((64, experts), (experts, 128), (64, 128)))
-    compiled = compile_launch(input_grad_launch(d_logits, weight, dx)[0], capability)
+    with recorded_launches(NVIDIA[capability]) as launches:
+        input_grad(d_logits, weight, dx)
+    compiled = compile_launch(launches[0], capability)
     assert count_spill_loads(compiled, tmp_path) == 0
     ptx = compiled.asm["ptx"]
     assert {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(capability, "mma.sync") in ptx

@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_compile import GFX942, NVIDIA, compile_launch, compile_launches, count_spill_loads, stack_bytes
+from triton_compile import (
+    GFX942,
+    NVIDIA,
+    compile_launch,
+    compile_launches,
+    count_spill_loads,
+    recorded_launches,
+    stack_bytes,
+)
 
 from tilemoe.kernels.choose import choose_inference_plan, choose_plan, choose_router
-from tilemoe.kernels.experts.triton.combine import combine_launch
+from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.plan import triton as triton_plan
 from tilemoe.kernels.plan import triton_small as plan_small
 from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
@@ -16,6 +24,7 @@ from tilemoe.kernels.rounding import triton as rounding
 from tilemoe.kernels.rounding.triton import RoundingSpec, round_launches, score_grad_launch
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router.triton import RouterSpec, select_grad_launch, select_launch
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs
 from tilemoe.routing.build import plan_topk as make_plan
 from tilemoe.runtime.launch import Launch
@@ -86,13 +95,19 @@ def test_when_the_selection_is_chosen(
     assert choice.reason
 
 
+def launch_of_combine(rows: torch.Tensor, s: torch.Tensor | None, plan: RoutingPlan) -> Launch:
+    with recorded_launches(NVIDIA[90]) as launches:
+        combine(rows, s, plan, rows.new_empty(plan.num_tokens, rows.shape[1]))
+    return launches[0]
+
+
 @pytest.mark.parametrize("capability", NVIDIA)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_combine_compiles_to_wide_loads(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     ids = torch.arange(24).view(3, 8) % 5
     plan, rows = make_plan(ids, 5), torch.zeros(24, 1536, dtype=dtype)
     for s in (torch.zeros(24), None):
-        compiled = compile_launch(combine_launch(rows.new_empty(3, 1536), rows, s, plan), capability)
+        compiled = compile_launch(launch_of_combine(rows, s, plan), capability)
         assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 16, "two 16-byte loads for each row of the token"
         assert "st.global.v4.b32" in compiled.asm["ptx"]
         assert count_spill_loads(compiled, tmp_path) == 0
@@ -103,14 +118,15 @@ def test_combine_of_pairs_compiles(capability: int, tmp_path: Path) -> None:
     token, expert = torch.tensor([2, 0, 2]), torch.tensor([1, 1, 0])
     plan, rows = plan_pairs(token, expert, 3, 2), torch.zeros(3, 40, dtype=torch.float16)
     for s in (torch.zeros(3), torch.zeros(3, dtype=torch.float64), None):
-        compiled = compile_launch(combine_launch(rows.new_empty(3, 40), rows, s, plan), capability)
+        compiled = compile_launch(launch_of_combine(rows, s, plan), capability)
         assert count_spill_loads(compiled, tmp_path) == 0
 
 
 @pytest.mark.parametrize("capability", NVIDIA)
 @pytest.mark.parametrize("experts", [128, triton_plan.MAX_EXPERTS])
 def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> None:
-    launches, _ = triton_plan.plan_topk_launches(torch.zeros(600, 8, dtype=torch.int64), experts)
+    with recorded_launches(NVIDIA[capability]) as launches:
+        triton_plan.plan_topk(torch.zeros(600, 8, dtype=torch.int64), experts)
     for launch, compiled in compile_launches(launches, capability):
         assert count_spill_loads(compiled, tmp_path) == 0, f"{launch.kernel} spills"
         assert compiled.metadata.shared <= 48 * 1024

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, power_of_two
+from tilemoe.runtime.launch import power_of_two
 
 _BLOCK = 8192  # logits that a program holds at once, in 16 bits; half as many in 32
 _LOWEST = tl.constexpr(-3.4028234e38)  # of fp32
@@ -26,21 +26,16 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     gradient 0, one whose label is no class has loss NaN. Computed in fp32, the gradient rounded once.
     """
     device_of(logits)
-    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    if loss.numel():
-        cross_entropy_launch(loss, logits, labels, ignored).run()
-    return loss
-
-
-def cross_entropy_launch(loss: Tensor, logits: Tensor, labels: Tensor, ignored: int) -> Launch:
-    """The launch behind `cross_entropy_`."""
     assert logits.is_contiguous(), "the kernel walks along a token's logits"
     assert labels.is_contiguous(), "the kernel indexes them by token"
     tokens, classes = logits.shape
-    block = min(_BLOCK * 2 // logits.element_size(), power_of_two(classes))
-    num_warps = max(1, min(8, block // 256))
-    constants = {"IGNORED": ignored, "BLOCK": block}
-    return launch_of(cross_entropy_kernel, (tokens,), (loss, logits, labels, classes), constants, num_warps)
+    loss = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    if tokens:
+        block = min(_BLOCK * 2 // logits.element_size(), power_of_two(classes))
+        num_warps = max(1, min(8, block // 256))
+        constants = {"IGNORED": ignored, "BLOCK": block}
+        launch_of(cross_entropy_kernel, (tokens,), (loss, logits, labels, classes), constants, num_warps).run()
+    return loss
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
+from tilemoe.runtime.launch import ceil_div, power_of_two
 
 _ELEMENTS = 2048  # of a program, at most where a head has no more
 
@@ -24,24 +24,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: boo
     Computed in the angles' dtype, fp32, and rounded once.
     """
     device_of(x)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if out.numel():
-        rotate_launch(out, x if x.stride(3) == 1 else x.contiguous(), cos, sin, back=back).run()
-    return out
-
-
-def rotate_launch(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Launch:
-    """The launch behind `rotate`; x may have any strides but for D."""
     batch, length, heads, width = x.shape
     assert cos.shape == sin.shape == (length, 1, width // 2), "an angle for each position and pair"
     assert cos.is_contiguous(), "the kernel indexes them by position"
     assert sin.is_contiguous(), "the kernel indexes them by position"
-    columns = power_of_two(width // 2)
-    block = min(power_of_two(heads), max(1, _ELEMENTS // (2 * columns)))
-    args = (out, x, cos, sin, length, heads, *x.stride()[:3])
-    constants = {"HALF": width // 2, "BACK": back, "BLOCK_H": block, "COLUMNS": columns}
-    num_warps = max(1, min(4, block * columns // 256))
-    return launch_of(rotate_kernel, (batch * length * ceil_div(heads, block),), args, constants, num_warps)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if out.numel():
+        x = x if x.stride(3) == 1 else x.contiguous()
+        columns = power_of_two(width // 2)
+        block = min(power_of_two(heads), max(1, _ELEMENTS // (2 * columns)))
+        args = (out, x, cos, sin, length, heads, *x.stride()[:3])
+        constants = {"HALF": width // 2, "BACK": back, "BLOCK_H": block, "COLUMNS": columns}
+        num_warps = max(1, min(4, block * columns // 256))
+        launch_of(rotate_kernel, (batch * length * ceil_div(heads, block),), args, constants, num_warps).run()
+    return out
 
 
 @triton.jit

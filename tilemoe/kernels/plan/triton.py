@@ -48,14 +48,6 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
     Equal to the last bit to `tilemoe.kernels.plan.torch.plan_topk`; nothing is raised here for a negative id.
     """
     device_of(expert_ids)
-    launches, result = plan_topk_launches(expert_ids, num_experts)
-    for launch in launches:
-        launch.run()
-    return result
-
-
-def plan_topk_launches(expert_ids: Tensor, num_experts: int) -> tuple[list[Launch], Index]:
-    """The four launches, in order, and the tensors that they fill."""
     ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
     num_pairs = ids.shape[0]
     assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
@@ -68,13 +60,11 @@ def plan_topk_launches(expert_ids: Tensor, num_experts: int) -> tuple[list[Launc
     count_constants = {"BLOCK": block, "BLOCK_E": experts_of_block(num_experts)}
     sizes = (num_pairs, num_experts, expert_ids.shape[1])
     placed = (ids, *sizes, block_start, row_start, token_of_row, pair_of_row, row_of_pair)
-    launches = [
-        launch_of(count_kernel, (num_blocks,), counted, count_constants),
-        block_start_launch(counts, block_start, rows_per_expert, num_blocks, num_experts),
-        row_start_launch(rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts),
-        launch_of(place_kernel, (num_blocks,), placed, {"BLOCK": block}, num_warps=block // 32),
-    ]
-    return launches, made
+    launch_of(count_kernel, (num_blocks,), counted, count_constants).run()
+    block_start_launch(counts, block_start, rows_per_expert, num_blocks, num_experts).run()
+    row_start_launch(rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts).run()
+    launch_of(place_kernel, (num_blocks,), placed, {"BLOCK": block}, num_warps=block // 32).run()
+    return made
 
 
 def new_index(ids: Tensor, num_experts: int) -> Index:

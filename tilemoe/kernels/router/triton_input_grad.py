@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilemoe.kernels.experts.triton.descriptors import can_describe_rows
 from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
+from tilemoe.runtime.launch import ceil_div, power_of_two
 
 # Small enough for several programs a multiprocessor: it is bound by memory (measured on an H200).
 _BLOCK_M, _BLOCK_N = 128, 128
@@ -31,13 +31,6 @@ def input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
 
     Sums are taken in fp32 and rounded once.
     """
-    launch, out = input_grad_launch(d_logits, weight, dx)
-    launch.run()
-    return out
-
-
-def input_grad_launch(d_logits: Tensor, weight: Tensor, dx: Tensor) -> tuple[Launch, Tensor]:
-    """The launch behind `input_grad`, for operands that it supports, and what it writes."""
     (num_tokens, num_experts), d = d_logits.shape, weight.shape[1]
     out = dx.new_empty(num_tokens, d)
     step = max(_LEAST_STEP, min(_LARGEST_STEP, power_of_two(num_experts)))
@@ -51,7 +44,8 @@ def input_grad_launch(d_logits: Tensor, weight: Tensor, dx: Tensor) -> tuple[Lau
     )
     constants = {"NUM_EXPERTS": num_experts, "BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "BLOCK_K": step}
     grid = (ceil_div(num_tokens, _BLOCK_M) * column_tiles,)
-    return launch_of(input_grad_kernel, grid, args, constants, num_stages=2), out
+    launch_of(input_grad_kernel, grid, args, constants, num_stages=2).run()
+    return out
 
 
 @triton.jit

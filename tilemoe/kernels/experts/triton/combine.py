@@ -14,7 +14,7 @@ from torch import Tensor
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import device_of
-from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
+from tilemoe.runtime.launch import ceil_div, power_of_two
 
 _MAX_UNROLL = 16  # rows of a token in flight
 _UNROLL_OF_PAIRS = 4  # where the rows per token vary
@@ -26,21 +26,14 @@ def combine(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> N
     """F3, or B5 without s: to out (T, c), the sum over t's rows of score times rows (R_max, c), 0 where t has none.
 
     s (P) of any float dtype, in the caller's order; sums are taken in fp32, or fp64 where s is, in the order of the
-    token's pairs.
+    token's pairs. ``out`` and ``rows`` may be slices of columns of wider tensors: any row stride, columns contiguous.
     """
     assert out.shape == (plan.num_tokens, rows.shape[1]), "one output row for each token"
     device_of(rows)
     if plan.capacity == 0:
         out.zero_()
-    elif out.numel():
-        combine_launch(out, rows, s, plan).run()
-
-
-def combine_launch(out: Tensor, rows: Tensor, s: Tensor | None, plan: RoutingPlan) -> Launch:
-    """The launch behind `combine`, for at least one token and one row.
-
-    ``out`` may be a slice of columns of a wider tensor, as may ``rows``: rows of any stride, columns contiguous.
-    """
+    if plan.capacity == 0 or out.numel() == 0:
+        return
     assert rows.stride(1) == 1, "columns are contiguous"
     assert out.stride(1) == 1, "columns are contiguous"
     width = rows.shape[1]
@@ -58,7 +51,7 @@ def combine_launch(out: Tensor, rows: Tensor, s: Tensor | None, plan: RoutingPla
         "BLOCK_D": block,
     }
     num_warps = max(1, block * rows.element_size() // (_BYTES_OF_THREAD * 32))
-    return launch_of(combine_kernel, (plan.num_tokens * ceil_div(width, block),), args, constants, num_warps)
+    launch_of(combine_kernel, (plan.num_tokens * ceil_div(width, block),), args, constants, num_warps).run()
 
 
 def _unroll(pairs_per_token: int) -> int:
