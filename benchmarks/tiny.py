@@ -7,6 +7,7 @@ Each recipe is trained by the command line, as `make demo` does it, and its held
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def train(recipe: str, out_dir: Path) -> dict[str, object]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = [train(recipe, Path(folder) / recipe) for recipe in ("tiny", "tiny-dense")]
     for row in rows:

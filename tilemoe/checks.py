@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+Value = TypeVar("Value")
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -30,6 +31,18 @@ def require_bool(name: str, value: Any) -> None:
 def require_choice(name: str, value: Any, choices: Any) -> None:
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(sorted(choices))}; got {value!r}")
+
+
+def find_named(what: str, name: Any, table: Mapping[str, Value]) -> Value:
+    """The entry called ``name``, whatever its case and whether its words are joined by - or _."""
+    entries = {_spelled(key): value for key, value in table.items()}
+    if not isinstance(name, str) or _spelled(name) not in entries:
+        raise ValueError(f"{what} must be one of {', '.join(sorted(table))}; got {name!r}")
+    return entries[_spelled(name)]
+
+
+def _spelled(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def require_text(name: str, value: Any) -> None:

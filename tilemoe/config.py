@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from tilemoe.activations import REGISTRY, validate_activation
-from tilemoe.checks import require_choice, require_fields, require_int
+from tilemoe.checks import find_named, require_fields, require_int
 
 ACTIVATIONS = frozenset(REGISTRY)
 GATED_ACTIVATIONS = frozenset(name for name in REGISTRY if REGISTRY[name].is_gated)
@@ -67,9 +67,9 @@ class RouterConfig:
 
     @classmethod
     def preset(cls, name: str) -> RouterConfig:
-        """The router of a public architecture; the names are the keys of ``ROUTER_PRESETS``."""
-        require_choice("router preset", name, ROUTER_PRESETS)
-        return ROUTER_PRESETS[name]
+        """The router of a public architecture (``ROUTER_PRESETS``), or of a model of one (``ROUTER_OF_MODEL``)."""
+        family = {model: ROUTER_PRESETS[router] for model, router in ROUTER_OF_MODEL.items()}
+        return find_named("router preset", name, {**ROUTER_PRESETS, **family})
 
 
 # Scores, normalisation and groups: each architecture's router class in transformers, set as its released models set it.
@@ -88,6 +88,23 @@ ROUTER_PRESETS: Mapping[str, RouterConfig] = MappingProxyType(
         "glm4_moe_air": RouterConfig(score="sigmoid", scale=1.0, selection_bias=True),
         "gpt_oss": RouterConfig(softmax_after_topk=True, bias=True, aux_loss_coef=0.001),
         "granite_moe": RouterConfig(softmax_after_topk=True, aux_loss_coef=0.001),
+    }
+)
+ROUTER_OF_MODEL: Mapping[str, str] = MappingProxyType(
+    {
+        "mixtral-8x7b": "mixtral",
+        "olmoe-1b-7b": "olmoe",
+        "qwen3-30b-a3b": "qwen3_moe",
+        "qwen3-235b-a22b": "qwen3_moe",
+        "qwen3-next-80b-a3b": "qwen3_next",
+        "deepseek-v3": "deepseek_v3",
+        "kimi-k2": "kimi_k2",
+        "glm-4.5": "glm4_moe",
+        "glm-4.5-air": "glm4_moe_air",
+        "gpt-oss-20b": "gpt_oss",
+        "gpt-oss-120b": "gpt_oss",
+        "granite-3-1b-a400m": "granite_moe",
+        "granite-3-3b-a800m": "granite_moe",
     }
 )
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig, Qwen3NextConfig
 
 from tilemoe import reference
-from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
+from tilemoe.config import ROUTER_OF_MODEL, ModelConfig, MoEConfig, RouterConfig
 from tilemoe.layers import experts
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
@@ -143,3 +143,17 @@ def test_flops_grow_with_the_context_and_the_active_experts_only() -> None:
     assert more_experts - flops_per_token(CONFIG) == 2 * 6 * 6 * 16  # their rows in the router
     with pytest.raises(ValueError, match="seq_len"):
         flops_per_token(CONFIG, 0)
+
+
+@pytest.mark.parametrize("name", MOE_PRESETS)
+def test_one_name_finds_the_layer_and_its_router_in_any_spelling(name: str) -> None:
+    for spelled in (name, name.upper(), name.replace("-", "_")):
+        assert moe_preset(spelled) is MOE_PRESETS[name]
+        assert RouterConfig.preset(spelled) is MOE_PRESETS[name].router
+    assert set(ROUTER_OF_MODEL) == set(MOE_PRESETS)
+
+
+def test_a_routers_own_name_in_any_spelling() -> None:
+    assert RouterConfig.preset("DeepSeek-V3") is RouterConfig.preset("deepseek_v3")
+    with pytest.raises(ValueError, match=r"router preset must be one of deepseek-v3, deepseek_v3, .*; got 'kimi'"):
+        RouterConfig.preset("kimi")

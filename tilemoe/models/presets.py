@@ -9,24 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tilemoe.checks import require_choice
+from tilemoe.checks import find_named
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 
 def moe_preset(name: str) -> MoEConfig:
     """The MoE layer of a public model; ValueError that lists the names otherwise."""
-    require_choice("moe preset", name, MOE_PRESETS)
-    return MOE_PRESETS[name]
+    return find_named("moe preset", name, MOE_PRESETS)
 
 
 def model_preset(name: str) -> ModelConfig:
     """The decoder of a public model; ValueError that lists the names otherwise."""
-    require_choice("model preset", name, MODEL_PRESETS)
-    return MODEL_PRESETS[name]
+    return find_named("model preset", name, MODEL_PRESETS)
 
 
 def _layer(
-    router: str, d: int, n: int, experts: int, top_k: int, *, shared: int = 0, shared_gate: bool = False
+    model: str, d: int, n: int, experts: int, top_k: int, *, shared: int = 0, shared_gate: bool = False
 ) -> MoEConfig:
     """A swiglu layer; ``shared`` is the width of the shared expert."""
     return MoEConfig(
@@ -36,11 +34,11 @@ def _layer(
         num_experts_per_tok=top_k,
         shared_intermediate_size=shared,
         shared_gate=shared_gate,
-        router=RouterConfig.preset(router),
+        router=RouterConfig.preset(model),
     )
 
 
-def _gpt_oss(experts: int) -> MoEConfig:
+def _gpt_oss(model: str, experts: int) -> MoEConfig:
     return MoEConfig(
         hidden_size=2880,
         intermediate_size=2880,
@@ -51,25 +49,25 @@ def _gpt_oss(experts: int) -> MoEConfig:
         activation_alpha=1.702,
         gate_up="interleaved",
         expert_bias=True,
-        router=RouterConfig.preset("gpt_oss"),
+        router=RouterConfig.preset(model),
     )
 
 
 MOE_PRESETS: Mapping[str, MoEConfig] = MappingProxyType(
     {
-        "mixtral-8x7b": _layer("mixtral", 4096, 14336, 8, 2),
-        "olmoe-1b-7b": _layer("olmoe", 2048, 1024, 64, 8),
-        "qwen3-30b-a3b": _layer("qwen3_moe", 2048, 768, 128, 8),
-        "qwen3-235b-a22b": _layer("qwen3_moe", 4096, 1536, 128, 8),
-        "qwen3-next-80b-a3b": _layer("qwen3_next", 2048, 512, 512, 10, shared=512, shared_gate=True),
-        "deepseek-v3": _layer("deepseek_v3", 7168, 2048, 256, 8, shared=2048),
-        "kimi-k2": _layer("kimi_k2", 7168, 2048, 384, 8, shared=2048),
-        "glm-4.5": _layer("glm4_moe", 5120, 1536, 160, 8, shared=1536),
-        "glm-4.5-air": _layer("glm4_moe_air", 4096, 1408, 128, 8, shared=1408),
-        "gpt-oss-20b": _gpt_oss(32),
-        "gpt-oss-120b": _gpt_oss(128),
-        "granite-3-1b-a400m": _layer("granite_moe", 1024, 512, 32, 8),
-        "granite-3-3b-a800m": _layer("granite_moe", 1536, 512, 40, 8),
+        "mixtral-8x7b": _layer("mixtral-8x7b", 4096, 14336, 8, 2),
+        "olmoe-1b-7b": _layer("olmoe-1b-7b", 2048, 1024, 64, 8),
+        "qwen3-30b-a3b": _layer("qwen3-30b-a3b", 2048, 768, 128, 8),
+        "qwen3-235b-a22b": _layer("qwen3-235b-a22b", 4096, 1536, 128, 8),
+        "qwen3-next-80b-a3b": _layer("qwen3-next-80b-a3b", 2048, 512, 512, 10, shared=512, shared_gate=True),
+        "deepseek-v3": _layer("deepseek-v3", 7168, 2048, 256, 8, shared=2048),
+        "kimi-k2": _layer("kimi-k2", 7168, 2048, 384, 8, shared=2048),
+        "glm-4.5": _layer("glm-4.5", 5120, 1536, 160, 8, shared=1536),
+        "glm-4.5-air": _layer("glm-4.5-air", 4096, 1408, 128, 8, shared=1408),
+        "gpt-oss-20b": _gpt_oss("gpt-oss-20b", 32),
+        "gpt-oss-120b": _gpt_oss("gpt-oss-120b", 128),
+        "granite-3-1b-a400m": _layer("granite-3-1b-a400m", 1024, 512, 32, 8),
+        "granite-3-3b-a800m": _layer("granite-3-3b-a800m", 1536, 512, 40, 8),
     }
 )
 
