@@ -99,7 +99,7 @@ def test_generate_continues_the_prompt(finished: Path, run: Run) -> None:
 
 def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_path: Path, run: Run) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tilemoe.train.checkpoints.restore import restore
 
@@ -109,8 +109,12 @@ def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, restore(finished, "cpu").model(ids).logits, rtol=1e-4, atol=1e-4)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))
-    assert tokenizer("abc")["input_ids"] == [97, 98, 99]
+    tokenizer, text = AutoTokenizer.from_pretrained(out), "a  b\n, é. <|endoftext|>"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.model_max_length == theirs.config.max_position_embeddings == 32
+    assert tokenizer.eos_token_id == theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 0
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
 
 
 def test_export_overwrites_nothing(finished: Path, tmp_path: Path, fails: Fails) -> None:

@@ -83,6 +83,20 @@ def test_saved_tokenizer_loads_back_with_the_same_ids(bpe: Tokenizer, kind: str,
     assert hub.encode(text).ids == original.encode(text).tolist()
 
 
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_transformers_gives_the_ids_from_a_folder(bpe: Tokenizer, kind: str, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    tokenizer = bpe if kind == "bpe" else ByteTokenizer()
+    tokenizer.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer.hf_config(64)))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path), "def f(x):\n\treturn 'naïve  漢字 🎉' ."
+    assert theirs(text).input_ids == tokenizer.encode(text).tolist()
+    assert theirs.decode(theirs(text).input_ids) == text
+    assert (theirs.eos_token_id, theirs.model_max_length) == (tokenizer.separator_id, 64)
+
+
 def test_batch_equals_one_by_one(bpe: Tokenizer):
     texts = ["", "the fox", "ü" * 50, "\ud800\0"]
     for tokenizer in (ByteTokenizer(), bpe):

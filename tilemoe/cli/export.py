@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +31,19 @@ def run(arguments: Sequence[str]) -> None:
 
     from safetensors import SafetensorError
 
-    from tilemoe.data.files import staged_folder
+    from tilemoe.data.files import staged_folder, write_atomic
     from tilemoe.models.huggingface import save_hf
     from tilemoe.train.checkpoints.folder import TOKENIZER_FILE
     from tilemoe.train.checkpoints.restore import restore
 
     restored = restore(options.checkpoint.expanduser(), "cpu")
+    tokenizer = restored.tokenizer
     try:
         with staged_folder(out) as staging:  # model and tokenizer appear together or not at all
-            save_hf(restored.model, staging)
-            restored.tokenizer.save(staging / TOKENIZER_FILE)
+            save_hf(restored.model, staging, eos_token_id=tokenizer.separator_id)
+            tokenizer.save(staging / TOKENIZER_FILE)
+            settings = tokenizer.hf_config(restored.model.config.max_seq_len)
+            write_atomic(staging / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--out {out}: cannot be written ({error}); make room or choose another") from error
     print(f"exported {restored.checkpoint.path} to {out}")

@@ -78,6 +78,18 @@ class Tokenizer:
         """Write a tokenizer.json, atomically."""
         write_atomic(path, self._backend.to_str(pretty=True).encode("utf-8"))
 
+    def hf_config(self, max_length: int) -> dict[str, Any]:
+        """The tokenizer_config.json beside `save`'s file, from which ``AutoTokenizer`` gives the ids of `encode`.
+
+        Without one it takes the tokenizer of the model's architecture, and its ids for some of the texts.
+        """
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self._backend.id_to_token(self.separator_id),
+            "model_max_length": max_length,
+            "clean_up_tokenization_spaces": False,
+        }
+
 
 class ByteTokenizer(Tokenizer):
     """The UTF-8 bytes of a text: 256 ids, of which 0 separates documents."""

@@ -96,13 +96,15 @@ def _meta_state(config: ModelConfig) -> dict[str, Tensor]:
     return DecoderLM(config, device="meta").state_dict()
 
 
-def save_hf(model: DecoderLM, folder: str | Path, *, max_shard_bytes: int = 4 << 30) -> None:
+def save_hf(
+    model: DecoderLM, folder: str | Path, *, eos_token_id: int | None = None, max_shard_bytes: int = 4 << 30
+) -> None:
     """Write config.json, generation_config.json and safetensors that ``AutoModelForCausalLM.from_pretrained`` loads.
 
     Weights keep their dtype; more than ``max_shard_bytes`` of them go to several files with an index. They are written
     from where they lie; only those that must be copied for it (on a GPU, or with gate and up interleaved) are in memory
     twice, a file's worth at a time. The folder, which must not exist or be empty, appears when all is written and
-    synced, or not at all.
+    synced, or not at all. ``eos_token_id``: the token at which generation ends, None where there is none.
 
     Raises:
         ValueError: the folder is in use, or the architecture cannot express the configuration.
@@ -112,10 +114,10 @@ def save_hf(model: DecoderLM, folder: str | Path, *, max_shard_bytes: int = 4 <<
         raise ValueError(f"folder {out} exists and is not an empty folder; choose another")
     tensors = to_hf_state_dict(model)
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
-    config = {**hf_config_dict(model.config), "torch_dtype": dtype}
+    config = {**hf_config_dict(model.config), "eos_token_id": eos_token_id, "torch_dtype": dtype}
     with staged_folder(out) as partial:
         _write_json(partial / "config.json", config)
-        _write_json(partial / "generation_config.json", {"do_sample": True})
+        _write_json(partial / "generation_config.json", {"do_sample": True, "eos_token_id": eos_token_id})
         _write_shards(partial, tensors, max_shard_bytes)
 
 
@@ -177,6 +179,7 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], max_bytes: int) -> N
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         # transformers asks for this note of the framework.
         save_file({name: tensors[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors makes it its owner's alone
         file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
