@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
-        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
+        # torch has a class of its own for a GPU's memory (named, for importing torch is slow), none for the host's.
+        is_memory = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+        if isinstance(error, RuntimeError) and not is_memory:
             raise  # a defect of ours, whose traceback is wanted
         if os.environ.get("TILEMOE_DEBUG") == "1":
             traceback.print_exc()
@@ -85,8 +87,3 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, (MemoryError, RuntimeError)):
         return f"out of memory; lower data.batch_size, data.seq_len or the model's sizes ({text})"
     return text
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """torch has a class of its own for a GPU's memory (named, for importing torch is slow) and none for the host's."""
-    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

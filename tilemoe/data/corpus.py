@@ -84,7 +84,11 @@ def open_corpus(spec: str) -> Corpus:
     called stdlib is "./stdlib".) Raises ValueError for a missing path, another kind of file, or nothing usable.
     """
     if spec == STDLIB:
-        return _open_stdlib()
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = tuple(_walk(root, {".py"}, lambda name: name in _STDLIB_SKIPPED or name.startswith("config-")))
+        if not files:
+            raise ValueError(f"corpus 'stdlib': this Python keeps no .py files in {root}; give the path of a text file")
+        return Corpus(STDLIB, root, files)
     if not spec:  # Path("") would be the current folder
         raise ValueError("corpus: the name is empty; give 'stdlib' or a path")
     path = Path(spec).expanduser()
@@ -113,14 +117,6 @@ def clean_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _open_stdlib() -> Corpus:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = tuple(_walk(root, {".py"}, lambda name: name in _STDLIB_SKIPPED or name.startswith("config-")))
-    if not files:
-        raise ValueError(f"corpus 'stdlib': this Python keeps no .py files in {root}; give the path of a text file")
-    return Corpus(STDLIB, root, files)
 
 
 def _walk(root: Path, suffixes: frozenset[str] | set[str], is_skipped: Callable[[str], bool]) -> list[str]:

@@ -226,7 +226,9 @@ class Trainer:
                     step_seconds = now - begun
                 step_seconds += (1.0 - _SPEED_MEMORY) * (now - begun - step_seconds)
                 speed = self._speed(step_seconds)
-                self._record(metrics, stats, speed)
+                if metrics is not None and self._is_due(train.log_every):
+                    measured = {"seconds": self.seconds, "tokens_per_second": speed.tokens_per_second, "mfu": speed.mfu}
+                    metrics.write("train", {**asdict(stats), **measured})
                 reporter.update(stats, speed, (train.steps - self.step) * step_seconds)
                 # No process has to wait for its part.
                 if self._pending is not None and not any_process(not self._pending.is_written, self.job):
@@ -278,11 +280,6 @@ class Trainer:
         tokens_per_second = self.recipe.tokens_per_step * self.job.world_size / step_seconds
         flops = flops_per_token(self.recipe.model, self.recipe.data.seq_len) * tokens_per_second / self.job.world_size
         return Speed(tokens_per_second, self.job.world_size, flops / self._peak if self._peak else None)
-
-    def _record(self, metrics: MetricsWriter | None, stats: StepStats, speed: Speed) -> None:
-        if metrics is not None and self._is_due(self.recipe.train.log_every):
-            measured = {"seconds": self.seconds, "tokens_per_second": speed.tokens_per_second, "mfu": speed.mfu}
-            metrics.write("train", {**asdict(stats), **measured})
 
 
 def seed_process(seed: int, job: Job, step: int) -> None:

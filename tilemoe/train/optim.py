@@ -77,17 +77,12 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     assert 0 <= step < steps, (step, steps)
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    factor = _decay(step, steps, config)
+    factor = 1.0  # from 1 (peak) to 0 (min_lr_ratio)
+    span = steps - 1 - config.warmup_steps
+    if config.schedule == "cosine" and span > 0:
+        factor = 0.5 * (1.0 + math.cos(math.pi * (step - config.warmup_steps) / span))
+    elif config.schedule == "wsd":
+        decay_steps = min(round(config.decay_fraction * steps), steps - config.warmup_steps)
+        done = step - (steps - decay_steps) + 1
+        factor = 1.0 - math.sqrt(done / decay_steps) if done > 0 else 1.0
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
-
-
-def _decay(step: int, steps: int, config: OptimConfig) -> float:
-    """From 1 (peak) to 0 (``min_lr_ratio``) for a step after the warm-up."""
-    if config.schedule == "constant":
-        return 1.0
-    if config.schedule == "cosine":
-        span = steps - 1 - config.warmup_steps
-        return 0.5 * (1.0 + math.cos(math.pi * (step - config.warmup_steps) / span)) if span > 0 else 1.0
-    decay_steps = min(round(config.decay_fraction * steps), steps - config.warmup_steps)
-    done = step - (steps - decay_steps) + 1
-    return 1.0 - math.sqrt(done / decay_steps) if done > 0 else 1.0

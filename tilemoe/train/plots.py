@@ -28,23 +28,19 @@ def draw(run_dir: Path, title: str) -> Path:
     figure = Figure(figsize=(11.0 if load else 6.5, 4.2), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2 if load else 1, squeeze=False)[0]
-    _draw_loss(axes[0], train, evals)
+    left = axes[0]
+    left.plot([r["step"] for r in train], [r["loss"] for r in train], lw=0.8, color="tab:blue", label="training")
+    held_out = [r["step"] for r in evals], [r["nats_per_token"] for r in evals]
+    left.plot(*held_out, "o-", color="tab:orange", label="held-out")
+    left.set(xlabel="optimiser step", ylabel="loss [nats/token]")
+    left.grid(alpha=0.3)
+    left.legend()
     if load:
         _draw_load(figure, axes[1], load)
     figure.suptitle(title)
     target = run_dir / PLOT_FILE
     canvas.print_png(str(target))
     return target
-
-
-def _draw_loss(axes: Any, train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> None:
-    axes.plot([r["step"] for r in train], [r["loss"] for r in train], lw=0.8, color="tab:blue", label="training")
-    axes.plot(
-        [r["step"] for r in evals], [r["nats_per_token"] for r in evals], "o-", color="tab:orange", label="held-out"
-    )
-    axes.set(xlabel="optimiser step", ylabel="loss [nats/token]")
-    axes.grid(alpha=0.3)
-    axes.legend()
 
 
 def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:

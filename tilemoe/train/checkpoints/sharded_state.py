@@ -71,11 +71,14 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     stored = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     model_tensors = _model_tensors(model)
     parameters = {_OPTIMIZER + name: parameter for name, parameter in model.named_parameters()}
-    state = {
-        name: _buffer_for(entry, parameters[name.rpartition(".")[0]])
-        for name, entry in stored.items()
-        if name.startswith(_OPTIMIZER) and isinstance(entry, TensorStorageMetadata)
-    }
+    state: dict[str, Tensor] = {}
+    for name, entry in stored.items():
+        if name.startswith(_OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
+            parameter, dtype = parameters[name.rpartition(".")[0]], entry.properties.dtype
+            if tuple(entry.size) == tuple(parameter.shape):  # a moment, sharded as its parameter is
+                state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:  # the number of steps
+                state[name] = torch.empty(entry.size, dtype=dtype)
     random = {
         name: torch.empty(entry.size, dtype=torch.uint8)
         for name, entry in stored.items()
@@ -91,14 +94,6 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
-
-
-def _buffer_for(entry: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    """Room for a moment, sharded as its parameter is, or for the number of steps."""
-    dtype = entry.properties.dtype
-    if tuple(entry.size) == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(entry.size, dtype=dtype)
 
 
 def _read(folder: Path, tensors: Mapping[str, Tensor]) -> None:

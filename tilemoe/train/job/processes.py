@@ -35,12 +35,13 @@ class Job:
         if not {"RANK", "WORLD_SIZE"} <= environment.keys():
             return cls()
         given = {name: environment.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        shown = " ".join(f"{name}={value}" for name, value in given.items())
         try:
             rank, world_size, local_rank = (int(value) for value in given.values())
         except ValueError:
-            raise ValueError(f"{_shown(given)}: whole numbers are needed; start the job with torchrun") from None
+            raise ValueError(f"{shown}: whole numbers are needed; start the job with torchrun") from None
         if not (0 <= rank < world_size and local_rank >= 0):
-            raise ValueError(f"{_shown(given)}: no such rank; start the job with torchrun")
+            raise ValueError(f"{shown}: no such rank; start the job with torchrun")
         return cls(rank, world_size, local_rank)
 
     @property
@@ -75,7 +76,3 @@ class Job:
 
 
 ALONE = Job()
-
-
-def _shown(given: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in given.items())
