@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line
+from routing_checks import assert_routes_as_the_reference, random, seeded
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +19,7 @@ from tilemoe import reference
 from tilemoe.config import ROUNDING_MODES, ROUTER_PRESETS, MoEConfig, RouterConfig, TokenRounding, from_dict, to_dict
 from tilemoe.layers.moe import MoE
 from tilemoe.routing.rounding import draw_uniform
-from tilemoe.routing.topk import Routing, route
+from tilemoe.routing.topk import route
 
 TILE = 16
 LOSSES = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01)
@@ -27,35 +28,6 @@ LOSSES = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01)
 def config(mode: str, experts: int = 8, k: int = 2, router: RouterConfig = LOSSES, **options: Any) -> MoEConfig:
     rounding = TokenRounding(mode, TILE)  # type: ignore[arg-type]
     return MoEConfig(16, 8, experts, k, router=router, rounding=rounding, **options)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def seeded(seed: int = 7) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def assert_routes_as_the_reference(logits: Tensor, cfg: MoEConfig, token_mask: Tensor | None = None) -> Routing:
-    bias = 0.3 * random(cfg.num_experts, seed=9).float() if cfg.router.selection_bias else None
-    logits = logits.clone().requires_grad_()
-    options = {"selection_bias": bias, "token_mask": token_mask}
-    routing = route(logits, cfg, generator=seeded(), **options)
-    expected = reference.route(logits, cfg, generator=seeded(), **options)
-    dense = routing.dense()
-    assert torch.equal(dense != 0, expected.scores != 0)
-    torch.testing.assert_close(dense, expected.scores)
-    assert routing.tokens_per_expert.dtype == torch.int32
-    assert routing.tokens_per_expert.tolist() == expected.tokens_per_expert.tolist()
-    torch.testing.assert_close(routing.aux_loss, expected.aux_loss.float())
-    weight = random(*dense.shape, seed=3)
-    grads = [
-        torch.autograd.grad((s * weight).sum() + a, logits)[0]
-        for s, a in ((dense, routing.aux_loss), (expected.scores, expected.aux_loss))
-    ]
-    torch.testing.assert_close(*grads)
-    return routing
 
 
 @pytest.mark.parametrize("mode", ROUNDING_MODES)
@@ -205,7 +177,6 @@ def test_compiled_equals_eager(mode: str) -> None:
 def test_layer_equals_the_reference(mode: str) -> None:
     router = RouterConfig(score="sigmoid", scale=2.5, selection_bias=True)
     layer = MoE(config(mode, 6, 2, router, shared_intermediate_size=12, initializer_range=0.3), dtype=torch.float64)
-    assert layer.router.selection_bias is not None
     layer.router.selection_bias.copy_(0.1 * random(6, seed=2))
     x = random(70, 16, seed=4)
     out = layer(x, generator=seeded())
@@ -215,7 +186,6 @@ def test_layer_equals_the_reference(mode: str) -> None:
     token, expert = routing.scores.nonzero(as_tuple=True)
     plan = tilemoe.plan_pairs(token, expert, 70, 6)
     hidden = reference.moe(x, layer.experts.w1, layer.experts.w2, plan, routing.scores[token, expert])
-    assert layer.shared is not None
     hidden = hidden + reference.shared_expert(x, layer.shared.w1, layer.shared.w2)
     torch.testing.assert_close(out.hidden, hidden)
     assert out.tokens_per_expert.tolist() == routing.tokens_per_expert.tolist()
