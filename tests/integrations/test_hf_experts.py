@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from helpers import assert_near, raises_one_line, run_python
-from hf_experts import SETTINGS, D, E, T, experts, routing, run
-from hf_models import COMMON, FAMILIES, tokens
+from hf_models import COMMON, FAMILIES, SETTINGS, D, E, T, experts, routing, run, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

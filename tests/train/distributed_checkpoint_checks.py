@@ -195,11 +195,7 @@ def check_resume_on_two() -> None:
 
 
 ON_FOUR = (
-    check_save_on_four,
-    check_resume_on_the_same_mesh,
-    check_resume_on_other_meshes,
-    check_a_checkpoint_written_meanwhile,
-    check_a_failing_write,
-    check_save_what_can_be_exported,
-)
+    check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes,
+    check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
+)  # fmt: skip
 ON_TWO = (check_resume_on_two,)

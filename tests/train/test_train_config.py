@@ -161,7 +161,6 @@ def test_the_30b_layer_is_the_papers() -> None:
     """Its experts, tokens and layer are the benchmarks' 30B-n256, and next to nothing else is computed."""
     recipe = load_recipe("30b-layer")
     moe = recipe.model.moe
-    assert moe is not None
     sizes = (moe.hidden_size, moe.intermediate_size, moe.num_experts, moe.num_experts_per_tok)
     assert sizes == (4096, 256, 256, 16)
     assert recipe.data.batch_size * recipe.data.seq_len == 32_768

@@ -208,7 +208,6 @@ def test_a_failure_ends_the_job_and_every_process_says_which_and_why(
 def test_the_schedulers_signal_saves_in_all_processes_together(hurt: Any, tmp_path: Path) -> None:
     done = hurt("is asked to stop")
     checkpoint = find_latest(tmp_path / "run")
-    assert checkpoint is not None
     assert 4 <= checkpoint.state.step < STEPS
     assert f"stopped after step {checkpoint.state.step} of {STEPS} and saved" in done.stdout
     assert not said(done)
