@@ -88,7 +88,6 @@ def test_wrong_contestants_are_named_with_what_is_wrong(wrong: str, weights: pee
     spoil, what = WRONG[wrong]
     right = ours(weights)
     found = gate.problem(replace(right, run=lambda x: spoil(right.run(x))), SHAPE, weights)
-    assert found is not None
     assert found.startswith(what)
 
 

@@ -319,8 +319,6 @@ def test_entropy() -> None:
 def test_recipes_give_each_expert_two_tiles(path: Path) -> None:
     recipe = load_recipe(str(path))
     moe = recipe.model.moe
-    assert moe is not None
-    assert moe.rounding is not None
     pairs = recipe.data.seq_len * recipe.data.batch_size * moe.num_experts_per_tok
     assert pairs / moe.num_experts >= 2 * moe.rounding.tile
     assert recipe.name == path.stem

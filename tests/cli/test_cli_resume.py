@@ -102,7 +102,6 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on(
         assert done.stderr == ""
         assert f"stopped after step {step + 1} of {STEPS} and saved" in done.stdout
         command = re.search(r"tilemoe (train --resume .*)", done.stdout)
-        assert command is not None
         arguments = tuple(command[1].split())  # what it says is what is run next
         assert find_latest(folder).state.step == step + 1
     done = cli(*arguments)

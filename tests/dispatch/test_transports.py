@@ -132,12 +132,10 @@ class Cuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
     functions = {
-        "current_stream": lambda device: {SECOND_GPU: cuda.caller}[device],
-        "Event": cuda.event,
-        "empty_cache": lambda: None,
-        "synchronize": lambda device: cuda.log.append(("synchronize",)),
+        "current_stream": lambda device: {SECOND_GPU: cuda.caller}[device], "Event": cuda.event,
+        "empty_cache": lambda: None, "synchronize": lambda device: cuda.log.append(("synchronize",)),
         "device": lambda device: nullcontext(),
-    }
+    }  # fmt: skip
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(symmetric, "_copying_stream", lambda device: cuda.copies)

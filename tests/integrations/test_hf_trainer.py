@@ -27,9 +27,18 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
 def losses(family: str, implementation: str, folder: Path) -> list[float]:
     model = FAMILIES[family].make(experts_implementation=implementation, initializer_range=0.05)
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, seed=0,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=0,
+    )
     trainer = Trainer(model=model, args=arguments, train_dataset=Counting())
     trainer.train()
     assert model.config._experts_implementation == implementation

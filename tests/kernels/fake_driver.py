@@ -215,10 +215,23 @@ def _expanded(kind: str) -> list[str]:
 
 
 def _launch(
-    name: str, kinds: list[str], x: int, y: int, z: int, stream: int, function: int, cooperative: bool,
-    dependent: bool, scratch: None, profile_scratch: None, packed: Any, metadata: Any, enter: Any, leave: Any,
+    name: str,
+    kinds: list[str],
+    x: int,
+    y: int,
+    z: int,
+    stream: int,
+    function: int,
+    cooperative: bool,
+    dependent: bool,
+    scratch: None,
+    profile_scratch: None,
+    packed: Any,
+    metadata: Any,
+    enter: Any,
+    leave: Any,
     *args: Any,
-) -> None:  # fmt: skip
+) -> None:
     assert scratch is profile_scratch is None
     if enter is not None:
         enter(metadata)

@@ -41,10 +41,17 @@ class Case:
     """Operands of a layer; each call of an operator's name gives new ones. ``x`` may be wider than d."""
 
     def __init__(
-        self, kernels: str = "hopper", activation: str = "swiglu", gate_up: str = "concatenated",
-        dtype: torch.dtype = BF16, bias: bool = False, turned: bool = False, extra: int = 0, pairs: bool = False,
+        self,
+        kernels: str = "hopper",
+        activation: str = "swiglu",
+        gate_up: str = "concatenated",
+        dtype: torch.dtype = BF16,
+        bias: bool = False,
+        turned: bool = False,
+        extra: int = 0,
+        pairs: bool = False,
         tokens: int = 40,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kernels, self.dtype, self.bias, self.turned, self.extra = kernels, dtype, bias, turned, extra
         self.spec = activation_spec(activation, gate_up, None, None)
         self.pairs, self.tokens, self.d, self.n, self.experts, self.k = pairs, tokens, 128, 64, 4, 2

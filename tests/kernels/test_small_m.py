@@ -32,9 +32,14 @@ LAYOUTS = [
 
 
 def launches(
-    tokens: int, device: Device, activation: str = "swiglu", gate_up: str = "concatenated", turned: bool = False,
-    dtype: torch.dtype = BF16, widths: tuple[int, int] = (2048, 768),
-) -> tuple[Launch, Launch]:  # fmt: skip
+    tokens: int,
+    device: Device,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    turned: bool = False,
+    dtype: torch.dtype = BF16,
+    widths: tuple[int, int] = (2048, 768),
+) -> tuple[Launch, Launch]:
     """F1 and F2, with biases, for 4 experts and 2 per token. ``turned``: weights of the other stride order."""
     (d, n), experts = widths, 4
     spec = activation_spec(activation, gate_up, None, None)

@@ -51,9 +51,13 @@ def dtype_name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def layer_launches(
-    device: Device, dtype: torch.dtype, activation: str = "swiglu", gate_up: str = "concatenated", bias: bool = False,
+    device: Device,
+    dtype: torch.dtype,
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    bias: bool = False,
     turned: bool = False,
-) -> list[Launch]:  # fmt: skip
+) -> list[Launch]:
     """What a plan, a router, a rounding and the operator launch. ``turned``: weights of the other stride order."""
     ids = torch.arange(T * K).view(T, K) % E
     plan = plan_topk(ids, E)

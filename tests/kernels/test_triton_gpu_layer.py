@@ -187,9 +187,13 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
         run = subprocess.run(
-            [sys.executable, gpu_layers.__file__], env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
+            [sys.executable, gpu_layers.__file__],
+            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert run.returncode == 0, run.stderr
         found.append(json.loads(run.stdout))
     first, second = found

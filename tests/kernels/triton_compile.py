@@ -82,9 +82,14 @@ class Operands(NamedTuple):
 
 
 def make_operands(
-    activation: str = "swiglu", gate_up: str = "concatenated", *, turned: bool = False, bias: bool = False,
-    widths: tuple[int, int] = (1536, 256), dtype: torch.dtype = torch.bfloat16,
-) -> Operands:  # fmt: skip
+    activation: str = "swiglu",
+    gate_up: str = "concatenated",
+    *,
+    turned: bool = False,
+    bias: bool = False,
+    widths: tuple[int, int] = (1536, 256),
+    dtype: torch.dtype = torch.bfloat16,
+) -> Operands:
     """``turned``: weights of the other stride order. ``widths``: hidden and intermediate size."""
     (d, n), experts, tokens = widths, 2, 64
     spec = activation_spec(activation, gate_up, None, None)

@@ -65,9 +65,7 @@ def test_no_tokens(name: str) -> None:
     mlp = make(name, "concatenated", torch.float32)
     x = torch.zeros(2, 0, 16, requires_grad=True)
     mlp(x).sum().backward()
-    assert x.grad is not None
     assert x.grad.shape == (2, 0, 16)
-    assert mlp.w1.grad is not None
     assert not mlp.w1.grad.any()
 
 

@@ -274,17 +274,11 @@ FOUND = (
 PLAN = plan_topk(torch.arange(24 * 3).view(24, 3) % 6, 6)
 INPUTS = make_inputs(PLAN, 16, 8, dtype=torch.bfloat16, bias=True)
 STEP_OF_KERNEL = {
-    "up_proj_act": "forward",
-    "down_proj": "forward",
-    "combine": "forward",
-    "down_proj_dgrad_dact": "down_proj_dgrad_dact",
-    "down_proj_wgrad": "down_proj_wgrad",
-    "up_proj_dgrad": "up_proj_input_grad",
-    "combine_grad": "up_proj_input_grad",
-    "up_proj_wgrad": "up_proj_wgrad",
-    "down_proj_bias_grad": "down_proj_bias_grad",
-    "up_proj_bias_grad": "up_proj_bias_grad",
-}
+    "up_proj_act": "forward", "down_proj": "forward", "combine": "forward",
+    "down_proj_dgrad_dact": "down_proj_dgrad_dact", "down_proj_wgrad": "down_proj_wgrad",
+    "up_proj_dgrad": "up_proj_input_grad", "combine_grad": "up_proj_input_grad", "up_proj_wgrad": "up_proj_wgrad",
+    "down_proj_bias_grad": "down_proj_bias_grad", "up_proj_bias_grad": "up_proj_bias_grad",
+}  # fmt: skip
 
 
 def full(monkeypatch: pytest.MonkeyPatch, kernel: str) -> list[StorageWeakRef]:

@@ -63,7 +63,6 @@ def test_the_parameter_takes_what_the_kernel_wrote(
     (leaf1, w1), (leaf2, w2) = leaf_and_view(given["w1"], turned), leaf_and_view(given["w2"], turned)
     moe(**{**given, "w1": w1, "w2": w2}, plan=plan).backward(do)
     for leaf, address, key in ((leaf2, written[0], "dw2"), (leaf1, written[1], "dw1")):
-        assert leaf.grad is not None
         assert leaf.grad.is_contiguous(), key
         assert leaf.grad.data_ptr() == address, f"{key} was copied"
         grad = leaf.grad.transpose(1, 2) if turned else leaf.grad
@@ -82,8 +81,6 @@ def test_compiled(backend: str, autocast: bool) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
             o = run(**{**given, "w1": w1, "w2": w2}, plan=plan)
         o.sum().backward()
-        assert leaf1.grad is not None
-        assert leaf2.grad is not None
         assert leaf1.grad.is_contiguous()
         assert leaf2.grad.is_contiguous()
         results.append((o.detach(), leaf1.grad, leaf2.grad))

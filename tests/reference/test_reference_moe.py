@@ -99,12 +99,9 @@ def test_no_tokens_leave_gradients_of_zero() -> None:
     scores = torch.empty(0, K, requires_grad=True)
     out = reference.moe(x, p["w1"], p["w2"], plan_topk(torch.empty(0, K, dtype=torch.int64), E), scores)
     out.sum().backward()
-    assert x.grad is not None
     assert x.grad.shape == (0, D)
-    assert scores.grad is not None
     assert scores.grad.shape == (0, K)
     for name in ("w1", "w2"):
-        assert p[name].grad is not None
         assert not p[name].grad.any()
 
 

@@ -61,9 +61,16 @@ def rounded_plan(
     capacity = row_capacity(rounding, num_tokens, selection.expert_ids.shape[1], num_experts)
     before = (selection.all_scores.clone(), selection.kept_scores.clone())
     *tensors, f = round_rows(
-        selection.all_scores, selection.expert_ids, selection.kept_scores, uniform, selection.token_mask,
-        rounding.mode, rounding.tile, scale, capacity,
-    )  # fmt: skip
+        selection.all_scores,
+        selection.expert_ids,
+        selection.kept_scores,
+        uniform,
+        selection.token_mask,
+        rounding.mode,
+        rounding.tile,
+        scale,
+        capacity,
+    )
     assert torch.equal(before[0], selection.all_scores)
     assert torch.equal(before[1], selection.kept_scores)
     assert f.dtype == torch.int32
@@ -135,9 +142,14 @@ def assert_rounds_as_the_reference(
 ) -> RoutingPlan:
     plan = rounded_plan(selection, rounding, uniform, scale)
     expected = reference.round_rows(
-        selection.all_scores, selection.expert_ids, selection.kept_scores, rounding, scale=scale, uniform=uniform,
+        selection.all_scores,
+        selection.expert_ids,
+        selection.kept_scores,
+        rounding,
+        scale=scale,
+        uniform=uniform,
         token_mask=selection.token_mask,
-    )  # fmt: skip
+    )
     assert tokens_of_expert(plan) == expected
     assert_plan_is_whole(plan)
     assert_bounds(selection, rounding, expected)
