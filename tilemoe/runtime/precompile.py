@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar, Token
 from typing import Any
 from warnings import catch_warnings
@@ -46,7 +46,9 @@ class Precompile:
         if not self.withheld:
             self.withheld = True
             self._begin()
-        launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.constants, **launch.options)
+        # What is wrong is the launch's to raise. CPython before 3.11.9 and 3.12.3 may refuse to parse beside a thread.
+        with suppress(Exception):
+            launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.constants, **launch.options)
         return True
 
     def _begin(self) -> None:
@@ -55,7 +57,6 @@ class Precompile:
         # Triton's code generator sets and resets Python's filters of warnings, which threads share.
         self._compiling.enter_context(catch_warnings())
         threads = self._compiling.enter_context(_Loading(self._device))
-        # A kernel that cannot be compiled is compiled again by its launch, which raises what is wrong.
         self._compiling.enter_context(AsyncCompileMode(threads, ignore_errors=True))
 
 
