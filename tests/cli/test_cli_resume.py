@@ -98,7 +98,7 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on(
     arguments: tuple[object, ...] = ("train", "--recipe", recipe_file, "--train.out-dir", folder)
     for step, number in ((7, signal.SIGTERM), (18, signal.SIGINT)):
         done = cli(*arguments, first=interruption(MOMENTS[1], step, number, dice))
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 128 + number, done.stderr
         assert done.stderr == ""
         assert f"stopped after step {step + 1} of {STEPS} and saved" in done.stdout
         command = re.search(r"tilemoe (train --resume .*)", done.stdout)
@@ -121,7 +121,7 @@ def test_a_second_ctrl_c_leaves_at_once(
         return real(self)
 
     monkeypatch.setattr(Trainer, "train_step", interrupted)
-    assert main(["train", "--recipe", str(recipe_file), "--train.out-dir", str(tmp_path / "run")]) == 2
+    assert main(["train", "--recipe", str(recipe_file), "--train.out-dir", str(tmp_path / "run")]) == 130
     message = "tilemoe: error: interrupted; checkpoints written so far are intact"
     assert capsys.readouterr().err.splitlines() == [message]
     assert find_latest(tmp_path / "run").state.step == 5

@@ -24,7 +24,7 @@ from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE, Job, JobError
 from tilemoe.train.loop import seed_process
 from tilemoe.train.metrics import read_metrics
-from tilemoe.train.run import train
+from tilemoe.train.run import RunResult, train
 
 STEPS = 6
 
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_found_before_a_device_is_touched(
 ) -> None:
     """By every process for itself, without a word to the others."""
     alone = replace(recipe, train=replace(recipe.train, steps=1, save_every=1), parallel=ParallelConfig())
-    assert train(alone) is not None
+    assert isinstance(train(alone), RunResult)
     checkpoint = find_latest(Path(recipe.train.out_dir))
     experts = changes.pop("experts", 4)
     assert recipe.model.moe is not None
@@ -253,7 +253,7 @@ def test_the_first_process_verifies_after_all_have_looked_whether_it_fits(
 ) -> None:
     """Verifying takes long; another rank would speak first of what all find."""
     alone = replace(recipe, train=replace(recipe.train, steps=1, save_every=1), parallel=ParallelConfig())
-    assert train(alone) is not None
+    assert isinstance(train(alone), RunResult)
     run, path = recipe.train.out_dir, str(written(recipe, tmp_path))
     monkeypatch.setattr(checkpoints, "_fault", lambda *_: pytest.fail("verified before"))
     monkeypatch.setattr("time.sleep", lambda _: None)

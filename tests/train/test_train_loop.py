@@ -22,7 +22,7 @@ from tilemoe.train.evaluate import evaluate
 from tilemoe.train.job.signals import stop_request
 from tilemoe.train.loop import NonFiniteLossError, Trainer
 from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
-from tilemoe.train.run import require_fresh, require_resumable, train
+from tilemoe.train.run import RunResult, Stopped, require_fresh, require_resumable, train
 from tilemoe.train.sample import continue_text, printable
 
 CPU = torch.device("cpu")
@@ -228,12 +228,12 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     with monkeypatch.context() as patch:
         interrupt_at(patch, step, number)
         capsys.readouterr()
-        assert train(recipe) is None
+        assert train(recipe) == Stopped(number)
     assert f"--resume {recipe.train.out_dir}" in capsys.readouterr().out
     assert handlers == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
     latest = list_checkpoints(Path(recipe.train.out_dir))[-1]
     assert latest.name == f"step_{step + 1:08d}"
-    assert train(recipe, open_checkpoint(latest)) is not None
+    assert isinstance(train(recipe, open_checkpoint(latest)), RunResult)
     whole = uninterrupted(recipe)
     assert timeless(recipe.train.out_dir) == timeless(whole)
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -261,7 +261,7 @@ def test_a_stop_during_evaluation_saves_and_evaluates_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_batches", interrupted)
-        assert train(moe_recipe) is None
+        assert train(moe_recipe) == Stopped(signal.SIGTERM)
     records = timeless(moe_recipe.train.out_dir)
     assert [(r["kind"], r["step"]) for r in records] == [("train", 1), ("train", 2)]
     train(moe_recipe, open_checkpoint(Path(moe_recipe.train.out_dir) / "step_00000002"))

@@ -23,7 +23,7 @@ from tilemoe.train.checkpoints.restore import build_model, build_shared_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
-from tilemoe.train.run import train
+from tilemoe.train.run import RunResult, Stopped, train
 
 
 def test_a_run_is_not_started_over_another(dense_recipe: Recipe) -> None:
@@ -50,7 +50,7 @@ def test_one_process_at_a_time_trains_in_a_folder(dense_recipe: Recipe) -> None:
         other.stdin.close()
     assert "\n" not in str(caught.value)
     assert not any(folder.iterdir())
-    assert train(dense_recipe) is not None
+    assert isinstance(train(dense_recipe), RunResult)
 
 
 def test_a_folder_that_cannot_be_written_is_named(dense_recipe: Recipe, tmp_path: Path) -> None:
@@ -96,11 +96,11 @@ def test_a_signal_while_the_data_is_prepared(
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "append", interrupted)
-        assert train(recipe) is None
+        assert train(recipe) == Stopped(number)
     assert "stopped before the first step" in capsys.readouterr().out
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert not [path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir()]
-    assert train(recipe) is not None
+    assert isinstance(train(recipe), RunResult)
 
 
 CPU = torch.device("cpu")

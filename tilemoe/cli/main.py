@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -43,7 +44,10 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, or 2 after a one-line error on stderr."""
+    """Run the command line; returns the exit status: 0, or 2 after a one-line error on stderr, 130 after Ctrl-C.
+
+    A training run that SIGINT or SIGTERM stopped, and that was saved, exits with 130 or 143 (SystemExit).
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a generated character must not end a run on an ASCII terminal
     try:
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         # In one piece: the processes of a job may speak at the same time.
         print(f"tilemoe: error: {one_line(error)}\n", end="", file=sys.stderr, flush=True)
-        return 2
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 2
     return 0
 
 

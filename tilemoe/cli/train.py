@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     recipe, checkpoint = _choose(known.recipe, resume, overrides, job)
 
     from tilemoe.train.checkpoints.folder import open_checkpoint
-    from tilemoe.train.run import require_resumable, train
+    from tilemoe.train.run import Stopped, require_resumable, train
 
     if checkpoint is not None and not job.is_alone:
         require_resumable(recipe, checkpoint)  # before the first verifies: what all find, they are to find together
@@ -63,7 +64,10 @@ def _run(arguments: Sequence[str], job: Job) -> None:
         none_yet = f"no checkpoint in {recipe.train.out_dir} yet: starting at step 0"
         print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
     result = train(recipe, checkpoint, job)
-    if result is None or not job.is_first:
+    if isinstance(result, Stopped):
+        # torchrun would take what a shell expects of a stopped command for a failure, and start the job again.
+        sys.exit(128 + result.number if job.is_alone else 0)
+    if not job.is_first:
         return
     if result.sample is not None:
         print(f"\nsample:\n{result.sample}\n")

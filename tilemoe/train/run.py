@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ class RunResult:
     plot: Path | None
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """A run that a signal ended before its last step; ``number``: the signal's."""
+
+    number: int
+
+
 def require_fresh(run_dir: Path) -> None:
     """Raise ValueError if ``run_dir`` holds anything a new run would mix with."""
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
@@ -78,8 +86,8 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     return [line for line in free if not line.startswith("train.out_dir ")]
 
 
-def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE) -> RunResult | None:
-    """Run ``recipe``, from ``checkpoint`` on if given; None if SIGTERM or Ctrl-C stopped it (it was saved then).
+def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE) -> RunResult | Stopped:
+    """Run ``recipe``, from ``checkpoint`` on if given, to its end, or until SIGTERM or Ctrl-C stop and save it.
 
     All processes of ``job`` call it, and get the same result but for the plot, which is the first one's.
 
@@ -103,17 +111,17 @@ def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE
                 progress = stack.enter_context(joined(job, device, recipe.train.timeout))
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
                 trainer = Trainer(recipe, model, data, device, job, progress)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             reporter.say("stopped before the first step: there is nothing to save, the same command starts again")
-            return None
+            return Stopped(*interrupt.args or (signal.SIGINT,))
         if job.is_first:
             stack.enter_context(_owned(run_dir))
         _enter(run_dir, trainer, checkpoint)
         return _fit(trainer, reporter)
 
 
-def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
-    """Train in the run's folder to the end, or until a signal stops and saves the run (None)."""
+def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | Stopped:
+    """Train in the run's folder to the end, or until a signal stops and saves the run."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = sum(p.numel() for p in trainer.model.parameters())
     job = trainer.job
@@ -134,7 +142,7 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | None:
                     f"stopped after step {trainer.step} of {recipe.train.steps} and saved; "
                     f"go on with: tilemoe train --resume {run_dir}"
                 )
-                return None
+                return Stopped(stop_requested.number)
             trainer.finish_save()
             return _finish(trainer, evaluation, parameters, reporter)
     except BrokenPipeError:  # nobody reads the output any more; the steps done are kept, which one alone can see to

@@ -9,28 +9,40 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 
-@contextlib.contextmanager
-def stop_request() -> Iterator[Callable[[], bool]]:
-    """Within the block the first SIGTERM or SIGINT only makes what is given answer True; a second SIGINT aborts."""
-    requested = False
+class StopRequest:
+    """Whether a signal has come, once it is called. ``number``: the signal's; SIGTERM where another process had it."""
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal requested
-        if requested and number == signal.SIGINT:
+    number: int = signal.SIGTERM
+    _came = False
+
+    def __call__(self) -> bool:
+        return self._came
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self._came and number == signal.SIGINT:
             raise KeyboardInterrupt
-        requested = True
+        self.number, self._came = number, True
 
-    with _handled((signal.SIGTERM, signal.SIGINT), note):
-        yield lambda: requested
+
+@contextlib.contextmanager
+def stop_request() -> Iterator[StopRequest]:
+    """Within the block the first SIGTERM or SIGINT only makes what is given answer True; a second SIGINT aborts."""
+    request = StopRequest()
+    with _handled((signal.SIGTERM, signal.SIGINT), request.note):
+        yield request
 
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Within the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does: for work that can be cut short anywhere.
+    """Within the block SIGTERM raises ``KeyboardInterrupt(SIGTERM)``, as Ctrl-C does: for work that can be cut short.
 
     Native code, such as the training of a tokenizer, is not interrupted: the signal waits until it returns.
     """
-    with _handled((signal.SIGTERM,), signal.default_int_handler):
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    with _handled((signal.SIGTERM,), interrupt):
         yield
 
 
