@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,7 +206,10 @@ def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, fails: Fail
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_too_large_for_the_memory_is_one_line(recipe_file: Path, tmp_path: Path, fails: Fails) -> None:
+def test_a_model_too_large_for_the_memory_is_one_line(
+    recipe_file: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**18))  # which is looked at first
     base = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run")
     assert "out of memory; lower data.batch_size" in fails(*base, "--model.vocab-size", 10**13)
     assert "out of memory; lower data.batch_size" in fails(*base, "--data.batch-size", 10**14)

@@ -29,6 +29,7 @@ from tilemoe.train.job.signals import sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, open_tensorboard, truncate_metrics
 from tilemoe.train.plots import draw
+from tilemoe.train.preflight import require_ready
 from tilemoe.train.progress import Reporter, make_reporter
 from tilemoe.train.sample import continue_text
 
@@ -55,7 +56,7 @@ class Stopped:
 
 def require_fresh(run_dir: Path) -> None:
     """Raise ValueError if ``run_dir`` holds anything a new run would mix with."""
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ValueError(
             f"train.out_dir {run_dir} is not empty; add --resume to go on in it, or choose another --train.out-dir"
         )
@@ -100,6 +101,7 @@ def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE
     recipe.parallel_for(job.world_size)
     for line in require_resumable(recipe, checkpoint) if checkpoint else ():
         reporter.say(f"note: {line}")
+    require_ready(recipe, job)
     device = select_device(recipe.train.device, job)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
@@ -156,17 +158,12 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | Stopped:
 
 
 def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter) -> Prepared:
-    """The token shards, checked against the model's vocabulary and the checkpoint's data."""
+    """The token shards, checked against the checkpoint's data."""
     reporter.say(f"data: corpus {recipe.data.corpus}, tokenizer {recipe.data.tokenizer}")
     data = prepare(
         recipe.data.corpus, recipe.data.tokenizer, recipe.data.cache_path, heldout_every=recipe.data.heldout_every
     )
     reporter.say(f"data: {data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens")
-    if data.tokenizer.vocab_size > recipe.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size ({recipe.model.vocab_size}) is below the tokenizer's {data.tokenizer.vocab_size}; "
-            f"set --model.vocab-size {data.tokenizer.vocab_size}"
-        )
     if checkpoint is not None and checkpoint.state.data_fingerprint != data_fingerprint(data):
         raise CheckpointError(
             f"data.corpus {recipe.data.corpus} is not the text that checkpoint {checkpoint.path} was trained on; "

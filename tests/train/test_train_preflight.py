@@ -1,0 +1,67 @@
+"""What is found before a corpus is read: the corpus of these tests is not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tilemoe.train.config import Recipe, load_recipe
+from tilemoe.train.run import train
+
+GB = 10**9
+
+
+def recipe_with(out_dir: Path, corpus: str = "/no/such/corpus", **model: Any) -> Recipe:
+    recipe = load_recipe("tiny")
+    data = replace(recipe.data, corpus=corpus)
+    settings = replace(recipe.train, out_dir=str(out_dir))
+    return replace(recipe, data=data, train=settings, model=replace(recipe.model, **model))
+
+
+def test_a_file_in_the_way_is_called_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("mine")
+    for folder in (tmp_path / "runs", tmp_path / "runs" / "first"):
+        with pytest.raises(ValueError, match=rf"^train\.out_dir {folder}: {tmp_path}/runs is a file; choose another"):
+            train(recipe_with(folder))
+    assert (tmp_path / "runs").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, int]] = []
+
+    def access(path: Path, mode: int) -> bool:  # to root, whom tests may run as, everything is allowed
+        asked.append((path, mode))
+        return False
+
+    monkeypatch.setattr(os, "access", access)
+    with pytest.raises(ValueError, match=rf"{tmp_path} cannot be written; correct its permissions"):
+        train(recipe_with(tmp_path / "a" / "b"))
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(("free", "is_enough"), [(0.001, False), (100, True)])
+def test_room_for_a_checkpoint(free: float, is_enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free * GB)))
+    message = "no/such/corpus" if is_enough else r"a checkpoint takes .* GB, and 0\.0 GB are free; make room"
+    with pytest.raises(ValueError, match=message):
+        train(recipe_with(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("tokenizer", "ids"), [("bytes", 256), ("bpe:4096", 4096)])
+def test_a_vocabulary_that_is_too_small(tokenizer: str, ids: int, tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path / "run", vocab_size=200)
+    recipe = replace(recipe, data=replace(recipe.data, tokenizer=tokenizer))
+    message = (
+        rf"model\.vocab_size \(200\) is below the {ids} ids of tokenizer '{tokenizer}'; set --model\.vocab-size {ids}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        train(recipe)
+    with pytest.raises(ValueError, match=r"tokenizer 'bpe:x': write 'bpe:N'"):
+        train(replace(recipe, data=replace(recipe.data, tokenizer="bpe:x")))
