@@ -5,7 +5,8 @@
     python examples/hf_finetune.py --model allenai/OLMoE-1B-7B-0924 --text notes.txt --seq-len 2048
 
 The one line that matters is ``experts_implementation="tilemoe"``, after ``register()``. Everything else is what one
-writes for transformers anyway.
+writes for transformers anyway. Weights are trained in fp32, as AdamW's small steps are lost in bf16, and multiplied in
+bf16 on a GPU (autocast).
 """
 
 from __future__ import annotations
@@ -15,15 +16,23 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    OlmoeConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+)
 
 from tilemoe.integrations import transformers as tilemoe_transformers
 
 BYTES = 256
 
 
-def model_and_ids(name: str | None, text: str) -> tuple[PreTrainedModel, torch.Tensor]:
-    """The model and the text as its token ids; a small OLMoE over bytes where no model is named."""
+def model_and_ids(name: str | None, text: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, torch.Tensor]:
+    """The model, its tokenizer and the text's ids; a small OLMoE over bytes, without one, where no model is named."""
     if name is None:
         config = OlmoeConfig(
             vocab_size=BYTES,
@@ -38,10 +47,10 @@ def model_and_ids(name: str | None, text: str) -> tuple[PreTrainedModel, torch.T
             eos_token_id=None,
         )
         model = AutoModelForCausalLM.from_config(config, experts_implementation="tilemoe")
-        return model, torch.tensor(list(text.encode()))
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, experts_implementation="tilemoe")
-    return model, AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids[0]
+        return model, None, torch.tensor(list(text.encode()))
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, experts_implementation="tilemoe")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return model, tokenizer, tokenizer(text, return_tensors="pt").input_ids[0]
 
 
 def windows(ids: torch.Tensor, length: int) -> list[dict[str, torch.Tensor]]:
@@ -63,7 +72,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     options = parser.parse_args(arguments)
 
     tilemoe_transformers.register()
-    model, ids = model_and_ids(options.model, options.text.read_text(encoding="utf-8"))
+    model, tokenizer, ids = model_and_ids(options.model, options.text.read_text(encoding="utf-8"))
     tilemoe_transformers.use(model)  # optional: says at once, and not in the first step, if a model is not supported
     training = TrainingArguments(
         output_dir=options.out,
@@ -71,13 +80,15 @@ def main(arguments: list[str] | None = None) -> list[float]:
         per_device_train_batch_size=options.batch_size,
         learning_rate=options.lr or (2e-3 if options.model is None else 1e-5),
         bf16=torch.cuda.is_available(),
-        logging_steps=10,
+        logging_steps=min(10, options.steps),
         save_strategy="no",
         report_to="none",
     )
     trainer = Trainer(model=model, args=training, train_dataset=windows(ids, options.seq_len))
     trainer.train()
     trainer.save_model()  # loads anywhere, with tilemoe or without
+    if tokenizer is not None:
+        tokenizer.save_pretrained(options.out)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 
 import tokenizers
@@ -70,6 +71,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
             print(f"step {step:4}  loss {losses[-1]:.3f}")
     merge_lora(model)
     save_hf(model, options.out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if options.model is not None and (options.model / name).exists():
+            shutil.copy(options.model / name, options.out)
     print(f"wrote {options.out}")
     return losses
 

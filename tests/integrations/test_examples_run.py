@@ -12,7 +12,7 @@ from hf_models import FAMILIES
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tilemoe
 from tilemoe.kernels.experts import registry
@@ -65,7 +65,16 @@ def test_a_model_of_a_folder_learns_a_text(script: str, family: str, options: tu
     arguments = [str(word) for pair in places.items() for word in pair]
     losses = example(script)["main"]([*arguments, "--seq-len", "16", *options])
     assert losses[-1] < 0.8 * losses[0]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").config.model_type == family
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert (tuned.config.model_type, tuned.dtype) == (family, torch.float32)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    assert theirs("a b h").input_ids == tokenizer("a b h").input_ids
+
+
+@pytest.mark.usefixtures("unregistered_after")
+def test_hf_finetune_of_few_steps_ends_with_a_loss(tmp_path: Path) -> None:
+    losses = example("hf_finetune.py")["main"](["--out", str(tmp_path), "--steps", "5", "--seq-len", "64"])
+    assert len(losses) == 1
 
 
 def test_custom_router_learns_with_every_expert_full() -> None:
