@@ -81,6 +81,18 @@ def test_eval_repeats_the_runs_figure(finished: Path, run: Run) -> None:
     assert "256 tokens" in older
 
 
+def test_eval_shows_how_far_it_is_on_a_terminal_alone(
+    finished: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("eval", "--checkpoint", finished)[2] == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    status, out, err = run("eval", "--checkpoint", finished)
+    assert status == 0
+    assert "held-out tokens" in err
+    assert "100%" in err
+    assert "held-out tokens" not in out
+
+
 def test_eval_on_another_corpus(finished: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "other.txt").write_text("0123456789 " * 500)
     status, out, _ = run("eval", "--checkpoint", finished, "--corpus", tmp_path / "other.txt")

@@ -154,8 +154,10 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(recipe: Recipe) ->
             nats += torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets)[0], reduction="sum").item()
     assert result.nats_per_token == pytest.approx(nats / result.tokens, rel=1e-5)
     assert result.nats_per_byte == pytest.approx(nats / data.heldout.num_bytes, rel=1e-5)
-    part = measure(batch_size=5, max_batches=2)
+    read: list[int] = []
+    part = measure(batch_size=5, max_batches=2, on_batch=read.append)
     assert part.tokens == 2 * 5 * 16
+    assert read == [5 * 16, 2 * 5 * 16]
     assert measure(batch_size=5, stop_requested=lambda: True) is None
 
 

@@ -31,6 +31,8 @@ def run(arguments: Sequence[str]) -> None:
     options = parse(EvalOptions, arguments, prog="tilemoe eval", description="Held-out loss of a checkpoint.")
 
     import torch
+    from rich.console import Console
+    from rich.progress import Progress
 
     from tilemoe.data import prepare
     from tilemoe.train.checkpoints.restore import restore
@@ -47,15 +49,23 @@ def run(arguments: Sequence[str]) -> None:
     )
     if options.corpus is None and data_fingerprint(data) != restored.checkpoint.state.data_fingerprint:
         print(f"note: corpus {recipe.data.corpus} changed since training, which may have seen what is held out now")
-    result = evaluate(
-        restored.model,
-        data.heldout,
-        seq_len=recipe.data.seq_len,
-        batch_size=options.batch_size or recipe.data.batch_size,
-        device=restored.device,
-        autocast=lambda: torch.autocast(restored.device.type, torch.bfloat16, enabled=recipe.train.precision == "bf16"),
-        max_batches=options.batches,
-    )
+    seq_len, batch_size = recipe.data.seq_len, options.batch_size or recipe.data.batch_size
+    most = data.heldout.num_tokens
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+        bar = shown.add_task("held-out tokens", total=min(most, options.batches * batch_size * seq_len or most))
+        result = evaluate(
+            restored.model,
+            data.heldout,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            device=restored.device,
+            autocast=lambda: torch.autocast(
+                restored.device.type, torch.bfloat16, enabled=recipe.train.precision == "bf16"
+            ),
+            max_batches=options.batches,
+            on_batch=lambda tokens: shown.update(bar, completed=tokens),
+        )
     assert result is not None, "nothing asks this evaluation to stop"
     print(f"checkpoint {restored.checkpoint.path}, {result.tokens:,} tokens, {result.nats_per_token:.4f} nats/token")
     print(f"held-out loss {result.shown(2)}")

@@ -47,14 +47,15 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[object]],
     max_batches: int = 0,
     stop_requested: Callable[[], bool] = lambda: False,
+    on_batch: Callable[[int], None] = lambda tokens: None,
     job: Job = ALONE,
 ) -> Evaluation | None:
     """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over its first ``max_batches`` batches.
 
     Every window starts without context, so the figure is a little pessimistic for small ``seq_len``. Nats per byte are
     nats per token times the split's tokens per byte of text, which is that of a part only where every token is a byte.
-    Returns None when ``stop_requested`` says so in between. The processes of a job take turns with the batches; each
-    gets the result.
+    ``on_batch`` is told how many tokens this process has read. Returns None when ``stop_requested`` says so in between.
+    The processes of a job take turns with the batches; each gets the result.
     """
     nats, tokens = 0.0, 0
     counts: torch.Tensor | None = None
@@ -72,6 +73,7 @@ def evaluate(
             if real:
                 nats += float(out.loss) * real
                 tokens += real
+                on_batch(tokens)
     finally:
         model.train(was_training)
     assert counts is not None, "a held-out split is never empty"
