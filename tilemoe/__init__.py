@@ -30,6 +30,7 @@ _HOME = {
     "MoE": "tilemoe.layers.moe",
     "MoEOutput": "tilemoe.layers.moe",
     "DecoderLM": "tilemoe.models.decoder",
+    "load_hf": "tilemoe.models.huggingface",
     "build_meshes": "tilemoe.parallel.mesh",
     "parallelize": "tilemoe.parallel.model",
 }
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from tilemoe.layers.moe import MoE as MoE
     from tilemoe.layers.moe import MoEOutput as MoEOutput
     from tilemoe.models.decoder import DecoderLM as DecoderLM
+    from tilemoe.models.huggingface import load_hf as load_hf
     from tilemoe.models.presets import model_preset as model_preset
     from tilemoe.models.presets import moe_preset as moe_preset
     from tilemoe.ops.moe import moe as moe

@@ -16,12 +16,21 @@ from torch.distributed.tensor import DTensor
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
 from tilemoe.data import load_tokenizer
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.huggingface import save_hf
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import distributed as distributed_checkpoint
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint
-from tilemoe.train.checkpoints.folder import CheckpointError, TrainState, find_latest, list_checkpoints, open_checkpoint
+from tilemoe.train.checkpoints.folder import (
+    CheckpointError,
+    TrainState,
+    find_latest,
+    list_checkpoints,
+    open_checkpoint,
+    save_checkpoint,
+)
+from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.config import OptimConfig, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
@@ -186,6 +195,34 @@ def check_save_what_can_be_exported() -> None:
     dist.barrier()
 
 
+def check_start_from_a_model() -> None:
+    """Of transformers' folder, a job's checkpoint and one process' checkpoint: each process gets its parts."""
+    model_config = replace(MODEL, moe=MoEConfig(8, 8, 4, 2))
+    whole = DecoderLM(model_config)
+    whole.reset_parameters(torch.Generator().manual_seed(8))
+    expected = whole.state_dict()
+    folder = run_dir() / "initial"
+    if dist.get_rank() == 0:
+        save_hf(whole, folder / "hf")
+        (folder / "hf" / "tokenizer.json").write_text("{}")  # is not read here
+        recipe = load_recipe("smoke")
+        recipe = replace(recipe, model=replace(model_config, vocab_size=256), data=replace(recipe.data, seq_len=8))
+        save_checkpoint(
+            folder / "run", TrainState(recipe, 1, 10, 1.5, "abc"), whole, make_optimizer(whole, OptimConfig(lr=0.1)),
+            tokenizer=load_tokenizer("bytes"), keep_last=1,
+        )  # fmt: skip
+    dist.barrier()
+    for config in MESHES.values():
+        for source in ("hf", "run"):
+            model = DecoderLM(model_config, device="meta")
+            parallelize(model, build_meshes(config, model_config, "cpu"), device="cpu", generator=torch.Generator())
+            load_initial(model, folder / source)
+            for name, tensor in model.state_dict().items():
+                found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                assert_equal(found, expected[name], (source, name))
+    dist.barrier()
+
+
 def check_resume_on_two() -> None:
     for config in (EXACT, replace(EXACT, expert=2)):
         training = make(config, 5)
@@ -197,5 +234,6 @@ def check_resume_on_two() -> None:
 ON_FOUR = (
     check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes,
     check_a_checkpoint_written_meanwhile, check_a_failing_write, check_save_what_can_be_exported,
+    check_start_from_a_model,
 )  # fmt: skip
 ON_TWO = (check_resume_on_two,)

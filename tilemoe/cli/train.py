@@ -47,11 +47,13 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe")
     first.add_argument("--resume", nargs="?", const=_LATEST)
+    first.add_argument("--init-from")
     known, overrides = first.parse_known_args(list(arguments))
     if "-h" in overrides or "--help" in overrides:
         _override(load_recipe(known.recipe or list_recipes()[0]), overrides)
     resume = _LATEST if known.resume == _AUTO else known.resume
-    recipe, checkpoint = _choose(known.recipe, resume, overrides, job)
+    init_from = None if known.init_from is None else _initial(known.init_from, resume)
+    recipe, checkpoint = _choose(known.recipe, resume, overrides, job, init_from)
 
     from tilemoe.train.checkpoints.folder import open_checkpoint
     from tilemoe.train.run import Stopped, require_resumable, train
@@ -63,7 +65,9 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     if job.is_first and resume is not None:
         none_yet = f"no checkpoint in {recipe.train.out_dir} yet: starting at step 0"
         print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
-    result = train(recipe, checkpoint, job)
+    if job.is_first and init_from is not None and checkpoint is None:
+        print(f"starting from the weights in {init_from}")
+    result = train(recipe, checkpoint, job, init_from)
     if isinstance(result, Stopped):
         # torchrun would take what a shell expects of a stopped command for a failure, and start the job again.
         sys.exit(128 + result.number if job.is_alone else 0)
@@ -76,15 +80,31 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     print(f"held-out loss {result.evaluation.shown(2)}")
 
 
+def _initial(name: str, resume: str | None) -> Path:
+    if resume:
+        raise ValueError(f"--init-from {name} starts a run, --resume {resume} goes on with one; leave one of them out")
+    from tilemoe.train.checkpoints.initial import find_initial
+
+    return find_initial(name)
+
+
 def _choose(
-    name: str | None, resume: str | None, overrides: Sequence[str], job: Job
+    name: str | None, resume: str | None, overrides: Sequence[str], job: Job, init_from: Path | None
 ) -> tuple[Recipe, Checkpoint | None]:
-    """The recipe to run and the checkpoint to go on from, verified if this process is alone."""
+    """The recipe to run and the checkpoint to go on from, verified if this process is alone.
+
+    ``init_from`` gives a recipe its model and its tokenizer, which options may then change.
+    """
     if resume:
         return _resume_from(Path(resume).expanduser(), name, overrides, job)
     if name is None:
         raise ValueError(f"--recipe NAME is missing; choose one of {', '.join(list_recipes())} or a .json file")
-    recipe = _override(load_recipe(name), overrides)
+    base = load_recipe(name)
+    if init_from is not None:
+        from tilemoe.train.checkpoints.initial import adopt
+
+        base = adopt(base, init_from)
+    recipe = _override(base, overrides)
     run_dir = Path(recipe.train.out_dir).expanduser()
 
     from tilemoe.train.checkpoints.folder import find_latest
@@ -114,7 +134,9 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         "Train a model. --recipe NAME picks the settings that the options below override "
         f"({', '.join(list_recipes())}, or a .json file; shown: {recipe.name}). --resume goes on from the newest "
         "checkpoint in train.out_dir if there is one (--resume auto is the same), --resume PATH from a run's folder or "
-        "a step_* folder. Where a recipe does not round tokens, any --model.moe.rounding option does. "
+        "a step_* folder. --init-from FOLDER starts a run with the weights, the architecture and the tokenizer of "
+        "a model of transformers or of a checkpoint. Where a recipe does not round tokens, any --model.moe.rounding "
+        "option does. "
         "For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
     )
     model = _with_rounding(recipe.model, overrides)

@@ -133,19 +133,41 @@ def load_hf(
         ValueError: a file is missing or damaged, or the checkpoint is none that `DecoderLM` implements.
     """
     path = Path(folder).expanduser()
-    try:
-        data = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path / 'config.json'} cannot be read ({error}); give a folder with a model in it"
-        ) from error
-    config = config_from_hf(data)
+    config = read_config(path)
     model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
     parameters = model.state_dict()
     with _opened(path) as file_of, torch.no_grad():
         for piece, tensor in _matched(config, file_of, lambda name: file_of[name].get_tensor(name)):
             piece.of_ours(parameters[piece.ours]).copy_(tensor)
     return model
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Of the folder's config.json; ValueError where it cannot be read or is none that `DecoderLM` implements."""
+    path = folder / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); give a folder with a model in it") from error
+    return config_from_hf(data)
+
+
+def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Each of our parameters by name, put together from the folder's tensors, one at a time in memory.
+
+    Raises:
+        ValueError: as `from_hf_state_dict`, or a file is missing or damaged.
+    """
+    shapes = _meta_state(config)
+    name, whole = "", torch.empty(0)
+    with _opened(folder) as file_of:
+        for piece, tensor in _matched(config, file_of, lambda name: file_of[name].get_tensor(name)):
+            if piece.ours != name:  # the pieces of a parameter come in a row
+                if name:
+                    yield name, whole
+                name, whole = piece.ours, tensor.new_empty(shapes[piece.ours].shape)
+            piece.of_ours(whole).copy_(tensor)
+    yield name, whole
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from tilemoe.data import Prepared, prepare
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, clean_stale, list_checkpoints, set_aside
+from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model, select_device
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.evaluate import Evaluation
@@ -87,8 +88,12 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     return [line for line in free if not line.startswith("train.out_dir ")]
 
 
-def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE) -> RunResult | Stopped:
+def train(
+    recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE, init_from: Path | None = None
+) -> RunResult | Stopped:
     """Run ``recipe``, from ``checkpoint`` on if given, to its end, or until SIGTERM or Ctrl-C stop and save it.
+
+    ``init_from``: a folder whose weights a new run starts from, that of `adopt`, which gave the recipe its model.
 
     All processes of ``job`` call it, and get the same result but for the plot, which is the first one's.
 
@@ -112,6 +117,8 @@ def train(recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE
                 data = _prepare(recipe, checkpoint, reporter)
                 progress = stack.enter_context(joined(job, device, recipe.train.timeout))
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
+                if init_from is not None and checkpoint is None:
+                    load_initial(model, init_from)
                 trainer = Trainer(recipe, model, data, device, job, progress)
         except KeyboardInterrupt as interrupt:
             reporter.say("stopped before the first step: there is nothing to save, the same command starts again")

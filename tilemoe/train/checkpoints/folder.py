@@ -33,7 +33,14 @@ from torch import nn
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
-from tilemoe.train.checkpoints.sharded_state import is_sharded, is_shared, read_model, read_training, read_whole
+from tilemoe.train.checkpoints.sharded_state import (
+    is_sharded,
+    is_shared,
+    read_model,
+    read_training,
+    read_whole,
+    read_whole_model,
+)
 from tilemoe.train.config import Recipe, differences, parse_recipe
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
@@ -226,9 +233,11 @@ class Checkpoint:
             )
 
     def load_model(self, model: nn.Module) -> None:
-        """Copy the weights and buffers into ``model``, whatever device it is on."""
+        """Copy the weights and buffers into ``model``, on any device; processes that share it all call this."""
         if is_sharded(self.path):
             read_model(self.path, model)
+        elif is_shared(model):
+            read_whole_model(self.path / MODEL_FILE, model)
         else:
             load_model(model, str(self.path / MODEL_FILE))
 

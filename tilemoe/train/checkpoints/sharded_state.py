@@ -7,7 +7,7 @@ In torch.distributed.checkpoint's files their names are ``model.<name>``, ``opti
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,14 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def read_whole_model(file: Path, model: nn.Module) -> None:
+    """Weights and buffers of a shared ``model``, from what one process wrote."""
+    _fill(model.state_dict(), file)
+
+
 def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Weights, buffers and the optimiser's state of a shared ``model``, from what one process wrote."""
-    _fill(model.state_dict(), model_file)
+    read_whole_model(model_file, model)
     with safe_open(str(optimizer_file), "pt") as file:
         saved = set(file.keys())
     state: dict[str, Tensor] = {}
@@ -125,10 +130,15 @@ def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimiz
 def _fill(targets: Mapping[str, Tensor], path: Path) -> None:
     with safe_open(str(path), "pt") as file:
         for name, target in targets.items():
-            if not isinstance(target, DTensor):
+            if isinstance(target, DTensor):
+                copy_part(target, file.get_slice(name).__getitem__)
+            else:
                 target.copy_(file.get_tensor(name))
-                continue
-            sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-            if 0 not in sizes:
-                part = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-                target.to_local().copy_(file.get_slice(name)[part])
+
+
+def copy_part(target: DTensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Fill this process' part of ``target`` with what ``read`` gives of the whole tensor."""
+    sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    if 0 not in sizes:
+        part = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        target.to_local().copy_(read(part))

@@ -1,0 +1,149 @@
+"""Runs that start from a model that exists, of transformers or of ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tilemoe.cli.main import main
+from tilemoe.data.tokenizer import ByteTokenizer
+from tilemoe.testing import assert_equal
+from tilemoe.train.checkpoints.folder import find_latest
+from tilemoe.train.checkpoints.initial import adopt, find_initial, load_initial
+from tilemoe.train.checkpoints.restore import build_model
+from tilemoe.train.config import Recipe
+from tilemoe.train.loop import Trainer
+from tilemoe.train.run import train
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "num_experts_per_tok": 2, "max_position_embeddings": 64, "initializer_range": 0.1,
+}  # fmt: skip
+MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig(**SIZES, num_experts=4, pad_token_id=0)),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, head_dim=16, mlp_only_layers=[1]),
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=4)),
+}
+
+
+def write_model(name: str, folder: Path, **options: Any) -> PreTrainedModel:
+    torch.manual_seed(3)
+    kind, config = MODELS[name]
+    model = kind(config).float().eval()
+    model.save_pretrained(folder, **options)
+    ByteTokenizer().save(folder / "tokenizer.json")
+    return model
+
+
+def losses_of(folder: Path) -> list[float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_loss_is_transformers(
+    name: str, moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = write_model(name, tmp_path / "base", max_shard_size="30KB")
+    batches: list[tuple[Tensor, Tensor]] = []
+    read = Trainer._batch
+
+    def kept(self: Trainer, index: int) -> tuple[Tensor, Tensor]:
+        batches.append(read(self, index))
+        return batches[-1]
+
+    monkeypatch.setattr(Trainer, "_batch", kept)
+    recipe = adopt(moe_recipe, tmp_path / "base")
+    recipe = replace(recipe, train=replace(recipe.train, steps=1, selection_bias_rate=0.0))
+    train(recipe, init_from=tmp_path / "base")
+    (inputs, targets), *others = batches
+    assert not others
+    with torch.no_grad():
+        logits = theirs(input_ids=inputs).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    (found,) = losses_of(Path(recipe.train.out_dir))
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_command_line_trains_on_from_transformers_and_resumes(
+    moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model("olmoe", tmp_path / "base")
+    data, out = moe_recipe.data, tmp_path / "run"
+    options = {"train.steps": 4, "train.save-every": 2, "train.out-dir": out, "data.corpus": data.corpus,
+               "data.cache-dir": data.cache_dir, "data.seq-len": 16, "data.batch-size": 2, "train.accumulation": 1,
+               "train.eval-batches": 1, "train.sample-tokens": 0}  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = ["train", "--recipe", "smoke", "--init-from", str(tmp_path / "base"), "--resume", *words]
+    assert main(command) == 0, capsys.readouterr().err
+    assert f"starting from the weights in {tmp_path / 'base'}" in capsys.readouterr().out
+    checkpoint = find_latest(out)
+    assert checkpoint is not None
+    assert checkpoint.state.recipe.model == adopt(moe_recipe, tmp_path / "base").model
+    command[command.index("4")] = "6"
+    assert main(command) == 0
+    assert f"resuming from {checkpoint.path}" in capsys.readouterr().out
+    newest = find_latest(out)
+    assert newest is not None
+    assert newest.state.step == 6
+    assert main([*command[:-2], "--resume", str(out)]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_ours_gives_its_weights_and_nothing_else(moe_recipe: Recipe, tmp_path: Path) -> None:
+    train(moe_recipe)
+    first = Path(moe_recipe.train.out_dir)
+    settings = replace(moe_recipe.train, out_dir=str(tmp_path / "second"), seed=7)
+    recipe = adopt(replace(moe_recipe, train=settings), first)
+    assert recipe.model == moe_recipe.model
+    assert recipe.data.tokenizer == "bytes"
+    model = build_model(recipe, torch.device("cpu"))
+    load_initial(model, first)
+    checkpoint = find_latest(first)
+    assert checkpoint is not None
+    expected = build_model(moe_recipe, torch.device("cpu"))
+    checkpoint.load_model(expected)
+    assert_equal(model.state_dict(), expected.state_dict())
+    train(recipe, init_from=first)
+    newest = find_latest(tmp_path / "second")
+    assert newest is not None
+    assert newest.state.step == recipe.train.steps
+
+
+def test_what_cannot_be_started_from(moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^--init-from /no/such/folder: no such folder; give a run"):
+        find_initial("/no/such/folder")
+    write_model("olmoe", tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"it has no tokenizer\.json; save the model's tokenizer there"):
+        adopt(moe_recipe, tmp_path / "base")
+    with pytest.raises(ValueError, match=r"holds no step_\* folder"):
+        adopt(moe_recipe, tmp_path)
+
+    def offline(name: str, **options: Any) -> str:
+        raise OSError("no network\nhere")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"^--init-from org/name: no such folder, and the hub .* \(no network here\)$"):
+        find_initial("org/name")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: f"/cache/{name}")
+    assert find_initial("org/name") == Path("/cache/org/name")
