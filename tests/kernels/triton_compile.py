@@ -132,15 +132,14 @@ def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
 
 def compile_launches(launches: Iterable[Launch], target: int | GPUTarget) -> list[tuple[Launch, Any]]:
     """Each with what `compile_launch` makes of it: several at the same time, and none twice."""
-    found = []
-    begun: dict[tuple[str, str], Any] = {}
+    found, sources = [], {}
+    for launch in launches:
+        source = _source_of(launch)
+        key = (source.hash(), str(launch.options))  # parses: before the threads do, beside which CPython 3.11 may fail
+        sources.setdefault(key, (source, launch.options))
+        found.append((launch, key))
     with ThreadPoolExecutor() as threads:
-        for launch in launches:
-            source = _source_of(launch)
-            key = (source.hash(), str(launch.options))
-            if key not in begun:
-                begun[key] = threads.submit(_compile, source, launch.options, target)
-            found.append((launch, key))
+        begun = {key: threads.submit(_compile, *source, target) for key, source in sources.items()}
     return [(launch, begun[key].result()) for launch, key in found]
 
 
