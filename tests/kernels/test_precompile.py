@@ -20,7 +20,11 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
-from tilemoe.ops import experts, router
+from tilemoe.kernels.choose import Choice, PlanBuilder
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.plan import torch as torch_plan
+from tilemoe.kernels.plan import triton as triton_plan
+from tilemoe.ops import experts, inference, router
 from tilemoe.runtime import precompile
 from tilemoe.runtime.operator import Operator
 
@@ -178,6 +182,30 @@ def test_an_error_of_the_operator_is_raised_when_its_compilations_have_ended(log
     assert log.launched() == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tilemoe-compile")]
     assert _async_compile.active_mode.get() is precompile.active() is None
+
+
+def test_pytorch_does_not_index_by_what_no_kernel_has_written(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts in PyTorch after a plan of kernels, as of fp32 on a GPU: on garbage, a device would assert."""
+    used: list[list[str]] = []
+
+    def build(ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+        triton_plan.plan_topk(ids, num_experts)
+        return torch_plan.plan_topk(ids, num_experts)  # the fake's kernels write nothing
+
+    class Watched(TorchBackend):
+        def up_proj_act(self, *args: Any) -> tuple[Tensor, Tensor]:
+            used.append(log.launched())
+            return super().up_proj_act(*args)
+
+    monkeypatch.setattr(inference, "builder_for", lambda *args, **options: PlanBuilder(build, build))
+    monkeypatch.setattr(inference, "choose_experts", lambda *args: Choice("torch", Watched(), ""))
+    x, w1, w2, s, b1, b2 = CASE.args("moe")[:6]
+    ids = torch.zeros(40, 2, dtype=torch.int64)
+    activation = inference.Activation("swiglu", "concatenated", None, None)
+    Operator("inference", inference._run)(x, w1, w2, b1, b2, ids, s.view(40, 2), activation)
+    (launched,) = used
+    assert launched
+    assert set(launched) == set(log.compiled())
 
 
 def test_filters_of_warnings_stay(log: Log) -> None:

@@ -22,6 +22,7 @@ from tilemoe.ops.plan import builder_for, check_topk_ids
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.launch_cache import is_replayable
 from tilemoe.runtime.operator import Operator, is_plain
+from tilemoe.runtime.precompile import require_values
 from tilemoe.shape import MoEShape
 
 
@@ -83,6 +84,8 @@ def _run(
     build = builder_for(expert_ids, num_experts, is_inference=True).build_in_one
     backend = choose_experts(w2.device, w2.dtype, w2.shape[1:]).impl
     token_of_row, pair_of_row, row_of_pair, row_start, *_ = build(expert_ids, num_experts)
+    if backend.name == "torch":  # which indexes by what may be a kernel's
+        require_values()
     plan = RoutingPlan(token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, expert_ids.shape[0])
     check_plan(x, w1, plan, scores)
     s = scores.reshape(-1).contiguous()

@@ -124,6 +124,7 @@ class Operator:
             elif watcher is None:
                 output = self.run(*args)
             else:
+                output = None
                 with watcher:
                     output = self.run(*args)
                     if is_recorded and watcher.withheld:

@@ -20,6 +20,10 @@ _MAX_THREADS = 16
 _active: ContextVar[Precompile | None] = ContextVar("tilemoe_precompile", default=None)
 
 
+class WithheldError(Exception):
+    """The values of something are wanted that was not launched."""
+
+
 class Precompile:
     """Of one call of an operator on ``device``; left when all that it began to compile is compiled and loaded."""
 
@@ -32,9 +36,10 @@ class Precompile:
         self._token: Token[Precompile | None] = _active.set(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> bool:
         _active.reset(self._token)
         self._compiling.close()
+        return kind is WithheldError  # the operator runs again
 
     def keep(self, results: Any) -> None:
         """There is nothing to keep of a call that launched what it launched."""
@@ -58,6 +63,13 @@ class Precompile:
         self._compiling.enter_context(catch_warnings())
         threads = self._compiling.enter_context(_Loading(self._device))
         self._compiling.enter_context(AsyncCompileMode(threads, ignore_errors=True))
+
+
+def require_values() -> None:
+    """Between a launch and what reads its results as indices, or on the host: leave a call that launches nothing."""
+    precompile = active()
+    if precompile is not None and precompile.withheld:
+        raise WithheldError
 
 
 def active() -> Precompile | None:
