@@ -208,6 +208,20 @@ def test_pytorch_does_not_index_by_what_no_kernel_has_written(log: Log, monkeypa
     assert set(launched) == set(log.compiled())
 
 
+def test_ctrl_c_while_kernels_compile_leaves_nothing_behind(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(futures: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_async_compile, "as_completed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            experts.moe(*CASE.args("moe"))
+    assert _async_compile.active_mode.get() is precompile.active() is None
+    forget()
+    experts.moe(*CASE.args("moe"))
+    assert set(log.launched()) >= FORWARD
+
+
 def test_filters_of_warnings_stay(log: Log) -> None:
     before = list(warnings.filters)
     experts.moe(*CASE.args("moe"))

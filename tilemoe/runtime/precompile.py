@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from contextvars import ContextVar, Token
+from contextvars import ContextVar, Token, copy_context
 from typing import Any
 from warnings import catch_warnings
 
@@ -31,6 +31,7 @@ class Precompile:
         self.withheld = False
         self._device = device
         self._compiling = ExitStack()
+        self._triton = copy_context()  # where Triton's mode is active: one that Ctrl-C leaves half closed stays there
 
     def __enter__(self) -> Precompile:
         self._token: Token[Precompile | None] = _active.set(self)
@@ -38,7 +39,7 @@ class Precompile:
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> bool:
         _active.reset(self._token)
-        self._compiling.close()
+        self._triton.run(self._compiling.close)
         return kind is WithheldError  # the operator runs again
 
     def keep(self, results: Any) -> None:
@@ -50,10 +51,11 @@ class Precompile:
             return self.withheld
         if not self.withheld:
             self.withheld = True
-            self._begin()
+            self._triton.run(self._begin)
         # What is wrong is the launch's to raise. CPython before 3.11.9 and 3.12.3 may refuse to parse beside a thread.
         with suppress(Exception):
-            launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.constants, **launch.options)
+            given = {**launch.args, **launch.constants, **launch.options}
+            self._triton.run(launch.kernel.warmup, grid=launch.grid, **given)
         return True
 
     def _begin(self) -> None:
