@@ -14,9 +14,12 @@ from tilemoe.train.job.processes import Job
 _CHECKPOINT_BYTES = 12  # of a parameter: itself and AdamW's two moments, fp32
 
 
-def require_ready(recipe: Recipe, job: Job) -> None:
-    """ValueError: the vocabulary is too small, or train.out_dir cannot be written or has no room for a checkpoint."""
-    _require_vocabulary(recipe)
+def require_ready(recipe: Recipe, job: Job, *, is_new: bool) -> None:
+    """ValueError: train.out_dir cannot be written or has no room for a checkpoint, or a new run's vocabulary is too
+    small.
+    """
+    if is_new:
+        _require_vocabulary(recipe)
     if job.is_first:  # it alone writes there, or is the first to
         _require_folder(recipe)
 

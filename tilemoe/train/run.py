@@ -106,7 +106,7 @@ def train(
     recipe.parallel_for(job.world_size)
     for line in require_resumable(recipe, checkpoint) if checkpoint else ():
         reporter.say(f"note: {line}")
-    require_ready(recipe, job)
+    require_ready(recipe, job, is_new=checkpoint is None)
     device = select_device(recipe.train.device, job)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
@@ -167,9 +167,9 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | Stopped:
 def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter) -> Prepared:
     """The token shards, checked against the checkpoint's data."""
     reporter.say(f"data: corpus {recipe.data.corpus}, tokenizer {recipe.data.tokenizer}")
-    data = prepare(
-        recipe.data.corpus, recipe.data.tokenizer, recipe.data.cache_path, heldout_every=recipe.data.heldout_every
-    )
+    # The checkpoint's copy: the file that the recipe names may be gone.
+    tokenizer = recipe.data.tokenizer if checkpoint is None else checkpoint.tokenizer_spec
+    data = prepare(recipe.data.corpus, tokenizer, recipe.data.cache_path, heldout_every=recipe.data.heldout_every)
     reporter.say(f"data: {data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens")
     if checkpoint is not None and checkpoint.state.data_fingerprint != data_fingerprint(data):
         raise CheckpointError(

@@ -25,7 +25,7 @@ def find_initial(name: str) -> Path:
     Raises:
         ValueError: there is no such folder, and no such model can be had.
     """
-    folder = Path(name).expanduser()
+    folder = Path(name).expanduser().resolve()  # it goes into the recipe, which may be resumed from elsewhere
     if folder.is_dir():
         return folder
     if re.fullmatch(_HUB_NAME, name) is None:
