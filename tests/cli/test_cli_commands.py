@@ -130,6 +130,14 @@ def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
 
 
+def test_an_exported_folder_generates_what_its_checkpoint_does(finished: Path, tmp_path: Path, run: Run) -> None:
+    assert run("export", "--checkpoint", finished, "--out", tmp_path / "hub")[0] == 0
+    options = ("--prompt", "abc", "--max-new-tokens", "8", "--temperature", "0")
+    found, expected = (run("generate", "--checkpoint", folder, *options) for folder in (tmp_path / "hub", finished))
+    assert found == expected
+    assert found[0] == 0
+
+
 def test_export_overwrites_nothing(finished: Path, tmp_path: Path, fails: Fails) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     assert "not an empty folder" in fails("export", "--checkpoint", finished, "--out", tmp_path)

@@ -147,7 +147,7 @@ def test_what_cannot_be_started_from(moe_recipe: Recipe, tmp_path: Path, monkeyp
         find_initial("/no/such/folder")
     write_model("olmoe", tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"it has no tokenizer\.json; save the model's tokenizer there"):
+    with pytest.raises(ValueError, match=r"base has no tokenizer\.json; save the model's tokenizer there"):
         adopt(moe_recipe, tmp_path / "base")
     with pytest.raises(ValueError, match=r"holds no step_\* folder"):
         adopt(moe_recipe, tmp_path)

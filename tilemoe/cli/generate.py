@@ -14,7 +14,7 @@ from tilemoe.cli.parsing import parse
 class GenerateOptions:
     """Options of ``tilemoe generate``."""
 
-    checkpoint: Path  # a run's folder (its newest checkpoint) or a step_* folder
+    checkpoint: Path  # a run's folder (its newest checkpoint), a step_* folder, or transformers' folder of a model
     prompt: str  # the text to continue
     max_new_tokens: int = 200
     temperature: float = 0.8  # 0: always the likeliest token
@@ -34,13 +34,13 @@ class GenerateOptions:
 def run(arguments: Sequence[str]) -> None:
     options = parse(GenerateOptions, arguments, prog="tilemoe generate", description="Continue a prompt.")
 
-    from tilemoe.train.checkpoints.restore import restore
+    from tilemoe.train.checkpoints.restore import restore_model
     from tilemoe.train.sample import continue_text
 
-    restored = restore(options.checkpoint.expanduser(), options.device)
+    model, tokenizer = restore_model(options.checkpoint.expanduser(), options.device)
     text = continue_text(
-        restored.model,
-        restored.tokenizer,
+        model,
+        tokenizer,
         options.prompt,
         options.max_new_tokens,
         temperature=options.temperature,

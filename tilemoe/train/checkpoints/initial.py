@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import read_config, whole_parameters
-from tilemoe.train.checkpoints.folder import TOKENIZER_FILE, resolve_checkpoint
+from tilemoe.train.checkpoints.folder import resolve_checkpoint
+from tilemoe.train.checkpoints.restore import hf_tokenizer, is_hf
 from tilemoe.train.checkpoints.sharded_state import copy_part
 from tilemoe.train.config import Recipe
 
@@ -48,11 +49,8 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
 
     Its sequences are at most as long as the model's.
     """
-    if _is_hf(folder):
-        tokenizer = folder / TOKENIZER_FILE
-        if not tokenizer.exists():
-            raise ValueError(f"--init-from {folder}: it has no {TOKENIZER_FILE}; save the model's tokenizer there")
-        model, spec = read_config(folder), str(tokenizer)
+    if is_hf(folder):
+        model, spec = read_config(folder), hf_tokenizer(folder)
     else:
         checkpoint = resolve_checkpoint(folder, verify=False)  # `load_initial` verifies
         model, spec = checkpoint.state.recipe.model, checkpoint.tokenizer_spec
@@ -67,7 +65,7 @@ def load_initial(model: DecoderLM, folder: Path) -> None:
     Of transformers' folder one parameter at a time is whole in memory. The selection biases of routers, which are not
     in it, stay as they are.
     """
-    if not _is_hf(folder):
+    if not is_hf(folder):
         resolve_checkpoint(folder).load_model(model)
         return
     parameters = model.state_dict()
@@ -77,7 +75,3 @@ def load_initial(model: DecoderLM, folder: Path) -> None:
             copy_part(target, whole.__getitem__)
         else:
             target.copy_(whole)
-
-
-def _is_hf(folder: Path) -> bool:
-    return (folder / "config.json").exists()

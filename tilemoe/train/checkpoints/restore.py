@@ -9,9 +9,10 @@ import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.huggingface import load_hf
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
-from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
+from tilemoe.train.checkpoints.folder import TOKENIZER_FILE, Checkpoint, resolve_checkpoint
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE, Job
 
@@ -74,6 +75,34 @@ class Restored:
     model: DecoderLM
     tokenizer: Tokenizer
     device: torch.device
+
+
+def is_hf(folder: Path) -> bool:
+    """Whether it is transformers' folder of a model, and none of ours."""
+    return (folder / "config.json").exists()
+
+
+def hf_tokenizer(folder: Path) -> str:
+    """What `load_tokenizer` makes the tokenizer of transformers' folder from."""
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        raise ValueError(f"{folder} has no {TOKENIZER_FILE}; save the model's tokenizer there")
+    return str(path)
+
+
+def restore_model(path: Path, device_name: str) -> tuple[DecoderLM, Tokenizer]:
+    """The model, for evaluation, and the tokenizer of a checkpoint, as `restore`, or of transformers' folder, in fp32.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it is of an architecture that `DecoderLM` does not have.
+    """
+    if not is_hf(path):
+        restored = restore(path, device_name)
+        return restored.model, restored.tokenizer
+    tokenizer = load_tokenizer(hf_tokenizer(path))
+    model = load_hf(path, device=select_device(device_name), dtype=torch.float32)
+    model.eval()
+    return model, tokenizer
 
 
 def restore(path: Path, device_name: str) -> Restored:
