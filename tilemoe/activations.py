@@ -124,7 +124,7 @@ def _relu2(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _swiglu_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
-    from torch.nn.functional import silu  # whoever has a tensor has torch
+    from torch.nn.functional import silu  # here, because the names are read without torch
 
     return silu(gate) * up  # one fused pass instead of sigmoid and product
 

@@ -1,6 +1,6 @@
-"""Operators with and without PyTorch's dispatcher: the same numbers, seen by whoever watches, the same bits every time.
+"""Operators with and without PyTorch's dispatcher: the same numbers, visible to tracers and modes, the same bits.
 
-Which calls may be recorded: those that nobody watches, on the GPU that launches go to.
+Which calls may be recorded: those without a tracer or a mode, on the GPU that launches go to.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def experts(
     """What `tilemoe.moe` gives of ``plan_topk(expert_ids, E)``: (T, d). None where these are to be called themselves.
 
     x (T, d), expert_ids and scores (T, K), w1 (E, w, d), w2 (E, d, n), b1 (E, w), b2 (E, d). None is returned unless
-    all are plain tensors on the current GPU, gradients are off, nothing is cast, and nobody watches.
+    all are plain tensors on the current GPU, gradients are off, nothing is cast, and nothing traces.
 
     Raises:
         ValueError: as `plan_topk` and `tilemoe.moe`.

@@ -56,7 +56,7 @@ class LaunchCache:
 
 
 def is_replayable(first: Tensor) -> bool:
-    """Whether launches for this operand start on the current device, and nobody watches what is allocated for them.
+    """Whether launches for this operand start on the current device, and no dispatch mode sees their allocations.
 
     Not on AMD's GPUs, whose kernels also depend on the size of the memory that a tensor is part of.
     """

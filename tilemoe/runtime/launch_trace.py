@@ -85,7 +85,7 @@ class _Launched(NamedTuple):
         for position, slot, offset, descriptor in self.descriptors:
             args[position] = descriptor(pointers[slot] + offset)
         kernel = self.kernel
-        # The last three before the arguments are for hooks, and nobody has set one.
+        # The last three before the arguments are for hooks, and none is set.
         kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *args)
 
 

@@ -100,7 +100,7 @@ class Operator:
         self.register_autograd(refuse, lambda ctx, args, output: None)
 
     def __call__(self, *args: Any, seen: bool = False) -> Any:
-        """What ``run`` returns. ``seen``: the call comes from the registered operator, to whoever watches."""
+        """What ``run`` returns. ``seen``: called by the registered operator, for a tracer or a dispatch mode."""
         operands = self._arguments.operands(args)
         if not seen and self.registered is not None:
             if not torch.compiler.is_compiling():
@@ -229,14 +229,14 @@ def is_differentiable(*args: Any) -> bool:
 
 
 def is_plain(*args: Any) -> bool:
-    """Whether operators of ``args`` would run their implementation alone, or with autograd: nobody watches."""
+    """Whether operators of ``args`` would run their implementation alone, or with autograd: no tracer, no mode."""
     return (
         _is_unwatched(args) and forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
 def _is_unwatched(args: Args) -> bool:
-    """Whether nobody would see the operator itself: plain tensors that have data, no tracing, no mode, no profiler."""
+    """Whether the operator itself would go unseen: plain tensors that have data, no tracing, no mode, no profiler."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._is_tracing()  # torch.jit's and ONNX's, which see no kernel that Triton starts

@@ -1,4 +1,4 @@
-"""The kernels that a call needs and nobody has compiled yet are compiled together, by threads, before any is launched.
+"""Compiles the kernels that a call lacks in parallel, by threads, before any of them is launched.
 
 A GEMM takes the compiler up to 3 s, and a layer has eight. So in the first call of an operator for a layout, the first
 launch whose kernel is not compiled and all that follow are withheld: they only compile. What such a call returns has no
