@@ -140,7 +140,9 @@ class Runner:
 
 @contextmanager
 def deterministic(fill: bool) -> Iterator[None]:
-    """PyTorch's own operators repeat. ``fill``: memory that nobody has written is NaN."""
+    """PyTorch's own operators repeat. ``fill``: uninitialised memory is NaN, as in `tilemoe.testing.poisoned_memory`,
+    which this file does not import: `golden_seams` alone names the package, so that older commits can be compared.
+    """
     enabled = torch.are_deterministic_algorithms_enabled()
     settings: Any = torch.utils.deterministic  # a module whose attributes are properties: opaque to type checkers
     filled = settings.fill_uninitialized_memory
