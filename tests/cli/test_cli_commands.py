@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from helpers import run_python
@@ -130,11 +131,15 @@ def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
 
 
-def test_an_exported_folder_generates_what_its_checkpoint_does(finished: Path, tmp_path: Path, run: Run) -> None:
+def test_an_exported_folder_generates_what_its_checkpoint_does(
+    finished: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run("export", "--checkpoint", finished, "--out", tmp_path / "hub")[0] == 0
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path / "hub"))
     options = ("--prompt", "abc", "--max-new-tokens", "8", "--temperature", "0")
-    found, expected = (run("generate", "--checkpoint", folder, *options) for folder in (tmp_path / "hub", finished))
-    assert found == expected
+    folders = (tmp_path / "hub", "org/name", finished)
+    found, of_hub, expected = (run("generate", "--checkpoint", folder, *options) for folder in folders)
+    assert found == of_hub == expected
     assert found[0] == 0
 
 

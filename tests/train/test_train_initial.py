@@ -24,9 +24,10 @@ from transformers import (
 
 from tilemoe.cli.main import main
 from tilemoe.data.tokenizer import ByteTokenizer
+from tilemoe.models.folder import find_folder
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints.folder import find_latest
-from tilemoe.train.checkpoints.initial import adopt, find_initial, load_initial
+from tilemoe.train.checkpoints.initial import adopt, load_initial
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.loop import Trainer
@@ -132,7 +133,7 @@ def test_a_checkpoint_of_ours_gives_its_weights_and_nothing_else(moe_recipe: Rec
 
 def test_a_run_goes_on_when_what_it_started_from_is_gone(moe_recipe: Recipe, tmp_path: Path) -> None:
     write_model("olmoe", tmp_path / "base")
-    recipe = adopt(moe_recipe, find_initial(str(tmp_path / "base")))
+    recipe = adopt(moe_recipe, tmp_path / "base")
     recipe = replace(recipe, train=replace(recipe.train, selection_bias_rate=0.0))
     train(replace(recipe, train=replace(recipe.train, steps=3)), init_from=tmp_path / "base")
     shutil.rmtree(tmp_path / "base")
@@ -144,7 +145,7 @@ def test_a_run_goes_on_when_what_it_started_from_is_gone(moe_recipe: Recipe, tmp
 
 def test_what_cannot_be_started_from(moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^--init-from /no/such/folder: no such folder; give a run"):
-        find_initial("/no/such/folder")
+        find_folder("--init-from", "/no/such/folder")
     write_model("olmoe", tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"base has no tokenizer\.json; save the model's tokenizer there"):
@@ -157,6 +158,6 @@ def test_what_cannot_be_started_from(moe_recipe: Recipe, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ValueError, match=r"^--init-from org/name: no such folder, and the hub .* \(no network here\)$"):
-        find_initial("org/name")
+        find_folder("--init-from", "org/name")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: f"/cache/{name}")
-    assert find_initial("org/name") == Path("/cache/org/name")
+    assert find_folder("--init-from", "org/name") == Path("/cache/org/name")

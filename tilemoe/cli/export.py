@@ -32,8 +32,8 @@ def run(arguments: Sequence[str]) -> None:
     from safetensors import SafetensorError
 
     from tilemoe.data.files import staged_folder, write_atomic
+    from tilemoe.models.folder import TOKENIZER_FILE
     from tilemoe.models.huggingface import save_hf
-    from tilemoe.train.checkpoints.folder import TOKENIZER_FILE
     from tilemoe.train.checkpoints.restore import restore
 
     restored = restore(options.checkpoint.expanduser(), "cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from tilemoe.cli.parsing import parse
@@ -14,7 +13,7 @@ from tilemoe.cli.parsing import parse
 class GenerateOptions:
     """Options of ``tilemoe generate``."""
 
-    checkpoint: Path  # a run's folder (its newest checkpoint), a step_* folder, or transformers' folder of a model
+    checkpoint: str  # a run's folder (its newest checkpoint), a step_* folder, transformers' folder, a name on the hub
     prompt: str  # the text to continue
     max_new_tokens: int = 200
     temperature: float = 0.8  # 0: always the likeliest token
@@ -34,10 +33,11 @@ class GenerateOptions:
 def run(arguments: Sequence[str]) -> None:
     options = parse(GenerateOptions, arguments, prog="tilemoe generate", description="Continue a prompt.")
 
+    from tilemoe.models.folder import find_folder
     from tilemoe.train.checkpoints.restore import restore_model
     from tilemoe.train.sample import continue_text
 
-    model, tokenizer = restore_model(options.checkpoint.expanduser(), options.device)
+    model, tokenizer = restore_model(find_folder("--checkpoint", options.checkpoint), options.device)
     text = continue_text(
         model,
         tokenizer,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
+from tilemoe.models.folder import find_folder
 from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
 from tilemoe.train.job.processes import Job
 
@@ -83,9 +84,7 @@ def _run(arguments: Sequence[str], job: Job) -> None:
 def _initial(name: str, resume: str | None) -> Path:
     if resume:
         raise ValueError(f"--init-from {name} starts a run, --resume {resume} goes on with one; leave one of them out")
-    from tilemoe.train.checkpoints.initial import find_initial
-
-    return find_initial(name)
+    return find_folder("--init-from", name).resolve()  # it goes into the recipe, which may be resumed from elsewhere
 
 
 def _choose(

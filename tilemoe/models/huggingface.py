@@ -22,7 +22,8 @@ from torch import Tensor
 from tilemoe.config import ModelConfig
 from tilemoe.data.files import staged_folder
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.models.hf_config import ARCHITECTURES, Architecture, config_from_hf, hf_config_dict
+from tilemoe.models.folder import CONFIG_FILE, read_config
+from tilemoe.models.hf_config import ARCHITECTURES, Architecture, hf_config_dict
 
 _ALL = slice(None)
 
@@ -116,7 +117,7 @@ def save_hf(
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     config = {**hf_config_dict(model.config), "eos_token_id": eos_token_id, "torch_dtype": dtype}
     with staged_folder(out) as partial:
-        _write_json(partial / "config.json", config)
+        _write_json(partial / CONFIG_FILE, config)
         _write_json(partial / "generation_config.json", {"do_sample": True, "eos_token_id": eos_token_id})
         _write_shards(partial, tensors, max_shard_bytes)
 
@@ -140,16 +141,6 @@ def load_hf(
         for piece, tensor in _matched(config, file_of, lambda name: file_of[name].get_tensor(name)):
             piece.of_ours(parameters[piece.ours]).copy_(tensor)
     return model
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """Of the folder's config.json; ValueError where it cannot be read or is none that `DecoderLM` implements."""
-    path = folder / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give a folder with a model in it") from error
-    return config_from_hf(data)
 
 
 def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,38 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.models.huggingface import read_config, whole_parameters
+from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
+from tilemoe.models.huggingface import whole_parameters
 from tilemoe.train.checkpoints.folder import resolve_checkpoint
-from tilemoe.train.checkpoints.restore import hf_tokenizer, is_hf
 from tilemoe.train.checkpoints.sharded_state import copy_part
 from tilemoe.train.config import Recipe
-
-_HUB_NAME = r"[\w.-]+/[\w.-]+"
-_HUB_FILES = ["*.json", "*.safetensors"]
-
-
-def find_initial(name: str) -> Path:
-    """The folder that ``--init-from NAME`` means: one that is there, or a model of the hub, downloaded or in its cache.
-
-    Raises:
-        ValueError: there is no such folder, and no such model can be had.
-    """
-    folder = Path(name).expanduser().resolve()  # it goes into the recipe, which may be resumed from elsewhere
-    if folder.is_dir():
-        return folder
-    if re.fullmatch(_HUB_NAME, name) is None:
-        raise ValueError(f"--init-from {name}: no such folder; give a run, a step_* folder, or transformers' folder")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ValueError(
-            f"--init-from {name}: no such folder; for a model of the hub: pip install huggingface_hub"
-        ) from error
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError) as error:  # the library's own errors are among them
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"--init-from {name}: no such folder, and the hub does not give it ({reason})") from error
 
 
 def adopt(recipe: Recipe, folder: Path) -> Recipe:

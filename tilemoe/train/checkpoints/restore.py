@@ -9,10 +9,11 @@ import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.folder import hf_tokenizer, is_hf
 from tilemoe.models.huggingface import load_hf
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
-from tilemoe.train.checkpoints.folder import TOKENIZER_FILE, Checkpoint, resolve_checkpoint
+from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE, Job
 
@@ -75,19 +76,6 @@ class Restored:
     model: DecoderLM
     tokenizer: Tokenizer
     device: torch.device
-
-
-def is_hf(folder: Path) -> bool:
-    """Whether it is transformers' folder of a model, and none of ours."""
-    return (folder / "config.json").exists()
-
-
-def hf_tokenizer(folder: Path) -> str:
-    """What `load_tokenizer` makes the tokenizer of transformers' folder from."""
-    path = folder / TOKENIZER_FILE
-    if not path.exists():
-        raise ValueError(f"{folder} has no {TOKENIZER_FILE}; save the model's tokenizer there")
-    return str(path)
 
 
 def restore_model(path: Path, device_name: str) -> tuple[DecoderLM, Tokenizer]:

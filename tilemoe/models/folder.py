@@ -1,0 +1,61 @@
+"""Folders of models: which one a name means, and what transformers' folders say beside the weights. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tilemoe.config import ModelConfig
+from tilemoe.models.hf_config import config_from_hf
+
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+_HUB_NAME = r"[\w.-]+/[\w.-]+"
+_HUB_FILES = ("*.json", "*.safetensors")
+
+
+def find_folder(option: str, name: str, files: Sequence[str] = _HUB_FILES) -> Path:
+    """The folder that ``option NAME`` means: one that is there, or ``files`` of a model of the hub, perhaps cached.
+
+    Raises:
+        ValueError: there is no such folder, and no such model can be had.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    missing = f"{option} {name}: no such folder"
+    if re.fullmatch(_HUB_NAME, name) is None:
+        raise ValueError(f"{missing}; give a run, a step_* folder, or transformers' folder")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ValueError(f"{missing}; for a model of the hub: pip install huggingface_hub") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:  # the library's own errors are among them
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{missing}, and the hub does not give it ({reason})") from error
+
+
+def is_hf(folder: Path) -> bool:
+    """Whether it is transformers' folder of a model, and none of ours."""
+    return (folder / CONFIG_FILE).exists()
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Of the folder's config.json; ValueError where it cannot be read or is none that `DecoderLM` implements."""
+    path = folder / CONFIG_FILE
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); give a folder with a model in it") from error
+    return config_from_hf(data)
+
+
+def hf_tokenizer(folder: Path) -> str:
+    """What `tilemoe.data.load_tokenizer` makes the tokenizer of transformers' folder from."""
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        raise ValueError(f"{folder} has no {TOKENIZER_FILE}; save the model's tokenizer there")
+    return str(path)
