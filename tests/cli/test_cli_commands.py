@@ -101,6 +101,36 @@ def test_eval_on_another_corpus(finished: Path, tmp_path: Path, run: Run) -> Non
     assert float(out.split()[-2]) > json.loads((finished / "result.json").read_text())["heldout_nats_per_byte"]
 
 
+def test_eval_of_an_exported_folder_is_that_of_its_checkpoint(
+    finished: Path, text: Path, tmp_path: Path, run: Run, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEMOE_CACHE", str(tmp_path / "cache"))
+    hub = tmp_path / "hub"
+    assert run("export", "--checkpoint", finished, "--out", hub)[0] == 0
+    status, expected, _ = run("eval", "--checkpoint", finished)
+    assert status == 0
+    status, found, _ = run("eval", "--checkpoint", hub, "--corpus", text, "--heldout-every", 4)
+    assert status == 0
+    assert found.splitlines()[0].startswith(f"checkpoint {hub}, ")
+    assert found.partition(", ")[2] == expected.partition(", ")[2]
+    assert "--corpus is missing" in fails("eval", "--checkpoint", hub)
+    options = ("eval", "--checkpoint", hub, "--corpus", text)
+    assert "--seq-len (64) must not exceed the 32 that the model takes" in fails(*options, "--seq-len", 64)
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    assert "tokenizer.json has 256 ids and the model's vocab_size is 200" in fails(*options)
+
+
+def test_eval_takes_other_settings_than_the_trainings(finished: Path, run: Run) -> None:
+    figures = set()
+    for options in ((), ("--precision", "bf16"), ("--seq-len", 16), ("--heldout-every", 2)):
+        status, out, _ = run("eval", "--checkpoint", finished, *options)
+        assert status == 0
+        assert "note:" not in out
+        figures.add(out.splitlines()[0])
+    assert len(figures) == 4
+
+
 def test_generate_continues_the_prompt(finished: Path, run: Run) -> None:
     arguments = ("generate", "--checkpoint", finished, "--prompt", "abc", "--max-new-tokens", "6")
     status, out, _ = run(*arguments, "--seed", "3")
@@ -206,7 +236,9 @@ def test_options_of_rounding_round_where_the_recipe_does_not(recipe_file: Path, 
         (["train", "--recipe", RECIPE, "--model.moe.rounding.tile", "24"], "rounding.tile must be a power of two"),
         (["train", "--resume", "nowhere"], "no folder nowhere"),
         (["eval"], "--checkpoint"),
-        (["eval", "--checkpoint", "nowhere"], "no folder nowhere"),
+        (["eval", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder; give a run"),
+        (["eval", "--checkpoint", "x", "--seq-len", "0"], "--seq-len must be >= 1, got 0"),
+        (["eval", "--checkpoint", "x", "--heldout-every", "1"], "--heldout-every must be >= 2, got 1"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--temperature", "-1"], "--temperature must be"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
     ],

@@ -1,7 +1,8 @@
-"""Runs that start from a model that exists, of transformers or of ours."""
+"""Models that exist, of transformers or of ours: runs that start from them, and their evaluation."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -23,7 +24,9 @@ from transformers import (
 )
 
 from tilemoe.cli.main import main
-from tilemoe.data.tokenizer import ByteTokenizer
+from tilemoe.data import prepare, sequential_windows
+from tilemoe.data.corpus import open_corpus
+from tilemoe.data.tokenizer import ByteTokenizer, load_tokenizer
 from tilemoe.models.folder import find_folder
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints.folder import find_latest
@@ -47,9 +50,11 @@ MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
 }
 
 
-def write_model(name: str, folder: Path, **options: Any) -> PreTrainedModel:
+def write_model(name: str, folder: Path, vocab_size: int = 256, **options: Any) -> PreTrainedModel:
     torch.manual_seed(3)
     kind, config = MODELS[name]
+    config = copy.deepcopy(config)
+    config.vocab_size = vocab_size
     model = kind(config).float().eval()
     model.save_pretrained(folder, **options)
     ByteTokenizer().save(folder / "tokenizer.json")
@@ -84,6 +89,29 @@ def test_the_first_loss_is_transformers(
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     (found,) = losses_of(Path(recipe.train.out_dir))
     assert found == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_evaluation_is_transformers(
+    name: str, moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tokenizer of several bytes a token, over the whole held-out split."""
+    monkeypatch.setenv("TILEMOE_CACHE", str(tmp_path / "cache"))
+    corpus = moe_recipe.data.corpus
+    theirs = write_model(name, tmp_path / "base", vocab_size=300)
+    load_tokenizer("bpe:300", open_corpus(corpus)).save(tmp_path / "base" / "tokenizer.json")
+    options = ("--heldout-every", "4", "--batch-size", "3", "--seq-len", "16")
+    assert main(["eval", "--checkpoint", str(tmp_path / "base"), "--corpus", corpus, *options]) == 0
+    data = prepare(corpus, str(tmp_path / "base" / "tokenizer.json"), tmp_path / "cache", heldout_every=4)
+    nats = 0.0
+    with torch.no_grad():
+        for inputs, targets in sequential_windows(data.heldout, 16, 1):
+            logits = theirs(input_ids=torch.from_numpy(inputs)).logits[0].double()
+            nats += torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets)[0], reduction="sum").item()
+    tokens = data.heldout.num_tokens
+    first, last = capsys.readouterr().out.splitlines()
+    assert f"{tokens:,} tokens, {nats / tokens:.4f} nats/token" in first
+    assert last == f"held-out loss {nats / data.heldout.num_bytes:.2f} nats/byte"
 
 
 def test_the_command_line_trains_on_from_transformers_and_resumes(

@@ -1,71 +1,132 @@
-"""``tilemoe eval``: the held-out loss of a checkpoint, on its own corpus or another."""
+"""``tilemoe eval``: the held-out loss of a checkpoint, on its own corpus or another, or of a model of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tilemoe.cli.parsing import parse
+from tilemoe.models.folder import find_folder, hf_tokenizer, is_hf, read_config
+from tilemoe.train.config import DataConfig
+
+if TYPE_CHECKING:
+    from tilemoe.data import Prepared
+    from tilemoe.models.decoder import DecoderLM
+    from tilemoe.train.evaluate import Evaluation
+
+_SEQ_LEN, _BATCH_SIZE = 2048, 8  # of a folder of transformers, which does not say
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of ``tilemoe eval``."""
+    """Options of ``tilemoe eval``. Defaults are the settings that a checkpoint was trained with."""
 
-    checkpoint: Path  # a run's folder (its newest checkpoint) or a step_* folder
-    corpus: str | None = None  # default: the corpus it was trained on
+    checkpoint: str  # a run's folder (its newest checkpoint), a step_* folder, transformers' folder, a name on the hub
+    corpus: str | None = None  # "stdlib", a file or a folder; default: of the training, which transformers' has not
+    heldout_every: int | None = None  # every N-th document is held out, and read; default: of the training, else 20
     batches: int = 0  # batches to read; 0: the whole held-out split
-    batch_size: int | None = None  # sequences per batch; default: the recipe's
+    batch_size: int | None = None  # sequences per batch; default: of the training, else 8
+    seq_len: int | None = None  # tokens per sequence; default: of the training, else 2048 or what the model takes
+    precision: Literal["fp32", "bf16"] | None = None  # bf16: autocast; default: of the training, else fp32
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
         if self.batches < 0:
             raise ValueError(f"--batches must be >= 0, got {self.batches}")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"--batch-size must be >= 1, got {self.batch_size}")
+        for name, value, least in (
+            ("heldout-every", self.heldout_every, 2),
+            ("batch-size", self.batch_size, 1),
+            ("seq-len", self.seq_len, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"--{name} must be >= {least}, got {value}")
+
+    def settings(self, default: DataConfig, max_seq_len: int) -> DataConfig:
+        """``default`` with what the options say instead."""
+        if self.seq_len is not None and self.seq_len > max_seq_len:
+            raise ValueError(f"--seq-len ({self.seq_len}) must not exceed the {max_seq_len} that the model takes")
+        names = ("corpus", "heldout_every", "batch_size", "seq_len")
+        return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated, on what, and how."""
+
+    path: Path
+    model: DecoderLM
+    data: Prepared
+    settings: DataConfig
+    precision: Literal["fp32", "bf16"]
 
 
 def run(arguments: Sequence[str]) -> None:
-    options = parse(EvalOptions, arguments, prog="tilemoe eval", description="Held-out loss of a checkpoint.")
+    options = parse(EvalOptions, arguments, prog="tilemoe eval", description="Held-out loss of a model on a corpus.")
+    folder = find_folder("--checkpoint", options.checkpoint)
+    subject = _of_transformers(folder, options) if is_hf(folder) else _of_checkpoint(folder, options)
+    result = _evaluate(subject, options.batches)
+    print(f"checkpoint {subject.path}, {result.tokens:,} tokens, {result.nats_per_token:.4f} nats/token")
+    print(f"held-out loss {result.shown(2)}")
 
+
+def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
+    from tilemoe.data import prepare
+    from tilemoe.train.checkpoints.restore import restore
+    from tilemoe.train.loop import data_fingerprint
+
+    restored = restore(folder, options.device)
+    state = restored.checkpoint.state
+    recipe = state.recipe
+    settings = options.settings(recipe.data, recipe.model.max_seq_len)
+    tokenizer = restored.checkpoint.tokenizer_spec
+    data = prepare(settings.corpus, tokenizer, settings.cache_path, heldout_every=settings.heldout_every)
+    is_same_text = options.corpus is None and options.heldout_every is None
+    if is_same_text and data_fingerprint(data) != state.data_fingerprint:
+        print(f"note: corpus {settings.corpus} changed since training, which may have seen what is held out now")
+    precision = options.precision or recipe.train.precision
+    return Subject(restored.checkpoint.path, restored.model, data, settings, precision)
+
+
+def _of_transformers(folder: Path, options: EvalOptions) -> Subject:
+    if options.corpus is None:
+        raise ValueError(f"--corpus is missing: {folder} does not say what to evaluate on; give 'stdlib' or a path")
+
+    from tilemoe.data import prepare
+    from tilemoe.train.checkpoints.restore import restore_model
+
+    longest, tokenizer = read_config(folder).max_seq_len, hf_tokenizer(folder)
+    default = DataConfig(min(_SEQ_LEN, longest), _BATCH_SIZE, tokenizer=tokenizer)
+    settings = options.settings(default, longest)
+    model, _ = restore_model(folder, options.device)
+    data = prepare(settings.corpus, tokenizer, settings.cache_path, heldout_every=settings.heldout_every)
+    return Subject(folder, model, data, settings, options.precision or "fp32")
+
+
+def _evaluate(subject: Subject, batches: int) -> Evaluation:
+    """Evaluate, and show on a terminal how far that is."""
     import torch
     from rich.console import Console
     from rich.progress import Progress
 
-    from tilemoe.data import prepare
-    from tilemoe.train.checkpoints.restore import restore
     from tilemoe.train.evaluate import evaluate
-    from tilemoe.train.loop import data_fingerprint
 
-    restored = restore(options.checkpoint.expanduser(), options.device)
-    recipe = restored.checkpoint.state.recipe
-    data = prepare(
-        options.corpus or recipe.data.corpus,
-        restored.checkpoint.tokenizer_spec,
-        recipe.data.cache_path,
-        heldout_every=recipe.data.heldout_every,
-    )
-    if options.corpus is None and data_fingerprint(data) != restored.checkpoint.state.data_fingerprint:
-        print(f"note: corpus {recipe.data.corpus} changed since training, which may have seen what is held out now")
-    seq_len, batch_size = recipe.data.seq_len, options.batch_size or recipe.data.batch_size
-    most = data.heldout.num_tokens
+    shards, settings = subject.data.heldout, subject.settings
+    device = subject.model.embed.weight.device
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
-        bar = shown.add_task("held-out tokens", total=min(most, options.batches * batch_size * seq_len or most))
+        most = batches * settings.batch_size * settings.seq_len or shards.num_tokens
+        bar = shown.add_task("held-out tokens", total=min(most, shards.num_tokens))
         result = evaluate(
-            restored.model,
-            data.heldout,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            device=restored.device,
-            autocast=lambda: torch.autocast(
-                restored.device.type, torch.bfloat16, enabled=recipe.train.precision == "bf16"
-            ),
-            max_batches=options.batches,
+            subject.model,
+            shards,
+            seq_len=settings.seq_len,
+            batch_size=settings.batch_size,
+            device=device,
+            autocast=lambda: torch.autocast(device.type, torch.bfloat16, enabled=subject.precision == "bf16"),
+            max_batches=batches,
             on_batch=lambda tokens: shown.update(bar, completed=tokens),
         )
     assert result is not None, "nothing asks this evaluation to stop"
-    print(f"checkpoint {restored.checkpoint.path}, {result.tokens:,} tokens, {result.nats_per_token:.4f} nats/token")
-    print(f"held-out loss {result.shown(2)}")
+    return result

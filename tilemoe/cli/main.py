@@ -18,8 +18,8 @@ from tilemoe import __version__
 # name -> (module with ``run(arguments)``, one line of help)
 COMMANDS = {
     "train": ("tilemoe.cli.train", "train a model from a recipe; --resume goes on where a run stopped"),
-    "eval": ("tilemoe.cli.evaluate", "held-out loss of a checkpoint"),
-    "generate": ("tilemoe.cli.generate", "continue a prompt with a checkpoint's model"),
+    "eval": ("tilemoe.cli.evaluate", "held-out loss of a checkpoint or of a model of transformers"),
+    "generate": ("tilemoe.cli.generate", "continue a prompt with a checkpoint or a model of transformers"),
     "export": ("tilemoe.cli.export", "write a checkpoint as a folder that transformers loads"),
     "plan": ("tilemoe.cli.plan", "FLOPs, bytes, memory and the least time of a layer, by arithmetic"),
     "doctor": ("tilemoe.cli.doctor", "what is installed, and which kernels serve which device, and why"),

@@ -9,7 +9,7 @@ import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.models.folder import hf_tokenizer, is_hf
+from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
 from tilemoe.models.huggingface import load_hf
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
@@ -87,7 +87,12 @@ def restore_model(path: Path, device_name: str) -> tuple[DecoderLM, Tokenizer]:
     if not is_hf(path):
         restored = restore(path, device_name)
         return restored.model, restored.tokenizer
-    tokenizer = load_tokenizer(hf_tokenizer(path))
+    tokenizer, limit = load_tokenizer(hf_tokenizer(path)), read_config(path).vocab_size
+    if tokenizer.vocab_size > limit:
+        raise ValueError(
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model's vocab_size is {limit}; "
+            "save the model's own tokenizer there"
+        )
     model = load_hf(path, device=select_device(device_name), dtype=torch.float32)
     model.eval()
     return model, tokenizer
