@@ -412,6 +412,58 @@ def test_plan_takes_other_widths(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({"model_type": "olmoe", "intermediate_size": 24, "num_experts": 16}, "d=64 n=24 E=16 K=2"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 40, "num_experts": 8}, "d=64 n=40 E=8 K=2"),
+        ({"model_type": "mixtral", "intermediate_size": 56, "num_local_experts": 4}, "d=64 n=56 E=4 K=2"),
+    ],
+)
+def test_plan_takes_a_folder_of_which_it_needs_config_json(
+    settings: dict[str, object], sizes: str, tmp_path: Path
+) -> None:
+    """Quickly, and without torch."""
+    common = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "num_experts_per_tok": 2, "max_position_embeddings": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(common | settings))
+    code = (
+        "import sys, time\nstart = time.perf_counter()\nfrom tilemoe.cli.main import main\n"
+        "assert main(['plan', '--checkpoint', sys.argv[1]]) == 0\n"
+        "print('torch' in sys.modules, time.perf_counter() - start < 1.5)"
+    )
+    first, *_, last = run_python(code, str(tmp_path)).splitlines()
+    assert sizes in first
+    assert last == "False True"
+
+
+def test_plan_takes_a_checkpoint_and_the_hub(finished: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def hub(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(finished)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    for folder in (finished, finished / "step_00000030", "org/name"):
+        status, out, _ = run("plan", "--checkpoint", folder, "--num-experts", 8)
+        assert status == 0
+        assert "d=32 n=32 E=8 K=2" in out
+    assert asked == [("org/name", ["config.json"])]
+
+
+def test_plan_names_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
+    assert "--checkpoint nowhere: no such folder" in fails("plan", "--checkpoint", "nowhere")
+    assert f"{tmp_path}: no model can be read from it; give a run" in fails("plan", "--checkpoint", tmp_path)
+    assert "leave one of them out" in fails("plan", "--checkpoint", tmp_path, "--layer", "olmoe-1b-7b")
+    names = ("vocab_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size")
+    dense = {"model_type": "qwen3_moe", "decoder_sparse_step": 0, "hidden_size": 16, **dict.fromkeys(names, 8)}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    assert "this model is dense; give one that has experts" in fails("plan", "--checkpoint", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dense | {"model_type": "llama"}))
+    assert "model_type must be one of" in fails("plan", "--checkpoint", tmp_path)
+
+
+@pytest.mark.parametrize(
     ("arguments", "word"),
     [
         (("--layer", "nope"), "olmoe-1b-7b"),

@@ -8,17 +8,22 @@ from dataclasses import dataclass
 from tilemoe.cli.parsing import parse
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
+from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_config
 from tilemoe.models.presets import moe_preset
 from tilemoe.perf.costs import BACKWARD, FORWARD, kernel_costs, layer_roofline_ms, router_costs
 from tilemoe.perf.hardware import DTYPE_BYTES, Gpu, find_gpu
 from tilemoe.shape import MoEShape
+from tilemoe.train.checkpoints.names import read_recipe
+
+_LAYER = "olmoe-1b-7b"
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """Options of ``tilemoe plan``. A width that is given replaces that of ``layer``."""
 
-    layer: str = "olmoe-1b-7b"  # public model whose layer is planned
+    layer: str | None = None  # public model whose layer is planned; default: olmoe-1b-7b, or that of checkpoint
+    checkpoint: str | None = None  # transformers' folder, or a name on the hub, a run or a step_* folder, instead
     tokens: int = 32768  # of a call, on one GPU
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -31,12 +36,25 @@ class PlanOptions:
 def run(arguments: Sequence[str]) -> None:
     options = parse(PlanOptions, arguments, prog="tilemoe plan", description="What a layer costs, by arithmetic.")
     gpu = find_gpu(options.gpu)
-    shape = shape_of(options, moe_preset(options.layer))
+    shape = shape_of(options, layer_of(options))
     print("\n".join((*describe(shape, gpu, options.dtype), *kernel_table(shape, gpu, options.dtype))))
 
 
+def layer_of(options: PlanOptions) -> MoEConfig:
+    """The MoE layer of the folder or of the public model that the options name. ValueError: there is none."""
+    if options.checkpoint is None:
+        return moe_preset(options.layer or _LAYER)
+    if options.layer is not None:
+        raise ValueError("--checkpoint and --layer name a layer each; leave one of them out")
+    folder = find_folder("--checkpoint", options.checkpoint, files=(CONFIG_FILE,))
+    model = read_config(folder) if is_hf(folder) else read_recipe(folder).model
+    if model.moe is None:
+        raise ValueError(f"--checkpoint {options.checkpoint}: this model is dense; give one that has experts")
+    return model.moe
+
+
 def shape_of(options: PlanOptions, cfg: MoEConfig) -> MoEShape:
-    """The layer's size, the preset's where an option does not say. ValueError names what is off."""
+    """The layer's size, ``cfg``'s where an option does not say. ValueError names what is off."""
     if options.dtype not in DTYPE_BYTES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}; got {options.dtype!r}")
     names = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")

@@ -30,7 +30,8 @@ from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint
-from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, list_checkpoints, save_checkpoint
+from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkpoint
+from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.sharded_state import is_shared
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import Evaluation, evaluate

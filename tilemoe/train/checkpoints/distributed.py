@@ -25,10 +25,10 @@ from tilemoe.train.checkpoints.folder import (
     make_temporary,
     publish,
     state_json,
-    step_dir,
     temporary_of,
     write_error,
 )
+from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from torch import nn
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
+from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir
 from tilemoe.train.checkpoints.sharded_state import (
     is_sharded,
     is_shared,
@@ -44,10 +44,9 @@ from tilemoe.train.checkpoints.sharded_state import (
 from tilemoe.train.config import Recipe, differences, parse_recipe
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
-MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
+MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
 FORMAT = 1
-_STEP_DIR = re.compile(r"step_(\d{8,})")
 _STALE = (".tmp-", ".trash-")
 
 
@@ -64,18 +63,6 @@ class TrainState:
     tokens: int  # training tokens seen by all ranks together
     seconds: float  # spent in training, over all sittings
     data_fingerprint: str  # of the token shards it was trained on
-
-
-def step_dir(run_dir: Path, step: int) -> Path:
-    return run_dir / f"step_{step:08d}"
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The run's checkpoint folders, oldest first, judged by name alone."""
-    if not run_dir.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _STEP_DIR.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
 
 
 def clean_stale(run_dir: Path) -> None:
@@ -332,7 +319,7 @@ def resolve_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     """The checkpoint a user means by a run's folder (its newest) or a checkpoint's folder, by `find_latest`'s rules."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint: no folder {path}; give a run's folder or one of its step_* folders")
-    if _STEP_DIR.fullmatch(path.name) or (path / MANIFEST_FILE).exists():
+    if is_step_dir(path) or (path / MANIFEST_FILE).exists():
         return open_checkpoint(path, verify=verify)
     found = find_latest(path, verify=verify)
     if found is None:

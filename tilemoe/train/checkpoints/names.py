@@ -1,0 +1,45 @@
+"""Where a run's checkpoints are, and the recipe of one. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tilemoe.train.config import Recipe, parse_recipe
+
+STATE_FILE = "state.json"
+_STEP_DIR = re.compile(r"step_(\d{8,})")
+
+
+def step_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / f"step_{step:08d}"
+
+
+def is_step_dir(path: Path) -> bool:
+    """Whether it is a checkpoint's folder, by its name."""
+    return _STEP_DIR.fullmatch(path.name) is not None
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first, judged by name alone."""
+    if not run_dir.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _STEP_DIR.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe of a run's newest checkpoint, or of a checkpoint's folder; the tensors are neither read nor verified.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = [folder, *list_checkpoints(folder)][-1] / STATE_FILE
+    try:
+        recipe = json.loads(path.read_bytes())["recipe"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: no model can be read from it; give a run, a step_* folder, or transformers' folder"
+        ) from error
+    return parse_recipe(json.dumps(recipe), str(path))
