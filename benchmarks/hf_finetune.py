@@ -154,7 +154,8 @@ def compare(losses: Mapping[str, Sequence[float]]) -> Row:
 
 
 def describe(compared: Row) -> str:
-    lines = [f"{pair:24} max {gap['max']:.6f}, rms {gap['rms']:.6f} nats" for pair, gap in compared["apart"].items()]
+    apart = compared["apart"].items()
+    lines = [f"{pair:24} max {gap['max']:.6f}, rms {gap['rms']:.6f} nats/token" for pair, gap in apart]
     lines.append(f"within transformers' own bf16 runs: {compared['held']}; within fp32's distance: ")
     return "\n".join(lines) + str(compared["held_in_bf16"])
 

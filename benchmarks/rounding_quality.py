@@ -191,7 +191,7 @@ def run_side_by_side(args: argparse.Namespace) -> None:
 def table(args: argparse.Namespace) -> None:
     """Markdown: held-out loss, mean and spread over the seeds, and the difference to top-K seed by seed."""
     rows = [row for row in record.rows(NAME) if args.gpu in (None, row["gpu"])]
-    header = ("recipe", "routing", "seeds", "held-out nats", "minus top-K", "load entropy", "dropped", "added")
+    header = ("recipe", "routing", "seeds", "loss, nats/token", "minus top-K", "load entropy", "dropped", "added")
     print("| " + " | ".join(header) + " |")
     print("| :--- | :--- |" + " ---: |" * (len(header) - 2))
     for recipe, routing in dict.fromkeys((row["recipe"], row["routing"]) for row in rows):

@@ -4,7 +4,7 @@
     python benchmarks/train_agreement.py kill --processes 2
 
 ``losses``: the recipe on one process and on several, which read the same text in each step; the greatest difference of
-their losses over all steps must stay below --limit nats. ``kill``: one process is killed (signal 9) during a step, and
+their losses must stay below --limit nats/token. ``kill``: one process is killed (signal 9) in a step, and
 torchrun starts the job again; every step's loss must be that of a job that went through, to the last bit, with
 PyTorch's deterministic algorithms. Both append a row to results/train_agreement.jsonl before they judge it.
 """
@@ -84,7 +84,7 @@ class Run:
     def __init__(self, folder: Path, seconds: float) -> None:
         self.seconds = seconds
         records = read_metrics(folder / METRICS_FILE)
-        self.losses: list[float] = [found["loss"] for found in records if found["kind"] == "train"]
+        self.losses: list[float] = [found["nats_per_token"] for found in records if found["kind"] == "train"]
 
 
 def train(args: argparse.Namespace, folder: Path, processes: int, program: list[str], restarts: int = 0) -> Run:
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> None:
         part.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
         part.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
         part.add_argument("--save-every", type=int, default=0 if name == "losses" else 10)
-    what.choices["losses"].add_argument("--limit", type=float, default=0.01, help="nats per token")
+    what.choices["losses"].add_argument("--limit", type=float, default=0.01, help="nats/token")
     what.choices["kill"].add_argument("--kill-in-step", type=int, default=25)
     one = what.add_parser("process", help="for kill itself; what follows is tilemoe's")
     one.add_argument("--kill-in-step", type=int, required=True)

@@ -207,7 +207,7 @@ def measure(
         "tokens_per_second": round(speed, 1),
         "mfu": round(speed * flops_per_token(recipe.model, recipe.data.seq_len) / peak, 4) if peak else None,
         **memory(device, job),
-        "losses": [round(found.loss, 5) for found in stats],
+        "losses": [round(found.nats_per_token, 5) for found in stats],
         "grad_norms": [round(found.grad_norm, 5) for found in stats],
         "expert_load": max(stats[-1].expert_load, default=None),
         "tile_waste": max(stats[-1].tile_waste, default=None),
@@ -225,7 +225,8 @@ def measure(
 
 def step(trainer: Trainer, name: str) -> StepStats:
     stats = trainer.train_step()
-    say(trainer.job, f"{name}: step {stats.step}, loss {stats.loss:.4f}, gradient norm {stats.grad_norm:.4f}")
+    loss = f"loss {stats.nats_per_token:.4f} nats/token"
+    say(trainer.job, f"{name}: step {stats.step}, {loss}, gradient norm {stats.grad_norm:.4f}")
     return stats
 
 

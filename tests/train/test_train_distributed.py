@@ -80,7 +80,7 @@ def said(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+    return [record["nats_per_token"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def write_model(name: str, folder: Path, vocab_size: int = 256, **options: Any) 
 
 def losses_of(folder: Path) -> list[float]:
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return [record["nats_per_token"] for record in records if record["kind"] == "train"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,7 +110,7 @@ def test_the_evaluation_is_transformers(
             nats += torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets)[0], reduction="sum").item()
     tokens = data.heldout.num_tokens
     first, last = capsys.readouterr().out.splitlines()
-    assert f"{tokens:,} tokens, {nats / tokens:.4f} nats/token" in first
+    assert f"{tokens:,} tokens, held-out loss {nats / tokens:.4f} nats/token" in first
     assert last == f"held-out loss {nats / data.heldout.num_bytes:.2f} nats/byte"
 
 

@@ -26,7 +26,7 @@ from tilemoe.train.progress import (
 def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
     writer = MetricsWriter(folder)
     for step in range(1, steps + 1):
-        writer.write("train", {"step": step, "loss": 5.0 / step})
+        writer.write("train", {"step": step, "nats_per_token": 5.0 / step})
         if step % 2 == 0:
             counts = [[3, 1], [2, 2]] if experts else []
             writer.write("eval", {"step": step, "nats_per_token": 5.0 / step, "tokens_per_expert": counts})
@@ -67,6 +67,12 @@ def test_a_torn_last_line_alone_is_dropped(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+def test_a_record_of_the_first_release_has_the_present_names(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
+    assert list(read_metrics(path)) == [{"kind": "train", "step": 1, "nats_per_token": 2.5}]
+
+
 @pytest.mark.parametrize("line", [b"{oops}\n", b"[]\n", b'{"kind": "train"}\n'])
 def test_a_foreign_line_is_named_and_nothing_is_cut(tmp_path: Path, line: bytes) -> None:
     path = write_run(tmp_path, steps=2)
@@ -80,8 +86,8 @@ def test_a_foreign_line_is_named_and_nothing_is_cut(tmp_path: Path, line: bytes)
 
 def test_every_record_is_readable_at_once(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
-    writer.write("train", {"step": 1, "loss": 2.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "train", "step": 1, "loss": 2.5}
+    writer.write("train", {"step": 1, "nats_per_token": 2.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "train", "step": 1, "nats_per_token": 2.5}
     writer.close()
 
 
@@ -89,11 +95,11 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = MetricsWriter(tmp_path, open_tensorboard(tmp_path, 1))
-    writer.write("train", {"step": 3, "loss": 2.5, "expert_load": [1.0]})
+    writer.write("train", {"step": 3, "nats_per_token": 2.5, "expert_load": [1.0]})
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["train/loss"]
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 2.5)]
+    assert events.Tags()["scalars"] == ["train/nats_per_token"]
+    assert [(event.step, event.value) for event in events.Scalars("train/nats_per_token")] == [(3, 2.5)]
 
 
 @pytest.mark.parametrize("experts", [True, False])
@@ -149,14 +155,14 @@ def test_plain_lines_come_every_log_every_steps_and_at_the_end() -> None:
     drive(PlainReporter(stream, 2))
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["2/5", "4/5", "5/5"]
-    assert lines[0] == "step 2/5  loss 1.2346  34.1k tokens/s  load 1.50x  pad 4.1%  eta 1:01"
+    assert lines[0] == "step 2/5  loss 1.2346 nats/token  34.1k tokens/s  load 1.50x  pad 4.1%  eta 1:01"
     assert lines[-1] == "held-out [bold]1.20[/bold]"
 
 
 def test_the_bar_shows_the_same_numbers() -> None:
     stream = Terminal()
     drive(TerminalReporter(stream))
-    for text in ("training", "5/5", "loss 1.2346", "34.1k tokens/s", "held-out [bold]1.20[/bold]"):
+    for text in ("step", "5/5", "loss 1.2346 nats/token", "34.1k tokens/s", "held-out [bold]1.20[/bold]"):
         assert text in stream.getvalue()
 
 
@@ -167,6 +173,6 @@ def test_the_output_decides(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
 
 
 def test_numbers_are_short() -> None:
-    assert summary(stats(1, []), Speed(2_500_000.0)) == "loss 1.2346  2.50M tokens/s"
+    assert summary(stats(1, []), Speed(2_500_000.0)) == "loss 1.2346 nats/token  2.50M tokens/s"
     assert duration(59.6) == "1:00"
     assert duration(3 * 3600 + 62) == "3:01:02"

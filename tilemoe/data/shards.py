@@ -91,8 +91,8 @@ class TokenShards:
     """One split of prepared token shards, memory-mapped and read-only.
 
     ``num_tokens``  tokens, the separator after each document included.
-    ``num_bytes``   UTF-8 bytes of the texts, and one for each separator: the mean loss in nats per token, times
-                    ``num_tokens / num_bytes``, is in nats per byte, whatever the tokenizer.
+    ``num_bytes``   UTF-8 bytes of the texts, and one for each separator: the mean loss in nats/token, times
+                    ``num_tokens / num_bytes``, is in nats/byte, whatever the tokenizer.
     """
 
     def __init__(self, directory: Path, split: Split) -> None:

@@ -1,4 +1,4 @@
-"""Held-out loss: nats per token and, comparable between tokenizers, nats per byte of text.
+"""Held-out loss: in nats/token and, comparable between tokenizers, in nats/byte of text.
 
 B sequences per batch · S tokens per sequence
 """
@@ -52,8 +52,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over its first ``max_batches`` batches.
 
-    Every window starts without context, so the figure is a little pessimistic for small ``seq_len``. Nats per byte are
-    nats per token times the split's tokens per byte of text, which is that of a part only where every token is a byte.
+    Every window starts without context, so the figure is a little pessimistic for small ``seq_len``. Nats/byte are
+    nats/token times the split's tokens per byte of text, which is that of a part only where every token is a byte.
     ``on_batch`` is told how many tokens this process has read. Returns None when ``stop_requested`` says so in between.
     The processes of a job take turns with the batches; each gets the result.
     """

@@ -2,12 +2,12 @@
 
 Two kinds of record, told apart by ``kind``; everything except the ``TIMING_FIELDS`` is a function of the recipe:
 
-* ``train``: step, tokens, loss (cross-entropy, nats/token), aux_loss, lr, grad_norm, expert_load (per MoE layer, the
-  busiest expert's share over the mean), tile_waste (per MoE layer, by how much rows padded to the GPU's tiles exceed
-  the rows: what token rounding saves), seconds, tokens_per_second (of all processes), mfu (see
-  `tilemoe.train.progress.Speed`; null where the device's rate is unknown);
-* ``eval``: step, nats_per_token, nats_per_byte (null where unknown), tokens, whole_split, tokens_per_expert (MoE layers
-  x experts), seconds.
+* ``train``: step, tokens, nats_per_token (the loss: cross-entropy of the step's batches), aux_loss, lr, grad_norm,
+  expert_load (per MoE layer, the busiest expert's share over the mean), tile_waste (per MoE layer, by how much rows
+  padded to the GPU's tiles exceed the rows: what token rounding saves), seconds, tokens_per_second (of all processes),
+  mfu (see `tilemoe.train.progress.Speed`; null where the device's rate is unknown);
+* ``eval``: step, nats_per_token and nats_per_byte (the loss on held-out text; the latter null where unknown), tokens,
+  whole_split (false: on a subset), tokens_per_expert (MoE layers x experts), seconds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 TIMING_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu"})
 METRICS_FILE = "metrics.jsonl"
+_RENAMED = MappingProxyType({"loss": "nats_per_token"})  # since 0.1.0, runs of which may go on
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file; a last line cut short by a kill is left out."""
-    return (record for record, _ in _records(path))
+    """The records of a metrics file; a last line cut short by a kill is left out.
+
+    What release 0.1.0 called a training record's loss comes back under its present name.
+    """
+    return ({_RENAMED.get(name, name): value for name, value in record.items()} for record, _ in _records(path))
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

@@ -29,7 +29,9 @@ def draw(run_dir: Path, title: str) -> Path:
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2 if load else 1, squeeze=False)[0]
     left = axes[0]
-    left.plot([r["step"] for r in train], [r["loss"] for r in train], lw=0.8, color="tab:blue", label="training")
+    left.plot(
+        [r["step"] for r in train], [r["nats_per_token"] for r in train], lw=0.8, color="tab:blue", label="training"
+    )
     held_out = [r["step"] for r in evals], [r["nats_per_token"] for r in evals]
     left.plot(*held_out, "o-", color="tab:orange", label="held-out")
     left.set(xlabel="optimiser step", ylabel="loss [nats/token]")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from tilemoe.train.job.processes import ALONE, Job
 
@@ -18,7 +19,7 @@ class StepStats:
 
     step: int  # steps done, this one included
     tokens: int  # training tokens so far
-    loss: float  # cross-entropy, nats/token
+    nats_per_token: float  # the loss: cross-entropy
     aux_loss: float
     lr: float
     grad_norm: float
@@ -49,7 +50,7 @@ class Speed:
 
 def summary(stats: StepStats, speed: Speed) -> str:
     """The numbers worth watching in one short line: of the experts the worst layer's load and the mean padding."""
-    text = f"loss {stats.loss:.4f}  {speed}"
+    text = f"loss {stats.nats_per_token:.4f} nats/token  {speed}"
     if stats.expert_load:
         waste = sum(stats.tile_waste) / len(stats.tile_waste)
         text += f"  load {max(stats.expert_load):.2f}x  pad {waste:.1%}"
@@ -105,15 +106,17 @@ class TerminalReporter(Reporter):
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
-        self._bar = Progress(
-            *Progress.get_default_columns(),
-            MofNCompleteColumn(),
+        self._bar = Progress(  # the bar is what gives way on a narrow terminal
+            TextColumn("{task.description}"),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[summary]}", markup=False),
+            BarColumn(),
             console=self._console,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._task = self._bar.add_task("training", total=None, summary="")
+        self._task = self._bar.add_task("step", total=None, summary="")
 
     def start(self, step: int, steps: int) -> None:
         self._bar.update(self._task, total=steps, completed=step)
