@@ -110,7 +110,8 @@ def test_the_evaluation_is_transformers(
             nats += torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets)[0], reduction="sum").item()
     tokens = data.heldout.num_tokens
     first, last = capsys.readouterr().out.splitlines()
-    assert f"{tokens:,} tokens, held-out loss {nats / tokens:.4f} nats/token" in first
+    losses = f"{nats / tokens:.4f} nats/token, {nats / data.heldout.num_bytes:.4f} nats/byte"
+    assert first.endswith(f"held-out loss {losses}, whole split of {tokens:,} tokens")
     assert last == f"held-out loss {nats / data.heldout.num_bytes:.2f} nats/byte"
 
 

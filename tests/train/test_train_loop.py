@@ -1,6 +1,7 @@
 """The loop: accumulation, the selection bias, NaN, evaluation, and what a run does in which order."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -157,6 +158,8 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(recipe: Recipe) ->
     read: list[int] = []
     part = measure(batch_size=5, max_batches=2, on_batch=read.append)
     assert part.tokens == 2 * 5 * 16
+    assert (result.whole_split, part.whole_split) == (True, False)
+    assert measure(batch_size=5, max_batches=10**6) == result
     assert read == [5 * 16, 2 * 5 * 16]
     assert measure(batch_size=5, stop_requested=lambda: True) is None
 
@@ -169,8 +172,12 @@ def test_evaluation_leaves_training_mode_as_it_was(moe_recipe: Recipe) -> None:
         assert model.training is mode
 
 
-def test_a_whole_run_and_what_it_leaves(recipe: Recipe) -> None:
+def test_a_whole_run_and_what_it_leaves(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     result = train(recipe)
+    loss = r"held-out loss (\d\.\d{4}) nats/token, \1 nats/byte"  # a token is a byte
+    lines = [line for line in capsys.readouterr().out.splitlines() if "held-out loss" in line]
+    for line, (step, read) in zip(lines, [(2, "subset"), (4, "subset"), (6, "whole split")], strict=True):
+        assert re.fullmatch(rf"step {step}/6  {loss}, {read} of [\d,]+ tokens", line)
     folder = Path(recipe.train.out_dir)
     assert result.sample.startswith("ab")
     assert result.plot is None
@@ -369,12 +376,14 @@ def test_a_part_of_a_split_has_nats_per_byte_only_where_a_token_is_a_byte(dense_
             evaluate(model, data.heldout, seq_len=16, batch_size=4, device=CPU, autocast=nullcontext, max_batches=n)
             for n in (2, 0)
         )
+        assert str(whole).endswith(f" {whole.nats_per_byte:.4f} nats/byte, whole split of {whole.tokens:,} tokens")
         assert whole.shown(2) == f"{whole.nats_per_byte:.2f} nats/byte"
         if known:
             assert part.nats_per_byte == part.nats_per_token
         else:
             assert part.nats_per_byte is None
             assert part.shown(2) == f"{part.nats_per_token:.2f} nats/token"
+            assert str(part) == f"held-out loss {part.nats_per_token:.4f} nats/token, subset of 128 tokens"
 
 
 def test_prompts_that_do_not_fit(dense_recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tilemoe.train.metrics import MetricsWriter, open_tensorboard, read_metrics, truncate_metrics
-from tilemoe.train.plots import draw
+from tilemoe.train.plots import draw, make_figure
 from tilemoe.train.progress import (
     PlainReporter,
     Reporter,
@@ -29,7 +29,8 @@ def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
         writer.write("train", {"step": step, "nats_per_token": 5.0 / step})
         if step % 2 == 0:
             counts = [[3, 1], [2, 2]] if experts else []
-            writer.write("eval", {"step": step, "nats_per_token": 5.0 / step, "tokens_per_expert": counts})
+            loss = {"nats_per_token": 5.0 / step, "whole_split": step == steps}
+            writer.write("eval", {"step": step, **loss, "tokens_per_expert": counts})
     writer.sync()
     writer.close()
     return folder / "metrics.jsonl"
@@ -100,6 +101,20 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["train/nats_per_token"]
     assert [(event.step, event.value) for event in events.Scalars("train/nats_per_token")] == [(3, 2.5)]
+
+
+def test_the_plot_tells_a_subset_from_the_whole_split(tmp_path: Path) -> None:
+    axes = make_figure(list(read_metrics(write_run(tmp_path))), "title").axes[0]
+    assert axes.get_ylabel() == "loss [nats/token]"
+    lines = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
+    assert lines == {
+        "training": [1, 2, 3, 4, 5, 6],
+        "held-out, subset": [2, 4],
+        "held-out, whole split": [6],
+    }
+    (tmp_path / "other").mkdir()
+    axes = make_figure(list(read_metrics(write_run(tmp_path / "other", steps=2))), "title").axes[0]
+    assert [line.get_label() for line in axes.get_lines()] == ["training", "held-out, whole split"]
 
 
 @pytest.mark.parametrize("experts", [True, False])

@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> None:
     folder = find_folder("--checkpoint", options.checkpoint)
     subject = _of_transformers(folder, options) if is_hf(folder) else _of_checkpoint(folder, options)
     result = _evaluate(subject, options.batches)
-    print(f"checkpoint {subject.path}, {result.tokens:,} tokens, held-out loss {result.nats_per_token:.4f} nats/token")
+    print(f"checkpoint {subject.path}, {result}")
     print(f"held-out loss {result.shown(2)}")
 
 

@@ -28,7 +28,14 @@ class Evaluation:
     nats_per_token: float
     nats_per_byte: float | None  # None: unknown, a part of the split was read in tokens of many lengths
     tokens: int
+    whole_split: bool  # False: a subset, the split's first batches
     tokens_per_expert: list[list[int]]  # (MoE layers, experts)
+
+    def __str__(self) -> str:
+        """The loss in both units, as far as known, and of what."""
+        per_byte = "" if self.nats_per_byte is None else f" {self.nats_per_byte:.4f} nats/byte,"
+        read = f"{'whole split' if self.whole_split else 'subset'} of {self.tokens:,} tokens"
+        return f"held-out loss {self.nats_per_token:.4f} nats/token,{per_byte} {read}"
 
     def shown(self, digits: int) -> str:
         """The loss with its unit: per byte where that is known."""
@@ -81,9 +88,10 @@ def evaluate(
     nats, tokens = sum(part[0] for part in totals), round(sum(part[1] for part in totals))
     counts = sum_over_ranks(counts)
     per_token = nats / tokens
-    known = shards.num_tokens in (shards.num_bytes, tokens)
+    whole = tokens == shards.num_tokens
+    known = whole or shards.num_tokens == shards.num_bytes
     per_byte = per_token * shards.num_tokens / shards.num_bytes if known else None
-    return Evaluation(per_token, per_byte, tokens, counts.tolist())
+    return Evaluation(per_token, per_byte, tokens, whole, counts.tolist())
 
 
 def _batches(

@@ -256,7 +256,7 @@ class Trainer:
         self, metrics: MetricsWriter | None, reporter: Reporter, stop_requested: Callable[[], bool]
     ) -> Evaluation | None:
         """Evaluate, on the whole split after the last step, and record it; None if stopped in between."""
-        whole = self.step == self.recipe.train.steps
+        is_last = self.step == self.recipe.train.steps
         begun = time.perf_counter()
         result = evaluate(
             self.model,
@@ -265,7 +265,7 @@ class Trainer:
             batch_size=self.recipe.data.batch_size,
             device=self.device,
             autocast=self.autocast,
-            max_batches=0 if whole else self.recipe.train.eval_batches,
+            max_batches=0 if is_last else self.recipe.train.eval_batches,
             stop_requested=stop_requested,
             job=self.job,
         )
@@ -273,8 +273,8 @@ class Trainer:
             return None
         seconds = time.perf_counter() - begun
         if metrics is not None:
-            metrics.write("eval", {"step": self.step, "whole_split": whole, **asdict(result), "seconds": seconds})
-        reporter.say(f"step {self.step}/{self.recipe.train.steps}  held-out {result.shown(4)}")
+            metrics.write("eval", {"step": self.step, **asdict(result), "seconds": seconds})
+        reporter.say(f"step {self.step}/{self.recipe.train.steps}  {result}")
         return result
 
     def _speed(self, step_seconds: float) -> Speed:

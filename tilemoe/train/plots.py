@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilemoe.train.metrics import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PLOT_FILE = "plot.png"
 
@@ -18,31 +21,40 @@ def draw(run_dir: Path, title: str) -> Path:
         ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    records = list(read_metrics(run_dir / METRICS_FILE))
-    train = [record for record in records if record["kind"] == "train"]
-    evals = [record for record in records if record["kind"] == "eval"]
-    load = next((record["tokens_per_expert"] for record in reversed(evals) if record["tokens_per_expert"]), None)
-
-    figure = Figure(figsize=(11.0 if load else 6.5, 4.2), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2 if load else 1, squeeze=False)[0]
-    left = axes[0]
-    left.plot(
-        [r["step"] for r in train], [r["nats_per_token"] for r in train], lw=0.8, color="tab:blue", label="training"
-    )
-    held_out = [r["step"] for r in evals], [r["nats_per_token"] for r in evals]
-    left.plot(*held_out, "o-", color="tab:orange", label="held-out")
-    left.set(xlabel="optimiser step", ylabel="loss [nats/token]")
-    left.grid(alpha=0.3)
-    left.legend()
-    if load:
-        _draw_load(figure, axes[1], load)
-    figure.suptitle(title)
+    canvas = FigureCanvasAgg(make_figure(list(read_metrics(run_dir / METRICS_FILE)), title))
     target = run_dir / PLOT_FILE
     canvas.print_png(str(target))
     return target
+
+
+def make_figure(records: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """The figure of a run's records, as `tilemoe.train.metrics` describes them."""
+    from matplotlib.figure import Figure
+
+    evals = [record for record in records if record["kind"] == "eval"]
+    load = next((record["tokens_per_expert"] for record in reversed(evals) if record["tokens_per_expert"]), None)
+    figure = Figure(figsize=(11.0 if load else 6.5, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2 if load else 1, squeeze=False)[0]
+    _draw_losses(axes[0], [record for record in records if record["kind"] == "train"], evals)
+    if load:
+        _draw_load(figure, axes[1], load)
+    figure.suptitle(title)
+    return figure
+
+
+def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> None:
+    """The losses; those of a subset of the held-out text and those of all of it are no one curve."""
+    for label, records, style in (
+        ("training", train, {"lw": 0.8, "color": "tab:blue"}),
+        ("held-out, subset", [r for r in evals if not r["whole_split"]], {"marker": "o", "color": "tab:orange"}),
+        ("held-out, whole split", [r for r in evals if r["whole_split"]], {"marker": "D", "color": "tab:red"}),
+    ):
+        if records:
+            axes.plot([r["step"] for r in records], [r["nats_per_token"] for r in records], label=label, **style)
+    axes.set(xlabel="optimiser step", ylabel="loss [nats/token]")
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
 def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:
