@@ -119,8 +119,10 @@ class TokenRounding:
     experts deviate by at most half a tile; "up" and "down" always. ``tile`` is a power of two, 128 for GPUs.
     """
 
+    # Drops an expert's least sure tokens, or adds the likeliest others, so that its GEMMs have no ragged tile: for
+    # training on a GPU where experts are wide and have few tiles of rows each. Any of these options turns rounding on.
     mode: Literal["nearest", "stochastic", "nearest_score", "balance", "up", "down"] = "nearest"
-    tile: int = 128
+    tile: int = 128  # rows that each expert's are a multiple of, a power of two: 128 for GPUs
 
     def __post_init__(self) -> None:
         require_fields("rounding.", self, at_least={"tile": 16})

@@ -206,6 +206,15 @@ def test_every_option_of_train_is_in_its_help(capsys: pytest.CaptureFixture[str]
         assert option in out
 
 
+def test_the_help_of_rounding_says_what_it_does_and_when_it_is_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--recipe", "tiny", "--help"])
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    help_line = out.partition("--model.moe.rounding.mode")[2].partition("--model.moe.rounding.tile")[0]
+    assert "no ragged tile: for training on a GPU where experts are wide" in help_line
+    assert "Any of these options turns rounding on" in help_line
+
+
 def test_options_of_rounding_round_where_the_recipe_does_not(recipe_file: Path, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "rounded"
     options = ("--train.steps", "2", "--train.sample-tokens", "0", "--train.out-dir", folder)
