@@ -12,6 +12,7 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
 from tilemoe.train.config import (
     DataConfig,
+    MuonConfig,
     OptimConfig,
     TrainConfig,
     default_cache_dir,
@@ -32,6 +33,8 @@ def test_the_packaged_recipes_are_listed_and_load_under_their_own_name() -> None
 
 def test_a_recipe_survives_json(tmp_path: Path) -> None:
     recipe = load_recipe("tiny")
+    muon = MuonConfig(ns_coefficients=(3.0, -3.2, 1.2))
+    recipe = replace(recipe, optim=replace(recipe.optim, name="muon", muon=muon))
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(to_dict(recipe)))
     assert load_recipe(path) == recipe
@@ -58,6 +61,17 @@ def test_tiny_dense_is_the_dense_twin_of_tiny() -> None:
         (OptimConfig, {"lr": 1.0, "min_lr_ratio": 1.5}, "optim.min_lr_ratio"),
         (OptimConfig, {"lr": 1.0, "schedule": "linear"}, "optim.schedule"),
         (OptimConfig, {"lr": 1.0, "warmup_steps": -1}, "optim.warmup_steps"),
+        (OptimConfig, {"lr": 1.0, "name": "sgd"}, "optim.name must be one of adamw, muon; got 'sgd'"),
+        (OptimConfig, {"lr": 1.0, "muon": None}, "optim.muon must be a MuonConfig, got None"),
+        (MuonConfig, {"momentum": 1.0}, r"optim.muon.momentum must be in \[0, 1\), got 1.0; 0.95 is usual"),
+        (MuonConfig, {"nesterov": 1}, "optim.muon.nesterov must be True or False"),
+        (MuonConfig, {"ns_steps": 0}, "optim.muon.ns_steps must be an integer >= 1"),
+        (MuonConfig, {"ns_steps": 100}, "optim.muon.ns_steps must be below 100, got 100; 5 is usual"),
+        (MuonConfig, {"ns_coefficients": (1.0, 2.0)}, "optim.muon.ns_coefficients must be three finite numbers"),
+        (MuonConfig, {"ns_coefficients": 3}, "optim.muon.ns_coefficients must be three finite numbers, got 3"),
+        (MuonConfig, {"ns_coefficients": (1.0, 2.0, float("nan"))}, "optim.muon.ns_coefficients must be three"),
+        (MuonConfig, {"lr_scale": 0.0}, "optim.muon.lr_scale must be a finite number > 0"),
+        (MuonConfig, {"adjust_lr_fn": "rms"}, "optim.muon.adjust_lr_fn must be one of match_rms_adamw, original"),
         (TrainConfig, {"steps": 0, "out_dir": "x"}, "train.steps"),
         (TrainConfig, {"steps": True, "out_dir": "x"}, "train.steps"),
         (TrainConfig, {"steps": 1, "out_dir": ""}, "train.out_dir"),

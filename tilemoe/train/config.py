@@ -7,6 +7,7 @@ with the package live in ``tilemoe/recipes``.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -51,22 +52,50 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class MuonConfig:
+    """Muon's own settings, by the names and with the meanings of ``torch.optim.Muon`` (`tilemoe.train.muon`)."""
+
+    momentum: float = 0.95  # of the running mean of gradients
+    nesterov: bool = True  # orthogonalise the mean of the gradient and the running mean, not the latter alone
+    ns_steps: int = 5  # Newton-Schulz iterations
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)  # a, b, c of a x + b x^3 + c x^5
+    lr_scale: float = 1.0  # Muon's learning rate over optim.lr, before adjust_lr_fn
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"  # the latter: updates as large as AdamW's
+
+    def __post_init__(self) -> None:
+        require_fields("optim.muon.", self, at_least={"ns_steps": 1}, positive=("lr_scale",))
+        if self.momentum >= 1:
+            raise ValueError(f"optim.muon.momentum must be in [0, 1), got {self.momentum!r}; 0.95 is usual")
+        if self.ns_steps >= 100:
+            raise ValueError(f"optim.muon.ns_steps must be below 100, got {self.ns_steps}; 5 is usual")
+        given = self.ns_coefficients
+        if not isinstance(given, tuple) or len(given) != 3 or not all(map(_is_number, given)):
+            raise ValueError(
+                f"optim.muon.ns_coefficients must be three finite numbers, got {given!r}; 3.4445 -4.775 2.0315 is usual"
+            )
+
+
+@dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, gradient clipping and the learning-rate schedule."""
+    """The optimiser, gradient clipping and the learning-rate schedule."""
 
     lr: float  # peak learning rate
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    name: Literal["adamw", "muon"] = "adamw"  # muon: of the blocks' matrices but the router's, adamw of the rest
+    beta1: float = 0.9  # AdamW's
+    beta2: float = 0.95  # AdamW's
+    eps: float = 1e-8  # AdamW's
     weight_decay: float = 0.1  # on weight matrices only: not on norms, biases and the embedding table
     grad_clip: float = 1.0  # largest L2 norm of the gradient; 0 turns clipping off
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 100  # linear warm-up, in optimiser steps; a shorter run ends within it
     decay_fraction: float = 0.2  # wsd: the part of all steps spent decaying at the end
     min_lr_ratio: float = 0.1  # the last step's learning rate over the peak
+    muon: MuonConfig = field(default_factory=MuonConfig)  # where optim.name is muon
 
     def __post_init__(self) -> None:
         require_fields("optim.", self, positive=("lr", "eps"))
+        if not isinstance(self.muon, MuonConfig):
+            raise ValueError(f"optim.muon must be a MuonConfig, got {self.muon!r}; leave it out for its defaults")
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise ValueError(f"optim.{name} must be in [0, 1), got {getattr(self, name)!r}")
@@ -190,6 +219,10 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], where: str) -
             yield from differences(value, other, f"{where}{key}.")
         elif value != other:
             yield f"{where}{key} is {_short(value)} here and {_short(other)} in the checkpoint"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _short(value: Any) -> str:

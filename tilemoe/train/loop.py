@@ -39,7 +39,7 @@ from tilemoe.train.job.collective import any_process, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
-from tilemoe.train.optim import learning_rate, make_optimizer
+from tilemoe.train.optim import learning_rate, make_optimizer, set_learning_rate
 from tilemoe.train.progress import Reporter, Speed, StepStats
 
 GPU_TILE = 128  # rows of a tile of the GPU kernels' products
@@ -136,8 +136,7 @@ class Trainer:
         """
         optim, train = self.recipe.optim, self.recipe.train
         lr = learning_rate(self.step, train.steps, optim)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         self._progress.step = self.step + 1
         loss, aux_loss, parts = self._accumulate()
         self._progress.mark()

@@ -1,4 +1,4 @@
-"""AdamW over two parameter groups, its state as named tensors, and its learning rate, a function of the step."""
+"""The optimiser and its parameter groups, its state as named tensors, the learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe.train.config import OptimConfig
+from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
 
 # Stacked per expert, so two-dimensional, yet biases all the same.
 _BIAS_NAMES = frozenset({"bias", "b1", "b2"})
+_ADAMW_MODULES = frozenset({"head", "router", "shared_gate"})
 
 
 def decays(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
@@ -22,16 +24,34 @@ def decays(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
     return parameter.ndim >= 2 and name.rpartition(".")[2] not in _BIAS_NAMES and id(parameter) not in embeddings
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with the decayed parameters in group 0 and all others in group 1.
+def is_for_muon(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
+    """Whether Muon updates it, where ``optim.name`` is muon: the weight matrices within the blocks.
+
+    Not what AdamW is better for: the embedding table and the head, whose rows are tokens, the router and the shared
+    expert's gate, whose rows are independent scores, norms and biases.
+    """
+    return decays(name, parameter, embeddings) and _ADAMW_MODULES.isdisjoint(name.split("."))
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """What ``config.name`` says: AdamW with the decayed parameters in group 0 and all others in group 1, or Muon with
+    its matrices in group 0 and these two, without them, behind it.
 
     ``fused`` is the fastest form on a CPU too (docs/lab/cpu.md).
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices: list[Tensor] = []
     groups: tuple[list[Tensor], list[Tensor]] = ([], [])
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if not parameter.requires_grad:
+            continue
+        if config.name == "muon" and is_for_muon(name, parameter, embeddings):
+            matrices.append(parameter)
+        else:
             groups[0 if decays(name, parameter, embeddings) else 1].append(parameter)
+    if config.name == "muon":
+        decayed, others = adamw_group(groups[0], config, config.weight_decay), adamw_group(groups[1], config, 0.0)
+        return MuonWithAdamW([muon_group(matrices, config), decayed, others])
     return torch.optim.AdamW(
         [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
         lr=config.lr,
@@ -41,8 +61,16 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     )
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """``lr`` in every group, of Muon's matrices times ``optim.muon.lr_scale``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state by parameter name: ``<parameter>.exp_avg``, ``.exp_avg_sq``, ``.step``."""
+    """The optimiser's state by parameter name: ``<parameter>.exp_avg``, ``.exp_avg_sq``, ``.step``, of Muon's matrices
+    ``.momentum_buffer``.
+    """
     return {
         f"{name}.{key}": value
         for name, parameter in model.named_parameters()

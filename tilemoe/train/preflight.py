@@ -11,7 +11,7 @@ from tilemoe.models.flops import count_parameters
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import Job
 
-_CHECKPOINT_BYTES = 12  # of a parameter: itself and AdamW's two moments, fp32
+_CHECKPOINT_BYTES = 12  # of a parameter: itself and AdamW's two moments, fp32; Muon has one
 
 
 def require_ready(recipe: Recipe, job: Job, *, is_new: bool) -> None:

@@ -37,6 +37,7 @@ from tilemoe.train.sample import continue_text
 
 Made = TypeVar("Made")
 RESULT_FILE = "result.json"
+_FIXED = ("optim.name ", "train.seed ", "train.accumulation ")  # what a resumed run keeps
 _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
 
 
@@ -67,17 +68,18 @@ def require_fresh(run_dir: Path) -> None:
 def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     """Raise unless ``recipe`` can go on from ``checkpoint``; returns the harmless differences, one line each.
 
-    The model, the data and the order of the data must be the same. The length, the learning rate, the precision and
-    what is logged may change.
+    The model, the data, the order of the data and the optimiser must be the same. The length, the learning rate, the
+    precision and what is logged may change.
     """
     checkpoint.require_model(recipe.model)
     ours, saved = to_dict(recipe), to_dict(checkpoint.state.recipe)
     for settings in (ours["data"], saved["data"]):
         del settings["cache_dir"], settings["corpus"]  # places: the fingerprint tells whether the content is the same
     fixed = [*differences(ours["data"], saved["data"], "data.")]
-    free = [*differences(ours["optim"], saved["optim"], "optim.")]
-    for line in differences(ours["train"], saved["train"], "train."):
-        (fixed if line.startswith(("train.seed ", "train.accumulation ")) else free).append(line)
+    free: list[str] = []
+    for table in ("optim", "train"):
+        for line in differences(ours[table], saved[table], f"{table}."):
+            (fixed if line.startswith(_FIXED) else free).append(line)
     if fixed:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep that setting to resume"

@@ -1,0 +1,269 @@
+"""Muon against torch.optim.Muon, matrix by matrix, and against singular values; which parameter it updates; resuming.
+
+E experts · m, n rows and columns of a matrix
+"""
+
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import raises_one_line
+from torch import Tensor, nn
+
+from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
+from tilemoe.data import prepare
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.testing import assert_equal
+from tilemoe.train import muon
+from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
+from tilemoe.train.checkpoints.restore import build_model
+from tilemoe.train.config import MuonConfig, OptimConfig, Recipe, load_recipe
+from tilemoe.train.loop import Trainer
+from tilemoe.train.muon import MuonWithAdamW, muon_group, newton_schulz
+from tilemoe.train.optim import load_optimizer_tensors, make_optimizer, optimizer_tensors, set_learning_rate
+from tilemoe.train.run import require_resumable, train
+
+CONFIG = OptimConfig(lr=0.1, name="muon", weight_decay=0.5)
+BF16 = 2.0**-8  # products of a stack may be summed in another order than those of a single matrix
+SHAPES = [(16, 16), (24, 16), (16, 40)]
+
+
+def gradients(shape: tuple[int, ...], steps: int = 4) -> Tensor:
+    return torch.randn(steps, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def stepped(parameters: list[Tensor], gradients: list[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The changes of the parameters (m, n) by steps with each gradient (steps, m, n)."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    for grads in zip(*gradients, strict=True):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+    return [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
+
+
+def theirs(parameters: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+    settings = asdict(config.muon)
+    lr = config.lr * settings.pop("lr_scale")
+    return torch.optim.Muon(parameters, lr=lr, weight_decay=config.weight_decay, **settings)
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    assert (got - want).norm() <= BF16 * want.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MuonConfig(),
+        MuonConfig(adjust_lr_fn="original", lr_scale=3.0, momentum=0.5),
+        MuonConfig(nesterov=False, ns_steps=3, ns_coefficients=(3.0, -3.2, 1.2)),
+    ],
+)
+def test_matrices_move_as_by_torchs_muon(shape: tuple[int, int], settings: MuonConfig) -> None:
+    """Three of one shape, which are orthogonalised together, one without a gradient."""
+    config = replace(CONFIG, muon=settings)
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for _ in range(4)]
+    single = [nn.Parameter(p.detach().clone()) for p in ours[:3]]
+    grads = list(gradients((3, *shape)).unbind(1))
+    got = stepped(ours[:3], grads, MuonWithAdamW([muon_group(ours, config)]))
+    for left, right in zip(got, stepped(single, grads, theirs(single, config)), strict=True):
+        assert_near(left, right)
+    assert ours[3].grad is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("stored", ["rows", "columns"])
+def test_a_stack_of_experts_moves_as_each_alone(shape: tuple[int, int], stored: str) -> None:
+    """In either stride order, which the state takes over."""
+    torch.manual_seed(0)
+    stack = torch.randn(5, *shape)
+    weight = nn.Parameter(stack.mT.contiguous().mT if stored == "columns" else stack.clone())
+    grads = gradients(tuple(stack.shape))
+    optimizer = MuonWithAdamW([muon_group([weight], CONFIG)])
+    (got,) = stepped([weight], [grads], optimizer)
+    for expert in range(5):
+        alone = nn.Parameter(stack[expert].clone())
+        (want,) = stepped([alone], [grads[:, expert]], theirs([alone], CONFIG))
+        assert_near(got[expert], want)
+    assert weight.stride() == optimizer.state[weight]["momentum_buffer"].stride()
+    assert weight.is_contiguous() == (stored == "rows")
+
+
+def test_stacks_that_are_too_large_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def watched(matrices: Tensor, *settings: object) -> Tensor:
+        sizes.append(len(matrices))
+        return newton_schulz(matrices, *settings)  # type: ignore[arg-type]
+
+    weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(7)]
+    grads = list(gradients((7, 4, 4)).unbind(1))
+    want = stepped(weights, grads, MuonWithAdamW([muon_group(weights, CONFIG)]))
+    monkeypatch.setattr(muon, "_LARGEST_STACK", 3 * 16)
+    monkeypatch.setattr(muon, "newton_schulz", watched)
+    again = [nn.Parameter(torch.ones(4, 4)) for _ in range(7)]
+    got = stepped(again, grads, MuonWithAdamW([muon_group(again, CONFIG)]))
+    assert sizes == [3, 3, 1] * 4
+    for left, right in zip(got, want, strict=True):
+        assert_near(left, right)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (48, 32), (32, 64)])
+def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
+    """And the singular vectors stay: U^T O V is diagonal."""
+    matrices = gradients(shape, steps=6).double()
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    inner = u.mT @ newton_schulz(matrices, CONFIG.muon.ns_coefficients, 5).double() @ vh.mT
+    values = inner.diagonal(dim1=1, dim2=2)
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+    assert (inner - torch.diag_embed(values)).norm() < 0.05 * values.norm()
+
+
+def test_an_expert_without_a_gradient_only_decays() -> None:
+    weight = nn.Parameter(torch.ones(3, 4, 6))
+    grads = gradients((3, 4, 6), steps=1)
+    grads[:, 1] = 0.0
+    stepped([weight], [grads], MuonWithAdamW([muon_group([weight], CONFIG)]))
+    assert torch.equal(weight[1], torch.full((4, 6), 0.95))
+    assert weight.isfinite().all()
+    assert newton_schulz(torch.empty(0, 4, 6), CONFIG.muon.ns_coefficients, 5).shape == (0, 4, 6)
+
+
+MOE = MoEConfig(
+    8, 8, 4, 2, expert_bias=True, shared_intermediate_size=8, shared_gate=True, router=RouterConfig(bias=True)
+)
+MODEL = ModelConfig(32, 8, 2, 2, 1, 4, 8, moe=MOE, dense_intermediate_size=16, dense_layers=(0,), qk_norm="head")
+ATTENTION = {f"attention.{name}_proj.weight" for name in "qkvo"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_which_parameters_of_a_decoder_are_muons(tied: bool) -> None:
+    model = DecoderLM(replace(MODEL, tie_embeddings=tied))
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [{name_of[id(p)] for p in group["params"]} for group in make_optimizer(model, CONFIG).param_groups]
+    experts = {"mlp.experts.w1", "mlp.experts.w2", "mlp.shared.w1", "mlp.shared.w2"}
+    assert groups[0] == {f"blocks.{layer}.{name}" for layer in (0, 1) for name in ATTENTION} | {
+        "blocks.0.mlp.w1", "blocks.0.mlp.w2", *(f"blocks.1.{name}" for name in experts)
+    }  # fmt: skip
+    gates = {"blocks.1.mlp.router.weight", "blocks.1.mlp.shared_gate.weight"}
+    assert groups[1] == gates | (set() if tied else {"head.weight"})
+    assert {"embed.weight", "norm.weight", "blocks.1.mlp.router.bias", "blocks.1.mlp.experts.b1"} < groups[2]
+    assert sum(map(len, groups)) == len(name_of)
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    model = DecoderLM(MODEL).requires_grad_(False)
+    model.blocks[1].mlp.experts.w1.requires_grad_(True)
+    groups = make_optimizer(model, CONFIG).param_groups
+    assert [len(group["params"]) for group in groups] == [1, 0, 0]
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def test_the_others_move_as_by_adamw() -> None:
+    """Bit for bit, at a learning rate that is not scaled."""
+    torch.manual_seed(0)
+    ours = DecoderLM(MODEL)
+    plain = DecoderLM(MODEL)
+    plain.load_state_dict(ours.state_dict())
+    scaled = replace(CONFIG, muon=MuonConfig(lr_scale=20.0))
+    optimizers = make_optimizer(ours, scaled), make_optimizer(plain, replace(CONFIG, name="adamw"))
+    assert [group["lr"] for group in optimizers[0].param_groups] == pytest.approx([2.0, 0.1, 0.1])
+    for _ in range(3):
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            with_gradients(model)
+            set_learning_rate(optimizer, 0.01)
+            optimizer.step()
+    assert [group["lr"] for group in optimizers[0].param_groups] == pytest.approx([0.2, 0.01, 0.01])
+    matrices = {id(p) for p in optimizers[0].param_groups[0]["params"]}
+    for (name, left), right in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left, right) == (id(left) not in matrices), name
+
+
+def test_a_closure_is_called_with_gradients_enabled() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+
+    def closure() -> Tensor:
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss
+
+    assert MuonWithAdamW([muon_group([weight], CONFIG)]).step(closure) == 6.0
+    assert (weight < 1).all()
+
+
+def test_the_state_moves_to_another_optimiser_by_name() -> None:
+    model, other = DecoderLM(MODEL), DecoderLM(MODEL)
+    optimizer = make_optimizer(with_gradients(model), CONFIG)
+    optimizer.step()
+    tensors = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    experts = {name for name in tensors if name.startswith("blocks.1.mlp.experts.w1.")}
+    assert experts == {"blocks.1.mlp.experts.w1.momentum_buffer"}
+    assert "embed.weight.exp_avg_sq" in tensors
+    target = make_optimizer(other, replace(CONFIG, lr=0.7))
+    load_optimizer_tensors(other, target, tensors)
+    assert_equal(optimizer_tensors(other, target), tensors)
+    assert target.param_groups[0]["lr"] == 0.7
+    other.load_state_dict(model.state_dict())
+    load_optimizer_tensors(other, target := make_optimizer(other, CONFIG), tensors)
+    for each, its in ((model, optimizer), (other, target)):
+        with_gradients(each)
+        its.step()
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+def trainer_of(recipe: Recipe) -> Trainer:
+    data = prepare(recipe.data.corpus, recipe.data.tokenizer, recipe.data.cache_path, recipe.data.heldout_every)
+    return Trainer(recipe, build_model(recipe, torch.device("cpu")), data, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_loss_goes_down(moe_recipe: Recipe, dense_recipe: Recipe, dense: bool) -> None:
+    recipe = dense_recipe if dense else moe_recipe
+    optim = replace(recipe.optim, name="muon")
+    trainer = trainer_of(replace(recipe, optim=optim, train=replace(recipe.train, steps=40)))
+    losses = [trainer.train_step().nats_per_token for _ in range(40)]
+    assert losses[-1] < losses[0] - 1.5
+
+
+def test_the_tiny_recipe_learns(moe_recipe: Recipe) -> None:
+    """In bf16, on a smaller corpus."""
+    tiny = load_recipe("tiny")
+    optim = replace(tiny.optim, name="muon", warmup_steps=5)
+    settings = replace(moe_recipe.train, steps=12, precision="bf16")
+    trainer = trainer_of(replace(tiny, optim=optim, data=replace(moe_recipe.data, seq_len=64), train=settings))
+    losses = [trainer.train_step().nats_per_token for _ in range(12)]
+    assert losses[-1] < losses[0] - 1.5
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(moe_recipe: Recipe) -> None:
+    recipe = replace(moe_recipe, optim=replace(moe_recipe.optim, name="muon"))
+    folder = Path(recipe.train.out_dir)
+    train(recipe)
+    files = ("model.safetensors", "optimizer.safetensors")
+    whole = [(folder / "step_00000006" / name).read_bytes() for name in files]
+    shutil.rmtree(folder / "step_00000006")
+    train(recipe, open_checkpoint(folder / "step_00000003"))
+    assert [(folder / "step_00000006" / name).read_bytes() for name in files] == whole
+
+
+def test_a_run_goes_on_with_its_own_optimiser(moe_recipe: Recipe) -> None:
+    recipe = replace(moe_recipe, train=replace(moe_recipe.train, steps=1, eval_every=0))
+    train(recipe)
+    checkpoint = open_checkpoint(Path(recipe.train.out_dir) / "step_00000001")
+    other = replace(recipe, optim=replace(recipe.optim, name="muon"))
+    with raises_one_line(r"optim\.name is 'muon' here and 'adamw' in the checkpoint; keep that", CheckpointError):
+        require_resumable(other, checkpoint)
+    free = replace(recipe, optim=replace(recipe.optim, muon=MuonConfig(momentum=0.9)))
+    assert require_resumable(free, checkpoint) == ["optim.muon.momentum is 0.9 here and 0.95 in the checkpoint"]

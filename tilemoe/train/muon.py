@@ -1,0 +1,202 @@
+"""Muon for weight matrices, single or stacked by experts, and AdamW for all other parameters, in one optimiser.
+
+B matrices of a stack · m, n rows and columns of a matrix · m', n' of the part of it that is in this process
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim.adamw import adamw
+
+from tilemoe.train.config import OptimConfig
+
+_EPS = 1e-7  # the least norm that is divided by, as torch.optim.Muon's
+_LARGEST_STACK = 1 << 26  # elements of matrices that are gathered and orthogonalised together
+
+
+def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """(B, m, n) -> (B, m, n) in bf16: about U V^T of each matrix U S V^T, its singular values near 1.
+
+    x / |x|_F, then ``steps`` times ``x <- a x + (b x x^T + c (x x^T)^2) x`` (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon), on the transpose where m > n, whose products are smaller.
+    """
+    a, b, c = coefficients
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if is_tall else matrices).bfloat16()
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_EPS)  # not in place: x may be a state
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def muon_group(parameters: Sequence[Tensor], config: OptimConfig) -> dict[str, Any]:
+    """Parameters (m, n) or (B, m, n) that `MuonWithAdamW` updates by Muon."""
+    assert all(parameter.ndim in (2, 3) for parameter in parameters), [p.shape for p in parameters]
+    return {
+        "params": parameters,
+        "algorithm": "muon",
+        "lr": config.lr * config.muon.lr_scale,
+        "weight_decay": config.weight_decay,
+        **asdict(config.muon),
+    }
+
+
+def adamw_group(parameters: Sequence[Tensor], config: OptimConfig, weight_decay: float) -> dict[str, Any]:
+    """Parameters that `MuonWithAdamW` updates as ``torch.optim.AdamW`` does."""
+    return {
+        "params": parameters,
+        "algorithm": "adamw",
+        "lr": config.lr,
+        "weight_decay": weight_decay,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "fused": True,  # read by PyTorch, which then keeps the number of steps in fp32 on the parameter's device
+    }
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon on the groups of `muon_group`, AdamW on those of `adamw_group`.
+
+    Of a matrix W (m, n) with gradient G, running mean M, momentum mu, learning rate lr and weight decay wd, as
+    ``torch.optim.Muon``, whose updates these are:
+
+    * ``M <- mu M + (1 - mu) G`` and ``U = mu M + (1 - mu) G`` (nesterov) or ``M``;
+    * ``W <- (1 - lr wd) W - lr r(m, n) newton_schulz(U)``, where r is what ``adjust_lr_fn`` names: original
+      ``sqrt(max(1, m/n))``, match_rms_adamw ``0.2 sqrt(max(m, n))`` (arXiv 2502.16982, equation 4).
+
+    A stack (B, m, n) is B such matrices. Matrices that processes share are gathered where their rows or columns are
+    divided, in bf16, those of one shape together; a stack that is divided by whole matrices stays where it is.
+
+    State by parameter, shared as it is: ``momentum_buffer``, of AdamW ``exp_avg``, ``exp_avg_sq`` and ``step``.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; processes that share parameters all call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["algorithm"] == "muon":
+                for stack in _stacks(parameters):
+                    self._step_muon(stack, group)
+            elif parameters:
+                self._step_adamw(parameters, group)
+        return loss
+
+    def _step_muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Of matrices of one shape, or of one stack."""
+        updates = [self._update(parameter, group) for parameter in parameters]
+        is_stack = parameters[0].ndim == 3
+        part = _orthogonalise(updates[0] if is_stack else torch.stack(updates), parameters[0], group)
+        ratio = _lr_ratio(parameters[0].shape[-2], parameters[0].shape[-1], group["adjust_lr_fn"])
+        for parameter, direction in zip(parameters, [part] if is_stack else part.unbind(), strict=True):
+            local = _local(parameter)
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(direction, alpha=-group["lr"] * ratio)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """The momentum moved on; returns this process' part of U in bf16, which is what would be made of it anyway."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient, mean = _local(parameter.grad), _local(state["momentum_buffer"])
+        mean.lerp_(gradient, 1 - group["momentum"])
+        return (gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean).bfloat16()
+
+    def _step_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _stacks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices of one shape that are shared alike, few enough to be whole at once; each stack of experts by itself."""
+    alike: dict[Hashable, list[Tensor]] = {}
+    for parameter in parameters:
+        sharing = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else parameter.device
+        key = (parameter.shape, sharing) if parameter.ndim == 2 else id(parameter)
+        alike.setdefault(key, []).append(parameter)
+    for found in alike.values():
+        count = max(1, _LARGEST_STACK // found[0].numel())
+        for first in range(0, len(found), count):
+            yield found[first : first + count]
+
+
+def _orthogonalise(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """``part`` (B, m', n') of matrices U -> the same part of `newton_schulz` of them; ``parameter``, itself such a
+    stack or one of its matrices, says how processes share it.
+    """
+
+    def compute(whole: Tensor) -> Tensor:
+        return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"])
+
+    if not isinstance(parameter, DTensor):
+        return compute(part)
+    divided, shape = parameter.placements, parameter.shape
+    if parameter.ndim == 2:
+        divided, shape = tuple(map(_behind_stack, divided)), torch.Size((len(part), *shape))
+    whole = tuple(Replicate() if _dim(placement) > 0 else placement for placement in divided)
+    if whole == divided:
+        return compute(part)
+    stride, mesh = torch.empty(shape, device="meta").stride(), parameter.device_mesh
+    shared = DTensor.from_local(part, mesh, divided, run_check=False, shape=shape, stride=stride)
+    result = compute(shared.redistribute(placements=whole).to_local())
+    shared = DTensor.from_local(result, mesh, whole, run_check=False, shape=shape, stride=stride)
+    return shared.redistribute(placements=divided).to_local()
+
+
+def _behind_stack(placement: Placement) -> Placement:
+    """The placement of a stack of matrices that have this one each."""
+    assert type(placement) in (Shard, Replicate), placement  # FSDP divides matrices in no other way
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
+
+
+def _dim(placement: Placement) -> int:
+    """The dimension that is divided; -1: none."""
+    return getattr(placement, "dim", -1)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part in this process, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _lr_ratio(rows: int, columns: int, adjust_lr_fn: str) -> float:
+    """r(m, n) of `MuonWithAdamW`."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
