@@ -7,7 +7,7 @@ In torch.distributed.checkpoint's files their names are ``model.<name>``, ``opti
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,7 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     state: dict[str, Tensor] = {}
     for name, entry in stored.items():
         if name.startswith(_OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
-            parameter, dtype = parameters[name.rpartition(".")[0]], entry.properties.dtype
-            if tuple(entry.size) == tuple(parameter.shape):  # a moment, sharded as its parameter is
-                state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            else:  # the number of steps
-                state[name] = torch.empty(entry.size, dtype=dtype)
+            state[name] = _room(parameters[name.rpartition(".")[0]], entry.size, entry.properties.dtype)
     random = {
         name: torch.empty(entry.size, dtype=torch.uint8)
         for name, entry in stored.items()
@@ -90,6 +86,13 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         torch.set_rng_state(random[f"{_RNG_CPU}{rank}"])
     if f"{_RNG_CUDA}{rank}" in random and torch.cuda.is_available():
         torch.cuda.set_rng_state(random[f"{_RNG_CUDA}{rank}"])
+
+
+def _room(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """For a tensor of a parameter's state: a moment, sharded as its parameter is, or the number of steps."""
+    if tuple(shape) == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -115,13 +118,11 @@ def read_whole_model(file: Path, model: nn.Module) -> None:
 def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Weights, buffers and the optimiser's state of a shared ``model``, from what one process wrote."""
     read_whole_model(model_file, model)
-    with safe_open(str(optimizer_file), "pt") as file:
-        saved = set(file.keys())
+    parameters = dict(model.named_parameters())
     state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        moments = (torch.empty_like(parameter, requires_grad=False) for _ in range(2))
-        room = zip(("exp_avg", "exp_avg_sq", "step"), (*moments, torch.empty(())), strict=True)
-        state |= {f"{name}.{key}": tensor for key, tensor in room if f"{name}.{key}" in saved}
+    with safe_open(str(optimizer_file), "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            state[name] = _room(parameters[name.rpartition(".")[0]], file.get_slice(name).get_shape(), torch.float32)
     _fill(state, optimizer_file)
     load_optimizer_tensors(model, optimizer, state)
 

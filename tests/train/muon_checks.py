@@ -1,0 +1,187 @@
+"""What jobs of two and of four processes check of Muon; `test_train_muon_distributed` runs it.
+
+E experts · m, n rows and columns of a matrix
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_checkpoint_checks import EXACT, assert_state, run_dir, save_state, step, whole_state
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
+from tilemoe.data import load_tokenizer
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.parallel.gradients import clip_gradients
+from tilemoe.parallel.mesh import build_meshes
+from tilemoe.parallel.model import parallelize
+from tilemoe.train.checkpoints.folder import TrainState, open_checkpoint, save_checkpoint
+from tilemoe.train.checkpoints.sharded_state import copy_part
+from tilemoe.train.config import OptimConfig, load_recipe
+from tilemoe.train.optim import make_optimizer
+
+MUON = OptimConfig(lr=0.1, name="muon")
+MOE = MoEConfig(16, 8, 8, 2, router=RouterConfig(selection_bias=True), shared_intermediate_size=8)
+# Six rows of q_proj: of four processes the last has none.
+MODEL = ModelConfig(
+    vocab_size=32, hidden_size=16, num_layers=3, num_heads=1, num_kv_heads=1, head_dim=6, max_seq_len=8, moe=MOE,
+    dense_intermediate_size=24, dense_layers=(0,), initializer_range=0.3,
+)  # fmt: skip
+EP_FSDP = replace(EXACT, expert=2)
+HSDP = replace(EXACT, replicate=2)
+FROM_ONE = "step_00000007"
+
+
+def with_experts(count: int) -> ModelConfig:
+    return replace(MODEL, moe=replace(MOE, num_experts=count))
+
+
+def make(config: ParallelConfig | None, model: ModelConfig = MODEL, seed: int = 0, **options: Any) -> Any:
+    """A model and its optimiser, shared as ``config`` says, None: whole."""
+    generator = torch.Generator().manual_seed(seed)
+    many = DecoderLM(model, device="meta" if config else "cpu", **options)
+    if config is None:
+        many.reset_parameters(generator)
+    else:
+        parallelize(many, build_meshes(config, model, "cpu"), device="cpu", generator=generator)
+    return many, make_optimizer(many, MUON)
+
+
+def gradients(model: nn.Module, number: int) -> Iterator[Tensor]:
+    """Whole ones, the same in every process."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        yield torch.randn(parameter.shape, generator=generator)
+
+
+def assert_near(got: Any, want: Any, limit: float) -> None:
+    """Weights and states, each by its norm."""
+    expected = whole_state(want)
+    for name, tensor in whole_state(got).items():
+        assert (tensor - expected[name]).norm() <= limit * expected[name].norm(), name
+
+
+class Gathers(TorchDispatchMode):
+    """Shapes and dtypes of what processes gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_gather" in func.name() or "reduce" in func.name() or "all_to_all" in func.name():
+            self.seen.append((tuple(args[0].shape), args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def check_given_gradients_move_weights_as_in_one_process() -> None:
+    """However matrices are divided, up to fp32's rounding; experts' are gathered only where their rows are divided."""
+    for config, experts, gathered in (
+        (EXACT, 8, []),
+        (EXACT, 6, [(6, 4, 16), (6, 4, 8)]),  # w1 and w2, a fourth of their rows
+        (HSDP, 8, []),
+        (EP_FSDP, 8, []),
+        (EP_FSDP, 6, [(3, 8, 16), (3, 8, 8)]),  # of this process' three experts half the rows
+    ):
+        many, optimizer = make(config, with_experts(experts))
+        one, reference = make(None, with_experts(experts))
+        for number in range(3):
+            for parameter, got, gradient in zip(
+                one.parameters(), many.parameters(), gradients(one, number), strict=True
+            ):
+                parameter.grad, got.grad = gradient, torch.zeros_like(got)
+                copy_part(got.grad, gradient.__getitem__)
+            reference.step()
+            with Gathers() as gathers:
+                optimizer.step()
+            assert all(dtype == torch.bfloat16 for _, dtype in gathers.seen)
+            shapes = [shape for shape, _ in gathers.seen]
+            assert [shapes.count(shape) for shape in gathered] == [2] * len(gathered), shapes  # of the MoE layers
+            # Of one shape: q, k and v of all layers; o; dense w1; dense w2; shared w1; shared w2.
+            assert len(shapes) == 6 + 2 * len(gathered), shapes
+        assert_near((many, optimizer), (one, reference), 1e-6)
+
+
+def check_training_is_that_of_one_process() -> None:
+    """Three steps in fp64 with clipping, whose gradients differ in the last bits."""
+    many, optimizer = make(EP_FSDP, dtype=torch.float64)
+    one, reference = make(None, dtype=torch.float64)
+    ids = torch.randint(32, (dist.get_world_size(), 2, 9), generator=torch.Generator().manual_seed(3))
+    for _ in range(3):
+        for model, its, mine, share in (
+            (one, reference, ids.flatten(0, 1), 1),
+            (many, optimizer, ids[dist.get_rank()], dist.get_world_size()),
+        ):
+            out = model(mine[:, :-1], mine[:, 1:])
+            (out.loss / share).backward()
+            clip_gradients(model.parameters(), 0.5)
+            its.step()
+            its.zero_grad()
+    assert_near((many, optimizer), (one, reference), 2.0**-8)
+
+
+def check_save_on_two() -> None:
+    torch.manual_seed(100 + dist.get_rank())
+    for name, config in (("FSDP", EXACT), ("EP", EP_FSDP)):
+        training = make(config)
+        for number in (1, 2, 3):
+            step(training, number)
+            if number == 2:
+                state = TrainState(load_recipe("smoke"), 2, 20, 1.5, "abc")
+                save_state(run_dir() / name, state, training, keep_last=1)
+            found = whole_state(training)
+            if dist.get_rank() == 0:
+                torch.save(found, run_dir() / f"{name}_{number}.pt")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            assert any(key.endswith("experts.w2.momentum_buffer") for key in found)
+            assert not any(key.endswith("experts.w2.exp_avg") for key in found)
+
+
+def check_two_go_on_to_the_bit() -> None:
+    for name, config in (("FSDP", EXACT), ("EP", EP_FSDP)):
+        training = make(config, seed=5)
+        open_checkpoint(run_dir() / name / "step_00000002").load_training(*training)
+        assert_state(training, f"{name}_2.pt")
+        step(training, 3)
+        assert_state(training, f"{name}_3.pt")
+
+
+def check_resume_on_four() -> None:
+    for name in ("FSDP", "EP"):
+        for config in (EXACT, HSDP, EP_FSDP, replace(EXACT, expert=4)):
+            training = make(config, seed=5)
+            open_checkpoint(run_dir() / name / "step_00000002").load_training(*training)
+            assert_state(training, f"{name}_2.pt")
+            momentum = training[1].state[training[0].blocks[1].mlp.experts.w1]["momentum_buffer"]
+            assert isinstance(momentum, DTensor)
+            assert momentum.placements == training[0].blocks[1].mlp.experts.w1.placements
+            step(training, 3)
+
+
+def check_what_one_process_wrote() -> None:
+    """Read by all, each its parts."""
+    if dist.get_rank() == 0:
+        whole = make(None)
+        for parameter, gradient in zip(whole[0].parameters(), gradients(whole[0], 1), strict=True):
+            parameter.grad = gradient
+        whole[1].step()
+        state = TrainState(load_recipe("smoke"), 7, 70, 1.5, "abc")
+        save_checkpoint(run_dir(), state, *whole, tokenizer=load_tokenizer("bytes"), keep_last=9)
+        torch.save(whole_state(whole), run_dir() / "one.pt")
+    dist.barrier()
+    for config in (EXACT, EP_FSDP):
+        training = make(config, seed=5)
+        open_checkpoint(run_dir() / FROM_ONE).load_training(*training)
+        assert_state(training, "one.pt")
+        step(training, 8)
+
+
+OF_ONE = (check_given_gradients_move_weights_as_in_one_process, check_training_is_that_of_one_process)
+ON_TWO = (check_save_on_two, check_two_go_on_to_the_bit)
+ON_FOUR = (*OF_ONE, check_resume_on_four, check_what_one_process_wrote)
