@@ -21,7 +21,7 @@ from tilemoe.train.checkpoints.restore import build_model, restore, select_devic
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import evaluate
 from tilemoe.train.job.signals import stop_request
-from tilemoe.train.loop import NonFiniteLossError, Trainer
+from tilemoe.train.loop import NonFiniteLossError, Trainer, expert_load
 from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
 from tilemoe.train.run import RunResult, Stopped, require_fresh, require_resumable, train
 from tilemoe.train.sample import continue_text, printable
@@ -103,9 +103,24 @@ def test_load_and_waste_are_of_all_micro_batches(
     rows = torch.stack(seen).double()
     assert rows.shape == (2, 2, 4)
     assert stats.expert_load == pytest.approx((rows.sum(0).amax(1) / rows.sum(0).mean(1)).tolist(), abs=1e-4)
+    assert stats.expert_load_p95 == stats.expert_load  # of four experts
+    assert stats.dead_experts == [0, 0]
     padded = 128 * torch.ceil(rows / 128)
     expected = [0.0, 0.0] if tile else (padded.sum((0, 2)) / rows.sum((0, 2)) - 1).tolist()
     assert stats.tile_waste == pytest.approx(expected, abs=1e-4)
+
+
+def test_dead_experts_and_the_load_of_the_95th_percentile_of_experts() -> None:
+    counts = torch.ones(2, 40, dtype=torch.int64)
+    counts[0, :3] = torch.tensor([100, 50, 21])  # of 40 experts two are above the percentile
+    counts[1, 7:] = 0
+    mean = counts.double().mean(1)
+    busiest, p95, dead = expert_load(counts)
+    assert busiest.tolist() == pytest.approx((torch.tensor([100.0, 1.0]) / mean).tolist())
+    assert p95.tolist() == pytest.approx((torch.tensor([21.0, 1.0]) / mean).tolist())
+    assert dead.tolist() == [0.0, 33.0]
+    assert expert_load(torch.zeros(0, 0, dtype=torch.int64)).shape == (3, 0)
+    assert expert_load(torch.zeros(1, 4, dtype=torch.int64)).tolist() == [[0.0], [0.0], [4.0]]
 
 
 @pytest.mark.parametrize("poison", ["weights", "gradient"])

@@ -96,10 +96,11 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = MetricsWriter(tmp_path, open_tensorboard(tmp_path, 1))
-    writer.write("train", {"step": 3, "nats_per_token": 2.5, "expert_load": [1.0]})
+    writer.write("train", {"step": 3, "nats_per_token": 2.5, "dead_experts": [0, 1], "tokens_per_expert": [[3, 1]]})
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["train/nats_per_token"]
+    assert events.Tags()["scalars"] == ["train/nats_per_token", "train/dead_experts/0", "train/dead_experts/1"]
+    assert [(event.step, event.value) for event in events.Scalars("train/dead_experts/1")] == [(3, 1.0)]
     assert [(event.step, event.value) for event in events.Scalars("train/nats_per_token")] == [(3, 2.5)]
 
 
@@ -154,7 +155,7 @@ class Terminal(io.StringIO):
 
 
 def stats(step: int, load: list[float]) -> StepStats:
-    return StepStats(step, 1000 * step, 1.23456, 0.0, 1e-3, 0.5, load, [0.041] * len(load))
+    return StepStats(step, 1000 * step, 1.23456, 0.0, 1e-3, 0.5, load, load, [0] * len(load), [0.041] * len(load))
 
 
 def drive(reporter: Reporter) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -143,10 +144,10 @@ class Trainer:
         counts = parts.sum(0)
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
         own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
-        load = _expert_load(sum_over_ranks(counts))
+        load = expert_load(sum_over_ranks(counts))
         waste = _tile_waste(rows_of_experts(self.model, parts), self._tile)
         # The step's one read from the device, which then works on the update while the next step is being launched.
-        values = values_of_processes(torch.cat([own, load, waste]), self.job)
+        values = values_of_processes(torch.cat([own, load.flatten(), waste]), self.job)
         self._require_finite(values)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -155,8 +156,9 @@ class Trainer:
         self.step += 1
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
         means = [sum(column) / len(values) for column in zip(*values, strict=True)]
-        layers = [round(value, 4) for value in means[3:]]
-        per_layer = layers[: len(load)], layers[len(load) :]
+        layers = len(waste)
+        busiest, p95, dead, padding = ([round(v, 4) for v in means[3 + i * layers :][:layers]] for i in range(4))
+        per_layer = busiest, p95, [int(count) for count in dead], padding
         return StepStats(self.step, self.tokens, means[0], means[1], lr, values[0][2], *per_layer)
 
     def _accumulate(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,11 +308,15 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return 1e12 * (gpu.bf16_tflops if precision == "bf16" else gpu.fp32_tflops)
 
 
-def _expert_load(counts: Tensor) -> Tensor:
-    """Per MoE layer, the busiest expert's tokens over the mean of all; (layers, experts) -> (layers,) fp64."""
+def expert_load(counts: Tensor) -> Tensor:
+    """Of each MoE layer's tokens per expert: the most and their 95th percentile, both over their mean, and how many are
+    0; (layers, experts) -> (3, layers) fp64.
+    """
     if not counts.numel():
-        return counts.new_empty(0, dtype=torch.float64)
-    return counts.amax(1).double() / counts.double().mean(1).clamp(min=1e-9)
+        return counts.new_empty(3, 0, dtype=torch.float64)
+    ascending, mean = counts.sort(1).values.double(), counts.double().mean(1).clamp(min=1e-9)
+    p95 = ascending[:, math.ceil(0.95 * counts.shape[1]) - 1]  # by nearest rank
+    return torch.stack([ascending[:, -1] / mean, p95 / mean, (counts == 0).sum(1).double()])
 
 
 def _tile_waste(rows: Tensor, tile: int) -> Tensor:

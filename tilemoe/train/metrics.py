@@ -3,9 +3,10 @@
 Two kinds of record, told apart by ``kind``; everything except the ``TIMING_FIELDS`` is a function of the recipe:
 
 * ``train``: step, tokens, nats_per_token (the loss: cross-entropy of the step's batches), aux_loss, lr, grad_norm,
-  expert_load (per MoE layer, the busiest expert's share over the mean), tile_waste (per MoE layer, by how much rows
-  padded to the GPU's tiles exceed the rows: what token rounding saves), seconds, tokens_per_second (of all processes),
-  mfu (see `tilemoe.train.progress.Speed`; null where the device's rate is unknown);
+  four lists with a number per MoE layer: expert_load (tokens of the busiest expert over the mean), expert_load_p95
+  (tokens that 95% of the experts do not exceed, over the mean), dead_experts (without a token in the step), tile_waste
+  (by how much rows padded to the GPU's tiles exceed the rows: what token rounding saves); seconds, tokens_per_second
+  (of all processes), mfu (see `tilemoe.train.progress.Speed`; null where the device's rate is unknown);
 * ``eval``: step, nats_per_token and nats_per_byte (the loss on held-out text; the latter null where unknown), tokens,
   whole_split (false: on a subset), tokens_per_expert (MoE layers x experts), seconds.
 """
@@ -69,7 +70,8 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 class MetricsWriter:
-    """Appends records to ``metrics.jsonl``, each flushed at once, and mirrors their numbers to TensorBoard.
+    """Appends records to ``metrics.jsonl``, each flushed at once, and mirrors their numbers to TensorBoard: a curve for
+    each, and for each MoE layer of a list of numbers.
 
     events: a ``torch.utils.tensorboard.SummaryWriter``.
     """
@@ -82,9 +84,8 @@ class MetricsWriter:
         self._file.write(json.dumps({"kind": kind, **record}) + "\n")
         self._file.flush()
         if self._events is not None:
-            for name, value in record.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._events.add_scalar(f"{kind}/{name}", value, record["step"])
+            for name, value in _numbers(kind, record):
+                self._events.add_scalar(name, value, record["step"])
             self._events.flush()
 
     def sync(self) -> None:
@@ -96,6 +97,15 @@ class MetricsWriter:
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+def _numbers(kind: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Each number of a record and of its lists, by a name of its own; a table (layers x experts) is none."""
+    for name, value in record.items():
+        values = {f"/{i}": each for i, each in enumerate(value)} if isinstance(value, list) else {"": value}
+        for suffix, each in values.items():
+            if isinstance(each, (int, float)) and name != "step":
+                yield f"{kind}/{name}{suffix}", each
 
 
 def open_tensorboard(run_dir: Path, first_step: int) -> Any:

@@ -23,7 +23,9 @@ class StepStats:
     aux_loss: float
     lr: float
     grad_norm: float
-    expert_load: list[float]  # per MoE layer: busiest expert / mean; empty for a dense model
+    expert_load: list[float]  # per MoE layer: tokens of the busiest expert / mean; empty for a dense model
+    expert_load_p95: list[float]  # per MoE layer: tokens that 95% of the experts do not exceed / mean
+    dead_experts: list[int]  # per MoE layer: experts without a token in this step
     tile_waste: list[float]  # per MoE layer: padding to whole tiles / rows
 
 
