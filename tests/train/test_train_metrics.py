@@ -26,7 +26,7 @@ from tilemoe.train.progress import (
 def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
     writer = MetricsWriter(folder)
     for step in range(1, steps + 1):
-        writer.write("train", {"step": step, "nats_per_token": 5.0 / step})
+        writer.write("train", {"step": step, "nats_per_token": 5.0 / step, "tokens_per_second": 1000.0 * step})
         if step % 2 == 0:
             counts = [[3, 1], [2, 2]] if experts else []
             loss = {"nats_per_token": 5.0 / step, "whole_split": step == steps}
@@ -116,6 +116,16 @@ def test_the_plot_tells_a_subset_from_the_whole_split(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     axes = make_figure(list(read_metrics(write_run(tmp_path / "other", steps=2))), "title").axes[0]
     assert [line.get_label() for line in axes.get_lines()] == ["training", "held-out, whole split"]
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_the_plot_shows_loss_throughput_and_load(tmp_path: Path, experts: bool) -> None:
+    figure = make_figure(list(read_metrics(write_run(tmp_path, experts=experts))), "title")
+    labels = ["loss [nats/token]", "throughput [tokens/s]", *(["MoE layer", ""] if experts else [])]
+    assert [axes.get_ylabel() for axes in figure.axes] == labels  # the last is the colours'
+    (line,) = figure.axes[1].get_lines()
+    assert list(line.get_xdata()) == [1, 2, 3, 4, 5, 6]
+    assert list(line.get_ydata()) == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0, 6000.0]
 
 
 @pytest.mark.parametrize("experts", [True, False])

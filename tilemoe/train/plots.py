@@ -1,4 +1,4 @@
-"""``plot.png``: the loss curves, and how evenly the tokens fall on the experts. Needs matplotlib (tilemoe[plot])."""
+"""``plot.png``: the losses, the throughput, and how evenly tokens fall on experts. Needs matplotlib (tilemoe[plot])."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ def make_figure(records: Sequence[Mapping[str, Any]], title: str) -> Figure:
 
     evals = [record for record in records if record["kind"] == "eval"]
     load = next((record["tokens_per_expert"] for record in reversed(evals) if record["tokens_per_expert"]), None)
-    figure = Figure(figsize=(11.0 if load else 6.5, 4.2), layout="constrained")
-    axes = figure.subplots(1, 2 if load else 1, squeeze=False)[0]
-    _draw_losses(axes[0], [record for record in records if record["kind"] == "train"], evals)
+    train = [record for record in records if record["kind"] == "train"]
+    panels = 3 if load else 2
+    figure = Figure(figsize=(5.5 * panels, 4.2), layout="constrained")
+    axes = figure.subplots(1, panels)
+    _draw_losses(axes[0], train, evals)
+    _draw_throughput(axes[1], train)
     if load:
-        _draw_load(figure, axes[1], load)
+        _draw_load(figure, axes[2], load)
     figure.suptitle(title)
     return figure
 
@@ -55,6 +58,14 @@ def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], evals: Sequence[
     axes.set(xlabel="optimiser step", ylabel="loss [nats/token]")
     axes.grid(alpha=0.3)
     axes.legend()
+
+
+def _draw_throughput(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
+    """Of all processes together, as the progress line shows it."""
+    axes.plot([r["step"] for r in train], [r["tokens_per_second"] for r in train], lw=0.8, color="tab:green")
+    axes.set(xlabel="optimiser step", ylabel="throughput [tokens/s]")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
 
 
 def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:
