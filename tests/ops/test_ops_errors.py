@@ -63,6 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activation": "silu"}, r"w1 must be \(3, 4, 8\) to go with w2"),
     ({"w2": ones(D, N)}, r"w2 must be \(E, d, n\), got shape \(8, 4\)"),
     ({"w2": ones(E, N, D)}, r"w2 must be \(E, d, n\) \(3, 8, 4\), got \(3, 4, 8\); pass w2.transpose\(1, 2\)"),
+    ({"w1": ones(E, D, 6), "w2": ones(E, 3, D)}, r"w2 must be .*, got \(3, 3, 8\); pass w2.transpose\(1, 2\)"),
     ({"w2": ones(E, D, 0)}, r"w2 \(E, d, n\) must have no empty dimension, got shape \(3, 8, 0\)"),
     ({"w2": ones(E, 0, N)}, "w2 .* must have no empty dimension"),
     ({"w2": ones(0, D, N)}, "w2 .* must have no empty dimension"),

@@ -129,7 +129,8 @@ def check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tens
     if d == 0 or n == 0 or experts == 0:
         raise ValueError(f"w2 (E, d, n) must have no empty dimension, got shape {tuple(w2.shape)}")
     width = width_factor * n
-    if x.shape[1] == n != d and tuple(w1.shape) == (experts, width_factor * d, n):
+    fitting = (width_factor * d, n)  # of w1, were w2 transposed
+    if x.shape[1] == n != d and tuple(w1.shape) in ((experts, *fitting), (experts, *reversed(fitting))):
         raise ValueError(f"w2 must be (E, d, n) {(experts, n, d)}, got {tuple(w2.shape)}; pass w2.transpose(1, 2)")
     expected = {"x": (x, (x.shape[0], d)), "w1": (w1, (experts, width, d))}
     expected |= {} if b1 is None else {"b1": (b1, (experts, width))}
