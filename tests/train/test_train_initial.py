@@ -176,6 +176,8 @@ def test_what_cannot_be_started_from(moe_recipe: Recipe, tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match=r"^--init-from /no/such/folder: no such folder; give a run"):
         find_folder("--init-from", "/no/such/folder")
     write_model("olmoe", tmp_path / "base")
+    with pytest.raises(ValueError, match=r"^--init-from .*config\.json is a file; give its folder$"):
+        find_folder("--init-from", str(tmp_path / "base" / "config.json"))
     (tmp_path / "base" / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"base has no tokenizer\.json; save the model's tokenizer there"):
         adopt(moe_recipe, tmp_path / "base")

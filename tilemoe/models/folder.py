@@ -24,6 +24,8 @@ def find_folder(option: str, name: str, files: Sequence[str] = _HUB_FILES) -> Pa
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    if folder.exists():
+        raise ValueError(f"{option} {name} is a file; give its folder")
     missing = f"{option} {name}: no such folder"
     if re.fullmatch(_HUB_NAME, name) is None:
         raise ValueError(f"{missing}; give a run, a step_* folder, or transformers' folder")
