@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
         start = time.perf_counter()
         found[name] = train(RUNS[name], initial, windows, args)
         losses = found[name]["losses"]
-        line = f"{name}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {found[name]['ms_per_step']} ms a step"
+        line = f"{name}: loss {losses[0]:.4f} -> {losses[-1]:.4f} nats/token, {found[name]['ms_per_step']} ms a step"
         print(f"{line}, {time.perf_counter() - start:.0f} s", flush=True)
         record.append(NAME, [{"mode": "run", **where, "run": name, **found[name]}])
         if args.device == "cuda":

@@ -94,4 +94,4 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
 if __name__ == "__main__":
     losses = main()
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats/token")

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
         if step % 10 == 0 or step == options.steps - 1:
-            print(f"step {step:4}  loss {losses[-1]:.3f}")
+            print(f"step {step:4}  loss {losses[-1]:.3f} nats/token")
     merge_lora(model)
     save_hf(model, options.out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
