@@ -63,7 +63,7 @@ TRITON_HOMES = re.compile(
     r"kernels\.experts\.(triton|triton_fp8|hopper)\b|kernels\.\w+\.triton|runtime\.(launch|launch_trace|precompile|c_launcher|device)$"
 )
 DEPENDENCIES = {"torch", "numpy", "rich", "tyro", "tokenizers", "safetensors", "matplotlib", "tensorboard", "pyarrow"}
-DEPENDENCIES |= {"huggingface_hub"}  # where it is installed: tokenizers brings it along
+DEPENDENCIES |= {"huggingface_hub", "wandb"}  # where they are installed; tokenizers brings the first along
 
 
 def module_files() -> dict[str, Path]:

@@ -370,12 +370,13 @@ def test_missing_extras_are_one_line_and_the_run_goes_on(
         monkeypatch.delitem(sys.modules, name)
     for name in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in ("matplotlib", "tensorboard"):
+    for name in ("matplotlib", "tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)  # what is None there cannot be imported
-    train(replace(dense_recipe, train=replace(dense_recipe.train, steps=2, plot=True, tensorboard=True)))
+    train(replace(dense_recipe, train=replace(dense_recipe.train, steps=2, plot=True, tensorboard=True, wandb=True)))
     out = capsys.readouterr().out
     assert "no plot: pip install 'tilemoe[plot]'" in out.splitlines()
     assert "no TensorBoard files: pip install 'tilemoe[log]'" in out.splitlines()
+    assert "no Weights & Biases: pip install 'tilemoe[wandb]'" in out.splitlines()
     assert (Path(dense_recipe.train.out_dir) / "result.json").exists()
 
 

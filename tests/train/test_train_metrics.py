@@ -1,15 +1,22 @@
-"""metrics.jsonl: appended, cut back on resuming, mirrored to TensorBoard, drawn; and what a run shows of itself."""
+"""metrics.jsonl: appended, cut back on resuming, told to trackers, drawn; and what a run shows of itself."""
+
+from __future__ import annotations
 
 import builtins
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tilemoe.train.metrics import MetricsWriter, open_tensorboard, read_metrics, truncate_metrics
+from tilemoe.config import to_dict
+from tilemoe.train.checkpoints.folder import find_latest
+from tilemoe.train.config import Recipe
+from tilemoe.train.metrics import MetricsWriter, read_metrics, truncate_metrics
 from tilemoe.train.plots import draw, make_figure
 from tilemoe.train.progress import (
     PlainReporter,
@@ -21,6 +28,8 @@ from tilemoe.train.progress import (
     make_reporter,
     summary,
 )
+from tilemoe.train.run import train
+from tilemoe.train.trackers import TensorBoard, WandB
 
 
 def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
@@ -95,7 +104,7 @@ def test_every_record_is_readable_at_once(tmp_path: Path) -> None:
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = MetricsWriter(tmp_path, open_tensorboard(tmp_path, 1))
+    writer = MetricsWriter(tmp_path, [TensorBoard(tmp_path, 1)])
     writer.write("train", {"step": 3, "nats_per_token": 2.5, "dead_experts": [0, 1], "tokens_per_expert": [[3, 1]]})
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -118,6 +127,53 @@ def test_the_plot_tells_a_subset_from_the_whole_split(tmp_path: Path) -> None:
     assert [line.get_label() for line in axes.get_lines()] == ["training", "held-out, whole split"]
 
 
+class FakeWandB(ModuleType):
+    """Keeps what a run is started with, what it is told, and its end."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.started: list[dict[str, Any]] = []
+        self.told: list[object] = []
+        self.id, self.has_login = "a1b2", True
+
+    def init(self, **options: Any) -> FakeWandB:
+        if not self.has_login:
+            raise self.Error("No API key\nconfigured.")
+        self.started.append(options)
+        return self
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.told.append((step, numbers))
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+def test_weights_and_biases_gets_the_numbers_and_one_run(
+    moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for steps in (3, 6):  # the second goes on
+        recipe = replace(moe_recipe, train=replace(moe_recipe.train, steps=steps, wandb=True))
+        train(recipe, find_latest(Path(recipe.train.out_dir)))
+    first, second = fake.started
+    assert (first["project"], first["name"], first["id"], first["resume"]) == ("tilemoe", "run", None, "allow")
+    assert (second["id"], second["config"]) == ("a1b2", to_dict(recipe))
+    assert fake.told[-1] == "finished"
+    logged = [entry for entry in fake.told if isinstance(entry, tuple)]
+    assert [step for step, numbers in logged if "train/nats_per_token" in numbers] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, numbers in logged if "eval/nats_per_byte" in numbers] == [2, 3, 4, 6]
+    assert {"train/dead_experts/0", "train/expert_load/1"} <= logged[0][1].keys()
+    fake.has_login = False
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    with pytest.raises(ValueError, match=r"^train\.wandb: No API key configured; run wandb login, or set WANDB_MODE"):
+        WandB(tmp_path / "run", recipe)
+
+
 @pytest.mark.parametrize("experts", [True, False])
 def test_the_plot_shows_loss_throughput_and_load(tmp_path: Path, experts: bool) -> None:
     figure = make_figure(list(read_metrics(write_run(tmp_path, experts=experts))), "title")
@@ -137,15 +193,17 @@ def test_the_plot_is_a_png(tmp_path: Path, experts: bool) -> None:
     assert len(content) > 5000
 
 
-def test_without_matplotlib_or_tensorboard_the_import_fails_cleanly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_matplotlib_or_a_tracker_the_import_fails_cleanly(
+    moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path)
-    hide_modules(monkeypatch, "matplotlib", "tensorboard", "torch.utils.tensorboard")
+    hide_modules(monkeypatch, "matplotlib", "tensorboard", "torch.utils.tensorboard", "wandb")
     with pytest.raises(ImportError):
         draw(tmp_path, "title")
     with pytest.raises(ImportError):
-        open_tensorboard(tmp_path, 1)
+        TensorBoard(tmp_path, 1)
+    with pytest.raises(ImportError):
+        WandB(tmp_path, moe_recipe)
 
 
 def hide_modules(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:

@@ -12,7 +12,7 @@ from tilemoe.cli.parsing import parse
 from tilemoe.config import MoEConfig
 from tilemoe.models.presets import moe_preset
 
-_PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "pyarrow")
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

@@ -124,6 +124,7 @@ class TrainConfig:
     save_every: int = 250  # steps between checkpoints; 0: only at the end
     keep_last: int = 2  # checkpoints kept
     tensorboard: bool = False  # also write TensorBoard event files
+    wandb: bool = False  # also log to Weights & Biases, project tilemoe or $WANDB_PROJECT
     plot: bool = True  # draw plot.png at the end
     sample_prompt: str = "def "  # continued at the end of the run
     sample_tokens: int = 200  # length of that sample; 0: none

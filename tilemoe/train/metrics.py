@@ -1,4 +1,4 @@
-"""The run's record: ``metrics.jsonl``, one JSON object per line, and TensorBoard event files if wanted.
+"""The run's record: ``metrics.jsonl``, one JSON object per line, and its numbers for whoever draws curves.
 
 Two kinds of record, told apart by ``kind``; everything except the ``TIMING_FIELDS`` is a function of the recipe:
 
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from tilemoe.train.trackers import Tracker
 
 TIMING_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu"})
 METRICS_FILE = "metrics.jsonl"
@@ -70,23 +72,19 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 class MetricsWriter:
-    """Appends records to ``metrics.jsonl``, each flushed at once, and mirrors their numbers to TensorBoard: a curve for
-    each, and for each MoE layer of a list of numbers.
-
-    events: a ``torch.utils.tensorboard.SummaryWriter``.
+    """Appends records to ``metrics.jsonl``, each flushed at once, and tells ``trackers`` their numbers: each, and of a
+    list that of each MoE layer, has a name of its own.
     """
 
-    def __init__(self, run_dir: Path, events: Any = None) -> None:
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self._events = events
+        self._trackers = trackers
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({"kind": kind, **record}) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for name, value in _numbers(kind, record):
-                self._events.add_scalar(name, value, record["step"])
-            self._events.flush()
+        for tracker in self._trackers:
+            tracker.log(dict(_numbers(kind, record)), record["step"])
 
     def sync(self) -> None:
         """Force what was written to the disk; a checkpoint must never be ahead of its metrics."""
@@ -95,8 +93,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _numbers(kind: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -106,14 +104,3 @@ def _numbers(kind: str, record: Mapping[str, Any]) -> Iterator[tuple[str, float]
         for suffix, each in values.items():
             if isinstance(each, (int, float)) and name != "step":
                 yield f"{kind}/{name}{suffix}", each
-
-
-def open_tensorboard(run_dir: Path, first_step: int) -> Any:
-    """TensorBoard event files in ``run_dir/tensorboard``; steps from ``first_step`` on replace earlier ones.
-
-    Raises:
-        ModuleNotFoundError: TensorBoard is not installed.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)

@@ -29,11 +29,12 @@ from tilemoe.train.job.collective import joined
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.signals import sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
-from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, open_tensorboard, truncate_metrics
+from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, truncate_metrics
 from tilemoe.train.plots import draw
 from tilemoe.train.preflight import require_ready
 from tilemoe.train.progress import Reporter, make_reporter
 from tilemoe.train.sample import continue_text
+from tilemoe.train.trackers import TensorBoard, Tracker, WandB
 
 Made = TypeVar("Made")
 RESULT_FILE = "result.json"
@@ -139,10 +140,7 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | Stopped:
     job = trainer.job
     where = trainer.device.type if job.is_alone else f"{job.world_size} x {trainer.device.type}"
     reporter.say(f"{recipe.name}: {parameters:,} parameters on {where}, {recipe.train.steps} steps, {run_dir}")
-    events, first_step = None, trainer.step + 1
-    if job.is_first and recipe.train.tensorboard:
-        events = _if_installed(lambda: open_tensorboard(run_dir, first_step), "TensorBoard files", "log", reporter)
-    metrics = MetricsWriter(run_dir, events) if job.is_first else None
+    metrics = MetricsWriter(run_dir, _trackers(trainer, reporter)) if job.is_first else None
     try:
         with stop_request() as stop_requested:
             evaluation = trainer.fit(metrics, reporter, stop_requested)
@@ -165,6 +163,17 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | Stopped:
     finally:
         if metrics is not None:
             metrics.close()
+
+
+def _trackers(trainer: Trainer, reporter: Reporter) -> list[Tracker]:
+    """Those that the recipe asks for and that are installed."""
+    recipe, run_dir, first_step = trainer.recipe, trainer.run_dir, trainer.step + 1
+    found: list[Tracker | None] = []
+    if recipe.train.tensorboard:
+        found.append(_if_installed(lambda: TensorBoard(run_dir, first_step), "TensorBoard files", "log", reporter))
+    if recipe.train.wandb:
+        found.append(_if_installed(lambda: WandB(run_dir, recipe), "Weights & Biases", "wandb", reporter))
+    return [tracker for tracker in found if tracker is not None]
 
 
 def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter) -> Prepared:

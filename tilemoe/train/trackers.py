@@ -1,0 +1,79 @@
+"""Where a run's numbers go beside metrics.jsonl: TensorBoard (tilemoe[log]) and Weights & Biases (tilemoe[wandb])."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tilemoe.config import to_dict
+from tilemoe.train.config import Recipe
+
+_PROJECT = "tilemoe"
+_WANDB_ID = "run-id.txt"  # in W&B's folder: under which the run goes on there
+
+
+class Tracker(Protocol):
+    """Takes numbers by name, of steps that never decrease but where a run goes on from an older checkpoint."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in ``run_dir/tensorboard``; steps from ``first_step`` on replace earlier ones.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard is not installed.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, with the recipe as its configuration, in project "tilemoe" or ``$WANDB_PROJECT``.
+
+    A run that is resumed goes on there; of steps that it repeats W&B keeps the first numbers.
+
+    Raises:
+        ModuleNotFoundError: wandb is not installed.
+        ValueError: it cannot start a run, say without a login.
+    """
+
+    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
+        import wandb
+
+        id_file = run_dir / "wandb" / _WANDB_ID
+        id_file.parent.mkdir(exist_ok=True)  # else it would take another folder
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", _PROJECT),
+                name=run_dir.name,
+                dir=str(run_dir),
+                config=to_dict(recipe),
+                id=id_file.read_text() if id_file.exists() else None,
+                resume="allow",
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(f"train.wandb: {reason}; run wandb login, or set WANDB_MODE=offline") from error
+        id_file.write_text(self._run.id)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
