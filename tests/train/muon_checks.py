@@ -3,6 +3,7 @@
 E experts · m, n rows and columns of a matrix
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -80,13 +81,17 @@ class Gathers(TorchDispatchMode):
 
 
 def check_given_gradients_move_weights_as_in_one_process() -> None:
-    """However matrices are divided, up to fp32's rounding; experts' are gathered only where their rows are divided."""
-    for config, experts, gathered in (
+    """However matrices are divided, up to fp32's rounding; experts' are sent only where their rows are divided.
+
+    Gloo gathers what NCCL sends all to all, padded to as many as there are processes.
+    """
+    matrices_of: dict[ParallelConfig, Counter[tuple[int, ...]]] = {}
+    for config, experts, sent in (
         (EXACT, 8, []),
-        (EXACT, 6, [(6, 4, 16), (6, 4, 8)]),  # w1 and w2, a fourth of their rows
+        (EXACT, 6, [(8, 4, 16), (8, 4, 8), (2, 16, 16), (2, 16, 8)]),  # a fourth of the rows, then two whole experts
         (HSDP, 8, []),
         (EP_FSDP, 8, []),
-        (EP_FSDP, 6, [(3, 8, 16), (3, 8, 8)]),  # of this process' three experts half the rows
+        (EP_FSDP, 6, [(3, 8, 16), (3, 8, 8)]),  # half the rows of this process' three experts
     ):
         many, optimizer = make(config, with_experts(experts))
         one, reference = make(None, with_experts(experts))
@@ -101,9 +106,14 @@ def check_given_gradients_move_weights_as_in_one_process() -> None:
                 optimizer.step()
             assert all(dtype == torch.bfloat16 for _, dtype in gathers.seen)
             shapes = [shape for shape, _ in gathers.seen]
-            assert [shapes.count(shape) for shape in gathered] == [2] * len(gathered), shapes  # of the MoE layers
-            # Of one shape: q, k and v of all layers; o; dense w1; dense w2; shared w1; shared w2.
-            assert len(shapes) == 6 + 2 * len(gathered), shapes
+            # Nine of six rows, q, k and v of all layers: two rows of each, then three or five whole, in padded rows.
+            assert (
+                {(10, 3, 16), (5, 6, 16)} < set(shapes) if config is HSDP else {(12, 2, 16), (3, 8, 16)} < set(shapes)
+            )
+            matrices = matrices_of.setdefault(config, Counter(shapes))
+            assert Counter(shapes) - matrices == Counter(2 * sent), shapes  # two MoE layers
+            # Of one shape, there and back: q, k and v; o; dense w1; dense w2; shared w1; shared w2.
+            assert matrices.total() == 2 * 6, shapes
         assert_near((many, optimizer), (one, reference), 1e-6)
 
 

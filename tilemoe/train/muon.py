@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from tilemoe.train.config import OptimConfig
 
 _EPS = 1e-7  # the least norm that is divided by, as torch.optim.Muon's
-_LARGEST_STACK = 1 << 26  # elements of matrices that are gathered and orthogonalised together
+_LARGEST_STACK = 1 << 26  # elements of matrices that are sent and orthogonalised together
 
 
 def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
@@ -72,8 +72,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     * ``W <- (1 - lr wd) W - lr r(m, n) newton_schulz(U)``, where r is what ``adjust_lr_fn`` names: original
       ``sqrt(max(1, m/n))``, match_rms_adamw ``0.2 sqrt(max(m, n))`` (arXiv 2502.16982, equation 4).
 
-    A stack (B, m, n) is B such matrices. Matrices that processes share are gathered where their rows or columns are
-    divided, in bf16, those of one shape together; a stack that is divided by whole matrices stays where it is.
+    A stack (B, m, n) is B such matrices. Where processes share them by rows or columns, each process is sent some of
+    them, in bf16, those of one shape together; a stack that is divided by whole matrices stays where it is.
 
     State by parameter, shared as it is: ``momentum_buffer``, of AdamW ``exp_avg``, ``exp_avg_sq`` and ``step``.
     """
@@ -169,7 +169,7 @@ def _orthogonalise(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> Te
     divided, shape = parameter.placements, parameter.shape
     if parameter.ndim == 2:
         divided, shape = tuple(map(_behind_stack, divided)), torch.Size((len(part), *shape))
-    whole = tuple(Replicate() if _dim(placement) > 0 else placement for placement in divided)
+    whole = _whole_placements(divided)
     if whole == divided:
         return compute(part)
     stride, mesh = torch.empty(shape, device="meta").stride(), parameter.device_mesh
@@ -177,6 +177,19 @@ def _orthogonalise(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> Te
     result = compute(shared.redistribute(placements=whole).to_local())
     shared = DTensor.from_local(result, mesh, whole, run_check=False, shape=shape, stride=stride)
     return shared.redistribute(placements=divided).to_local()
+
+
+def _whole_placements(divided: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The placements of a stack (B, m, n) at which each matrix is whole somewhere; ``divided`` if they are already.
+
+    Processes that have parts of all matrices take some of the matrices each: a message to bring these together and one
+    to take the parts back are less than all matrices to all, and nothing is computed twice. Where the stack itself is
+    divided, too, by expert parallelism, the order of its parts would change, so there they gather their rows.
+    """
+    by_rows = [placement for placement in divided if _dim(placement) > 0]
+    is_divided = len(by_rows) > 1 or any(_dim(placement) == 0 for placement in divided)
+    target = Replicate() if is_divided else Shard(0)
+    return tuple(target if _dim(placement) > 0 else placement for placement in divided)
 
 
 def _behind_stack(placement: Placement) -> Placement:
