@@ -80,6 +80,7 @@ def test_eval_repeats_the_runs_figure(finished: Path, run: Run) -> None:
     status, older, _ = run("eval", "--checkpoint", finished / "step_00000025", "--batches", "2")
     assert status == 0
     assert "subset of 256 tokens" in older
+    assert older.endswith(" nats/byte, subset\n")
 
 
 def test_eval_shows_how_far_it_is_on_a_terminal_alone(

@@ -24,12 +24,12 @@ class EvalOptions:
     """Options of ``tilemoe eval``. Defaults are the settings that a checkpoint was trained with."""
 
     checkpoint: str  # a run's folder (its newest checkpoint), a step_* folder, transformers' folder, a name on the hub
-    corpus: str | None = None  # "stdlib", a file or a folder; default: of the training, which transformers' has not
-    heldout_every: int | None = None  # every N-th document is held out, and read; default: of the training, else 20
+    corpus: str | None = None  # "stdlib", a file or a folder; default: the training's, which transformers' folder lacks
+    heldout_every: int | None = None  # every N-th document is held out, and read; default: the training's, else 20
     batches: int = 0  # batches to read; 0: the whole held-out split
-    batch_size: int | None = None  # sequences per batch; default: of the training, else 8
-    seq_len: int | None = None  # tokens per sequence; default: of the training, else 2048 or what the model takes
-    precision: Literal["fp32", "bf16"] | None = None  # bf16: autocast; default: of the training, else fp32
+    batch_size: int | None = None  # sequences per batch; default: the training's, else 8
+    seq_len: int | None = None  # tokens per sequence; default: the training's, else 2048 or the model's longest
+    precision: Literal["fp32", "bf16"] | None = None  # bf16: autocast; default: the training's, else fp32
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> None:
     subject = _of_transformers(folder, options) if is_hf(folder) else _of_checkpoint(folder, options)
     result = _evaluate(subject, options.batches)
     print(f"checkpoint {subject.path}, {result}")
-    print(f"held-out loss {result.shown(2)}")
+    print(f"held-out loss {result.shown(2)}" + ("" if result.whole_split else ", subset"))
 
 
 def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
