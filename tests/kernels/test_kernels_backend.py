@@ -23,11 +23,11 @@ from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, forward_and_grads, make_inputs
 
-BUILT_IN = ("hopper", "torch", "torch_fp8", "triton", "triton_fp8")
+BUILT_IN = ("hopper", "hopper_fp8", "torch", "torch_fp8", "triton", "triton_fp8")
 PLAN = plan_topk(torch.arange(24).view(12, 2) % 5, 5)
 INPUTS = make_inputs(PLAN, 16, 8, bias=True)
 
-NAMES = "hopper, torch, torch_fp8, triton, triton_fp8"
+NAMES = "hopper, hopper_fp8, torch, torch_fp8, triton, triton_fp8"
 
 
 class Doubled(TorchBackend):
@@ -54,7 +54,7 @@ def in_int8(weight: Tensor, block: tuple[int, int] = (8, 4)) -> Operand:
     blocks = weight.float().view(experts, p // block[0], block[0], q // block[1], block[1])
     scale = blocks.abs().amax((2, 4)) / 127
     steps = (blocks / scale[:, :, None, :, None]).round().to(torch.int8)
-    return Operand(steps.view(weight.shape), scale, block)
+    return Operand(steps.view(weight.shape), scale, block, weight.dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -175,14 +175,15 @@ def test_what_is_for_inference_is_what_is_for_training_unless_a_backend_says_mor
 def test_an_operand_is_its_data_times_its_scales() -> None:
     data = torch.arange(2 * 5 * 7).view(2, 5, 7) - 30
     scale = torch.rand(2, 3, 3, dtype=torch.float64) + 0.5
-    dense = Operand(data.to(torch.int8), scale, (2, 3)).dense(torch.float64)
+    operand = Operand(data.to(torch.int8), scale, (2, 3), torch.float64)
+    dense = operand.dense(torch.float64)
     for e, i, j in itertools.product(range(2), range(5), range(7)):
         assert dense[e, i, j] == data[e, i, j] * scale[e, i // 2, j // 3]
-    assert Operand(data).dense(torch.float32).equal(data.float())
-    assert Operand(dense).dense(torch.float64) is dense, "nothing is copied where there is no scale"
-    for wrong in ({"scale": scale}, {"block": (2, 3)}, {"scale": scale[:, :2], "block": (2, 3)}):
-        with pytest.raises(AssertionError):
-            Operand(data, **wrong)
+    assert_equal(operand.transposed().dense(torch.float64), dense.transpose(1, 2))
+    for parts in ((slice(1, 2),), (slice(None), slice(2, 5)), (slice(None), slice(None), slice(3, 6))):
+        assert_equal(operand[parts].dense(torch.float64), dense[parts])
+    with pytest.raises(AssertionError, match="a scale for each block"):
+        Operand(data, scale[:, :2], (2, 3), torch.float64)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "torch.compile"])

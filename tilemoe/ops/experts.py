@@ -104,12 +104,13 @@ def moe_forward(
     else:
         a = backend.up_proj_act_inference(x, w1, b1, plan, spec)
         down_proj, slices = backend.down_proj_inference, inference_slices(shape)
+    w2 = backend.weight_operand(w2, 2)
     o: Tensor | None = None
     for columns in slices:
         y = down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)  # F2
         if columns is slices[-1]:
             del a  # before o is made, where there is one slice
-        o = x.new_empty(x.shape[0], w2.shape[1]) if o is None else o
+        o = x.new_empty(x.shape) if o is None else o
         backend.combine(y, s, plan, o[:, columns])  # F3
         del y  # not to be alive beside the next slice
     assert o is not None, "d is at least 1"
@@ -247,8 +248,9 @@ def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: Activat
     plan = without_derived(plan)
     d, n = w1.shape[2], w1.shape[1] // spec.width_factor
     dx = dh.new_empty(plan.num_tokens, d)
+    rows, weight = backend.rows_operand(dh), backend.weight_operand(w1, 1)
     for columns in backward_slices(shape_of(dh, d, n, plan, spec)):
-        dx_rows = backend.up_proj_dgrad(dh, w1[:, :, columns], plan)
+        dx_rows = backend.up_proj_dgrad(rows, weight[:, :, columns], plan)
         backend.combine_grad(dx_rows, plan, dx[:, columns])
         del dx_rows
     return dx

@@ -2,8 +2,9 @@
 
 R rows · d hidden_size · n intermediate_size · w = 2n gated, n ungated
 
-Every value becomes the nearest of e4m3's, ties to even, times its block's scale: the largest magnitude of the block /
-448, in fp32. A block of zeros has scale 1. Blocks are 1 x 128 of rows, 128 x 128 of a weight. Sums are in fp32.
+A block's scale is its largest magnitude / 448 in fp32, 1 for a block of zeros. Every value becomes the nearest of
+e4m3's to value * (1 / scale), ties to even, times the scale. Blocks are 1 x 128 of rows, 128 x 128 of a weight. Sums
+are in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def rounded(values: Tensor, rows_of_block: int) -> Tensor:
             largest = block.abs().max()
             scale = largest / _LARGEST if largest != 0 else torch.ones_like(largest)
             scale = torch.maximum(scale, torch.full_like(scale, torch.finfo(torch.float32).tiny))
-            out[place] = _e4m3(block / scale) * scale
+            out[place] = _e4m3(block * (1 / scale)) * scale
     return out
 
 

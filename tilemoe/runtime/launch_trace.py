@@ -122,6 +122,19 @@ class _Called(NamedTuple):
         pointers[self.slot] = result.data_ptr()
 
 
+class _Kept(NamedTuple):
+    """What is kept for an operand from call to call, found again: other tensors where the operand has changed."""
+
+    slots: list[int]
+    source: int
+    find: Callable[[Tensor], Sequence[Tensor]]
+
+    def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
+        for slot, found in zip(self.slots, self.find(tensors[self.source]), strict=True):
+            tensors[slot] = found
+            pointers[slot] = found.data_ptr()
+
+
 class _Freed(NamedTuple):
     """The end of what the steps after it do not use."""
 
@@ -177,8 +190,11 @@ class LaunchTracer(TorchDispatchMode):
         self._ranges = [_range(tensor) for tensor in tensors]
         self._layouts = [layout(tensor) for tensor in tensors]
         self._alive = set(range(len(tensors)))
+        self._is_finding = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_finding:
+            return func(*args, **(kwargs or {}))
         if func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             # Without autograd's keys, as in inference mode, `contiguous` and its like come whole: a view or a copy.
             with self:
@@ -194,6 +210,8 @@ class LaunchTracer(TorchDispatchMode):
 
     def launched(self, kernel: Any, grid: tuple[int, ...], args: list[Any]) -> None:
         """A launch of the compiled ``kernel``, which `tilemoe.runtime.launch.Launch` reports."""
+        if self._is_finding:
+            return
         metadata = kernel.metadata
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             self.problem = f"{metadata.name} asks Triton for memory"
@@ -212,6 +230,19 @@ class LaunchTracer(TorchDispatchMode):
         step = _Launched(kernel, (x, y, z), template, pointers, descriptors)
         how = direct(kernel)
         self._steps.append(step if how is None or len(how.metadata) != len(descriptors) else _directly(step, how))
+
+    def kept(self, find: Callable[[Tensor], Sequence[Tensor]], operand: Tensor) -> Sequence[Tensor]:
+        """``find(operand)``, which every repetition calls again: it launches what it needs by itself."""
+        source = self._whole(operand)
+        if source not in range(len(self._operands)):
+            self.problem = "something is kept for what is no operand"
+        self._is_finding = True
+        try:
+            found = find(operand)
+        finally:
+            self._is_finding = False
+        self._steps.append(_Kept([self._add(tensor) for tensor in found], source, find))
+        return found
 
     def spoil(self, problem: str) -> None:
         """The call does what cannot be repeated."""
@@ -350,6 +381,8 @@ def _slots_of(step: Any) -> list[int]:
         return [entry[1] for entry in step.pointers] + [entry[1] for entry in step.descriptors]
     if isinstance(step, _Made):
         return [step.slot]
+    if isinstance(step, _Kept):
+        return [*step.slots, step.source]
     found = [step.slot]
     tree_map_only(_Slot, lambda slot: found.append(slot.number), (step.args, step.kwargs))
     return found

@@ -69,9 +69,14 @@ class Precompile:
 
 def require_values() -> None:
     """Between a launch and what reads its results as indices, or on the host: leave a call that launches nothing."""
-    precompile = active()
-    if precompile is not None and precompile.withheld:
+    if withholds_values():
         raise WithheldError
+
+
+def withholds_values() -> bool:
+    """Whether what this call launches now is not: nothing that it makes has values."""
+    precompile = active()
+    return precompile is not None and precompile.withheld
 
 
 def active() -> Precompile | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,27 +32,43 @@ class Operand:
     """What a GEMM reads where elements share scales: ``value = data * scale``, a scale for each block of elements.
 
     data (..., p, q) · block (bp, bq), of data's last two dimensions · scale (..., ceil(p / bp), ceil(q / bq)), any
-    float dtype. scale and block are None where data is the value: bf16, fp16, fp32 and fp64 have no scale.
+    float dtype · dtype: of the tensor that was quantised, and of what is computed from it.
     """
 
     data: Tensor
-    scale: Tensor | None = None
-    block: tuple[int, int] | None = None
+    scale: Tensor
+    block: tuple[int, int]
+    dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        assert (self.scale is None) == (self.block is None), "scales are of blocks"
-        if self.scale is not None and self.block is not None:
-            *batch, p, q = self.data.shape
-            blocks = (-(-p // self.block[0]), -(-q // self.block[1]))
-            assert self.scale.shape == (*batch, *blocks), "a scale for each block, the ragged ones, too"
+        *batch, p, q = self.data.shape
+        blocks = (-(-p // self.block[0]), -(-q // self.block[1]))
+        assert self.scale.shape == (*batch, *blocks), "a scale for each block, the ragged ones, too"
+
+    def __getitem__(self, parts: tuple[slice, ...]) -> Operand:
+        """As of a tensor, a slice for each leading dimension; of one that has blocks, whole blocks."""
+        sizes = (1,) * (self.data.ndim - 2) + self.block
+        blocks = tuple(_blocks_of(part, size) for part, size in zip(parts, sizes, strict=False))
+        return Operand(self.data[parts], self.scale[blocks], self.block, self.dtype)
+
+    def transposed(self) -> Operand:
+        """The last two dimensions exchanged."""
+        return Operand(self.data.transpose(-2, -1), self.scale.transpose(-2, -1), self.block[::-1], self.dtype)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The values in ``dtype``, for a GEMM that takes no scales; multiplied in the scale's dtype, rounded once."""
-        if self.scale is None or self.block is None:
-            return self.data.to(dtype)
         p, q = self.data.shape[-2:]
         scale = self.scale.repeat_interleave(self.block[0], -2)[..., :p, :]
         return (self.data.to(scale.dtype) * scale.repeat_interleave(self.block[1], -1)[..., :q]).to(dtype)
+
+
+def _blocks_of(part: slice, size: int) -> slice:
+    start, stop = (None if at is None else -(-at // size) for at in (part.start, part.stop))
+    return slice(start, stop)
+
+
+# What a backend's own method gave and F2 or B3 reads: a tensor, or an `Operand` of a backend that quantises.
+Given = Any
 
 
 class Backend(ABC):
@@ -62,7 +78,7 @@ class Backend(ABC):
     exists and override what you do better. A method may refuse operands with a ValueError that names the fix.
 
     Operands and results are tensors of the layer's dtype. A backend that multiplies in a narrower precision makes an
-    `Operand` of each inside its methods, and no scale leaves them.
+    `Operand` of each inside its methods; what F2 and B3 read a slice of d at a time it may make once for all slices.
     """
 
     name: ClassVar[str]  # that it is registered by
@@ -72,23 +88,33 @@ class Backend(ABC):
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         """Why it cannot compute here in ``dtype`` with these values of d and n, in a few words; None if it can."""
 
+    def rows_operand(self, rows: Tensor) -> Given:
+        """What `up_proj_dgrad` reads of dh (R_max, w)."""
+        return rows
+
+    def weight_operand(self, weight: Tensor, contracted: int) -> Given:
+        """What `down_proj` and `up_proj_dgrad` read of a weight (E, p, q), to be indexed like it, where they contract
+        its dimension ``contracted``.
+        """
+        return weight
+
     @abstractmethod
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Given, Tensor]:
         """F1: gather x by token, ``h = x w1^T + b1``, ``a = act(h)``; (a (R_max, n), h (R_max, w))."""
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> Tensor:
+    ) -> Given:
         """F1 where nothing will be differentiated: a (R_max, n) alone, h need not reach memory."""
         return self.up_proj_act(x, w1, b1, plan, spec)[0]
 
     @abstractmethod
-    def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) from c of w2's and b2's columns of d."""
 
-    def down_proj_inference(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2 of what `up_proj_act_inference` gave: the two may share what suits few rows."""
         return self.down_proj(a, w2, b2, plan)
 
@@ -114,7 +140,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
         """B3: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) from c of w1's columns of d."""
 
     @abstractmethod

@@ -2,7 +2,8 @@
 
 Activations and gradients have a scale for each 128 elements of a row, weights for each 128 x 128, so that a weight and
 its transpose share their scales. A scale is the block's largest magnitude / 448 in fp32; 1 for a block of zeros.
-Division and rounding (to nearest, ties to even) are fp32's and e4m3's. A NaN or an infinity makes its block NaN.
+``data`` is ``value * (1 / scale)``, the inverse and the product in fp32, rounded to nearest, ties to even. A NaN or an
+infinity makes its block NaN.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
     blocks = padded.view(*batch, rows, block[0], columns, block[1])
     largest = blocks.abs().amax(dim=(-3, -1), keepdim=True)
     scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
-    data = (blocks / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :p, :q]
-    return Operand(data.contiguous(), scale.view(*batch, rows, columns), block)
+    data = (blocks * (1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :p, :q]
+    return Operand(data.contiguous(), scale.view(*batch, rows, columns), block, values.dtype)
 
 
 def why_not_quantized(dtype: torch.dtype, *widths: int) -> str | None:

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.base import Given
 from tilemoe.kernels.experts.hopper import configs, host, serves
 from tilemoe.kernels.experts.hopper.configs import TILES, is_faster
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, has_aligned_rows, score_grad
@@ -25,7 +26,7 @@ from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 
-_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 class HopperBackend(TritonBackend):
@@ -36,7 +37,7 @@ class HopperBackend(TritonBackend):
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Given, Tensor]:
         d, n = x.shape[1], w1.shape[1] // spec.width_factor
         following = _device("down_proj", x, plan, n, d)
         if following is not None:  # F2's tiles are listed with F1's, whichever kernel F1 takes: one launch, not two
@@ -90,7 +91,7 @@ def _device(kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, widt
     why = configs.why_unsupported(device, triton.__version__)
     if why is not None:
         raise ValueError(f"kernels='hopper': {why}; pass kernels=None or 'triton'")
-    if rows.dtype not in _DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
+    if rows.dtype not in DTYPES or plan.capacity == 0 or width_in % WIDTH_MULTIPLE or width_out % WIDTH_MULTIPLE:
         return None
     return device if is_faster(kernel, width_in, width_out) else None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Backend, empty_weight_grad
+from tilemoe.kernels.experts.base import Backend, Given, empty_weight_grad
 from tilemoe.kernels.experts.triton import bias_grad, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
@@ -31,12 +31,12 @@ class TritonBackend(Backend):
 
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Given, Tensor]:
         return self._up_proj_act(x, w1, b1, plan, spec, keep_h=True)
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> Tensor:
+    ) -> Given:
         block_m = small_m(plan.capacity, plan.num_experts)
         if block_m is None or plan.capacity == 0:
             return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
@@ -45,10 +45,10 @@ class TritonBackend(Backend):
         launch.run()
         return a
 
-    def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)
 
-    def down_proj_inference(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         block_m = small_m(plan.capacity, plan.num_experts)
         if block_m is None or plan.capacity == 0:
             return self.down_proj(a, w2, b2, plan)
@@ -77,7 +77,7 @@ class TritonBackend(Backend):
         self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan)
         return dw2
 
-    def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
         return self._rows("up_proj_dgrad", dh, w1, None, plan)
 
     def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
@@ -102,7 +102,7 @@ class TritonBackend(Backend):
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Given, Tensor]:
         """F1: (a, h), h (0, w) where it is not kept."""
         n = w1.shape[1] // spec.width_factor
         device = _check(x, x.shape[1], n)

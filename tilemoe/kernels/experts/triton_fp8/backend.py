@@ -2,7 +2,7 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 
-A call quantises what its GEMM reads: x and do once for each token, weights and rows once for each call.
+x and do are quantised once for each token, a and dh once, weights as `quantized_weight` says.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.base import Given, Operand
 from tilemoe.kernels.experts.quantize import why_not_quantized
 from tilemoe.kernels.experts.triton import host
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.experts.triton_fp8 import gemm
-from tilemoe.kernels.experts.triton_fp8.quantize import Rows, Weight, rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of, gpu
@@ -38,19 +39,25 @@ class TritonFp8Backend(TritonBackend):
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return super().why_unsupported(device, dtype, widths) or why_not_quantized(dtype, *widths) or _why_not(device)
 
+    def rows_operand(self, rows: Tensor) -> Operand:
+        return quantized_rows(rows.contiguous())
+
+    def weight_operand(self, weight: Tensor, contracted: int) -> Operand:
+        return quantized_weight(weight, contracted)
+
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> Tensor:
+    ) -> Given:
         return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
 
-    def down_proj_inference(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self.down_proj(a, w2, b2, plan)
 
-    def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        return _rows_times(a, _quantized_weight(w2)[0], b2, plan)
+    def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        return _rows_times(a, quantized_weight(w2, 2), b2, plan)
 
-    def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
-        return _rows_times(dh, _quantized_weight(w1)[1], None, plan)
+    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
+        return _rows_times(dh, quantized_weight(w1, 1).transposed(), None, plan)
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
@@ -62,7 +69,7 @@ class TritonFp8Backend(TritonBackend):
         do, h, (tile_m, tile_n) = aligned_rows(do), h.contiguous(), _tile(_ACT_TILE, device)
         tiles = listed_tiles(plan, tile_m)
         dh, a_scaled, partial = host.dact_outputs(h, s, plan, n, n // tile_n)
-        operands, strides = _operands(_quantized_rows(do), _quantized_weight(w2)[1])
+        operands, strides = _operands(quantized_rows(do), quantized_weight(w2, 1).transposed())
         indices = (plan.token_of_row, plan.pair_of_row, *tiles)
         sizes = (plan.capacity, d, n, *strides, spec.limit, spec.alpha)
         constants = {**host.activation_constants(spec, do.dtype), "BLOCK_M": tile_m, "BLOCK_N": tile_n}
@@ -77,7 +84,7 @@ class TritonFp8Backend(TritonBackend):
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Given, Tensor]:
         if plan.capacity == 0:
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
         d, n = x.shape[1], w1.shape[1] // spec.width_factor
@@ -85,7 +92,7 @@ class TritonFp8Backend(TritonBackend):
         tile_m, tile_n = _tile(_ACT_TILE, device)
         tiles = listed_tiles(plan, tile_m)
         a, h = host.act_outputs(x, plan, spec, n, keep_h)
-        operands, strides = _operands(_quantized_rows(aligned_rows(x)), _quantized_weight(w1)[0])
+        operands, strides = _operands(quantized_rows(aligned_rows(x)), quantized_weight(w1, 2))
         bias_strides = (0, 0) if b1 is None else b1.stride()
         sizes = (d, n, *strides, *bias_strides, spec.limit, spec.alpha)
         constants = {
@@ -105,16 +112,16 @@ class TritonFp8Backend(TritonBackend):
         return a, h
 
 
-def _rows_times(rows: Tensor, weight: Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+def _rows_times(rows: Given, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
     """F2 and B3: (R_max, out) of rows (R_max, in) and a weight (E, out, in)."""
     width_out, width_in = weight.data.shape[1:]
-    out = rows.new_empty(plan.capacity, width_out)
+    out = weight.scale.new_empty(plan.capacity, width_out, dtype=weight.dtype)
     if plan.capacity == 0:
         return out
-    device = device_of(rows)
+    device = device_of(out)
     tile_m, tile_n = _tile(_TILE, device)
     tiles = listed_tiles(plan, tile_m)
-    operands, strides = _operands(_quantized_rows(rows.contiguous()), weight)
+    operands, strides = _operands(quantized_rows(rows), weight)
     bias_strides = (0, 0) if bias is None else bias.stride()
     args = (*operands, bias, out, *tiles, width_in, width_out, *strides, *bias_strides)
     constants = {"HAS_BIAS": bias is not None, "BLOCK_M": tile_m, "BLOCK_N": tile_n}
@@ -126,22 +133,10 @@ def _launch(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], tiles
     launch_of(kernel, persistent_grid(device, tiles), args, constants, num_warps=8, num_stages=3).run()
 
 
-def _operands(rows: Rows, weight: Weight) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The first arguments of a GEMM, and the strides of the weight's scales."""
-    return (*rows, *weight), weight.scale.stride()
-
-
-def _quantized_rows(values: Tensor) -> Rows:
-    launch, rows = rows_launch(values)
-    launch.run()
-    return rows
-
-
-def _quantized_weight(weight: Tensor) -> tuple[Weight, Weight]:
-    """Of (E, p, q): to be contracted over q, and over p."""
-    launch, data, turned = weight_launch(weight)
-    launch.run()
-    return data, turned
+def _operands(rows: Operand, weight: Operand) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The first arguments of a GEMM, and the strides of the weight's data and scales."""
+    args = (rows.data, rows.scale, weight.data, weight.scale)
+    return args, (*weight.data.stride()[:2], *weight.scale.stride())
 
 
 def _tile(tile: tuple[int, int], device: Device) -> tuple[int, int]:

@@ -23,15 +23,15 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def contract(
-    rows, row_scale, line, weight, weight_scale, expert, col, width_in, width_out, stride_se, stride_sout, stride_sin,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    rows, row_scale, line, weight, weight_scale, expert, col, width_in, stride_we, stride_wout,
+    stride_se, stride_sout, stride_sin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(BM, BN) fp32: rows (., in) at ``line`` (BM) times columns from ``col`` of an expert's weight (E, out, in)."""
     blocks = width_in // _BLOCK
     step = tl.arange(0, _BLOCK)
-    column = expert.to(tl.int64) * width_out + col + tl.arange(0, BLOCK_N)
+    columns = (col + tl.arange(0, BLOCK_N)).to(tl.int64)
     left_pointers = rows + line.to(tl.int64)[:, None] * width_in + step[None, :]
-    right_pointers = weight + column[:, None] * width_in + step[None, :]
+    right_pointers = weight + expert.to(tl.int64) * stride_we + columns[:, None] * stride_wout + step[None, :]
     row_scales = row_scale + line.to(tl.int64) * blocks
     weight_scales = weight_scale + expert.to(tl.int64) * stride_se + (col // _BLOCK) * stride_sout
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -47,7 +47,7 @@ def contract(
 def rows_kernel(
     rows, row_scale, weight, weight_scale, bias, out,
     expert_of_tile, row_of_tile, end_of_tile, num_tiles,
-    width_in, width_out, stride_se, stride_sout, stride_sin, stride_be, stride_bout,
+    width_in, width_out, stride_we, stride_wout, stride_se, stride_sout, stride_sin, stride_be, stride_bout,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """F2 and B3: ``out_r = rows_r weight_e^T (+ bias_e)``; rows (R_max, in), weight (E, out, in), out (R_max, out)."""
@@ -60,7 +60,7 @@ def rows_kernel(
         # Clamped: rows past the expert's end repeat its last one, and are not stored.
         line = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1)
         acc = contract(
-            rows, row_scale, line, weight, weight_scale, expert, col, width_in, width_out,
+            rows, row_scale, line, weight, weight_scale, expert, col, width_in, stride_we, stride_wout,
             stride_se, stride_sout, stride_sin, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if HAS_BIAS:
@@ -72,7 +72,7 @@ def rows_kernel(
 def up_proj_act_kernel(
     x, x_scale, weight, weight_scale, bias, a, h,
     token_of_row, expert_of_tile, row_of_tile, end_of_tile, num_tiles,
-    d, n, stride_se, stride_sout, stride_sin, stride_be, stride_bout, limit, alpha,
+    d, n, stride_we, stride_wout, stride_se, stride_sout, stride_sin, stride_be, stride_bout, limit, alpha,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr, KEEP_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def up_proj_act_kernel(
         # Clamped: rows past the expert's end repeat its last one, and are not stored.
         token = tl.load(token_of_row + tl.minimum(row + tl.arange(0, BLOCK_M), end - 1))
         gate = contract(
-            x, x_scale, token, weight, weight_scale, expert, col, d, w,
+            x, x_scale, token, weight, weight_scale, expert, col, d, stride_we, stride_wout,
             stride_se, stride_sout, stride_sin, BLOCK_M, WIDTH,
         )  # fmt: skip
         if HAS_BIAS:
@@ -99,7 +99,7 @@ def up_proj_act_kernel(
         up = gate
         if GATED and not INTERLEAVED:
             up = contract(
-                x, x_scale, token, weight, weight_scale, expert, n + col, d, w,
+                x, x_scale, token, weight, weight_scale, expert, n + col, d, stride_we, stride_wout,
                 stride_se, stride_sout, stride_sin, BLOCK_M, WIDTH,
             )  # fmt: skip
             if HAS_BIAS:
@@ -114,7 +114,7 @@ def up_proj_act_kernel(
 def dgrad_dact_kernel(
     do, do_scale, weight, weight_scale, h, s, dh, a_scaled, partial,
     token_of_row, pair_of_row, expert_of_tile, row_of_tile, end_of_tile, num_tiles,
-    capacity, d, n, stride_se, stride_sout, stride_sin, limit, alpha,
+    capacity, d, n, stride_we, stride_wout, stride_se, stride_sout, stride_sin, limit, alpha,
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def dgrad_dact_kernel(
         # Clamped: rows past the expert's end repeat its last one, and are not stored.
         line = tl.minimum(rows, end - 1)
         da = contract(
-            do, do_scale, tl.load(token_of_row + line), weight, weight_scale, expert, col, d, n,
+            do, do_scale, tl.load(token_of_row + line), weight, weight_scale, expert, col, d, stride_we, stride_wout,
             stride_se, stride_sout, stride_sin, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         score = tl.load(s + tl.load(pair_of_row + line)).to(tl.float32)

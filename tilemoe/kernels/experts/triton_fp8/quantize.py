@@ -1,19 +1,20 @@
 """`tilemoe.kernels.experts.quantize` on a GPU: rows in blocks of 1 x 128, weights of 128 x 128 with their transposes.
 
-E experts · each value is read once, and written in one byte, or two of a weight
+E experts · each value is read once, and written in one byte, once more of a weight whose both contractions are wanted
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.experts.quantize import BLOCK, LARGEST, SMALLEST_SCALE
+from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.quantize import BLOCK, LARGEST, ROWS, SMALLEST_SCALE, WEIGHTS
 from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.launch import Launch, ceil_div
 
@@ -23,41 +24,28 @@ _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _ROWS = 32  # of a program: 8 KB of 16-bit values
 
 
-class Rows(NamedTuple):
-    """data (R, p) e4m3 · scale (R, p / 128) fp32."""
-
-    data: Tensor
-    scale: Tensor
-
-
-class Weight(NamedTuple):
-    """data (E, q, p) e4m3, contracted over p · scale (E, q / 128, p / 128) fp32, of any strides."""
-
-    data: Tensor
-    scale: Tensor
-
-
-def rows_launch(values: Tensor) -> tuple[Launch, Rows]:
+def rows_launch(values: Tensor) -> tuple[Launch, Operand]:
     """Of values (R, p), p a multiple of 128 and each row contiguous."""
     count, width = values.shape
-    rows = Rows(
-        values.new_empty(count, width, dtype=torch.float8_e4m3fn),
-        values.new_empty(count, width // BLOCK, dtype=torch.float32),
-    )
-    args = (values, *rows, count, width, values.stride(0))
+    data = values.new_empty(count, width, dtype=torch.float8_e4m3fn)
+    scale = values.new_empty(count, width // BLOCK, dtype=torch.float32)
+    args = (values, data, scale, count, width, values.stride(0))
     grid = (ceil_div(count, _ROWS), width // BLOCK)
-    return launch_of(quantize_rows_kernel, grid, args, {"BLOCK_M": _ROWS}), rows
+    return launch_of(quantize_rows_kernel, grid, args, {"BLOCK_M": _ROWS}), Operand(data, scale, ROWS, values.dtype)
 
 
-def weight_launch(weight: Tensor) -> tuple[Launch, Weight, Weight]:
-    """Of weight (E, p, q) of any strides, p and q multiples of 128: as it is contracted over q, and over p."""
+def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, dict[int, Operand]]:
+    """Of weight (E, p, q) of any strides, p and q multiples of 128: for each dimension in ``contracted``, 1 or 2, an
+    operand (E, p, q) that is contiguous along it.
+    """
     experts, p, q = weight.shape
-    data = weight.new_empty(experts, p, q, dtype=torch.float8_e4m3fn)
-    turned = weight.new_empty(experts, q, p, dtype=torch.float8_e4m3fn)
     scale = weight.new_empty(experts, p // BLOCK, q // BLOCK, dtype=torch.float32)
-    args = (weight, data, turned, scale, p, q, *weight.stride())
+    data = {2: weight.new_empty(experts, p, q, dtype=torch.float8_e4m3fn)} if 2 in contracted else {}
+    if 1 in contracted:
+        data[1] = weight.new_empty(experts, q, p, dtype=torch.float8_e4m3fn).transpose(1, 2)
+    args = (weight, data.get(2), data.get(1), scale, p, q, *weight.stride())
     launch = launch_of(quantize_weight_kernel, (q // BLOCK, p // BLOCK, experts), args, {}, num_warps=8)
-    return launch, Weight(data, scale), Weight(turned, scale.transpose(1, 2))
+    return launch, {dim: Operand(of_dim, scale, WEIGHTS, weight.dtype) for dim, of_dim in data.items()}
 
 
 @triton.jit
@@ -68,8 +56,8 @@ def _scale_of(largest, has_nan):
 
 @triton.jit
 def _rounded(values, scale):
-    """e4m3 of ``values / scale``: the division may go beyond 448 by its own rounding, where e4m3 has NaN."""
-    return tl.clamp(tl.div_rn(values, scale), -_LARGEST, _LARGEST, tl.PropagateNan.ALL).to(tl.float8e4nv)
+    """e4m3 of ``values * (1 / scale)``: the product may go beyond 448 by its own rounding, where e4m3 has NaN."""
+    return tl.clamp(values * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -82,14 +70,16 @@ def quantize_rows_kernel(values, data, scale, count, width, stride, BLOCK_M: tl.
     line = row.to(tl.int64)
     tile = tl.load(values + line[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale_of_row = _scale_of(tl.max(tl.abs(tile), axis=1), tl.max((tile != tile).to(tl.int32), axis=1))
-    tile = _rounded(tile, tl.broadcast_to(scale_of_row[:, None], (BLOCK_M, _BLOCK)))
+    tile = _rounded(tile, scale_of_row[:, None])
     tl.store(data + line[:, None] * width + column[None, :], tile, mask=inside)
     tl.store(scale + line * (width // _BLOCK) + block, scale_of_row, mask=row < count)
 
 
 @triton.jit
 def quantize_weight_kernel(weight, data, turned, scale, p, q, stride_e, stride_p, stride_q):
-    """data (E, p, q), turned (E, q, p) and scale (E, p / 128, q / 128) of weight (E, p, q)."""
+    """data (E, p, q), turned (E, p, q) stored as (E, q, p), either None, and scale (E, p / 128, q / 128) of weight
+    (E, p, q).
+    """
     block_q, block_p, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     line = block_p * _BLOCK + tl.arange(0, _BLOCK)
     column = block_q * _BLOCK + tl.arange(0, _BLOCK)
@@ -99,8 +89,10 @@ def quantize_weight_kernel(weight, data, turned, scale, p, q, stride_e, stride_p
     )
     has_nan = tl.max(tl.max((tile != tile).to(tl.int32), axis=1), axis=0)
     scale_of_block = _scale_of(tl.max(tl.max(tl.abs(tile), axis=1), axis=0), has_nan)
-    tile = _rounded(tile, tl.full((_BLOCK, _BLOCK), 0.0, tl.float32) + scale_of_block)
+    tile = _rounded(tile, scale_of_block)
     first = expert * p * q
-    tl.store(data + first + line.to(tl.int64)[:, None] * q + column[None, :], tile)
-    tl.store(turned + first + column.to(tl.int64)[:, None] * p + line[None, :], tile.trans())
+    if data is not None:
+        tl.store(data + first + line.to(tl.int64)[:, None] * q + column[None, :], tile)
+    if turned is not None:
+        tl.store(turned + first + column.to(tl.int64)[:, None] * p + line[None, :], tile.trans())
     tl.store(scale + (expert * (p // _BLOCK) + block_p) * (q // _BLOCK) + block_q, scale_of_block)

@@ -1,0 +1,88 @@
+"""What the FP8 GEMMs read: rows quantised for a call, weights once for each of their values.
+
+E experts
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.quantize import WEIGHTS
+from tilemoe.kernels.experts.triton_fp8.quantize import rows_launch, weight_launch
+from tilemoe.runtime.launch_trace import recorder
+from tilemoe.runtime.precompile import withholds_values
+
+
+class _Kept(NamedTuple):
+    """The operands of a weight, and what it was when they were made."""
+
+    version: int
+    address: int
+    operands: dict[int, Operand]  # by the dimension that is contracted
+
+
+# A cache: an entry ends with its weight, and counts only while the weight's version counter stands.
+_KEPT = WeakTensorKeyDictionary()
+
+
+def quantized_rows(rows: Tensor | Operand) -> Operand:
+    """Rows (R, p), each contiguous, unless they are quantised already."""
+    if isinstance(rows, Operand):
+        return rows
+    launch, operand = rows_launch(rows)
+    if rows.shape[0]:
+        launch.run()
+    return operand
+
+
+def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
+    """A weight (E, p, q) as what is contiguous along ``contracted``, 1 or 2, unless it is quantised already.
+
+    It is kept until the weight is written to, as PyTorch counts it: by the optimiser's step, not through ``.data``. A
+    weight that will be trained is quantised for both contractions at once.
+    """
+    if isinstance(weight, Operand):
+        return weight
+    find, watcher = partial(_data_and_scale, contracted=contracted), recorder()
+    data, scale = find(weight) if watcher is None or not _can_be_kept(weight) else watcher.kept(find, weight)
+    return Operand(data, scale, WEIGHTS, weight.dtype)
+
+
+def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
+    """Those that are kept, or made now."""
+    if not _can_be_kept(weight):
+        operand = _quantize(weight, (contracted,))[contracted]
+        return operand.data, operand.scale
+    kept = _KEPT.get(weight)
+    if kept is None or (kept.version, kept.address) != (weight._version, weight.data_ptr()):
+        kept = _Kept(weight._version, weight.data_ptr(), {})
+    if contracted not in kept.operands:
+        kept.operands.update(_quantize(weight, (1, 2) if weight.requires_grad else (contracted,)))
+        if not withholds_values():
+            _KEPT[weight] = kept
+    operand = kept.operands[contracted]
+    return operand.data, operand.scale
+
+
+def _quantize(weight: Tensor, contracted: tuple[int, ...]) -> dict[int, Operand]:
+    launch, operands = weight_launch(weight, contracted)
+    launch.run()
+    return operands
+
+
+def _can_be_kept(weight: Tensor) -> bool:
+    """Whether a later call may read the same operands: the version counter tells of every change.
+
+    Not where another process may change it (FSDP's all-gather leaves the counter), and not in a CUDA graph, which is
+    to quantise whenever it is replayed.
+    """
+    if not weight.is_leaf or weight.is_inference() or (dist.is_available() and dist.is_initialized()):
+        return False
+    return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
