@@ -144,6 +144,32 @@ def dact_slice(
 
 
 @gluon.jit
+def dact_slices(
+    slices, score, dh, a_scaled, end, row, col, limit, alpha, ring, step,
+    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
+):  # fmt: skip
+    """<da', a> (64) over four slices of da', left to right; see `dact_slice`."""
+    of_slice: gl.constexpr = gl.SliceLayout(1, slices[0].type.layout)
+    scale = gl.convert_layout(score, of_slice)
+    ds = gl.zeros([WARPGROUP_M], gl.float32, of_slice)
+    if ROLLED:
+        da, next_da, third_da, last_da = slices
+        for i in range(4):
+            ds += dact_slice(
+                da, scale, dh, a_scaled, end, row, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
+                i, CONSUMER, GATE_UP, ACTIVATION,
+            )  # fmt: skip
+            da, next_da, third_da = next_da, third_da, last_da
+    else:
+        for i in gl.static_range(4):
+            ds += dact_slice(
+                slices[i], scale, dh, a_scaled, end, row, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
+                i, CONSUMER, GATE_UP, ACTIVATION,
+            )  # fmt: skip
+    return ds
+
+
+@gluon.jit
 def dact_consumer(
     dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, tile_info, pairs,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -160,28 +186,14 @@ def dact_consumer(
             pair = pairs.index(step % pairs.shape[0]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(layout)
             score = gl.load(s + pair).to(gl.float32)
             acc, step = mma_mainloop(ring, step, steps, pending_release, CONSUMER, BN, True, B_K_MAJOR)
-            slices = epilogue_slices(acc, BN)
-            of_slice: gl.constexpr = gl.SliceLayout(1, slices[0].type.layout)
-            scale = gl.convert_layout(score, of_slice)
-            ds = gl.zeros([WARPGROUP_M], gl.float32, of_slice)
-            if ROLLED:
-                da, next_da, third_da, last_da = slices
-                for i in range(BN // EPILOGUE_N):
-                    ds += dact_slice(
-                        da, scale, dh, a_scaled, end, first, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
-                        i, CONSUMER, GATE_UP, ACTIVATION,
-                    )  # fmt: skip
-                    da, next_da, third_da = next_da, third_da, last_da
-            else:
-                for i in gl.static_range(BN // EPILOGUE_N):
-                    ds += dact_slice(
-                        slices[i], scale, dh, a_scaled, end, first, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
-                        i, CONSUMER, GATE_UP, ACTIVATION,
-                    )  # fmt: skip
+            ds = dact_slices(
+                epilogue_slices(acc, BN), score, dh, a_scaled, end, first, col, limit, alpha, ring, step,
+                CONSUMER, GATE_UP, ACTIVATION, ROLLED,
+            )  # fmt: skip
             step += BN // EPILOGUE_N
             pending_release = True
             column_tile = (col // BN).to(gl.int64)
-            stored = first + gl.arange(0, WARPGROUP_M, of_slice)
+            stored = first + gl.arange(0, WARPGROUP_M, ds.type.layout)
             gl.store(partial + column_tile * capacity + stored, ds, mask=stored < end)
         else:
             step = skip_stages(ring, step, steps + BN // EPILOGUE_N, pending_release)
@@ -241,8 +253,9 @@ def gemm_dgrad_dact_kernel(
                              B_K_MAJOR, GATE_UP, ACTIVATION, ROLLED)),
             (dact_consumer, (dh, a_scaled, s, partial, capacity, d, limit, alpha, ring, tile_info, pairs, 1, BN,
                              B_K_MAJOR, GATE_UP, ACTIVATION, ROLLED)),
-            (gather_producer, (do, stride_do, token_of_row, weight, tiles, num_tiles, row_start_of_expert, d, n, ring,
-                               tile_info, scheduler_smem, (h, pair_of_row, pairs), BN, B_K_MAJOR, EVEN_K, GATE_UP)),
+            (gather_producer, (do, None, stride_do, token_of_row, weight, tiles, num_tiles, row_start_of_expert, d, n,
+                               ring, tile_info, scheduler_smem, (h, pair_of_row, pairs), BN, B_K_MAJOR, EVEN_K,
+                               GATE_UP)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -66,11 +66,12 @@ def load_weight(weight, expert, k, col, ring, stage, B_K_MAJOR: gl.constexpr):
 
 @gluon.jit
 def load_gathered(
-    ring, step, upper, lower, weight, expert, col, k_from, k_to, width_in,
+    ring, step, upper, lower, scales, weight, expert, col, k_from, k_to, width_in,
     B_K_MAJOR: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     """Producer: stages of the contraction from ``k_from`` to ``k_to``; A's rows at ``upper`` and ``lower`` (64, BK).
 
+    scales: None, or pointers to the first of each row's scales (BM), one for each BK, and where they go (S, BM).
     Returns the next step and the advanced pointers, which spares an addition of row and column per step.
     """
     a_smem, _b_smem, full, _empty = ring
@@ -87,6 +88,9 @@ def load_gathered(
             inside = (k + columns < width_in)[None, :]
             cp_async(buffer.slice(0, WARPGROUP_M), upper, mask=inside)
             cp_async(buffer.slice(WARPGROUP_M, WARPGROUP_M), lower, mask=inside)
+        if scales is not None:
+            first_scale, scale_smem = scales
+            cp_async(scale_smem.index(stage), first_scale + k // BK)
         producer_commit(ring, step)
         step += 1
         upper, lower = upper + BK, lower + BK
@@ -130,15 +134,26 @@ def scheduled_tile(index, total, column_tiles, tiles, row_start_of_expert, BN: g
 
 
 @gluon.jit
+def load_tokens(token_of_row, row, end, rows):
+    """The tokens of an expert's rows ``row + rows``, clamped to its last; without token_of_row, the rows themselves."""
+    if token_of_row is None:
+        token = gl.maximum(gl.minimum(row + rows, end - 1), 0)
+    else:
+        token = gl.load(row_pointers(token_of_row, row, end, rows))
+    return token
+
+
+@gluon.jit
 def gather_producer(
-    source, stride_source, token_of_row, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out,
+    source, row_scale, stride_source, token_of_row, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out,
     ring, tile_info, scheduler_smem, extra,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """Producer of F1 and B1: A is ``source`` (T, width_in) gathered by token.
+    """Producer of F1 and B1: A is ``source`` (T, width_in) gathered by token; see `load_tokens`.
 
     tile_info: (expert, first row, end of the expert's rows, first column); expert -1 ends the consumers.
 
+    row_scale: None, or the scales (T, width_in / BK) that follow A to shared memory (S, BM), and that.
     row_start_of_expert: for `swizzled_tile_coords`, else None.
     extra: B1's (h, pair_of_row, pairs), else None. h follows A and B; the rows' pairs go to pairs (S, BM).
     """
@@ -154,14 +169,18 @@ def gather_producer(
     index = gl.program_id(0)
     next_index = index + gl.num_programs(0)
     expert, row, end, col = scheduled_tile(index, total, column_tiles, tiles, row_start_of_expert, BN)
-    upper_token = gl.load(row_pointers(token_of_row, row, end, rows))
-    lower_token = gl.load(row_pointers(token_of_row, row + WARPGROUP_M, end, rows))
+    upper_token = load_tokens(token_of_row, row, end, rows)
+    lower_token = load_tokens(token_of_row, row + WARPGROUP_M, end, rows)
+    if row_scale is not None:
+        scale_table, scale_smem = row_scale
+        scale_token = load_tokens(token_of_row, row, end, gl.arange(0, BM, THREAD_LAYOUT))
     while index < total:
         next_expert, next_row, next_end, next_col = scheduled_tile(
             next_index, total, column_tiles, tiles, row_start_of_expert, BN
         )
         upper = source + (upper_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
         lower = source + (lower_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
+        scales = None if row_scale is None else (scale_table + scale_token.to(gl.int64) * (width_in // BK), scale_smem)
         prefetched = scheduler_prefetch(num_tiles, next_index < total)
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, row, end, col)
@@ -169,15 +188,17 @@ def gather_producer(
             h, pair_of_row, pairs = extra
             cp_async(pairs.index(stage), row_pointers(pair_of_row, row, end, gl.arange(0, BM, THREAD_LAYOUT)))
         step, upper, lower = load_gathered(
-            ring, step, upper, lower, weight, expert, col, 0, before, width_in, B_K_MAJOR, EVEN_K
+            ring, step, upper, lower, scales, weight, expert, col, 0, before, width_in, B_K_MAJOR, EVEN_K
         )
         # By now the next tile's coordinates have arrived; by its first stage its tokens will have.
-        upper_token = gl.load(row_pointers(token_of_row, next_row, next_end, rows))
-        lower_token = gl.load(row_pointers(token_of_row, next_row + WARPGROUP_M, next_end, rows))
+        upper_token = load_tokens(token_of_row, next_row, next_end, rows)
+        lower_token = load_tokens(token_of_row, next_row + WARPGROUP_M, next_end, rows)
+        if row_scale is not None:
+            scale_token = load_tokens(token_of_row, next_row, next_end, gl.arange(0, BM, THREAD_LAYOUT))
         index, next_index = next_index, scheduler_next(prefetched, scheduler_smem, num_tiles, total, next_index < total)
         if extra is None:
             step, upper, lower = load_gathered(
-                ring, step, upper, lower, weight, expert, col, before, width_in, width_in, B_K_MAJOR, EVEN_K
+                ring, step, upper, lower, scales, weight, expert, col, before, width_in, width_in, B_K_MAJOR, EVEN_K
             )
         else:
             step = load_h(ring, step, h, row, col, BN, GATE_UP)
@@ -338,8 +359,8 @@ def up_proj_act_kernel(
                             B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H)),
             (act_consumer, (a, h, bias, stride_bias, d, n, limit, alpha, ring, tile_info, staging, bias_smem, 1, BN,
                             B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H)),
-            (gather_producer, (x, stride_x, token_of_row, weight, tiles, num_tiles, row_start_of_expert, d, width_out,
-                               ring, tile_info, scheduler_smem, None, COLUMNS, B_K_MAJOR, EVEN_K, GATE_UP)),
+            (gather_producer, (x, None, stride_x, token_of_row, weight, tiles, num_tiles, row_start_of_expert, d,
+                               width_out, ring, tile_info, scheduler_smem, None, COLUMNS, B_K_MAJOR, EVEN_K, GATE_UP)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -48,7 +48,7 @@ def rows_launch(
     left, to = described(rows, [WARPGROUP_M, BLOCK_K]), ragged_descriptor(out, _EPILOGUE_BLOCK)
     args = (left, right, bias, to, *tiles, p, q, _row_stride(bias))
     grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n))
-    return _launch(gemm_rows_kernel, grid, args, {"B_K_MAJOR": k_major}, tile), out
+    return hopper_launch(gemm_rows_kernel, grid, args, {"B_K_MAJOR": k_major}, tile), out
 
 
 def up_proj_act_launch(
@@ -69,12 +69,12 @@ def up_proj_act_launch(
     tile = TILES["up_proj_act"]
     columns = tile.block_n // parts
     right, k_major = weight_descriptor(weight, columns)
-    to_a, to_h = ragged_descriptor(a, _EPILOGUE_BLOCK), _h_output(h, parts, n) if keep_h else None
-    operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles, _swizzle_of(plan, width, columns))
+    to_a, to_h = ragged_descriptor(a, _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
+    operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles, swizzle_of(plan, ceil_div(width, columns)))
     args = (*operands, d, n, x.stride(0), _row_stride(b1), spec.limit, spec.alpha)
     constants = {**_gather_constants(spec, k_major, d), "KEEP_H": keep_h}
     grid = persistent_grid(device, tiles.capacity * ceil_div(width, columns))
-    return _launch(up_proj_act_kernel, grid, args, constants, tile), a, h
+    return hopper_launch(up_proj_act_kernel, grid, args, constants, tile), a, h
 
 
 def dgrad_dact_launch(
@@ -93,19 +93,13 @@ def dgrad_dact_launch(
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     right, k_major = weight_descriptor(w2.unsqueeze(1), tile.block_n)
-    if gate_up_layout(spec) == "concatenated":
-        h_view, dh_view = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
-        h_block, rows_at = [2, *_EPILOGUE_BLOCK], 1
-    else:
-        h_view, dh_view = h, dh
-        h_block, rows_at = _EPILOGUE_BLOCK, 0
-    from_h, to_dh = described(h_view, h_block), ragged_descriptor(dh_view, h_block, rows_at)
+    from_h, to_dh = h_descriptors(h, dh, n, spec)
     operands = (do, right, from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
-    indices = (plan.token_of_row, plan.pair_of_row, *tiles, _swizzle_of(plan, n, tile.block_n))
+    indices = (plan.token_of_row, plan.pair_of_row, *tiles, swizzle_of(plan, column_tiles))
     args = (*operands, *indices, plan.capacity, d, n, do.stride(0), spec.limit, spec.alpha)
     constants = {**_gather_constants(spec, k_major, d), "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP}
     grid = persistent_grid(device, tiles.capacity * column_tiles)
-    return _launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
+    return hopper_launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
 
 
 def wgrad_launch(
@@ -119,10 +113,13 @@ def wgrad_launch(
     operands = (by_token, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
     args = (*operands, plan.token_of_row, plan.row_start_of_expert, plan.num_experts, p, q, by_token.stride(0))
     grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
-    return _launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed}, tile)
+    return hopper_launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed}, tile)
 
 
-def _launch(
+# Shared with the FP8 kernels
+
+
+def hopper_launch(
     kernel: Any, grid: tuple[int], args: tuple[Any, ...], constants: dict[str, Any], tile: TileConfig
 ) -> Launch:
     constants = {
@@ -135,6 +132,27 @@ def _launch(
     return launch_of(kernel, grid, args, constants, configs.CONSUMER_WARPS, max_registers=configs.MAX_REGISTERS)
 
 
+def h_output(h: Tensor, parts: int, n: int) -> Any:
+    """A ragged descriptor of h (R_max, w), of two parts as (R_max, 2, n)."""
+    if parts == 2:
+        return ragged_descriptor(h.unflatten(1, (2, n)), [WARPGROUP_M, 1, EPILOGUE_N])
+    return ragged_descriptor(h, _EPILOGUE_BLOCK)
+
+
+def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[Any, Any]:
+    """What B1 reads h and writes dh by: concatenated gate and up are one box of two parts."""
+    if gate_up_layout(spec) != "concatenated":
+        return described(h, _EPILOGUE_BLOCK), ragged_descriptor(dh, _EPILOGUE_BLOCK)
+    h, dh = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
+    block = [2, *_EPILOGUE_BLOCK]
+    return described(h, block), ragged_descriptor(dh, block, rows_at=1)
+
+
+def swizzle_of(plan: RoutingPlan, column_tiles: int) -> Tensor | None:
+    """The kernels' row_start_of_expert: given where the output is wide enough for a threadblock swizzle, else None."""
+    return plan.row_start_of_expert if column_tiles > configs.MAX_COLUMN_TILES else None
+
+
 def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> dict[str, Any]:
     """GATE_UP: the layout of gate and up, "none" where there is no gate."""
     layout, even = gate_up_layout(spec) or "none", contraction % BLOCK_K == 0
@@ -143,15 +161,3 @@ def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> 
 
 def _row_stride(bias: Tensor | None) -> int:
     return 0 if bias is None else bias.stride(0)
-
-
-def _h_output(h: Tensor, parts: int, n: int) -> Any:
-    """A ragged descriptor of h (R_max, w), of two parts as (R_max, 2, n)."""
-    if parts == 2:
-        return ragged_descriptor(h.unflatten(1, (2, n)), [WARPGROUP_M, 1, EPILOGUE_N])
-    return ragged_descriptor(h, _EPILOGUE_BLOCK)
-
-
-def _swizzle_of(plan: RoutingPlan, width: int, columns: int) -> Tensor | None:
-    """The kernels' row_start_of_expert: given where the output is wide enough for a threadblock swizzle, else None."""
-    return plan.row_start_of_expert if ceil_div(width, columns) > configs.MAX_COLUMN_TILES else None
