@@ -13,16 +13,21 @@ from gpu_layers import LAYERS, make_input, make_layer, step
 from triton_checks import turn
 
 from tilemoe.kernels.choose import choose_experts
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.ops.moe import moe
 from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
 
-# Widths that fill no tile, so that every edge is masked; dtype, activation, layout, bias, other stride order.
+# dtype, activation, layout, bias, other stride order, precision.
 CASES = (
-    (torch.bfloat16, "swiglu", "concatenated", False, False),
-    (torch.float16, "swiglu_oai", "interleaved", True, True),
-    (torch.float32, "relu2", "concatenated", True, False),
+    (torch.bfloat16, "swiglu", "concatenated", False, False, "bf16"),
+    (torch.float16, "swiglu_oai", "interleaved", True, True, "bf16"),
+    (torch.float32, "relu2", "concatenated", True, False, "bf16"),
+    (torch.bfloat16, "swiglu", "concatenated", False, False, "fp8"),
+    (torch.float16, "relu2", "concatenated", True, True, "fp8"),
 )
-D, N, TILE = 136, 72, 128
+# d and n that fill no tile, so that every edge is masked; as few as FP8 takes.
+WIDTHS = {"bf16": (136, 72), "fp8": (256, 128)}
+TILE = 128
 FEW = ("ragged tiles", "sentinels", "pairs, unordered")
 
 
@@ -31,10 +36,12 @@ def write_past_the_end_kernel(out, size, BLOCK: tl.constexpr):
     tl.store(out + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) <= size)
 
 
-def backends(which: str, dtype: torch.dtype) -> list[str]:
-    """Names of the backends to run, without plain PyTorch's."""
-    chosen = {choose_experts(torch.device("cuda"), dtype, (D, N)).name} - {"torch"}
-    return sorted({"portable": {"triton"}, "chosen": chosen, "all": {"triton"} | chosen}[which])
+def backends(which: str, dtype: torch.dtype, precision: str) -> list[str]:
+    """Names of the backends to run, without plain PyTorch's, and those that compute in another precision."""
+    chosen = {choose_experts(torch.device("cuda"), dtype, WIDTHS[precision], precision).name}
+    portable = {"triton" if precision == "bf16" else "triton_fp8"}
+    wanted = {"portable": portable, "chosen": chosen, "all": portable | chosen}[which]
+    return sorted(name for name in wanted - {"torch"} if backend_named(name).precision == precision)
 
 
 def main(which: str) -> None:
@@ -46,12 +53,12 @@ def main(which: str) -> None:
     for routing in hostile_routings(TILE, "cuda"):
         if which != "all" and routing.name not in FEW:
             continue
-        for dtype, activation, gate_up, bias, turned in CASES:
-            inputs = make_inputs(routing.plan, D, N, activation, dtype=dtype, bias=bias)
+        for dtype, activation, gate_up, bias, turned, precision in CASES:
+            inputs = make_inputs(routing.plan, *WIDTHS[precision], activation, dtype=dtype, bias=bias)
             if turned:
                 inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
-            for kernels in backends(which, dtype):
-                options = {"activation": activation, "gate_up": gate_up, "kernels": kernels}
+            for kernels in backends(which, dtype, precision):
+                options = {"activation": activation, "gate_up": gate_up, "kernels": kernels, "precision": precision}
                 forward_and_grads(moe, inputs, routing.plan, **options)
                 with torch.no_grad():
                     moe(plan=routing.plan, **options, **inputs)

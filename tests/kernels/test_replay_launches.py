@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_driver import layout
+from fake_driver import layout, tracked
 from replay_cases import (
     BF16,
     CASES,
@@ -23,6 +23,7 @@ from replay_cases import (
     recordings,
     repeating,
     select_args,
+    tensors_of,
     watch,
 )
 from torch import Tensor
@@ -53,6 +54,26 @@ def test_layers_operators(case: Case, name: str, is_known_release: bool, monkeyp
     (recording,) = recordings(operator)
     how = replay._LaunchedDirectly if is_known_release else replay._Launched
     assert any(isinstance(step, how) for step in recording.steps)
+
+
+@pytest.mark.parametrize("name", ["moe", "moe_inference", "up_proj", "down_proj_dgrad_dact", "up_proj_input_grad"])
+def test_quantised_weights_are_found_again(name: str) -> None:
+    """What is kept for a weight is no operand: a repetition asks for it, and gets another once the weight changes."""
+    case = Case("hopper_fp8")
+    case.n = 128
+    operator, args = repeating(RUNS[name]), case.args(name)
+    weights = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim == 3]
+    times_quantised = []
+    with tracked(tensors_of(args)) as tracker:
+        for index in range(6):
+            if index in (1, 4):  # before it is recorded, and after
+                weights[0].add_(1)
+            before = len(tracker.events)
+            operator(*args)
+            times_quantised.append(sum("quantize_weight_kernel" in str(event) for event in tracker.events[before:]))
+    assert times_quantised == [len(weights), 1, 0, 0, 1, 0]
+    (recording,) = recordings(operator)
+    assert sum(isinstance(step, replay._Kept) for step in recording.steps) == len(weights)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 2100])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sanitizer_cases
 
-from tilemoe.kernels.experts import hopper
+from tilemoe.kernels.experts import hopper, hopper_fp8
 
 pytestmark = pytest.mark.gpu
 
@@ -89,9 +89,9 @@ def test_racecheck_of_the_chosen_kernels(sanitizer: str) -> None:
 
 def lines_of_tile_info() -> tuple[set[str], set[str]]:
     """Where tile_info is written, and where it may be read: by consumers, which call `receive_tile`, and in waits."""
-    waiting = {"receive_tile", "consumer_wait", "skip_stages", "mma_mainloop", "issue_mma"}
+    waiting = {"receive_tile", "consumer_wait", "skip_stages", "mma_mainloop", "issue_mma", "scaled_mainloop"}
     writes, reads = set[str](), set[str]()
-    for path in Path(hopper.__file__).parent.glob("*.py"):
+    for path in sources():
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -109,7 +109,7 @@ def lines_of_tile_info() -> tuple[set[str], set[str]]:
 def lines_of_the_partitioning() -> set[str]:
     """The file and line where each kernel that is split into partitions is defined, and where it is split."""
     found = set()
-    for path in Path(hopper.__file__).parent.glob("*.py"):
+    for path in sources():
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -118,3 +118,8 @@ def lines_of_the_partitioning() -> set[str]:
                     found |= {f"{path.name}:{function.lineno}", f"{path.name}:{node.lineno}"}
     assert found, "no kernel is split"
     return found
+
+
+def sources() -> list[Path]:
+    """Of the warp-specialised kernels."""
+    return [path for package in (hopper, hopper_fp8) for path in Path(package.__file__).parent.glob("*.py")]

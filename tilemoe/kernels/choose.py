@@ -35,6 +35,13 @@ _SERVES: MappingProxyType[str, str] = MappingProxyType(
         "torch_fp8": "plain PyTorch with FP8 operands serves",
         "triton": "Triton kernels serve",
         "hopper": "warp-specialised kernels serve",
+        "hopper_fp8": "warp-specialised kernels with FP8 operands serve",
+    }
+)
+_WHY_FP8: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "torch_fp8": "FP8 is asked for; it is no faster than the layer's own dtype here",
+        "hopper_fp8": "FP8 is asked for, and the GPU has compute capability 9.0",
     }
 )
 
@@ -93,20 +100,20 @@ def choose_experts(
     if precision == "fp8":
         why_not = why_not_fp8(device, dtype, widths)
         if why_not is None:
-            return Choice(
-                "torch_fp8",
-                backend_named("torch_fp8"),
-                "FP8 is asked for; it is no faster than the layer's own dtype here",
-            )
+            name = "torch_fp8" if device.type == "cpu" else "hopper_fp8"
+            return Choice(name, backend_named(name), _WHY_FP8[name])
         chosen = choose_experts(device, dtype, widths)
         return Choice(chosen.name, chosen.impl, f"not in FP8 ({why_not}); {chosen.reason}")
     return _experts_on(device, dtype, why_widths_unsupported(*widths))
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-    """Why no backend computes in FP8 here, in a few words; None if one does."""
-    if device.type != "cpu":
-        return f"no FP8 kernel is chosen on {device.type} before it is measured; kernels='triton_fp8' is there to try"
+    """Why no backend computes in FP8 here, in a few words; None if one does. Traceable, widths may be symbolic."""
+    if device.type == "cpu":
+        return why_not_quantized(dtype, *widths)
+    chosen = choose_experts(device, dtype, widths)
+    if chosen.name != "hopper":
+        return "of the FP8 kernels those for Hopper alone are measured; kernels='triton_fp8' is there to try"
     return why_not_quantized(dtype, *widths)
 
 

@@ -1,0 +1,151 @@
+"""The FP8 kernels for Hopper on a GPU: against the torch backend, in whole layers, and what is kept from call to call.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fp8_checks import Fp8Case, assert_gemms_agree
+from torch import Tensor
+
+import tilemoe
+from tilemoe import reference
+from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
+from tilemoe.routing.build import plan_topk
+from tilemoe.testing import assert_equal, hostile_routings, relative_error
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LIMITS = {BF16: 3e-3, FP16: 1e-3}
+LAYOUTS = [(name, "concatenated") for name in sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS)]
+LAYOUTS += [(name, "interleaved") for name in sorted(GATED_ACTIVATIONS)]
+T, D, N, E, K = 777, 512, 384, 8, 2
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(poisoned_memory: None) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for compute capability 9.0")
+
+
+def make_layer(**options: Any) -> tilemoe.MoE:
+    torch.manual_seed(0)
+    cfg = tilemoe.MoEConfig(D, N, E, K, precision="fp8", **options)
+    return tilemoe.MoE(cfg, device="cuda", dtype=BF16)
+
+
+def step(layer: tilemoe.MoE, x: Tensor) -> list[Tensor]:
+    """The output and all gradients."""
+    x = x.detach().requires_grad_()
+    o = layer(x).hidden
+    return [o.detach(), *torch.autograd.grad(o, [x, *layer.parameters()], torch.ones_like(o))]
+
+
+@pytest.mark.parametrize("case", [
+    Fp8Case(), Fp8Case(dtype=FP16, hidden_size=384, intermediate_size=256), Fp8Case("relu2", bias=True),
+], ids=str)  # fmt: skip
+def test_hostile_routings(case: Fp8Case) -> None:
+    for routing in hostile_routings(tile=128, device="cuda"):
+        assert_gemms_agree(HopperFp8Backend(), routing.plan, case, LIMITS)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias, turned"])
+@pytest.mark.parametrize(("activation", "gate_up"), LAYOUTS)
+def test_every_layout(activation: str, bias: bool, gate_up: str) -> None:
+    torch.manual_seed(0)
+    plan = plan_topk(torch.rand(T, E, device="cuda").topk(K, 1).indices, E)
+    case = Fp8Case(activation, gate_up, bias, bias, BF16 if bias else FP16, D, N)
+    assert_gemms_agree(HopperFp8Backend(), plan, case, LIMITS)
+
+
+def test_wide_outputs_are_swizzled() -> None:
+    """Over 32 column tiles in F1 and in B3."""
+    plan = plan_topk(torch.rand(300, 4, device="cuda").topk(2, 1).indices, 4)
+    for sizes in ((8704, 128), (256, 4352)):
+        assert_gemms_agree(
+            HopperFp8Backend(), plan, Fp8Case("swiglu", "concatenated", False, False, BF16, *sizes), LIMITS
+        )
+
+
+def test_it_is_chosen_here() -> None:
+    for dtype in (BF16, FP16):
+        choice = tilemoe.select_kernels("cuda", dtype, tilemoe.MoEConfig(D, N, E, K, precision="fp8"))
+        assert choice.name == "hopper_fp8"
+    narrow = tilemoe.select_kernels("cuda", BF16, tilemoe.MoEConfig(D, 96, E, K, precision="fp8"))
+    assert narrow.name == "hopper"
+    assert "not in FP8 (n is not a multiple of 128)" in narrow.reason
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "swiglu_oai", "gate_up": "interleaved", "expert_bias": True}])
+def test_a_layer_is_the_oracles(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = make_layer(**options), torch.randn(T, D, device="cuda", dtype=BF16)
+    found = step(layer, x)
+    monkeypatch.setattr("tilemoe.layers.experts.moe", reference.moe)
+    for value, expected in zip(found, step(layer, x), strict=True):
+        assert relative_error(value, expected) < 0.02
+
+
+def test_weights_that_have_changed_are_quantised_anew() -> None:
+    layer, x = make_layer(), torch.randn(T, D, device="cuda", dtype=BF16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    for _ in range(4):  # compiled, recorded, repeated
+        found = step(layer, x)
+        fresh = make_layer()
+        fresh.load_state_dict(layer.state_dict())
+        assert_equal(found, step(fresh, x))
+        for parameter, grad in zip(layer.parameters(), found[2:], strict=True):
+            parameter.grad = grad
+        optimizer.step()
+
+
+def test_twice_the_same_bits() -> None:
+    layer, x = make_layer(), torch.randn(T, D, device="cuda", dtype=BF16)
+    first = step(layer, x)
+    for _ in range(3):
+        assert_equal(step(layer, x), first)
+
+
+def test_captured_in_a_graph_weights_are_quantised_at_each_replay() -> None:
+    layer, x = make_layer(), torch.randn(T, D, device="cuda", dtype=BF16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(3):
+            layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            o = layer(x).hidden
+    for _ in range(2):
+        with torch.no_grad():
+            layer.experts.w1.mul_(0.5)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert_equal(o, layer(x).hidden)
+
+
+def test_compiled_in_one_graph() -> None:
+    layer, x = make_layer(), torch.randn(T, D, device="cuda", dtype=BF16)
+    expected = step(layer, x)
+    compiled = torch.compile(layer, fullgraph=True)
+    x = x.detach().requires_grad_()
+    o = compiled(x).hidden
+    assert relative_error(o, expected[0]) < 1e-2
+    (dw1,) = torch.autograd.grad(o, [layer.experts.w1], torch.ones_like(o))
+    names = [name for name, _ in layer.named_parameters()]
+    assert relative_error(dw1, expected[2 + names.index("experts.w1")]) < 1e-2
+
+
+def test_no_value_is_read_on_the_host() -> None:
+    layer, x = make_layer(), torch.randn(T, D, device="cuda", dtype=BF16)
+    step(layer, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(layer, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,1 @@
+"""The expert GEMMs with FP8 operands, warp-specialised for Hopper in Gluon."""

@@ -1,0 +1,89 @@
+"""FP8 on Hopper: F1, F2, B1 and B3 with quantised operands, all else as the Hopper backend has it.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+
+x and do are quantised once for each token, a in F1's epilogue, dh once for B3, weights as `quantized_weight` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.base import Given, Operand
+from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend
+from tilemoe.kernels.experts.hopper_fp8 import host
+from tilemoe.kernels.experts.quantize import why_not_quantized
+from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import device_of
+
+
+class HopperFp8Backend(HopperBackend):
+    name = "hopper_fp8"
+    precision = "fp8"
+
+    def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
+        why = super().why_unsupported(device, dtype, widths) or why_not_quantized(dtype, *widths)
+        return why or (None if dtype in DTYPES else f"no FP8 kernel of Hopper's gives {dtype}")
+
+    def rows_operand(self, rows: Tensor) -> Operand:
+        return quantized_rows(rows)
+
+    def weight_operand(self, weight: Tensor, contracted: int) -> Operand:
+        return quantized_weight(weight, contracted)
+
+    def up_proj_act_inference(
+        self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
+    ) -> Given:
+        return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
+
+    def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        return self._rows_times(a, quantized_weight(w2, 2), b2, plan)
+
+    def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+        return self.down_proj(a, w2, b2, plan)
+
+    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
+        return self._rows_times(dh, quantized_weight(w1, 1).transposed(), None, plan)
+
+    def down_proj_dgrad_dact(
+        self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if plan.capacity == 0:
+            return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
+        tiles, device = listed_tiles(plan, host.TILE.block_m), device_of(do)
+        do, weight = aligned_rows(do), quantized_weight(w2, 1).transposed()
+        launch, dh, a_scaled, partial = host.dgrad_dact_launch(
+            quantized_rows(do), weight, h.contiguous(), s, plan, tiles, spec, device
+        )
+        launch.run()
+        return dh, score_grad(partial, do, b2, s, plan, tiles, host.TILE.block_m), a_scaled
+
+    def _up_proj_act(
+        self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
+    ) -> tuple[Given, Tensor]:
+        if plan.capacity == 0:
+            return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
+        tiles, device = listed_tiles(plan, host.TILE.block_m), device_of(x)
+        operands = (quantized_rows(aligned_rows(x)), quantized_weight(w1, 2))
+        bias = None if b1 is None else aligned_rows(b1)
+        launch, a, h = host.up_proj_act_launch(*operands, bias, plan, tiles, spec, keep_h, device)
+        launch.run()
+        return a, h
+
+    def _rows_times(self, rows: Given, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+        """F2 and B3: (R_max, q) of rows (R_max, p) and a weight (E, q, p) that is contiguous along p."""
+        if plan.capacity == 0:
+            return weight.scale.new_empty(0, weight.data.shape[1], dtype=weight.dtype)
+        tiles, device = listed_tiles(plan, host.TILE.block_m), device_of(weight.data)
+        operand = quantized_rows(rows if isinstance(rows, Operand) else rows.contiguous())
+        bias = None if bias is None else aligned_rows(bias)
+        launch, out = host.rows_launch(operand, weight, bias, plan, tiles, device)
+        launch.run()
+        return out

@@ -1,0 +1,344 @@
+"""F1, F2, B1 and B3 with FP8 operands: `hopper`'s gathering producer, `mainloop.scaled_mainloop`, and the epilogues.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+parts = 2 where gate and up are two halves of a tile, else 1 · BM, BN tile · S stages
+
+Operands are e4m3, contiguous along the contraction, seen as half as many elements of the layer's 16-bit dtype: x and
+do (T, d / 2), rows (R_max, in / 2), weight descriptors (E, parts, out, in / 2). Scales are fp32: (., in / 128) of rows,
+(E, out / 128, in / 128) of weights with the strides given. Output descriptors are ragged.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import dact_slices
+from tilemoe.kernels.experts.hopper.gemm_gather_act import gather_producer
+from tilemoe.kernels.experts.hopper.pipeline import (
+    BK,
+    BM,
+    CONSUMERS,
+    EPILOGUE_N,
+    WARPGROUP_M,
+    deinterleave,
+    new_barriers,
+    new_scheduler_smem,
+    new_tile_info,
+    receive_tile,
+    skip_stages,
+)
+from tilemoe.kernels.experts.hopper_fp8.mainloop import (
+    BLOCK,
+    add_bias_to_slices,
+    scale_pointers,
+    scaled_mainloop,
+    store_quantized,
+    store_slices,
+    zero_half,
+)
+from tilemoe.kernels.experts.triton.activations import gated_value, inner
+
+
+@gluon.jit
+def new_ring(weight, dtype: gl.constexpr, STAGES: gl.constexpr):
+    """The pipeline's stages, and the row scales (S, BM) of each."""
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], gl.NVMMASharedLayout(128, 16, 2))
+    b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
+    row_scale = gl.allocate_shared_memory(gl.float32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS)), row_scale
+
+
+@gluon.jit
+def new_staging(dtype: gl.constexpr):
+    """(2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N): two buffers of each consumer's stores."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], layout)
+
+
+@gluon.jit
+def rows_consumer(
+    out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
+    ring, row_scale, tile_info, staging, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Consumer of F2 and B3. Epilogue: add the bias, store."""
+    steps = width_in // BK
+    step = 0
+    expert, row, end, col = receive_tile(ring, tile_info, step)
+    while expert >= 0:
+        row += CONSUMER * WARPGROUP_M
+        if row < end:
+            scales = scale_pointers(weight_scale, expert, col, col + BLOCK, width_out, stride_se, stride_sout)
+            slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, False, CONSUMER)
+            if bias is not None:
+                slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + BLOCK, width_out)
+            store_slices(slices, out, end, row, col, False, staging, CONSUMER)
+        else:
+            step = skip_stages(ring, step, steps, False)
+        expert, row, end, col = receive_tile(ring, tile_info, step)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_rows_kernel(
+    rows,
+    rows_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    width_in,
+    width_out,
+    stride_se,
+    stride_sout,
+    stride_sin,
+    stride_bias,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """F2 and B3: ``out_r = rows_r weight_e^T (+ bias_e)``; rows (R_max, width_in), weight (E, 1, width_out, width_in),
+    bias (E, width_out), out (R_max, width_out). width_in counts elements of 16 bits.
+    """
+    ring, row_scale = new_ring(weight, out.dtype, STAGES)
+    staging = new_staging(out.dtype)
+    tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    gl.warp_specialize(
+        [
+            (rows_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
+                             width_out, ring, row_scale, tile_info, staging, 0)),
+            (rows_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
+                             width_out, ring, row_scale, tile_info, staging, 1)),
+            (gather_producer, (rows, (rows_scale, row_scale), width_in, None, weight, tiles, num_tiles,
+                               row_start_of_expert, width_in, width_out, ring, tile_info, scheduler_smem, None, BN,
+                               True, True, "none")),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def pairs_value(pairs, limit, alpha, ACTIVATION: gl.constexpr):
+    """(WARPGROUP_M, EPILOGUE_N / 2) of a from a slice of interleaved gate and up."""
+    gate, up = deinterleave(pairs, EPILOGUE_N)
+    return gated_value(gate, up, limit, alpha, ACTIVATION, False)
+
+
+@gluon.jit
+def value(z, ACTIVATION: gl.constexpr):
+    """An ungated act(z)."""
+    act, _slope = inner(z, ACTIVATION, False)
+    return act
+
+
+@gluon.jit
+def store_act(
+    slices, a, a_scale, end, row, col, n, limit, alpha, staging,
+    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Store a = act(h), quantised, of a tile's four slices of h; col: the tile's first column of h."""
+    first, second, third, fourth = slices
+    staged = staging.index(2 * CONSUMER)
+    if GATE_UP == "concatenated":
+        left = gated_value(first, third, limit, alpha, ACTIVATION, False)
+        right = gated_value(second, fourth, limit, alpha, ACTIVATION, False)
+        store_quantized((left, right), a, a_scale, end, row, col, n, staged)
+    elif GATE_UP == "interleaved":
+        left = pairs_value(first, limit, alpha, ACTIVATION), pairs_value(second, limit, alpha, ACTIVATION)
+        right = pairs_value(third, limit, alpha, ACTIVATION), pairs_value(fourth, limit, alpha, ACTIVATION)
+        store_quantized(left + right, a, a_scale, end, row, col // 2, n, staged)
+    else:
+        left = value(first, ACTIVATION), value(second, ACTIVATION)
+        right = value(third, ACTIVATION), value(fourth, ACTIVATION)
+        store_quantized(left, a, a_scale, end, row, col, n, staged)
+        store_quantized(right, a, a_scale, end, row, col + BLOCK, n, staging.index(2 * CONSUMER + 1))
+
+
+@gluon.jit
+def act_consumer(
+    a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in, n, limit, alpha,
+    ring, row_scale, tile_info, staging,
+    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
+):  # fmt: skip
+    """Consumer of F1. Epilogue: add the bias, store h and act(h)."""
+    steps = width_in // BK
+    step = 0
+    w = n if GATE_UP == "none" else 2 * n
+    apart = n if GATE_UP == "concatenated" else BLOCK  # columns of h between the halves of a tile
+    expert, row, end, col = receive_tile(ring, tile_info, step)
+    while expert >= 0:
+        row += CONSUMER * WARPGROUP_M
+        if row < end:
+            scales = scale_pointers(weight_scale, expert, col, col + apart, w, stride_se, stride_sout)
+            slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, False, CONSUMER)
+            if bias is not None:
+                slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + apart, w)
+            tma.store_wait(0)  # of the tile before: its last store may be of the buffer that comes first
+            if KEEP_H:
+                store_slices(slices, h, end, row, col, GATE_UP == "concatenated", staging, CONSUMER)
+            store_act(slices, a, a_scale, end, row, col, n, limit, alpha, staging, CONSUMER, GATE_UP, ACTIVATION)
+        else:
+            step = skip_stages(ring, step, steps, False)
+        expert, row, end, col = receive_tile(ring, tile_info, step)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def up_proj_act_kernel(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    a,
+    a_scale,
+    h,
+    token_of_row,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    width_in,
+    n,
+    stride_se,
+    stride_sout,
+    stride_sin,
+    stride_bias,
+    limit,
+    alpha,
+    ACTIVATION: gl.constexpr,
+    GATE_UP: gl.constexpr,
+    KEEP_H: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """F1: ``h = x w1^T + b1``, ``a = act(h)``; x (T, d) gathered, bias (E, w); a (R_max, n) in FP8 and its scales
+    (R_max, n / 128) are written, and h if KEEP_H. width_in is d in elements of 16 bits. GATE_UP: as in `hopper`.
+    """
+    dtype: gl.constexpr = x.dtype.element_ty
+    COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
+    width_out = 2 * n if GATE_UP == "interleaved" else n
+    ring, row_scale = new_ring(weight, dtype, STAGES)
+    staging = new_staging(dtype)
+    tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    gl.warp_specialize(
+        [
+            (act_consumer, (a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin,
+                            width_in, n, limit, alpha, ring, row_scale, tile_info, staging, 0, GATE_UP, ACTIVATION,
+                            KEEP_H)),
+            (act_consumer, (a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin,
+                            width_in, n, limit, alpha, ring, row_scale, tile_info, staging, 1, GATE_UP, ACTIVATION,
+                            KEEP_H)),
+            (gather_producer, (x, (x_scale, row_scale), width_in, token_of_row, weight, tiles, num_tiles,
+                               row_start_of_expert, width_in, width_out, ring, tile_info, scheduler_smem, None,
+                               COLUMNS, True, True, GATE_UP)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def dact_consumer(
+    dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity, width_in, n, limit, alpha,
+    ring, row_scale, tile_info, pairs,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
+):  # fmt: skip
+    """Consumer of B1: as `hopper.gemm_dgrad_dact.dact_consumer`, of scaled products."""
+    steps = width_in // BK
+    step, pending_release = 0, False
+    layout: gl.constexpr = gl.SliceLayout(1, zero_half().type.layout)
+    expert, row, end, col = receive_tile(ring, tile_info, step)
+    while expert >= 0:
+        first = row + CONSUMER * WARPGROUP_M
+        if first < end:
+            pair = pairs.index(step % pairs.shape[0]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(layout)
+            score = gl.load(s + pair).to(gl.float32)
+            scales = scale_pointers(weight_scale, expert, col, col + BLOCK, n, stride_se, stride_sout)
+            slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, pending_release, CONSUMER)
+            ds = dact_slices(
+                slices, score, dh, a_scaled, end, first, col, limit, alpha, ring, step,
+                CONSUMER, GATE_UP, ACTIVATION, ROLLED,
+            )  # fmt: skip
+            step += BN // EPILOGUE_N
+            pending_release = True
+            stored = first + gl.arange(0, WARPGROUP_M, ds.type.layout)
+            gl.store(partial + (col // BN).to(gl.int64) * capacity + stored, ds, mask=stored < end)
+        else:
+            step = skip_stages(ring, step, steps + BN // EPILOGUE_N, pending_release)
+            pending_release = False
+        expert, row, end, col = receive_tile(ring, tile_info, step)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["capacity"])
+def gemm_dgrad_dact_kernel(
+    do,
+    do_scale,
+    weight,
+    weight_scale,
+    h,
+    dh,
+    a_scaled,
+    s,
+    partial,
+    token_of_row,
+    pair_of_row,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    capacity,
+    width_in,
+    n,
+    stride_se,
+    stride_sout,
+    stride_sin,
+    limit,
+    alpha,
+    ACTIVATION: gl.constexpr,
+    GATE_UP: gl.constexpr,
+    ROLLED: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """B1: ``da' = do w2``, do (T, d) gathered, weight (E, 1, n, d); the rest is as in `hopper.gemm_dgrad_dact`.
+
+    width_in is d in elements of 16 bits.
+    """
+    ring, row_scale = new_ring(weight, do.dtype.element_ty, STAGES)
+    tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
+    pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    gl.warp_specialize(
+        [
+            (dact_consumer, (dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity,
+                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 0, BN, GATE_UP, ACTIVATION,
+                             ROLLED)),
+            (dact_consumer, (dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity,
+                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 1, BN, GATE_UP, ACTIVATION,
+                             ROLLED)),
+            (gather_producer, (do, (do_scale, row_scale), width_in, token_of_row, weight, tiles, num_tiles,
+                               row_start_of_expert, width_in, n, ring, tile_info, scheduler_smem,
+                               (h, pair_of_row, pairs), BN, True, True, GATE_UP)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Host side of the FP8 GEMMs for Hopper: descriptors, arguments, compile-time constants, grid. Reads no device value.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+
+Operands' data are e4m3, contiguous along the contraction, which is their last dimension: rows (., p), weights
+(E, q, p). Scales are those of `quantize`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.activations import ActivationSpec
+from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.hopper import configs
+from tilemoe.kernels.experts.hopper.configs import BLOCK_K, EPILOGUE_N, WARPGROUP_M, TileConfig
+from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor
+from tilemoe.kernels.experts.hopper.host import h_descriptors, h_output, hopper_launch, swizzle_of
+from tilemoe.kernels.experts.hopper_fp8.gemm import gemm_dgrad_dact_kernel, gemm_rows_kernel, up_proj_act_kernel
+from tilemoe.kernels.experts.quantize import BLOCK, ROWS
+from tilemoe.kernels.experts.triton.host import dact_outputs, gate_up_layout, split_parts
+from tilemoe.kernels.experts.triton.tiles import TileList
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
+
+TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel
+_EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
+
+
+def rows_launch(
+    rows: Operand,
+    weight: Operand,
+    bias: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    device: Device,
+) -> tuple[Launch, Tensor]:
+    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, q, p), plus bias (E, q) of contiguous rows."""
+    q, p = weight.data.shape[1:]
+    dtype = rows.dtype
+    out = rows.data.new_empty(plan.capacity, q, dtype=dtype)
+    right = described(_pairs(weight.data, dtype).unsqueeze(1), [1, 1, TILE.block_n, BLOCK_K])
+    operands = (*_rows(rows, dtype), right, weight.scale, bias, ragged_descriptor(out, _EPILOGUE_BLOCK))
+    bias_stride = 0 if bias is None else bias.stride(0)
+    sizes = (p // 2, q, *_strides(weight), bias_stride)
+    column_tiles = ceil_div(q, TILE.block_n)
+    args = (*operands, *tiles, swizzle_of(plan, column_tiles), *sizes)
+    return _launch(gemm_rows_kernel, tiles.capacity * column_tiles, args, {}, device), out
+
+
+def up_proj_act_launch(
+    x: Operand,
+    w1: Operand,
+    b1: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    keep_h: bool,
+    device: Device,
+) -> tuple[Launch, Operand, Tensor]:
+    """F1: (a (R_max, n), quantised; h (R_max, w) of x's dtype, or (0, w) if not kept). b1's rows are contiguous."""
+    d, n, dtype = x.data.shape[1], w1.data.shape[1] // spec.width_factor, x.dtype
+    scale = x.data.new_empty(plan.capacity, n // BLOCK, dtype=torch.float32)
+    a = Operand(x.data.new_empty(plan.capacity, n), scale, ROWS, dtype)
+    h = x.data.new_empty(plan.capacity if keep_h else 0, spec.width_factor * n, dtype=dtype)
+    weight = split_parts(_pairs(w1.data, dtype), spec)
+    parts, width = weight.shape[1:3]
+    columns = TILE.block_n // parts
+    to_a, to_h = ragged_descriptor(_pairs(a.data, dtype), _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
+    right = described(weight, [1, parts, columns, BLOCK_K])
+    column_tiles = ceil_div(width, columns)
+    operands = (*_rows(x, dtype), right, w1.scale, b1, to_a, a.scale, to_h, plan.token_of_row, *tiles)
+    bias_stride = 0 if b1 is None else b1.stride(0)
+    sizes = (d // 2, n, *_strides(w1), bias_stride, spec.limit, spec.alpha)
+    constants = {"ACTIVATION": spec.name, "GATE_UP": gate_up_layout(spec) or "none", "KEEP_H": keep_h}
+    args = (*operands, swizzle_of(plan, column_tiles), *sizes)
+    return _launch(up_proj_act_kernel, tiles.capacity * column_tiles, args, constants, device), a, h
+
+
+def dgrad_dact_launch(
+    do: Operand,
+    w2: Operand,
+    h: Tensor,
+    s: Tensor,
+    plan: RoutingPlan,
+    tiles: TileList,
+    spec: ActivationSpec,
+    device: Device,
+) -> tuple[Launch, Tensor, Tensor, Tensor]:
+    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32, as in `hopper`); w2 (E, n, d)."""
+    n, d = w2.data.shape[1:]
+    column_tiles = ceil_div(n, TILE.block_n)
+    dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
+    right = described(_pairs(w2.data, h.dtype).unsqueeze(1), [1, 1, TILE.block_n, BLOCK_K])
+    from_h, to_dh = h_descriptors(h, dh, n, spec)
+    outputs = (from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
+    indices = (plan.token_of_row, plan.pair_of_row, *tiles, swizzle_of(plan, column_tiles))
+    sizes = (plan.capacity, d // 2, n, *_strides(w2), spec.limit, spec.alpha)
+    constants = {
+        "ACTIVATION": spec.name,
+        "GATE_UP": gate_up_layout(spec) or "none",
+        "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP,
+    }
+    args = (*_rows(do, h.dtype), right, w2.scale, *outputs, *indices, *sizes)
+    launch = _launch(gemm_dgrad_dact_kernel, tiles.capacity * column_tiles, args, constants, device)
+    return launch, dh, a_scaled, partial
+
+
+def _launch(kernel: Any, tiles: int, args: tuple[Any, ...], constants: dict[str, Any], device: Device) -> Launch:
+    return hopper_launch(kernel, persistent_grid(device, tiles), args, constants, TILE)
+
+
+def _pairs(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 (..., p) as (..., p / 2) of a 16-bit dtype: what the pipeline moves."""
+    return data.view(dtype)
+
+
+def _rows(rows: Operand, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return _pairs(rows.data, dtype), rows.scale
+
+
+def _strides(weight: Operand) -> tuple[int, ...]:
+    assert weight.scale is not None
+    return weight.scale.stride()

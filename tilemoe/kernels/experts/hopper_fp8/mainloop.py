@@ -1,0 +1,156 @@
+"""What the FP8 kernels add to `hopper.pipeline`: a mainloop that scales each 128 of the contraction, and its epilogues.
+
+BM, BN tile · BK contraction step, 128 bytes · S stages
+
+Tensor cores add FP8 products with some 14 bits. So each product of 128 is multiplied by its scales and added to the
+accumulator in fp32, by one consumer while the tensor cores work for the other. A tile is two halves of 128 columns,
+each in one block of the weight's scales: a half's product takes 64 registers of a thread, beside 128 of the sums.
+
+The pipeline moves bytes: for it, two FP8 values of a row are one element of the layer's 16-bit dtype, so that BK is
+that of the 16-bit kernels, and their producer, scheduler and stages serve here. `operand` says what they are.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilemoe.kernels.experts.hopper.gluon_compat import reinterpret
+from tilemoe.kernels.experts.hopper.pipeline import (
+    EPILOGUE_N,
+    RAGGED_EXTENT,
+    WARPGROUP_M,
+    consumer_release_previous,
+    consumer_wait,
+    fence_and_store,
+    halves,
+    store_slice,
+)
+from tilemoe.kernels.experts.quantize import BLOCK as _BLOCK
+from tilemoe.kernels.experts.quantize import LARGEST as _LARGEST
+from tilemoe.kernels.experts.quantize import SMALLEST_SCALE as _SMALLEST_SCALE
+
+BLOCK = gl.constexpr(_BLOCK)  # columns of half a tile, and FP8 values of a step
+LARGEST = gl.constexpr(_LARGEST)
+SMALLEST_SCALE = gl.constexpr(_SMALLEST_SCALE)
+
+
+@gluon.jit
+def operand(buffer, ROWS: gl.constexpr):
+    """(ROWS, BLOCK) e4m3 of a stage's (ROWS, BK) of 16 bits."""
+    return reinterpret(buffer, gl.float8e4nv, [ROWS, BLOCK], gl.NVMMASharedLayout(128, 8, 2))
+
+
+@gluon.jit
+def zero_half():
+    """(WARPGROUP_M, BLOCK) fp32: the accumulator of half a tile's columns."""
+    return gl.zeros([WARPGROUP_M, BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32]))
+
+
+@gluon.jit
+def scale_pointers(scale, expert, left_column, right_column, width, stride_e, stride_out):
+    """Pointers to a weight's first scales along the contraction, at two columns; scale (E, width / BLOCK, in / BLOCK).
+
+    A column past ``width`` counts as the last: what it scales is not stored.
+    """
+    of_expert = scale + expert.to(gl.int64) * stride_e
+    right_block = gl.minimum(right_column // BLOCK, width // BLOCK - 1)
+    return of_expert + left_column // BLOCK * stride_out, of_expert + right_block * stride_out
+
+
+@gluon.jit
+def scaled_mainloop(ring, row_scale, weight_scales, stride_in, step, steps, pending_release, CONSUMER: gl.constexpr):
+    """This consumer's rows of a tile as four slices (WARPGROUP_M, EPILOGUE_N) fp32, left to right; the next step.
+
+    row_scale (S, BM): a scale for each row of a stage. weight_scales: see `scale_pointers`; ``stride_in`` apart.
+    pending_release: as for `pipeline.mma_mainloop`.
+    """
+    a_smem, b_smem, _full, empty = ring
+    left_pointer, right_pointer = weight_scales
+    left, right, product = zero_half(), zero_half(), zero_half()
+    of_rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
+    if pending_release:
+        tma.store_wait(0)
+        consumer_release_previous(ring, step)
+    for k in range(steps):
+        # Used once the products are there, which hides the loads.
+        left_weight, right_weight = gl.load(left_pointer + k * stride_in), gl.load(right_pointer + k * stride_in)
+        stage = consumer_wait(ring, step)
+        a = operand(a_smem.index(stage), a_smem.shape[1]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M)
+        b = operand(b_smem.index(stage), 2 * BLOCK)
+        product = warpgroup_mma(a, b.slice(0, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)
+        scale = row_scale.index(stage).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(of_rows)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        left += product * (scale * left_weight)[:, None]
+        product = warpgroup_mma(a, b.slice(BLOCK, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        right += product * (scale * right_weight)[:, None]
+        step += 1
+    return halves(left, WARPGROUP_M, BLOCK) + halves(right, WARPGROUP_M, BLOCK), step
+
+
+# Epilogue
+
+
+@gluon.jit
+def add_bias(value, bias, expert, stride, column, width):
+    """A slice plus an expert's bias from ``column`` on; zero past ``width``."""
+    columns = column + gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, value.type.layout))
+    entries = gl.load(bias + expert.to(gl.int64) * stride + columns, mask=columns < width, other=0.0)
+    return value + entries.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def add_bias_to_slices(slices, bias, expert, stride, left_column, right_column, width):
+    """Two slices from ``left_column`` on, and two from ``right_column``."""
+    first = add_bias(slices[0], bias, expert, stride, left_column, width)
+    second = add_bias(slices[1], bias, expert, stride, left_column + EPILOGUE_N, width)
+    third = add_bias(slices[2], bias, expert, stride, right_column, width)
+    fourth = add_bias(slices[3], bias, expert, stride, right_column + EPILOGUE_N, width)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def store_slices(slices, out, end, row, col, PARTED: gl.constexpr, staging, CONSUMER: gl.constexpr):
+    """Start the TMA stores of a tile's slices through two buffers. PARTED: they are of out's two parts, two of each."""
+    last = RAGGED_EXTENT - end + row
+    for i in gl.static_range(4):
+        tma.store_wait(1)
+        if PARTED:
+            place = [RAGGED_EXTENT, end, last, i // 2, col + i % 2 * EPILOGUE_N]
+        else:
+            place = [RAGGED_EXTENT, end, last, col + i * EPILOGUE_N]
+        store_slice(out, place, slices[i], staging.index(2 * CONSUMER + i % 2))
+
+
+@gluon.jit
+def largest_of(parts):
+    """The largest magnitude of each row, over a tuple of slices."""
+    largest = gl.max(gl.abs(parts[0]), axis=1)
+    for i in gl.static_range(1, len(parts)):
+        largest = gl.maximum(largest, gl.convert_layout(gl.max(gl.abs(parts[i]), axis=1), largest.type.layout))
+    return largest
+
+
+@gluon.jit
+def store_quantized(parts, data, scale, end, row, col, width, staged):
+    """Quantise a block of each row, slices of equal width, and start its TMA store; write its scale.
+
+    ``staged`` is free once all stores but one are. data: descriptor of (R_max, width / 2) of 16 bits; scale (R_max,
+    width / BLOCK). A block past ``width`` is left out.
+    """
+    largest = largest_of(parts)
+    of_row = gl.where(largest == 0, 1.0, gl.maximum(largest / LARGEST, SMALLEST_SCALE))
+    inverse = 1.0 / of_row
+    WIDTH: gl.constexpr = BLOCK // len(parts)
+    tma.store_wait(1)
+    values = operand(staged, WARPGROUP_M)
+    for i in gl.static_range(len(parts)):
+        factor = gl.convert_layout(inverse, gl.SliceLayout(1, parts[i].type.layout))
+        values.slice(i * WIDTH, WIDTH, 1).store((parts[i] * factor[:, None]).to(gl.float8e4nv))
+    fence_and_store(data, [RAGGED_EXTENT, end, RAGGED_EXTENT - end + row, col // 2], staged)
+    rows = row + gl.arange(0, WARPGROUP_M, of_row.type.layout)
+    gl.store(scale + rows.to(gl.int64) * (width // BLOCK) + col // BLOCK, of_row, mask=(rows < end) & (col < width))
