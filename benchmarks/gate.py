@@ -15,8 +15,6 @@ from torch import Tensor
 
 from tilemoe.shape import MoEShape
 
-TOLERANCE = 2e-2  # RMS error over RMS value; bf16's own is 3e-3 to 1e-2
-
 
 def problem(contestant: Contestant, shape: MoEShape, weights: Weights) -> str | None:
     """None if the output and all four gradients agree with the reference, else what does not.
@@ -38,7 +36,7 @@ def problem(contestant: Contestant, shape: MoEShape, weights: Weights) -> str | 
         with torch.no_grad():
             weights.router.copy_(kept)
     for what, error in errors.items():
-        if not error <= TOLERANCE:
+        if not error <= contestant.tolerance:
             return f"{what} is off by {error:.2e} RMS-relative"
     return None
 

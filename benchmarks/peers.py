@@ -18,7 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilemoe
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.shape import MoEShape
+
+# RMS error over RMS value: bf16's own is 3e-3 to 1e-2, that of e4m3 operands 5e-2 to 7e-2.
+TOLERANCES = MappingProxyType({"bf16": 2e-2, "fp8": 8e-2})
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +37,8 @@ class Weights:
 @dataclass(frozen=True, eq=False)
 class Contestant:
     """``run(x)`` gives the output (T, d); ``leaves`` are router, w1, w2 as it keeps them; ``w1_rows`` puts the rows
-    (dimension 1) of its w1's gradient into the order [gate; up].
+    (dimension 1) of its w1's gradient into the order [gate; up]. It may be off by ``tolerance``, RMS error over RMS
+    value.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Contestant:
     run: Callable[[Tensor], Tensor]
     leaves: tuple[Tensor, Tensor, Tensor]
     w1_rows: Callable[[Tensor], Tensor]
+    tolerance: float = TOLERANCES["bf16"]
 
 
 def make_weights(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -53,7 +59,7 @@ def make_weights(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> W
     return Weights(normal(experts, d), normal(experts, 2 * n, d), normal(experts, d, n))
 
 
-def layer_config(shape: MoEShape) -> tilemoe.MoEConfig:
+def layer_config(shape: MoEShape, precision: str = "bf16") -> tilemoe.MoEConfig:
     """The function that all contestants compute, as ours is told it."""
     return tilemoe.MoEConfig(
         shape.hidden_size,
@@ -61,16 +67,19 @@ def layer_config(shape: MoEShape) -> tilemoe.MoEConfig:
         shape.num_experts,
         shape.num_experts_per_tok,
         router=tilemoe.RouterConfig(score="softmax", softmax_after_topk=True),
+        precision=precision,
     )
 
 
 def tilemoe_layer(shape: MoEShape, weights: Weights, kernels: str | None = None) -> Contestant:
-    """Ours, as a user builds it; ``kernels`` names a backend."""
-    moe = tilemoe.MoE(layer_config(shape), device="meta", kernels=kernels)
+    """Ours, as a user builds it; ``kernels`` names a backend, and with it the precision."""
+    precision = "bf16" if kernels is None else backend_named(kernels).precision
+    moe = tilemoe.MoE(layer_config(shape, precision), device="meta", kernels=kernels)
     moe.router.weight, moe.experts.w1, moe.experts.w2 = weights.router, weights.w1, weights.w2
     name = "tilemoe" if kernels is None else f"tilemoe[{kernels}]"
     leaves = (weights.router, weights.w1, weights.w2)
-    return Contestant(name, tilemoe.__version__, lambda x: moe(x).hidden, leaves, lambda grad: grad)
+    version, tolerance = tilemoe.__version__, TOLERANCES[precision]
+    return Contestant(name, version, lambda x: moe(x).hidden, leaves, lambda grad: grad, tolerance)
 
 
 def sonic_moe(shape: MoEShape, weights: Weights) -> Contestant:

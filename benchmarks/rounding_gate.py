@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import gate
+import peers
 import torch
 from torch import Tensor
 
@@ -64,7 +65,7 @@ def problem_of_experts(layer: MoE, x: Tensor, do: Tensor, plan: RoutingPlan, sco
         of_set.append((out.detach(), *torch.autograd.grad(out, list(inputs.values()), do)))
     for what, found, expected in zip(("output", *inputs), *of_set, strict=True):
         error = relative(found, expected)
-        if not error <= gate.TOLERANCE:
+        if not error <= peers.TOLERANCES["bf16"]:
             return f"{what} is off by {error:.2e} RMS-relative"
     return None
 

@@ -294,7 +294,7 @@ def main() -> None:
     if args.what == "cold-child":
         cold_child(args)
     elif args.what == "cold":
-        print("appended to", record.append("cold", cold(args)).relative_to(record.ROOT))
+        print("appended to", record.append("cold", cold(args)))
     else:
         each_case(args)
 
