@@ -161,13 +161,24 @@ def test_a_kernel_that_does_not_compile_is_its_launchs_error(log: Log, monkeypat
     experts.moe(*CASE.args("moe"))
 
 
-def test_memory_that_the_backward_does_not_have_yet_is_no_error(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError], ids=["memory", "refusal"])
+def test_an_error_of_the_backward_is_not_the_forwards(
+    error: type[Exception], log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(ctx: Any, *grads: Any) -> Any:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(experts.moe, "_backward", fails)
     experts.moe(*trainable(CASE.args("moe")))
     assert set(log.launched()) >= FORWARD
+
+
+def test_the_gradient_of_a_gradient_is_refused_where_it_is_taken(log: Log) -> None:
+    logits = torch.zeros(40, 8, requires_grad=True)
+    scores = router.select(logits, None, None, 2, *SELECTION)[0]
+    (grad,) = torch.autograd.grad(scores.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(grad.sum(), logits)
 
 
 def test_an_error_of_the_operator_is_raised_when_its_compilations_have_ended(log: Log) -> None:

@@ -46,7 +46,7 @@ def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """A weight (E, p, q) as what is contiguous along ``contracted``, 1 or 2, unless it is quantised already.
 
     It is kept until the weight is written to, as PyTorch counts it: by the optimiser's step, not through ``.data``. A
-    weight that will be trained is quantised for both contractions at once.
+    16-bit weight that will be trained is quantised for both contractions at once.
     """
     if isinstance(weight, Operand):
         return weight
@@ -64,7 +64,9 @@ def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
     if kept is None or (kept.version, kept.address) != (weight._version, weight.data_ptr()):
         kept = _Kept(weight._version, weight.data_ptr(), {})
     if contracted not in kept.operands:
-        kept.operands.update(_quantize(weight, (1, 2) if weight.requires_grad else (contracted,)))
+        # fp32 in both orders came out wrong once (H200, Triton 3.6.0), which was not found again.
+        both = weight.requires_grad and weight.element_size() == 2
+        kept.operands.update(_quantize(weight, (1, 2) if both else (contracted,)))
         if not withholds_values():
             _KEPT[weight] = kept
     operand = kept.operands[contracted]
