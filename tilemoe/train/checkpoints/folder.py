@@ -34,7 +34,7 @@ from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir
 from tilemoe.train.checkpoints.sharded_state import (
-    is_sharded,
+    METADATA_FILE,
     is_shared,
     read_model,
     read_training,
@@ -47,6 +47,7 @@ from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
 FORMAT = 1
+_READ = frozenset({METADATA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TOKENIZER_FILE})  # by their own names
 _STALE = (".tmp-", ".trash-")
 
 
@@ -197,18 +198,27 @@ def _manifest(entries: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: every file has the size and the SHA-256 of the manifest."""
+    """A verified checkpoint: every file has the size and the SHA-256 of the manifest.
+
+    files: the names that the manifest lists; no other file of the folder is read.
+    """
 
     path: Path
     state: TrainState
     rng_cpu: str
     rng_cuda: list[str]
+    files: frozenset[str]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a job wrote the tensors, into torch.distributed.checkpoint's files."""
+        return METADATA_FILE in self.files
 
     @property
     def tokenizer_spec(self) -> str:
         """What ``tilemoe.data.load_tokenizer`` makes the run's tokenizer from, without its corpus."""
-        saved = self.path / TOKENIZER_FILE
-        return str(saved) if saved.exists() else self.state.recipe.data.tokenizer
+        is_saved = TOKENIZER_FILE in self.files
+        return str(self.path / TOKENIZER_FILE) if is_saved else self.state.recipe.data.tokenizer
 
     def require_model(self, config: ModelConfig) -> None:
         """Raise unless this checkpoint's model is ``config``, naming the first setting that differs."""
@@ -221,7 +231,7 @@ class Checkpoint:
 
     def load_model(self, model: nn.Module) -> None:
         """Copy the weights and buffers into ``model``, on any device; processes that share it all call this."""
-        if is_sharded(self.path):
+        if self.is_sharded:
             read_model(self.path, model)
         elif is_shared(model):
             read_whole_model(self.path / MODEL_FILE, model)
@@ -234,7 +244,7 @@ class Checkpoint:
         Any number of processes can read what one process or a job has written. Random numbers are those of the same
         rank; one that was not there then, and all processes of a job that goes on from one, keep theirs as they are.
         """
-        if is_sharded(self.path):
+        if self.is_sharded:
             read_training(self.path, model, optimizer)
             return
         if is_shared(model):
@@ -259,11 +269,17 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing, cut short or changed; the message names it.
     """
-    fault = _fault(path) if verify else ""
-    if fault:
-        raise _damaged(path, fault)
-    if not (path / STATE_FILE).is_file():
-        raise _damaged(path, f"{STATE_FILE} is missing")
+    try:
+        files = _read_manifest(path)
+        if verify:
+            _require_files(path, files)
+    except _Damage as damage:
+        raise _damaged(path, str(damage)) from None
+    unlisted = sorted(name for name in _READ - files.keys() if (path / name).exists())
+    if unlisted:
+        raise CheckpointError(
+            f"checkpoint {path} is not to be trusted: {unlisted[0]} is not listed in {MANIFEST_FILE}; remove that file"
+        )
     try:
         data = json.loads((path / STATE_FILE).read_bytes())
     except ValueError:
@@ -272,39 +288,61 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
     recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
     state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"])
-    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"])
+    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], frozenset(files))
 
 
-def _fault(path: Path) -> str:
-    """What is wrong with a checkpoint's files; "" if all are as the manifest says."""
+class _Damage(Exception):
+    """What is wrong with a checkpoint's files."""
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """What the manifest says of each file; _Damage where it is missing, changed, or names what is not in the folder."""
     if not (path / MANIFEST_FILE).is_file():
-        return f"{MANIFEST_FILE} is missing"
+        raise _Damage(f"{MANIFEST_FILE} is missing")
     raw = (path / MANIFEST_FILE).read_bytes()
     try:
         manifest = json.loads(raw)
         files: dict[str, dict[str, Any]] = manifest["files"]
         intact = _canonical(manifest) == raw and hashlib.sha256(_canonical(files)).hexdigest() == manifest["sha256"]
-    except (ValueError, KeyError, TypeError):
-        intact = False
+        outside = sorted(name for name in files if name in ("", ".", "..") or "/" in name or "\\" in name)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _Damage(f"{MANIFEST_FILE} does not match its checksum") from None
     if not intact:
-        return f"{MANIFEST_FILE} does not match its checksum"
+        raise _Damage(f"{MANIFEST_FILE} does not match its checksum")
+    if outside:
+        raise _Damage(f"{MANIFEST_FILE} lists {outside[0]!r}, which is not in the folder")
+    needed = {STATE_FILE} if METADATA_FILE in files else {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE}
+    if needed - files.keys():
+        raise _Damage(f"{min(needed - files.keys())} is not listed in {MANIFEST_FILE}")
+    return files
+
+
+def _require_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
+    """_Damage where a file is missing or not what the manifest says of it."""
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
-            return f"{name} is missing"
+            raise _Damage(f"{name} is missing")
         size = file.stat().st_size
         if size != expected["bytes"]:
-            return f"{name} has {size} bytes instead of {expected['bytes']}"
+            raise _Damage(f"{name} has {size} bytes instead of {expected['bytes']}")
         if sha256_file(file) != expected["sha256"]:
-            return f"{name} does not match its checksum"
-    return ""
+            raise _Damage(f"{name} does not match its checksum")
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        _require_files(path, _read_manifest(path))
+    except _Damage:
+        return False
+    return True
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     """Never silently an older checkpoint, but the message names the newest good one."""
     candidates = list_checkpoints(path.parent)
     before = candidates[: candidates.index(path)] if path in candidates else []
-    older = next((candidate for candidate in reversed(before) if not _fault(candidate)), None)
+    older = next((candidate for candidate in reversed(before) if _is_intact(candidate)), None)
     fix = f"resume from the older one with --resume {older}" if older else "no older one is intact: start a new run"
     return CheckpointError(f"checkpoint {path} is damaged: {what}; {fix}")
 

@@ -29,11 +29,6 @@ METADATA_FILE = ".metadata"
 _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
 
 
-def is_sharded(folder: Path) -> bool:
-    """Whether a checkpoint's tensors are in files of this kind."""
-    return (folder / METADATA_FILE).exists()
-
-
 def is_shared(model: nn.Module) -> bool:
     """Whether processes share the parameters."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
