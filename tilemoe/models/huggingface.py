@@ -9,6 +9,7 @@ is its down matrix.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import CONFIG_FILE, read_config
 from tilemoe.models.hf_config import ARCHITECTURES, Architecture, hf_config_dict
 
+MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_SHARD_NAME = r"[^/\\]+\.safetensors"  # a file of the folder itself, whatever the system's separator
 _ALL = slice(None)
 
 # Within a block and within a layer, for what is the same tensor under two names.
@@ -163,19 +166,51 @@ def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, T
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """Of each tensor in a folder's safetensors files, by name, the open file that has it."""
-    files = sorted(folder.glob("model*.safetensors"))
+    """Of each tensor of the folder's model, by name, the open safetensors file that has it.
+
+    As the index says where there is one; without it model.safetensors alone, or all shards.
+
+    Raises:
+        ValueError: a file or a tensor is missing, damaged, or in two files; the message names it.
+    """
+    has_index = (folder / INDEX_FILE).exists()
+    listed = _read_index(folder / INDEX_FILE) if has_index else {}
+    alone = [folder / MODEL_FILE] if (folder / MODEL_FILE).exists() else sorted(folder.glob("model*.safetensors"))
+    files = [folder / name for name in sorted(set(listed.values()))] if has_index else alone
     if not files:
         raise ValueError(f"{folder} holds no model*.safetensors; give a folder with a model in it")
     file_of: dict[str, Any] = {}
     with ExitStack() as stack:
         for file in files:
+            if not file.is_file():
+                raise ValueError(f"{file} is missing, which {INDEX_FILE} lists; download or export the model again")
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{file} cannot be read ({error}); download or export it again") from error
-            file_of |= dict.fromkeys(handle.keys(), handle)
+            held = set(handle.keys())
+            names = {name for name, where in listed.items() if where == file.name} if has_index else held
+            for name in sorted(names - held):
+                raise ValueError(f"{file} lacks {name}, which {INDEX_FILE} says it has; download or export it again")
+            for name in sorted(names & file_of.keys()):
+                raise ValueError(f"{file} has {name}, which another file has, too; keep the model's own files alone")
+            file_of |= dict.fromkeys(names, handle)
         yield file_of
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The name of each tensor's file; ValueError where the index is damaged or a name leads out of its folder."""
+    fix = "download or export the model again"
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {fix}") from error
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{path}: weight_map must be a table of tensors and files; {fix}")
+    for tensor, name in listed.items():
+        if not isinstance(name, str) or re.fullmatch(_SHARD_NAME, name) is None:
+            raise ValueError(f"{path}: the file of {tensor}, {name!r}, is no .safetensors file of this folder; {fix}")
+    return listed
 
 
 def _write_shards(folder: Path, tensors: dict[str, Tensor], max_bytes: int) -> None:
@@ -189,14 +224,14 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], max_bytes: int) -> N
         filled += tensor.nbytes
     file_of: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = MODEL_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         # transformers asks for this note of the framework.
         save_file({name: tensors[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # safetensors makes it its owner's alone
         file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": file_of})
+        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": file_of})
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

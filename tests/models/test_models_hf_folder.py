@@ -1,0 +1,83 @@
+"""Which files of a transformers' folder are read: those of its index, and no other."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import raises_one_line, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tilemoe.config import MoEConfig
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.huggingface import load_hf, save_hf
+from tilemoe.testing import assert_equal
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    model = DecoderLM(tiny_model(moe=MoEConfig(16, 16, 4, 2)))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    save_hf(model, tmp_path / "model", max_shard_bytes=4_000)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", ["model-00000-of-00000.safetensors", "model.safetensors", "modelz.safetensors"])
+def test_a_stray_file_beside_the_shards_is_not_read(shards: Path, name: str) -> None:
+    expected = load_hf(shards).state_dict()
+    save_file({each: tensor + 1 for each, tensor in tensors_of(shards).items()}, shards / name)
+    assert_equal(load_hf(shards).state_dict(), expected)
+
+
+def test_without_an_index_no_two_files_have_a_tensor(shards: Path) -> None:
+    expected = load_hf(shards).state_dict()
+    everything = tensors_of(shards)
+    (shards / "model.safetensors.index.json").unlink()
+    assert_equal(load_hf(shards).state_dict(), expected)
+    save_file({"model.norm.weight": everything["model.norm.weight"]}, shards / "modelz.safetensors")
+    with raises_one_line(r"modelz\.safetensors has model\.norm\.weight, which another file has, too"):
+        load_hf(shards)
+    save_file(everything, shards / "model.safetensors")  # what is whole needs no shards
+    assert_equal(load_hf(shards).state_dict(), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../other.safetensors", "/tmp/other.safetensors", "a/b.safetensors", "..\\a.safetensors", "..", "", 7, None],
+)
+def test_an_index_cannot_lead_out_of_its_folder(shards: Path, name: object) -> None:
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    (shards.parent / "other.safetensors").write_bytes((shards / file).read_bytes())
+    index["weight_map"]["model.norm.weight"] = name
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    with raises_one_line(r"the file of model\.norm\.weight, .*, is no \.safetensors file of this folder"):
+        load_hf(shards)
+
+
+def test_what_the_index_lists_and_the_folder_lacks_is_named(shards: Path) -> None:
+    path = shards / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    moved = json.loads(path.read_text())
+    moved["weight_map"]["model.norm.weight"] = "model-00001-of-00099.safetensors"
+    path.write_text(json.dumps(moved))
+    with raises_one_line(r"model-00001-of-00099\.safetensors is missing, which model\.safetensors\.index\.json lists"):
+        load_hf(shards)
+    moved["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    path.write_text(json.dumps(moved))
+    with raises_one_line(r"lacks model\.norm\.weight, which model\.safetensors\.index\.json says it has"):
+        load_hf(shards)
+    del moved["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(moved))
+    with raises_one_line(r"model\.norm\.weight: this tensor is missing"):
+        load_hf(shards)
+    for text in ("", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000):
+        path.write_text(text)
+        with raises_one_line(r"model\.safetensors\.index\.json"):
+            load_hf(shards)
