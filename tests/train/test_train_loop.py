@@ -27,6 +27,7 @@ from tilemoe.train.run import RunResult, Stopped, require_fresh, require_resumab
 from tilemoe.train.sample import continue_text, printable
 
 CPU = torch.device("cpu")
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 @pytest.fixture(params=["moe", "dense"])
@@ -260,9 +261,41 @@ def test_a_stopped_run_goes_on_to_the_same_end(
     assert isinstance(train(recipe, open_checkpoint(latest)), RunResult)
     whole = uninterrupted(recipe)
     assert timeless(recipe.train.out_dir) == timeless(whole)
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in TENSOR_FILES:
         ends = [folder / "step_00000006" / file for folder in (Path(recipe.train.out_dir), whole)]
         assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+@pytest.mark.parametrize("mode", ["stochastic", "nearest_score"])
+def test_random_rounding_is_a_function_of_the_seed(
+    moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Whatever random numbers the process had before, with the data in the cache or not, stopped or not."""
+    moe = moe_recipe.model.moe
+    assert moe is not None
+    rounding = TokenRounding(mode, 16)  # type: ignore[arg-type]
+    model = replace(moe_recipe.model, moe=replace(moe, rounding=rounding))
+
+    def run(name: str, cache: str, seed: int) -> Recipe:
+        torch.manual_seed(hash(name))
+        data = replace(moe_recipe.data, cache_dir=str(tmp_path / cache), tokenizer="bpe:300")
+        settings = replace(moe_recipe.train, out_dir=str(tmp_path / name), seed=seed)
+        return replace(moe_recipe, model=replace(model, vocab_size=300), data=data, train=settings)
+
+    train(run("first", "cold", 0))
+    train(run("second", "cold", 0))
+    train(run("other", "cold", 1))
+    stopped = run("stopped", "cold too", 0)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3, signal.SIGTERM)
+        assert train(stopped) == Stopped(signal.SIGTERM)
+    torch.manual_seed(99)
+    train(stopped, open_checkpoint(Path(stopped.train.out_dir) / "step_00000004"))
+    ends = {}
+    for name in ("first", "second", "stopped", "other"):
+        ends[name] = [(tmp_path / name / "step_00000006" / file).read_bytes() for file in TENSOR_FILES]
+    assert timeless(tmp_path / "first") == timeless(tmp_path / "second") == timeless(tmp_path / "stopped")
+    assert ends["first"] == ends["second"] == ends["stopped"] != ends["other"]
 
 
 def test_a_second_ctrl_c_aborts_at_once(moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

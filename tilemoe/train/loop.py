@@ -102,7 +102,7 @@ class Trainer:
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``: weights, optimiser, random numbers, step and tokens."""
         state = checkpoint.state
-        # Stays, of a rank that was not there when it was saved.
+        # Stays, of a rank (of a GPU) that was not there when it was saved.
         seed_process(self.recipe.train.seed, self.job, state.step)
         checkpoint.load_training(self.model, self.optimizer)
         self.step, self.tokens, self.seconds = state.step, state.tokens, state.seconds
@@ -285,10 +285,11 @@ class Trainer:
 
 
 def seed_process(seed: int, job: Job, step: int) -> None:
-    """Random numbers of torch, for random rounding say: others in every process of a job, and from every step on."""
-    if not job.is_alone:
-        text = f"{seed} {job.world_size} {job.rank} {step}"
-        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+    """Random numbers of torch, for random rounding say: a function of ``train.seed``, others in every process of a job,
+    and from every step on.
+    """
+    text = f"{seed} {job.world_size} {job.rank} {step}"
+    torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
 
 def data_fingerprint(data: Prepared) -> str:
