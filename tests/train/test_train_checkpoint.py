@@ -17,7 +17,6 @@ from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
-    clean_stale,
     find_latest,
     list_checkpoints,
     open_checkpoint,
@@ -25,6 +24,7 @@ from tilemoe.train.checkpoints.folder import (
     save_checkpoint,
     set_aside,
 )
+from tilemoe.train.checkpoints.leftovers import clean_stale
 from tilemoe.train.config import OptimConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
@@ -195,6 +195,71 @@ def test_dying_in_the_middle_of_a_write_leaves_the_older_checkpoint(
     assert find_latest(tmp_path).path == older
     clean_stale(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def foreign_entries(folder: Path) -> dict[Path, bytes]:
+    """Somebody's own files and folders, by names like ours."""
+    for name in (".tmp-mine", ".trash-mine", ".tmp-step_7", "step_00000001"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "thesis.tex").write_bytes(b"years of work")
+    (folder / ".tmp-notes").write_bytes(b"notes")
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_nothing_of_others_is_removed(save: Callable[..., Path], tmp_path: Path) -> None:
+    theirs = foreign_entries(tmp_path)
+    clean_stale(tmp_path)
+    for step in (2, 3, 4):
+        save(step, keep_last=1)
+    assert {path: path.read_bytes() for path in theirs} == theirs
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001", "step_00000004"]
+
+
+@pytest.mark.parametrize("name", [".tmp-step_00000002", ".trash-step_00000001"])
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_has_a_name_of_ours_without_our_mark_is_named_and_stays(
+    save: Callable[..., Path], tmp_path: Path, name: str, kind: str
+) -> None:
+    save(1, keep_last=1)
+    path, work = tmp_path / name, tmp_path / "work"
+    if kind == "file":
+        path.write_bytes(b"years of work")
+    else:
+        (work if kind == "link" else path).mkdir()
+        if kind == "link":
+            path.symlink_to(work)
+            (work / ".tilemoe").touch()
+        (path / "thesis.tex").write_bytes(b"years of work")
+    with raises_one_line(f"did not make it and needs its name: move it away.*{name}", CheckpointError):
+        save(2, keep_last=1)
+    assert (path if kind == "file" else path / "thesis.tex").read_bytes() == b"years of work"
+    assert find_latest(tmp_path).state.step == 1
+
+
+def test_a_killed_deletion_is_finished_by_the_next(
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any number of files."""
+    real, done = Path.unlink, [0]
+
+    def dies(path: Path, missing_ok: bool = False) -> None:
+        if "trash" in str(path):
+            if not done[0]:
+                raise KeyboardInterrupt
+            done[0] -= 1
+        real(path, missing_ok)
+
+    files = len(list(save(1).iterdir()))
+    for survived in range(files + 1):
+        with monkeypatch.context() as patch:
+            done[0] = survived
+            patch.setattr(Path, "unlink", dies)
+            with pytest.raises(KeyboardInterrupt):
+                save(survived + 2, keep_last=1)
+        assert list(tmp_path.glob(".trash-*"))
+        clean_stale(tmp_path)
+        assert not list(tmp_path.glob(".*"))
+        assert [path.name for path in list_checkpoints(tmp_path)] == [f"step_{survived + 2:08d}"]
 
 
 def test_setting_aside_loses_nothing(save: Callable[..., Path], tmp_path: Path) -> None:

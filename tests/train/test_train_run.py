@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import raises_one_line
 
 from tilemoe.config import ParallelConfig
 from tilemoe.data import prepare
@@ -60,6 +61,15 @@ def test_a_full_disk_names_the_metrics(dense_recipe: Recipe, monkeypatch: pytest
     monkeypatch.setattr(runs.MetricsWriter, "write", full)
     with pytest.raises(ValueError, match=r"train\.out_dir .*run: cannot be used \(No space left on device\)"):
         train(dense_recipe)
+
+
+def test_a_folder_in_the_way_of_a_checkpoint_is_found_before_training(dense_recipe: Recipe) -> None:
+    folder = Path(dense_recipe.train.out_dir)
+    (folder / ".tmp-step_00000003").mkdir(parents=True)
+    (folder / ".tmp-step_00000003" / "mine").touch()
+    with raises_one_line(rf"^train\.out_dir {folder}/\.tmp-step_00000003: cannot be used \(.* move it away\)"):
+        train(dense_recipe)
+    assert [path.name for path in folder.rglob("*")] == [".tmp-step_00000003", "mine"]
 
 
 @pytest.fixture

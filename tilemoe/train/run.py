@@ -19,8 +19,9 @@ from tilemoe.config import to_dict
 from tilemoe.data import Prepared, prepare
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
-from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, clean_stale, set_aside
+from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
 from tilemoe.train.checkpoints.initial import load_initial
+from tilemoe.train.checkpoints.leftovers import clean_stale
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model, select_device
 from tilemoe.train.config import Recipe, differences

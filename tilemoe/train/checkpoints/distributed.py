@@ -7,7 +7,6 @@ torch.distributed.checkpoint's files, ``.metadata`` and one ``__<rank>_*.distcp`
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from tilemoe.train.checkpoints.folder import (
     TrainState,
     drop_old,
     file_entries,
-    make_temporary,
     publish,
     state_json,
-    temporary_of,
     write_error,
 )
+from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank
 
@@ -92,7 +90,7 @@ class PendingCheckpoint:
             yield
         except (OSError, CheckpointException) as error:
             if dist.get_rank() == 0:
-                shutil.rmtree(self._temporary, ignore_errors=True)
+                discard(self._temporary)
             told: BaseException | str = error
             if isinstance(error, CheckpointException):  # the traceback of every process: the first's last line will do
                 rank, (failure, _) = next(iter(error.failures.items()))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,14 @@ from torch import nn
 from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
+from tilemoe.train.checkpoints.leftovers import (
+    MARK_FILE,
+    delete_folder,
+    discard,
+    make_temporary,
+    publish_folder,
+    temporary_of,
+)
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir
 from tilemoe.train.checkpoints.sharded_state import (
     METADATA_FILE,
@@ -48,7 +55,6 @@ MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
 FORMAT = 1
 _READ = frozenset({METADATA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TOKENIZER_FILE})  # by their own names
-_STALE = (".tmp-", ".trash-")
 
 
 class CheckpointError(ValueError):
@@ -64,13 +70,6 @@ class TrainState:
     tokens: int  # training tokens seen by all ranks together
     seconds: float  # spent in training, over all sittings
     data_fingerprint: str  # of the token shards it was trained on
-
-
-def clean_stale(run_dir: Path) -> None:
-    """Remove what an interrupted write or deletion left behind."""
-    for path in run_dir.iterdir() if run_dir.is_dir() else ():
-        if path.name.startswith(_STALE):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def save_checkpoint(
@@ -95,22 +94,10 @@ def save_checkpoint(
         save_file(optimizer_tensors(model, optimizer), str(temporary / OPTIMIZER_FILE))
         publish(target, state_json(state), tokenizer, {})
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
         raise write_error(target, error) from error
     drop_old(run_dir, keep_last)
     return target
-
-
-def temporary_of(target: Path) -> Path:
-    """The name of a checkpoint's folder while it is written."""
-    return target.with_name(f".tmp-{target.name}")
-
-
-def make_temporary(target: Path) -> None:
-    """Make that folder; what interrupted writes have left is removed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    clean_stale(target.parent)
-    temporary_of(target).mkdir()
 
 
 def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, Any]) -> None:
@@ -122,7 +109,8 @@ def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, 
     (temporary / STATE_FILE).write_bytes(state)
     if tokenizer.name != BYTES:
         tokenizer.save(temporary / TOKENIZER_FILE)
-    entries = hashed | file_entries(path for path in temporary.iterdir() if path.name not in hashed)
+    unhashed = (path for path in temporary.iterdir() if path.name not in {MARK_FILE, *hashed})
+    entries = hashed | file_entries(unhashed)
     (temporary / MANIFEST_FILE).write_bytes(_manifest(entries))
     mode = (temporary / STATE_FILE).stat().st_mode
     for path in temporary.iterdir():
@@ -130,7 +118,7 @@ def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, 
         fsync(path)
     fsync(temporary)
     assert not target.exists(), f"{target} is saved twice: newer checkpoints are set aside before a run goes on"
-    os.rename(temporary, target)
+    publish_folder(temporary, target)
     fsync(target.parent)
 
 
@@ -142,14 +130,9 @@ def write_error(target: Path, error: BaseException | str) -> CheckpointError:
 
 
 def drop_old(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the ``keep_last`` newest checkpoints.
-
-    First each loses its name, so that a kill half-way leaves no half checkpoint.
-    """
-    for path in list_checkpoints(run_dir)[:-keep_last]:
-        trash = path.with_name(f".trash-{path.name}")
-        os.rename(path, trash)
-        shutil.rmtree(trash)
+    """Delete all but the ``keep_last`` newest checkpoints; a folder without a manifest is none, whatever its name."""
+    for path in [path for path in list_checkpoints(run_dir) if (path / MANIFEST_FILE).exists()][:-keep_last]:
+        delete_folder(path)
 
 
 def set_aside(paths: Iterable[Path]) -> list[Path]:

@@ -1,0 +1,90 @@
+"""What is on its way to a checkpoint's name, or from it: folders that bear a mark, by which they may be removed.
+
+``.tmp-step_*`` is being written, ``.trash-step_*`` deleted. Other people's folders may be called the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+MARK_FILE = ".tilemoe"
+_MARK = b"Written by tilemoe, which removes this folder when it finds it.\n"
+_NAME = re.compile(r"\.(tmp|trash)-step_\d{8,}")
+
+
+def temporary_of(target: Path) -> Path:
+    """The name of a checkpoint's folder while it is written."""
+    return target.with_name(f".tmp-{target.name}")
+
+
+def make_temporary(target: Path) -> None:
+    """Make that folder, with its mark; what interrupted writes have left is removed.
+
+    Raises:
+        OSError: as `clean_stale`, or it cannot be made.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clean_stale(target.parent)
+    temporary = temporary_of(target)
+    temporary.mkdir()
+    (temporary / MARK_FILE).write_bytes(_MARK)
+
+
+def publish_folder(temporary: Path, target: Path) -> None:
+    """Give a folder that is complete its name; the mark goes last, for without it nobody may remove the folder."""
+    os.rename(temporary, target)
+    with contextlib.suppress(OSError):  # the checkpoint is there; nobody reads a mark in it
+        (target / MARK_FILE).unlink()
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a checkpoint; first it loses its name, so that a kill half-way leaves no half checkpoint."""
+    with contextlib.suppress(OSError):  # a disk that is full is no reason to keep it
+        (path / MARK_FILE).write_bytes(_MARK)
+    trash = path.with_name(f".trash-{path.name}")
+    os.rename(path, trash)
+    _remove(trash)
+
+
+def discard(temporary: Path) -> None:
+    """Remove what a failed write has left, if it is ours, as far as that can be done."""
+    with contextlib.suppress(OSError):
+        if _is_ours(temporary):
+            _remove(temporary)
+
+
+def clean_stale(run_dir: Path) -> None:
+    """Remove what an interrupted write or deletion left behind: what bears our mark, or is an empty folder.
+
+    Raises:
+        FileExistsError: something else has a name that a checkpoint needs; it is left as it is.
+    """
+    for path in run_dir.iterdir() if run_dir.is_dir() else ():
+        if _NAME.fullmatch(path.name) is None:
+            continue
+        if not _is_ours(path):
+            raise FileExistsError(errno.EEXIST, "tilemoe did not make it and needs its name: move it away", str(path))
+        _remove(path)
+
+
+def _is_ours(path: Path) -> bool:
+    """An empty folder is what a kill leaves between making it and marking it; to remove it loses nothing."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return (path / MARK_FILE).is_file() or not any(path.iterdir())
+
+
+def _remove(folder: Path) -> None:
+    """The mark last: what a kill leaves is still known as ours."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARK_FILE:
+            path.unlink()
+    (folder / MARK_FILE).unlink(missing_ok=True)
+    folder.rmdir()
