@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Given, Operand
+from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend
 from tilemoe.kernels.experts.hopper_fp8 import host
 from tilemoe.kernels.experts.quantize import why_not_quantized
@@ -21,7 +23,7 @@ from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
 from tilemoe.plan import RoutingPlan
-from tilemoe.runtime.device import device_of
+from tilemoe.runtime.device import Device, device_of
 
 
 class HopperFp8Backend(HopperBackend):
@@ -30,10 +32,10 @@ class HopperFp8Backend(HopperBackend):
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         why = super().why_unsupported(device, dtype, widths) or why_not_quantized(dtype, *widths)
-        return why or (None if dtype in DTYPES else f"no FP8 kernel of Hopper's gives {dtype}")
+        return why or _why_not_dtype(dtype)
 
     def rows_operand(self, rows: Tensor) -> Operand:
-        return quantized_rows(rows)
+        return quantized_rows(rows.contiguous())
 
     def weight_operand(self, weight: Tensor, contracted: int) -> Operand:
         return quantized_weight(weight, contracted)
@@ -57,7 +59,8 @@ class HopperFp8Backend(HopperBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if plan.capacity == 0:
             return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
-        tiles, device = listed_tiles(plan, host.TILE.block_m), device_of(do)
+        device = _device(do)
+        tiles = listed_tiles(plan, host.TILE.block_m)
         do, weight = aligned_rows(do), quantized_weight(w2, 1).transposed()
         launch, dh, a_scaled, partial = host.dgrad_dact_launch(
             quantized_rows(do), weight, h.contiguous(), s, plan, tiles, spec, device
@@ -70,7 +73,8 @@ class HopperFp8Backend(HopperBackend):
     ) -> tuple[Given, Tensor]:
         if plan.capacity == 0:
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
-        tiles, device = listed_tiles(plan, host.TILE.block_m), device_of(x)
+        device = _device(x)
+        tiles = listed_tiles(plan, host.TILE.block_m)
         operands = (quantized_rows(aligned_rows(x)), quantized_weight(w1, 2))
         bias = None if b1 is None else aligned_rows(b1)
         launch, a, h = host.up_proj_act_launch(*operands, bias, plan, tiles, spec, keep_h, device)
@@ -87,3 +91,16 @@ class HopperFp8Backend(HopperBackend):
         launch, out = host.rows_launch(operand, weight, bias, plan, tiles, device)
         launch.run()
         return out
+
+
+def _device(rows: Tensor) -> Device:
+    """What holds ``rows``. ValueError where these kernels do not serve it."""
+    device = device_of(rows)
+    why = configs.why_unsupported(device, triton.__version__) or _why_not_dtype(rows.dtype)
+    if why is not None:
+        raise ValueError(f"kernels='hopper_fp8': {why}; pass kernels=None, or 'triton_fp8'")
+    return device
+
+
+def _why_not_dtype(dtype: torch.dtype) -> str | None:
+    return None if dtype in DTYPES else f"the FP8 kernels for Hopper give bfloat16 and float16, not {dtype}"
