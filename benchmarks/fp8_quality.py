@@ -1,0 +1,160 @@
+"""Held-out loss of language models trained with FP8 operands in their experts, and without, and how far gradients turn.
+
+    python benchmarks/fp8_quality.py run --recipe single-gpu --steps 2000 --seeds 3
+    python benchmarks/fp8_quality.py run --recipe fp8-smoke --seeds 3        (minutes on a CPU)
+    python benchmarks/fp8_quality.py table
+
+A recipe is one of the package's or of benchmarks/recipes. The runs of a seed start from the same weights and see the
+same batches; each is evaluated along the way, in its own precision. At its end the gradients of one batch are compared
+to those of fp32 with the same weights: 1 minus the cosine, of each layer's experts and router. Each finished run is
+appended to results/fp8_quality.jsonl; those that are there are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import record
+import torch
+from rounding_quality import RECIPES, prepared, spread
+from torch import Tensor, nn
+
+import tilemoe
+from tilemoe.config import PRECISIONS
+from tilemoe.train.checkpoints.restore import build_model, select_device
+from tilemoe.train.config import Recipe, load_recipe
+from tilemoe.train.evaluate import evaluate
+from tilemoe.train.loop import Trainer
+
+NAME = "fp8_quality"
+PLAIN = "bf16"  # the layer's own dtype: under a recipe in fp32, that
+POINTS = 10  # evaluations of a run
+# What a run is: a row that agrees in these, and was measured on such a machine, is a repetition.
+KEY = ("recipe", "precision", "seed", "steps")
+
+Row = dict[str, Any]
+
+
+def variant(recipe: Recipe, precision: str, seed: int) -> Recipe:
+    moe = recipe.model.moe
+    assert moe is not None, "the recipe has experts"
+    model = replace(recipe.model, moe=replace(moe, precision=precision))
+    return replace(recipe, model=model, train=replace(recipe.train, seed=seed))
+
+
+def measure(recipe: Recipe, device: torch.device) -> Row:
+    """One run: [step, held-out nats/token] along it, and what its gradients are off at the end."""
+    data = prepared(recipe.data)
+    torch.manual_seed(recipe.train.seed)
+    trainer = Trainer(recipe, build_model(recipe, device), data, device)
+    trainer.model.train()
+    curve = []
+    for step in range(1, recipe.train.steps + 1):
+        trainer.train_step()
+        if step * POINTS % recipe.train.steps < POINTS:
+            curve.append([step, round(heldout_loss(trainer, recipe), 6)])
+    return {"heldout_nats": curve[-1][1], "curve": curve, "gradients_off": gradients_off(trainer, recipe)}
+
+
+def heldout_loss(trainer: Trainer, recipe: Recipe) -> float:
+    """Nats/token over ``eval_batches``."""
+    found = evaluate(
+        trainer.model,
+        prepared(recipe.data).heldout,
+        seq_len=recipe.data.seq_len,
+        batch_size=recipe.data.batch_size,
+        device=trainer.device,
+        autocast=trainer.autocast,
+        max_batches=recipe.train.eval_batches,
+    )
+    assert found is not None, "nobody stops it"
+    return found.nats_per_token
+
+
+def gradients_off(trainer: Trainer, recipe: Recipe) -> dict[str, list[float]]:
+    """1 - cosine to the gradients of fp32, for each MoE layer: by the parameter's name in it."""
+    exact = build_model(variant(recipe, PLAIN, recipe.train.seed), trainer.device)
+    exact.load_state_dict(trainer.model.state_dict())
+    inputs, targets = (torch.from_numpy(part).to(trainer.device) for part in trainer.sampler.batch(trainer.step))
+    with trainer.autocast():
+        trainer.model(inputs, targets).loss.backward()
+    exact.float().train()
+    exact(inputs, targets).loss.backward()
+    off: dict[str, list[float]] = {}
+    for mine, theirs in zip(layers(trainer.model), layers(exact), strict=True):
+        for (name, parameter), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert other.grad is not None
+            off.setdefault(name, []).append(round(1 - cosine(parameter.grad, other.grad), 7))
+    return off
+
+
+def layers(model: nn.Module) -> list[tilemoe.MoE]:
+    return [module for module in model.modules() if isinstance(module, tilemoe.MoE)]
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
+
+
+def recipe_of(name: str, steps: int) -> Recipe:
+    """Of benchmarks/recipes if it is there, else the package's."""
+    path = RECIPES / f"{name}.json"
+    recipe = load_recipe(str(path) if path.exists() else name)
+    return replace(recipe, train=replace(recipe.train, steps=steps)) if steps else recipe
+
+
+def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
+    """Every run, seed by seed, so that what is there can be compared."""
+    base = recipe_of(args.recipe, args.steps)
+    for seed in range(args.seeds):
+        for precision in PRECISIONS:
+            what = (args.recipe, precision, seed, base.train.steps)
+            yield variant(base, precision, seed), dict(zip(KEY, what, strict=True))
+
+
+def run(args: argparse.Namespace) -> None:
+    device = select_device(args.device)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    done = {tuple(row[field] for field in KEY) for row in record.rows(NAME) if row["gpu"] == gpu}
+    for recipe, row in asked_for(args):
+        if tuple(row.values()) not in done:
+            row |= measure(recipe, device)
+            record.append(NAME, [row])
+            print(json.dumps(row), flush=True)
+
+
+def table(args: argparse.Namespace) -> None:
+    """Markdown: the last held-out loss over the seeds, FP8's against the plain run's of its seed, gradients off."""
+    rows = [row for row in record.rows(NAME) if row["recipe"] == args.recipe]
+    plain = {(row["seed"], row["steps"]): row["heldout_nats"] for row in rows if row["precision"] == PLAIN}
+    print("| precision | seeds | loss, nats/token | against its seed's | 1 - cosine of gradients, largest |")
+    print("| :--- | ---: | ---: | ---: | ---: |")
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        here = [row for row in rows if row["precision"] == precision]
+        pairs = [(row["heldout_nats"], plain.get((row["seed"], row["steps"]))) for row in here]
+        gaps = [100 * (loss / base - 1) for loss, base in pairs if base is not None]
+        worst = max(max(values) for row in here for values in row["gradients_off"].values())
+        against = "" if precision == PLAIN or not gaps else f"{statistics.mean(gaps):+.3f}% (worst {max(gaps):+.3f}%)"
+        losses = spread([loss for loss, _ in pairs], "{:.4f}")
+        print(f"| {precision} | {len(here)} | {losses} | {against} | {worst:.1e} |")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("--recipe", default="fp8-smoke")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0, help="in place of the recipe's")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    args = parser.parse_args(argv)
+    {"run": run, "table": table}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
