@@ -35,8 +35,7 @@ WAIT_BLOCKS = f"acc2, COUNT, COUNT)\n{RELEASE_IN_LOOP}"
 TILE = "publish_tile(tile_info, stage, expert, row, end, col)"
 NO_TILE = "publish_tile(tile_info, producer_acquire(ring, step), -1, 0, 0, 0)"
 RELEASE_SLICE = "consumer_release_previous(ring, step, index > 0)"
-SLICE_ARGS = "scale, dh, a_scaled, end, first, col + i * EPILOGUE_N, limit, alpha, ring, step"
-OWN_ROW = "gl.arange(0, BM, THREAD_LAYOUT)"
+SLICE_ARGS = "scale, dh, a_scaled, end, row, col + i * EPILOGUE_N, limit, alpha, ring, step"
 PREFETCH = "scheduler_prefetch(num_tiles, next_index < total)"
 FREE, TAKEN = "stage = producer_acquire(ring, step)\n        ", f"stage = {TAKE}\n        "
 WEIGHTS = "publish_tile(tile_info, stage, expert"
@@ -110,7 +109,7 @@ FAULTS: dict[str, Fault] = {
     "no tile is prefetched": (
         "gather_producer", PREFETCH, "scheduler_prefetch(num_tiles, False)", f"{NUMBERS}|{ANOTHER}",
     ),
-    "another row's score": ("gather_producer", OWN_ROW, f"0 * {OWN_ROW}", NUMBERS),
+    "another row's score": ("gather_producer", "pair_of_row, row, end, gl", "pair_of_row, row, end, 0 * gl", NUMBERS),
     "no stage for an expert without rows": (
         "wgrad_producer", "step += 1\n        upper", "pass\n        upper", PROTOCOL,
     ),
@@ -125,7 +124,7 @@ FAULTS: dict[str, Fault] = {
     "h of the first slice": ("load_h", "col + i * EPILOGUE_N", "col", NUMBERS),
     "B1 reads h before it is there": ("dact_slice", WAIT_FULL, TAKE, f"{EITHER}|nobody waited for"),
     "B1's slice in the stage of another": (
-        "dact_consumer", f"slices[i], {SLICE_ARGS} + i,", f"slices[i], {SLICE_ARGS},", PROTOCOL,
+        "dact_slices", f"slices[i], {SLICE_ARGS} + i,", f"slices[i], {SLICE_ARGS},", PROTOCOL,
     ),
     "B1's consumers in one place": ("dact_slice", "index(CONSUMER * BLOCKS),", "index(0),", FENCE),
     "B1 releases a stage twice": ("dact_slice", RELEASE_SLICE, f"{RELEASE}; {RELEASE}", PROTOCOL),
@@ -217,12 +216,12 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
         CLAMPED,
         ("halves_grad", "up_buffer.slice(HALF, HALF", "up_buffer.slice(HALF, EPILOGUE_N", "outside the buffer"),
     ),
-    "B1's loop keeps to a slice": (CLAMPED, ("dact_consumer", "da, next_da, third_da = ", "_ = ", NUMBERS)),
+    "B1's loop keeps to a slice": (CLAMPED, ("dact_slices", "da, next_da, third_da = ", "_ = ", NUMBERS)),
     "B1's loop stays in a stage": (
         CLAMPED,
         (
-            "dact_consumer", f"                        da, {SLICE_ARGS} + i,",
-            f"                        da, {SLICE_ARGS},", PROTOCOL,
+            "dact_slices", f"                da, {SLICE_ARGS} + i,",
+            f"                da, {SLICE_ARGS},", PROTOCOL,
         ),
     ),
 }  # fmt: skip
