@@ -1,4 +1,4 @@
-"""`HopperBackend` on a CPU: its Gluon kernels in the emulator, the Triton kernels beside them in plain PyTorch.
+"""The Hopper backends on a CPU: their Gluon kernels in the emulator, the Triton kernels beside them in plain PyTorch.
 
 The emulator's fp16 stands for both 16-bit types.
 """
@@ -17,6 +17,8 @@ from triton_checks import Case, assert_kernels_agree
 from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
+from tilemoe.kernels.experts.hopper_fp8 import backend as fp8_backend
+from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.plan import RoutingPlan
@@ -54,7 +56,7 @@ def plan_of(*rows_per_expert: int) -> RoutingPlan:
 def emulated(
     ctas: int = 2, seed: int = 0, late: float = 0.9, edits: Edits | None = None, emulator: Emulator | None = None
 ) -> Iterator[list[Launch]]:
-    """Inside, HopperBackend computes on the CPU, on ``ctas`` multiprocessors; gives what is launched."""
+    """Inside, Hopper's backends compute on the CPU, on ``ctas`` multiprocessors; gives what is launched."""
     device = Device(90, SHARED_BYTES, ctas)
     emulator, launches = emulator or Emulator(seed, late, edits), list[Launch]()
 
@@ -66,7 +68,7 @@ def emulated(
             IN_PYTORCH[name_of(launch)](launch.args, launch.constants)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (hopper_backend, triton_backend):
+        for module in (hopper_backend, fp8_backend, triton_backend):
             patch.setattr(module, "device_of", lambda t: device)
         patch.setattr(triton_backend, "small_m", lambda num_rows, num_experts: None)
         patch.setattr(Launch, "run", run)
@@ -84,21 +86,30 @@ def gluon_kernels(launches: list[Launch]) -> set[str]:
 # One launch alone, with and without a fault
 
 
+Recorded = tuple[Launch, dict[str, Tensor]]  # and what it wrote
+
+
 @cache
-def recorded(case: Case, plan: tuple[int, ...]) -> list[tuple[Launch, dict[str, Tensor]]]:
+def recorded(case: Case, plan: tuple[int, ...]) -> list[Recorded]:
     """Each Gluon launch of a layer's kernels on one CTA, and what it wrote, which is right."""
     with emulated(ctas=1) as launches:
         assert_kernels_agree(KERNELS, plan_of(*plan), case, TOLERANCE)
-    return [
-        (launch, {name: t.clone() for name, t in written(launch)}) for launch in launches if launch.kernel.is_gluon()
-    ]
+    return with_outputs(launches)
+
+
+def with_outputs(launches: list[Launch]) -> list[Recorded]:
+    gluon = (launch for launch in launches if launch.kernel.is_gluon())
+    return [(launch, {name: t.clone() for name, t in written(launch)}) for launch in gluon]
 
 
 def written(launch: Launch) -> Iterator[tuple[str, Tensor]]:
     for name in OUTPUTS[name_of(launch)]:
         value = launch.args[name]
         if value is not None:
-            yield name, getattr(value, "base", value)  # a descriptor's tensor
+            t = getattr(value, "base", value)  # a descriptor's tensor
+            yield name, t.view(torch.float8_e4m3fn) if f"{name}_scale" in launch.args else t
+    if "a_scale" in launch.args:
+        yield "a_scale", launch.args["a_scale"]
 
 
 def errors_with(edits: Edits, late: float, launch: Launch, expected: dict[str, Tensor]) -> list[str]:
@@ -109,8 +120,9 @@ def errors_with(edits: Edits, late: float, launch: Launch, expected: dict[str, T
             t.fill_(torch.nan)
         Emulator(late=late, edits=edits).run(launch)
         for name, t in written(launch):
-            inside = expected[name].isfinite()  # rows past the last are unspecified
-            actual, exact = t[inside].double(), expected[name][inside].double()
+            actual, exact = t.double(), expected[name].double()
+            inside = exact.isfinite()  # rows past the last are unspecified
+            actual, exact = actual[inside], exact[inside]
             error = float((actual - exact).norm() / exact.norm())
             if not bool(actual.isfinite().all()):
                 errors.append(f"{name}: not finite")
@@ -136,7 +148,7 @@ def functions_of(kernel: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-# The Triton kernels that HopperBackend launches
+# The Triton kernels that Hopper's backends launch
 
 
 def list_tiles(args: dict[str, Any], constants: dict[str, Any]) -> None:
@@ -169,8 +181,24 @@ def multiply_bias(args: dict[str, Any], constants: dict[str, Any]) -> None:
     args["products"].copy_(do @ bias.T)
 
 
+def quantize_rows(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    found = quantize(args["values"], ROWS)
+    args["data"].copy_(found.data)
+    args["scale"].copy_(found.scale)
+
+
+def quantize_weight(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    found = quantize(args["weight"], WEIGHTS)
+    for name in ("data", "turned"):
+        if args[name] is not None:
+            args[name].copy_(found.data)
+    args["scale"].copy_(found.scale)
+
+
 IN_PYTORCH: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "tile_lists_kernel": list_tiles,
     "score_grad_kernel": sum_score_grads,
     "bias_products_kernel": multiply_bias,
+    "quantize_rows_kernel": quantize_rows,
+    "quantize_weight_kernel": quantize_weight,
 }

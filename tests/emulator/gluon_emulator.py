@@ -25,7 +25,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tilemoe.runtime.launch import Launch
 
 _NO_TILE = 1 << 24  # what an int holds that nobody has written: far outside everything
-Edits = Mapping[str, tuple[str, str]]  # name of a function: (text of its source, what to put in its place)
+_NAN = 0xFF  # every byte of a float that nobody has written: NaN in any dtype, and for who reads it as e4m3
+# Name of a function, after as much of its module's as tells it apart: (text of its source, what to put in its place).
+Edits = Mapping[str, tuple[str, str]]
 
 
 class _Stopped(Exception):
@@ -83,12 +85,12 @@ class Emulator:
 
     def _compiled(self, function: Any) -> Any:
         """Its source, edited and compiled."""
-        source = _source(function)
-        if function.__name__ in self.edits:
-            old, new = self.edits[function.__name__]
-            if source.count(old) != 1:
-                raise ValueError(f"{old!r} is not once in {function.__name__}, which has changed: edit otherwise")
-            source = source.replace(old, new)
+        source, name = _source(function), f".{function.__module__}.{function.__name__}"
+        for edited, (old, new) in self.edits.items():
+            if name.endswith(f".{edited}"):
+                if source.count(old) != 1:
+                    raise ValueError(f"{old!r} is not once in {edited}, which has changed: edit otherwise")
+                source = source.replace(old, new)
         return _code(source, inspect.getfile(function))
 
     def _argument(self, value: Any) -> Any:
@@ -353,8 +355,10 @@ def _language(emulator: Emulator) -> dict[str, Any]:
     def allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Barriers | Buffer:
         if dtype == torch.int64:
             return Barriers(emulator, shape[0])
-        garbage = math.nan if dtype.is_floating_point else _NO_TILE
-        return Buffer.of_memory(torch.full([math.prod(shape)], garbage, dtype=dtype), shape, layout, emulator.wrote)
+        memory = torch.full([math.prod(shape)], _NO_TILE, dtype=torch.int32)
+        if dtype.is_floating_point:
+            memory = torch.full([math.prod(shape) * dtype.itemsize], _NAN, dtype=torch.uint8).view(dtype)
+        return Buffer.of_memory(memory, shape, layout, emulator.wrote)
 
     def full(shape: Sequence[int], value: Any, dtype: torch.dtype, layout: Any) -> Tensor:
         return torch.full(shape, value, dtype=dtype).as_subclass(Registers)
@@ -370,6 +374,7 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         int64=torch.int64,
         int32=torch.int32,
         float32=torch.float32,
+        float8e4nv=torch.float8_e4m3fn,
         program_id=lambda axis: Int(emulator.cta),
         num_programs=lambda axis: Int(emulator.ctas),
         num_warps=lambda: 4,
@@ -382,6 +387,8 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         full=full,
         zeros=lambda shape, dtype, layout: full(shape, 0, dtype, layout),
         sum=total,
+        max=lambda value, axis: value.amax(axis),
+        abs=torch.abs,
         convert_layout=lambda value, layout: value,
         join=lambda a, b: torch.stack((a, b), -1).as_subclass(Registers),
         static_assert=require,

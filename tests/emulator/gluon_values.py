@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_BLOCK = 64  # columns of 16 bits that a swizzle of 128 bytes spans
+_SPAN = 128  # bytes of a row that the widest swizzle spans
 
 
 class EmulationError(AssertionError):
@@ -24,10 +24,10 @@ def require(condition: bool, message: str) -> None:
 
 
 class Buffer:
-    """Shared memory. In an NVMMA layout, blocks of 64 columns lie one after the other, each with all rows.
+    """Shared memory. In an NVMMA layout, blocks of 128 bytes of columns lie one after the other, each with all rows.
 
-    data: a view of the memory in the buffer's shape; of more than 64 columns, the last dimension is two, blocks and
-    columns of a block. ``wrote`` is told what a warp group has stored.
+    data: a view of the memory in the buffer's shape; of more columns than a block's, the last dimension is two, blocks
+    and columns of a block. ``wrote`` is told what a warp group has stored.
     """
 
     def __init__(self, data: Tensor, shape: Sequence[int], wrote: Callable[[Buffer], None]) -> None:
@@ -36,11 +36,12 @@ class Buffer:
     @classmethod
     def of_memory(cls, memory: Tensor, shape: Sequence[int], layout: Any, wrote: Callable[[Buffer], None]) -> Buffer:
         """A first dimension that is not the layout's counts buffers, each of which begins where the last one ends."""
-        if layout is None or shape[-1] <= _BLOCK:
+        columns = _SPAN // memory.element_size()
+        if layout is None or shape[-1] <= columns:
             return cls(memory.view(list(shape)), shape, wrote)
-        require(memory.element_size() == 2 and shape[-1] % _BLOCK == 0, "blocks of 128 bytes are emulated")
+        require(shape[-1] % columns == 0, "blocks of 128 bytes are emulated")
         outer, rows = list(shape[: -layout.rank]), list(shape[-layout.rank : -1])
-        blocks = memory.view(*outer, shape[-1] // _BLOCK, math.prod(rows), _BLOCK).transpose(-3, -2)
+        blocks = memory.view(*outer, shape[-1] // columns, math.prod(rows), columns).transpose(-3, -2)
         return cls(blocks.unflatten(-3, rows), shape, wrote)
 
     def _view(self, data: Tensor, shape: Sequence[int] | None = None) -> Buffer:
@@ -63,7 +64,7 @@ class Buffer:
 
     def slice(self, start: int, length: int, dim: int = 0) -> Buffer:
         require(start >= 0 and start + length <= self.shape[dim], "slice outside the buffer")
-        require(not self.is_blocked, "a slice of more than 64 columns is not emulated")
+        require(not self.is_blocked, "a slice of more than one block is not emulated")
         return self._view(self.data.narrow(dim, start, length))
 
     def reshape(self, shape: Sequence[int]) -> Buffer:
@@ -72,7 +73,7 @@ class Buffer:
         return self._view(self.data.view([*shape[:-1], *columns]), shape)
 
     def permute(self, order: Sequence[int]) -> Buffer:
-        require(not self.is_blocked, "the transpose of more than 64 columns is not emulated")
+        require(not self.is_blocked, "the transpose of more than one block is not emulated")
         return self._view(self.data.permute(list(order)))
 
     @property
@@ -82,9 +83,9 @@ class Buffer:
     def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Buffer:
         start, end = self.extent
         require(end - start == self.data.numel() * self.data.element_size(), "a buffer with gaps")
-        require(dtype == self.data.dtype and math.prod(shape) <= self.data.numel(), "only another shape is emulated")
-        memory = torch.as_strided(self.data, (math.prod(shape),), (1,))
-        return Buffer.of_memory(memory, shape, layout, self.wrote)
+        memory = torch.as_strided(self.data, (self.data.numel(),), (1,)).view(dtype)
+        require(math.prod(shape) <= memory.numel(), "more than the buffer holds")
+        return Buffer.of_memory(memory[: math.prod(shape)], shape, layout, self.wrote)
 
     def read(self) -> Tensor:
         return self.data.reshape(self.shape)

@@ -1,0 +1,122 @@
+"""Faults to be planted in what the FP8 Hopper kernels add, each with the errors by which the emulator shows it.
+
+Each is a case and (function, a text that is once in its source, what is put in its place, the errors). Functions that
+`hopper` has, too, are named with their module.
+"""
+
+from dataclasses import replace
+
+import torch
+from hopper_faults import ANOTHER, EITHER, FENCE, NUMBERS, PROTOCOL, SOONER, TAKE, UNFINISHED, WAIT_FULL, Fault
+from triton_checks import Case
+
+SWIGLU = Case(torch.float16, hidden_size=384, intermediate_size=256)
+INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
+UNGATED = replace(SWIGLU, activation="relu2")
+BIAS = replace(SWIGLU, bias=True)
+# As many steps as stages: a tile begins where the one before did.
+FOUR_STEPS = replace(SWIGLU, hidden_size=512)
+
+RELEASE = "mbarrier.arrive(empty.index(stage), count=1)"
+WAIT = "product = warpgroup_mma_wait(0, deps=(product,))"
+COPY = "cp_async(scale_smem.index(stage), first_scale + k // BK)"
+TOKENS = "scale_token = load_tokens(token_of_row, next_row, next_end, gl.arange(0, BM, THREAD_LAYOUT))"
+MAINLOOP, F1, F2 = "scaled_mainloop", "hopper_fp8.gemm.act_consumer", "rows_consumer"
+B1, STORE_ACT = "hopper_fp8.gemm.dact_consumer", "hopper_fp8.gemm.store_act"
+LAST_WAIT = "ring, tile_info, step)\n    tma.store_wait(0)"
+OF_ROWS = "row_scale.index(stage).slice(CONSUMER * WARPGROUP_M"
+FAULTS: dict[str, tuple[Case, Fault]] = {
+    "nobody copies the rows' scales": (SWIGLU, ("load_gathered", COPY, "pass", NUMBERS)),
+    "the rows' scales in another stage": (SWIGLU, ("load_gathered", COPY, COPY.replace("stage", "0"), NUMBERS)),
+    "the rows' scales of the first step": (SWIGLU, ("load_gathered", COPY, COPY.replace(" + k // BK", ""), NUMBERS)),
+    "the rows' scales of the step before": (
+        SWIGLU, ("load_gathered", COPY, COPY.replace("k // BK", "gl.maximum(k // BK - 1, 0)"), NUMBERS),
+    ),
+    "the rows' scales of the tile before": (SWIGLU, ("gather_producer", TOKENS, "pass", NUMBERS)),
+    "the first row's scale": (
+        SWIGLU, ("gather_producer", TOKENS, TOKENS.replace("gl.arange", "0 * gl.arange"), NUMBERS),
+    ),
+    "another stage's scales": (SWIGLU, (MAINLOOP, OF_ROWS, OF_ROWS.replace("stage", "(stage + 3) % 4"), NUMBERS)),
+    "the first consumer's scales": (SWIGLU, (MAINLOOP, OF_ROWS, OF_ROWS.replace("CONSUMER", "0"), NUMBERS)),
+    "the left half's weight scale": (SWIGLU, (MAINLOOP, "scale * right_weight", "scale * left_weight", NUMBERS)),
+    "the right half's weight scale": (SWIGLU, (MAINLOOP, "scale * left_weight", "scale * right_weight", NUMBERS)),
+    "the weight scale of the first step": (SWIGLU, (MAINLOOP, "left_pointer + k * stride_in", "left_pointer", NUMBERS)),
+    "the weight scale of the next step": (
+        SWIGLU,
+        (MAINLOOP, "right_pointer + k * stride_in", "right_pointer + (k + 1) % steps * stride_in", NUMBERS),
+    ),
+    "another expert's weight scale": (SWIGLU, ("scale_pointers", "scale + expert", "scale + 0 * expert", NUMBERS)),
+    "the weight scale of the first columns": (
+        SWIGLU, ("scale_pointers", "left_column // BLOCK", "0", NUMBERS),
+    ),
+    "weight scales past the last column": (
+        SWIGLU, ("scale_pointers", "gl.minimum(right_column // BLOCK, width // BLOCK - 1)", "right_column // BLOCK",
+                 "outside the tensor"),
+    ),
+    "gate's weight scale for up": (SWIGLU, (F1, "col + apart, w, stride_se", "col, w, stride_se", NUMBERS)),
+    "the next columns' weight scale for up": (
+        SWIGLU, (F1, 'n if GATE_UP == "concatenated" else BLOCK', "BLOCK", NUMBERS),
+    ),
+    "a stage is read before it is full": (SWIGLU, (MAINLOOP, WAIT_FULL, TAKE, SOONER)),
+    "a stage is released before its second product": (
+        FOUR_STEPS, (MAINLOOP, f"{WAIT}\n        {RELEASE}", f"{RELEASE}\n        {WAIT}", NUMBERS),
+    ),
+    "a stage is not released": (SWIGLU, (MAINLOOP, RELEASE, "pass", "deadlock")),
+    "a stage is released twice": (SWIGLU, (MAINLOOP, RELEASE, f"{RELEASE}; {RELEASE}", PROTOCOL)),
+    "a step is not counted": (SWIGLU, (MAINLOOP, "        step += 1", "        pass", f"{PROTOCOL}|{ANOTHER}")),
+    "the left half twice": (SWIGLU, (MAINLOOP, "b.slice(BLOCK, BLOCK)", "b.slice(0, BLOCK)", NUMBERS)),
+    "the first consumer's rows": (
+        SWIGLU, (MAINLOOP, "a_smem.shape[1]).slice(CONSUMER", "a_smem.shape[1]).slice(0", NUMBERS),
+    ),
+    "a pending release is forgotten": (
+        SWIGLU, (MAINLOOP, "consumer_release_previous(ring, step)", "pass", "deadlock"),
+    ),
+    "a stage is released while a tile is stored from it": (SWIGLU, (MAINLOOP, "tma.store_wait(0)", "pass", NUMBERS)),
+    "rows are loaded past the expert's end": (
+        SWIGLU, ("load_tokens", "gl.minimum(row + rows, end - 1)", "row + rows", "past the tensor"),
+    ),
+    "a slice is overwritten": (SWIGLU, ("store_slices", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS)),
+    "up's columns where gate's are": (SWIGLU, ("store_slices", "last, i // 2, col", "last, i % 2, col", ANOTHER)),
+    "h is overwritten by a": (SWIGLU, ("store_quantized", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS)),
+    "a is overwritten by the next h": (SWIGLU, (F1, "tma.store_wait(0)  # of", "# of", NUMBERS)),
+    "a's right block in the left one's buffer": (
+        UNGATED, (STORE_ACT, "staging.index(2 * CONSUMER + 1)", "staged", NUMBERS),
+    ),
+    "a store without a fence": (SWIGLU, ("fence_and_store", "fence_async_shared()", "pass", FENCE)),
+    "F1 ends before its stores": (SWIGLU, (F1, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
+    "F2 ends before its stores": (SWIGLU, (F2, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
+    "B1 ends before its stores": (SWIGLU, (B1, "tma.store_wait(0)", "pass", UNFINISHED)),
+    "B1 has no pending release": (SWIGLU, (B1, "pending_release = True", "pass", "deadlock")),
+    "B1 releases what is not pending": (
+        SWIGLU, (B1, "            pending_release = False", "            pass", EITHER),
+    ),
+    "B1 skips no slices": (SWIGLU, (B1, "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}")),
+    "the largest of half a block": (SWIGLU, ("largest_of", "range(1, len(parts))", "range(0)", NUMBERS)),
+    "the largest, not of magnitudes": (SWIGLU, ("largest_of", "gl.max(gl.abs(parts[0])", "gl.max((parts[0])", NUMBERS)),
+    "a is multiplied by its scale": (SWIGLU, ("store_quantized", "1.0 / of_row", "of_row", NUMBERS)),
+    "a's halves in one place": (SWIGLU, ("store_quantized", "i * WIDTH, WIDTH", "0, WIDTH", NUMBERS)),
+    "a where h is": (SWIGLU, ("store_quantized", "col // 2]", "col]", f"{NUMBERS}|{ANOTHER}")),
+    "a's scales in the first block's place": (SWIGLU, ("store_quantized", "+ col // BLOCK,", ",", NUMBERS)),
+    "scales past the expert's end": (
+        SWIGLU, ("store_quantized", "rows < end", "rows == rows", "past the tensor"),
+    ),
+    "scales past the last column": (
+        replace(UNGATED, intermediate_size=384),
+        ("store_quantized", " & (col < width)", "", f"{NUMBERS}|past the tensor"),
+    ),
+    "gate and up exchanged": (SWIGLU, (STORE_ACT, "gated_value(second, fourth", "gated_value(fourth, second", NUMBERS)),
+    "pairs out of order": (INTERLEAVED, (STORE_ACT, "pairs_value(third", "pairs_value(second", NUMBERS)),
+    "a of pairs where h is": (INTERLEAVED, (STORE_ACT, "col // 2, n", "col, n", f"{NUMBERS}|{ANOTHER}")),
+    "F1 stores the slope": (UNGATED, ("hopper_fp8.gemm.value", "act, _slope", "_slope, act", NUMBERS)),
+    "a's left block twice": (UNGATED, (STORE_ACT, "col + BLOCK, n", "col, n", f"{NUMBERS}|{ANOTHER}")),
+    "nobody adds the bias": (BIAS, (F1, "slices = add_bias", "_ = add_bias", NUMBERS)),
+    "F2 adds no bias": (BIAS, (F2, "slices = add_bias", "_ = add_bias", NUMBERS)),
+    "another expert's bias": (BIAS, ("hopper_fp8.mainloop.add_bias", "bias + expert", "bias + 0 * expert", NUMBERS)),
+    "the gate's bias for up": (BIAS, (F1, "stride_bias, col, col + apart", "stride_bias, col, col", NUMBERS)),
+    "one slice's bias twice": (
+        BIAS, ("add_bias_to_slices", "stride, left_column + EPILOGUE_N", "stride, left_column", NUMBERS),
+    ),
+    "the bias past the last column": (
+        BIAS, ("hopper_fp8.mainloop.add_bias", ", mask=columns < width, other=0.0", "", "past the tensor"),
+    ),
+}  # fmt: skip

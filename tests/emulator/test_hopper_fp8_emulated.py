@@ -1,0 +1,207 @@
+"""The FP8 kernels for Hopper without a GPU: their sources in the emulator (README.md), held to the torch backend's.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+"""
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from emulated_layer import (
+    Recorded,
+    emulated,
+    errors_with,
+    functions_of,
+    gluon_kernels,
+    plan_of,
+    with_outputs,
+)
+from hopper_faults import Fault
+from hopper_fp8_faults import FAULTS, SWIGLU
+from torch import Tensor
+from triton_checks import Case, turn
+
+from tilemoe.activations import activation_spec
+from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.hopper.configs import MAX_COLUMN_TILES
+from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
+from tilemoe.kernels.experts.quantize import BLOCK, ROWS, quantize
+from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
+from tilemoe.plan import RoutingPlan
+from tilemoe.testing import hostile_routings, make_inputs
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
+
+LIMIT = 3e-4  # RMS-relative: fp16 rounds by 2.1e-4
+LIMIT_OF_QUANTIZED = 2e-3  # one value of 10 000 that is rounded the other way, by a step, is 7e-4
+KERNELS, EXACT = HopperFp8Backend(), TorchFp8Backend()
+ALL_KERNELS = {"up_proj_act_kernel", "gemm_rows_kernel", "gemm_dgrad_dact_kernel"}
+ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=128)}
+# Widths, multiples of 128, not all of 256: half a tile of columns to three; from one step to more than stages.
+SIZES = ((256, 128), (384, 256), (640, 128), (128, 384))
+LAYOUTS = [(name, layout) for name in sorted(GATED_ACTIVATIONS) for layout in ("concatenated", "interleaved")]
+LAYOUTS += [(name, "concatenated") for name in sorted(UNGATED_ACTIVATIONS)]
+CASES = [
+    Case(torch.float16, name, gate_up, bias, (i + bias) % 2 == 0, *SIZES[(i + 2 * bias) % len(SIZES)])
+    for i, (name, gate_up) in enumerate(LAYOUTS)
+    for bias in (False, True)
+]
+# Rows of the experts, and tokens without one: at the ends of a consumer's 64 rows and of a tile's 128.
+ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 3), (192, 0, 128, 2), (193, 1, 0)]
+OF_FAULTS = (130, 0, 66, 2, 5)
+
+
+def assert_gemms_agree(plan: RoutingPlan, case: Case, seed: int = 0) -> None:
+    """Each GEMM by itself against the torch backend, which computes in fp32, on the same operands."""
+    spec = activation_spec(case.activation, case.gate_up, case.limit, None)
+    given = make_inputs(
+        plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias, seed=seed
+    )
+    x, w1, w2, b1, b2 = given["x"], given["w1"], given["w2"], given.get("b1"), given.get("b2")
+    if case.turned:
+        w1, w2 = turn(w1), turn(w2)
+    s, do = given["scores"].reshape(-1), torch.randn_like(x)
+    rows = int(plan.row_start_of_expert[-1])
+
+    def compare(name: str, actual: Tensor, exact: Tensor) -> None:
+        assert actual.shape == exact.shape, f"{name} of {case}"
+        assert actual.dtype in (case.dtype, torch.float32), f"{name} of {case}"
+        assert_close(f"{name} of {case}", actual[:rows].float(), exact[:rows])
+
+    a, h = KERNELS.up_proj_act(x, w1, b1, plan, spec)
+    exact_a, exact_h = EXACT.up_proj_act(x.float(), w1.float(), _float(b1), plan, spec)
+    compare("h", h, exact_h)
+    a_alone = KERNELS.up_proj_act_inference(x, w1, b1, plan, spec)
+    for found in (a, a_alone) if plan.capacity else ():
+        assert_quantized(found[slice(rows),], exact_a[:rows])
+    known_a = a.dense(torch.float32) if isinstance(a, Operand) else a.float()
+    compare("y", KERNELS.down_proj(a, w2, b2, plan), EXACT.down_proj(known_a, w2.float(), _float(b2), plan))
+    dh, ds, a_scaled = KERNELS.down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
+    exact_dh, exact_ds, exact_a_scaled = EXACT.down_proj_dgrad_dact(
+        do.float(), w2.float(), _float(b2), h.float(), s, plan, spec
+    )
+    compare("dh", dh, exact_dh)
+    compare("a_scaled", a_scaled, exact_a_scaled)
+    assert_close(f"ds of {case}", ds, exact_ds)
+    compare("dx_rows", KERNELS.up_proj_dgrad(dh, w1, plan), EXACT.up_proj_dgrad(dh.float(), w1.float(), plan))
+
+
+def assert_close(where: str, actual: Tensor, exact: Tensor, tolerance: float = LIMIT) -> None:
+    assert bool(actual.isfinite().all()), f"{where}: not finite"
+    scale, error = float(exact.norm()), float((actual - exact).norm())
+    assert error <= tolerance * scale, f"{where}: RMS-relative error {error / max(scale, 1e-30):.2e}"
+    assert bool(actual.any()) == (scale > 0), f"{where}: all zero"
+
+
+def assert_quantized(found: Operand, values: Tensor) -> None:
+    """As `quantize` has it, but for a few values next to the middle of two of e4m3, which may go to the other."""
+    expected = quantize(values, ROWS)
+    assert found.data.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-5, atol=0)
+    actual, exact = found.data.float(), expected.data.float()
+    step = (exact.abs() / 8).clamp(min=2.0**-9)
+    assert bool(((actual - exact).abs() <= step).all())
+    assert_close("a", found.dense(torch.float32), expected.dense(torch.float32), LIMIT_OF_QUANTIZED)
+
+
+def _float(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.float()
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_hostile_routings(name: str) -> None:
+    index = list(ROUTINGS).index(name)
+    plan, case = ROUTINGS[name], CASES[5 * index % len(CASES)]
+    with emulated(ctas=1 + index % 3, seed=index, late=(0.3, 0.9, 1.0)[index // 3 % 3]) as launches:
+        assert_gemms_agree(plan, case)
+    assert gluon_kernels(launches) == (ALL_KERNELS if plan.capacity else set())
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
+def test_every_layout_bias_and_activation(index: int) -> None:
+    with emulated(ctas=1 + index % 3, seed=index) as launches:
+        assert_gemms_agree(plan_of(*ENDS[(index + index // 4) % len(ENDS)]), CASES[index])
+    assert gluon_kernels(launches) == ALL_KERNELS
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
+def test_clamped_gates(gate_up: str) -> None:
+    """With a limit that half of them pass."""
+    case = Case(torch.float16, "swiglu_oai", gate_up, True, hidden_size=128, intermediate_size=256, limit=0.3)
+    with emulated(ctas=3):
+        assert_gemms_agree(plan_of(65, 0, 130, 40), case)
+
+
+def test_rows_past_the_last_are_not_written() -> None:
+    plan, spec = plan_of(65, 0, 130, 40), activation_spec("swiglu", "concatenated", None, None)
+    given = make_inputs(plan, 128, 256, dtype=torch.float16)
+    with emulated():
+        a, h = KERNELS.up_proj_act(given["x"], given["w1"], None, plan, spec)
+        y = KERNELS.down_proj(a, given["w2"], None, plan)
+        s = given["scores"].reshape(-1)
+        dh, _, a_scaled = KERNELS.down_proj_dgrad_dact(given["x"], given["w2"], None, h, s, plan, spec)
+        dx_rows = KERNELS.up_proj_dgrad(dh, given["w1"], plan)
+    for rows in (a.data.float(), a.scale, h, y, dh, a_scaled, dx_rows):
+        assert not bool(rows[:195].isnan().any())
+        assert bool(rows[195:].isnan().all())
+
+
+def test_wide_outputs_are_swizzled() -> None:
+    plan, spec = plan_of(130, 65, 3), activation_spec("swiglu", "concatenated", None, None)
+    given = make_inputs(plan, BLOCK, (MAX_COLUMN_TILES + 1) * BLOCK, dtype=torch.float16)
+    with emulated() as launches:
+        a = KERNELS.up_proj_act_inference(given["x"], given["w1"], None, plan, spec)
+    assert launches[-1].args["row_start_of_expert"] is not None
+    exact, _ = EXACT.up_proj_act(given["x"].float(), given["w1"].float(), None, plan, spec)
+    assert_quantized(a[slice(195),], exact[:195])
+
+
+@pytest.mark.parametrize("columns", [slice(128, 512), slice(256, 384)], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_columns_of_a_quantised_weight(turned: bool, columns: slice) -> None:
+    """F2 and B3 a slice of d at a time, of operands that are quantised once for all slices."""
+    plan = plan_of(65, 0, 130, 40)
+    given = make_inputs(plan, 640, 128, dtype=torch.float16, bias=True)
+    w1, w2, b2 = given["w1"], given["w2"], given["b2"][:, columns]
+    w1, w2 = (turn(w1), turn(w2)) if turned else (w1, w2)
+    a, dh = (torch.randn(plan.capacity, width).half() for width in (128, 256))
+    with emulated() as launches:
+        y = KERNELS.down_proj_inference(KERNELS.rows_operand(a), KERNELS.weight_operand(w2, 2)[:, columns], b2, plan)
+        dx_rows = KERNELS.up_proj_dgrad(KERNELS.rows_operand(dh), KERNELS.weight_operand(w1, 1)[:, :, columns], plan)
+    assert gluon_kernels(launches) == {"gemm_rows_kernel"}
+    exact_y = EXACT.down_proj(a.float(), w2[:, columns].float(), b2.float(), plan)
+    assert_close("y", y[:195].float(), exact_y[:195])
+    exact_dx_rows = EXACT.up_proj_dgrad(dh.float(), w1[:, :, columns].float(), plan)
+    assert_close("dx_rows", dx_rows[:195].float(), exact_dx_rows[:195])
+
+
+@cache
+def recorded(case: Case) -> list[Recorded]:
+    """Each launch of the FP8 kernels on one CTA, and what it wrote, which is right."""
+    with emulated(ctas=1) as launches:
+        assert_gemms_agree(plan_of(*OF_FAULTS), case)
+    return with_outputs(launches)
+
+
+def assert_agree_with_a_fault(case: Case, fault: Fault) -> None:
+    """With loads that come late, which shows a missing wait; then with sooner ones, which overwrite what is in use."""
+    function, text, instead, _ = fault
+    name = function.rpartition(".")[2]
+    launches = [found for found in recorded(case) if name in functions_of(found[0].kernel)]
+    assert launches, f"no kernel calls {function}"
+    for late, found in product((0.9, 0.3), launches):
+        assert not (errors := errors_with({function: (text, instead)}, late, *found)), errors
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught(name: str) -> None:
+    case, fault = FAULTS[name]
+    with pytest.raises(AssertionError, match=fault[-1]):
+        assert_agree_with_a_fault(case, fault)
+
+
+def test_without_a_fault_nothing_is_caught() -> None:
+    for late, found in product((0.9, 0.3), recorded(SWIGLU)):
+        assert not errors_with({}, late, *found)
