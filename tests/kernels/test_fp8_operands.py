@@ -1,0 +1,187 @@
+"""When a weight's FP8 operands are kept and when they are made anew. PyTorch quantises here; no kernel runs.
+
+E experts · a weight is (E, p, q)
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
+from tilemoe.kernels.experts.triton_fp8 import operands
+from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
+from tilemoe.testing import assert_equal
+
+
+class _Launch:
+    def run(self) -> None:
+        """What the launch would write is there already."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The contractions of each launch that quantises a weight."""
+    found = list[tuple[int, ...]]()
+
+    def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[_Launch, dict[int, Operand]]:
+        found.append(tuple(contracted))
+        quantized = quantize(weight.detach(), WEIGHTS)
+        turned = quantize(weight.detach().transpose(1, 2), WEIGHTS).transposed()
+        return _Launch(), {dim: {1: turned, 2: quantized}[dim] for dim in contracted}
+
+    monkeypatch.setattr(operands, "weight_launch", weight_launch)
+    return found
+
+
+def a_weight(requires_grad: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.randn(2, 128, 256, dtype=dtype), requires_grad)
+
+
+def is_same(left: Operand, right: Operand) -> bool:
+    return left.data is right.data and left.scale is right.scale
+
+
+def test_a_trained_weight_is_quantised_once_for_both_contractions(launched: list[tuple[int, ...]]) -> None:
+    weight = a_weight()
+    first, second = quantized_weight(weight, 2), quantized_weight(weight, 1)
+    assert launched == [(1, 2)]
+    assert is_same(quantized_weight(weight, 2), first)
+    assert is_same(quantized_weight(weight, 1), second)
+    assert launched == [(1, 2)]
+    assert first.data.is_contiguous()
+    assert second.data.transpose(1, 2).is_contiguous()
+    assert_equal(first.dense(torch.float32), second.dense(torch.float32))
+
+
+@pytest.mark.parametrize(("requires_grad", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_a_frozen_or_fp32_weight_is_quantised_for_what_is_asked(
+    requires_grad: bool, dtype: torch.dtype, launched: list[tuple[int, ...]]
+) -> None:
+    weight = a_weight(requires_grad, dtype)
+    first = quantized_weight(weight, 2)
+    assert launched == [(2,)]
+    second = quantized_weight(weight, 1)
+    assert launched == [(2,), (1,)]
+    assert is_same(quantized_weight(weight, 2), first), "the other contraction does not put it away"
+    assert is_same(quantized_weight(weight, 1), second)
+    assert launched == [(2,), (1,)]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_update_in_place_renews_both(requires_grad: bool, launched: list[tuple[int, ...]]) -> None:
+    weight = a_weight(requires_grad)
+    before = [quantized_weight(weight, dim) for dim in (1, 2)]
+    count = len(launched)
+    with torch.no_grad():
+        weight.mul_(-2)
+    after = [quantized_weight(weight, dim) for dim in (1, 2)]
+    assert len(launched) == 2 * count
+    for old, new in zip(before, after, strict=True):
+        assert_equal(new.dense(torch.float32), -2 * old.dense(torch.float32))
+
+
+def test_an_optimiser_step_renews(launched: list[tuple[int, ...]]) -> None:
+    weight = a_weight()
+    before = quantized_weight(weight, 2)
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1.0).step()
+    assert_equal(quantized_weight(weight, 2).data.float(), quantize(weight.detach(), WEIGHTS).data.float())
+    assert not is_same(quantized_weight(weight, 2), before)
+    assert launched == [(1, 2)] * 2
+
+
+def test_other_memory_renews(launched: list[tuple[int, ...]]) -> None:
+    """`.data = ` leaves the version counter, not the address."""
+    weight = a_weight()
+    quantized_weight(weight, 2)
+    version = weight._version
+    weight.data = torch.randn_like(weight)
+    assert weight._version == version
+    assert_equal(quantized_weight(weight, 2).data.float(), quantize(weight.detach(), WEIGHTS).data.float())
+    assert launched == [(1, 2)] * 2
+
+
+def test_two_weights_of_equal_values_are_apart(launched: list[tuple[int, ...]]) -> None:
+    weight = a_weight()
+    other = nn.Parameter(weight.detach().clone())
+    assert not is_same(quantized_weight(weight, 2), quantized_weight(other, 2))
+    assert launched == [(1, 2)] * 2
+
+
+def of_no_leaf() -> Tensor:
+    return a_weight() * 1
+
+
+def of_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.randn(2, 128, 256)
+
+
+@pytest.mark.parametrize("make", [of_no_leaf, of_inference])
+def test_what_has_no_counter_of_its_own_is_not_kept(
+    make: Callable[[], Tensor], launched: list[tuple[int, ...]]
+) -> None:
+    weight = make()
+    assert not is_same(quantized_weight(weight, 2), quantized_weight(weight, 2))
+    quantized_weight(weight, 1)
+    assert launched == [(2,), (2,), (1,)]
+    assert weight not in operands._KEPT
+
+
+def test_nothing_is_kept_among_processes(launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may change the weight, which the version counter does not tell; nor is what was kept given."""
+    weight = a_weight()
+    before = quantized_weight(weight, 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert not is_same(quantized_weight(weight, 2), before)
+    quantized_weight(weight, 2)
+    assert launched == [(1, 2), (2,), (2,)]
+
+
+def test_nothing_is_kept_of_a_launch_that_is_withheld(
+    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A precompilation launches nothing: what it gets holds no values."""
+    weight = a_weight()
+    with monkeypatch.context() as patch:
+        patch.setattr(operands, "withholds_values", lambda: True)
+        quantized_weight(weight, 2)
+    quantized_weight(weight, 2)
+    quantized_weight(weight, 2)
+    assert launched == [(1, 2), (1, 2)]
+
+
+def test_operands_end_with_their_weight(launched: list[tuple[int, ...]]) -> None:
+    weight = a_weight()
+    data = [weakref.ref(quantized_weight(weight, dim).data) for dim in (1, 2)]
+    gc.collect()
+    assert all(of_dim() is not None for of_dim in data)
+    del weight
+    gc.collect()
+    assert all(of_dim() is None for of_dim in data)
+
+
+def test_a_renewal_frees_what_was_kept(launched: list[tuple[int, ...]]) -> None:
+    weight = a_weight()
+    data = weakref.ref(quantized_weight(weight, 2).data)
+    with torch.no_grad():
+        weight.zero_()
+    quantized_weight(weight, 2)
+    gc.collect()
+    assert data() is None
+
+
+def test_operands_pass_as_they_are(launched: list[tuple[int, ...]]) -> None:
+    operand = quantize(torch.randn(2, 128, 256), WEIGHTS)
+    assert quantized_weight(operand, 2) is operand
+    rows = quantize(torch.randn(3, 256), ROWS)
+    assert quantized_rows(rows) is rows
+    assert launched == []
