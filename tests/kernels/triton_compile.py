@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
@@ -201,6 +202,16 @@ def _cuobjdump(what: str, compiled: Any, folder: Path) -> str:
     path.write_bytes(compiled.asm["cubin"])
     command = [os.fspath(_CUOBJDUMP), what, os.fspath(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def ptxas_messages(compiled: Any, capability: int, folder: Path) -> str:
+    """What the assembler that Triton takes says of a kernel: registers, spills, and C75.. if it serialises wgmma."""
+    path, ptx = folder / "kernel.ptx", str(compiled.asm["ptx"])
+    path.write_text(ptx)
+    (target,) = re.findall(r"^\.target (\w+)", ptx, re.M)
+    command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", os.fspath(path), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout + done.stderr
 
 
 def bytes_of_copies(ptx: str) -> set[int]:
