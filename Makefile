@@ -23,7 +23,7 @@ INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py e
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py hopper_layouts.py \
-	small_m.py triton_router_input.py)
+	hopper_fp8_compiled.py small_m.py triton_router_input.py)
 
 # Tests for a GPU run nowhere here: at least their names and calls are looked at, though not all that is strict.
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
