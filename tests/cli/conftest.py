@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,14 @@ SETTINGS = {
         "eval_batches": 2, "save_every": 5, "plot": False, "sample_prompt": "ab", "sample_tokens": 8,
     },
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's cache stays as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEMOE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from tilemoe.train.checkpoints.folder import (
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.optim import make_optimizer
+from tilemoe.train.run import train
 
 
 class RunsCode:
@@ -100,3 +103,48 @@ def test_a_listed_tokenizer_is_used(checkpoint: Path) -> None:
     load_tokenizer("bytes").save(checkpoint / "tokenizer.json")
     sign(checkpoint)
     assert open_checkpoint(checkpoint).tokenizer_spec == str(checkpoint / "tokenizer.json")
+
+
+def entries_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def caches(dense_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A finished run's cache, and the user's own, which is empty."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    data = replace(dense_recipe.data, cache_dir=str(theirs))
+    train(replace(dense_recipe, data=data, train=replace(dense_recipe.train, steps=2)))
+    monkeypatch.setenv("TILEMOE_CACHE", str(ours))
+    return theirs, ours
+
+
+COMMANDS = {"eval": ("eval", "--checkpoint"), "resume": ("train", "--train.steps", "3", "--resume")}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_nothing_is_written_where_a_checkpoint_says(
+    dense_recipe: Recipe, caches: tuple[Path, Path], command: tuple[str, ...]
+) -> None:
+    theirs, ours = caches
+    before = entries_of(theirs)
+    assert main([*command, dense_recipe.train.out_dir]) == 0
+    assert entries_of(theirs) == before  # is read
+    assert not ours.exists()
+    shutil.rmtree(theirs)
+    run_dir = Path(dense_recipe.train.out_dir)
+    if command[0] == "train":
+        shutil.rmtree(run_dir / "step_00000003")
+    assert main([*command, str(run_dir)]) == 0
+    assert not theirs.exists()
+    assert {name for name in entries_of(ours) if name.endswith("index.json")}
+
+
+def test_a_cache_that_is_asked_for_is_written(dense_recipe: Recipe, caches: tuple[Path, Path], tmp_path: Path) -> None:
+    theirs, ours = caches
+    shutil.rmtree(theirs)
+    mine = tmp_path / "mine"
+    assert main([*COMMANDS["resume"], dense_recipe.train.out_dir, f"--data.cache-dir={mine}"]) == 0
+    assert entries_of(mine)
+    assert not ours.exists()
+    assert not theirs.exists()

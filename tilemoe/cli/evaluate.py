@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tilemoe.cli.parsing import parse
 from tilemoe.models.folder import find_folder, hf_tokenizer, is_hf, read_config
-from tilemoe.train.config import DataConfig
+from tilemoe.train.config import DataConfig, default_cache_dir
 
 if TYPE_CHECKING:
     from tilemoe.data import Prepared
@@ -81,7 +81,13 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     recipe = state.recipe
     settings = options.settings(recipe.data, recipe.model.max_seq_len)
     tokenizer = restored.checkpoint.tokenizer_spec
-    data = prepare(settings.corpus, tokenizer, settings.cache_path, heldout_every=settings.heldout_every)
+    data = prepare(  # somebody else may have made the checkpoint: where it says that its shards are, nothing is written
+        settings.corpus,
+        tokenizer,
+        default_cache_dir(),
+        heldout_every=settings.heldout_every,
+        read_only=settings.cache_path,
+    )
     is_same_text = options.corpus is None and options.heldout_every is None
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
         print(f"note: corpus {settings.corpus} changed since training, which may have seen what is held out now")

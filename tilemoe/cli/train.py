@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, NoReturn
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.models.folder import find_folder
-from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig, list_recipes, load_recipe
+from tilemoe.train.config import (
+    DataConfig,
+    OptimConfig,
+    Recipe,
+    TrainConfig,
+    default_cache_dir,
+    list_recipes,
+    load_recipe,
+)
 from tilemoe.train.job.processes import Job
 
 if TYPE_CHECKING:
@@ -68,7 +76,8 @@ def _run(arguments: Sequence[str], job: Job) -> None:
         print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
     if job.is_first and init_from is not None and checkpoint is None:
         print(f"starting from the weights in {init_from}")
-    result = train(recipe, checkpoint, job, init_from)
+    is_theirs = bool(resume) and known.recipe is None and not _is_given("--data.cache-dir", overrides)
+    result = train(recipe, checkpoint, job, init_from, default_cache_dir() if is_theirs else None)
     if isinstance(result, Stopped):
         # torchrun would take what a shell expects of a stopped command for a failure, and start the job again.
         sys.exit(128 + result.number if job.is_alone else 0)
@@ -79,6 +88,11 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     if result.plot is not None:
         print(f"plot: {result.plot}")
     print(f"held-out loss {result.evaluation.shown(2)}")
+
+
+def _is_given(option: str, words: Sequence[str]) -> bool:
+    """Whether an option is on the command line, in any of the forms that are understood."""
+    return any(word.partition("=")[0].replace("_", "-") == option for word in words)
 
 
 def _initial(name: str, resume: str | None) -> Path:

@@ -39,9 +39,16 @@ class Prepared:
 
 
 def prepare(
-    corpus_spec: str, tokenizer_spec: str, cache_dir: Path, heldout_every: int = 20, shard_tokens: int = SHARD_TOKENS
+    corpus_spec: str,
+    tokenizer_spec: str,
+    cache_dir: Path,
+    heldout_every: int = 20,
+    shard_tokens: int = SHARD_TOKENS,
+    read_only: Path | None = None,
 ) -> Prepared:
     """The token shards of a corpus, made now or found in ``cache_dir`` with their content verified.
+
+    ``read_only`` is another cache, which is used where it has them and ``cache_dir`` has not; nothing is written there.
 
     What is found is used when the files of the corpus (names, sizes, modification times), the tokenizer and
     ``heldout_every`` are those it was made from. Several processes may call this at once. ``shard_tokens`` is the size
@@ -55,7 +62,10 @@ def prepare(
         fingerprint = _fingerprint(corpus, tokenizer, heldout_every)
         # Not by the tokenizer's name: a checkpoint's copy of the tokenizer finds the shards of its training.
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", Path(corpus.name).name)[:40] or "data"
-        folder = cache_dir / "shards" / f"{slug}-{fingerprint[:16]}"
+        name = Path("shards", f"{slug}-{fingerprint[:16]}")
+        folder = cache_dir / name
+        if read_only is not None and not folder.exists() and (read_only / name).exists():
+            folder = read_only / name
         if not folder.exists():
             with only_one_process(folder):
                 if not folder.exists():

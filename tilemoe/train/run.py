@@ -94,11 +94,16 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
 
 
 def train(
-    recipe: Recipe, checkpoint: Checkpoint | None = None, job: Job = ALONE, init_from: Path | None = None
+    recipe: Recipe,
+    checkpoint: Checkpoint | None = None,
+    job: Job = ALONE,
+    init_from: Path | None = None,
+    cache_dir: Path | None = None,
 ) -> RunResult | Stopped:
     """Run ``recipe``, from ``checkpoint`` on if given, to its end, or until SIGTERM or Ctrl-C stop and save it.
 
     ``init_from``: a folder whose weights a new run starts from, that of `adopt`, which gave the recipe its model.
+    ``cache_dir``: where token shards are made, if they have to be; then ``recipe.data.cache_dir`` is read alone.
 
     All processes of ``job`` call it, and get the same result but for the plot, which is the first one's.
 
@@ -119,7 +124,7 @@ def train(
     with contextlib.ExitStack() as stack:
         try:
             with sigterm_interrupts():
-                data = _prepare(recipe, checkpoint, reporter)
+                data = _prepare(recipe, checkpoint, reporter, cache_dir)
                 progress = stack.enter_context(joined(job, device, recipe.train.timeout))
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
                 if init_from is not None and checkpoint is None:
@@ -177,12 +182,18 @@ def _trackers(trainer: Trainer, reporter: Reporter) -> list[Tracker]:
     return [tracker for tracker in found if tracker is not None]
 
 
-def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter) -> Prepared:
+def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, cache_dir: Path | None) -> Prepared:
     """The token shards, checked against the checkpoint's data."""
     reporter.say(f"data: corpus {recipe.data.corpus}, tokenizer {recipe.data.tokenizer}")
     # The checkpoint's copy: the file that the recipe names may be gone.
     tokenizer = recipe.data.tokenizer if checkpoint is None else checkpoint.tokenizer_spec
-    data = prepare(recipe.data.corpus, tokenizer, recipe.data.cache_path, heldout_every=recipe.data.heldout_every)
+    data = prepare(
+        recipe.data.corpus,
+        tokenizer,
+        cache_dir or recipe.data.cache_path,
+        heldout_every=recipe.data.heldout_every,
+        read_only=recipe.data.cache_path,
+    )
     reporter.say(f"data: {data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens")
     if checkpoint is not None and checkpoint.state.data_fingerprint != data_fingerprint(data):
         raise CheckpointError(
