@@ -24,7 +24,7 @@ from tilemoe.train.job.signals import stop_request
 from tilemoe.train.loop import NonFiniteLossError, Trainer, expert_load
 from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
 from tilemoe.train.run import RunResult, Stopped, require_fresh, require_resumable, train
-from tilemoe.train.sample import continue_text, printable
+from tilemoe.train.sample import continue_text
 
 CPU = torch.device("cpu")
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
@@ -433,20 +433,6 @@ def test_a_part_of_a_split_has_nats_per_byte_only_where_a_token_is_a_byte(dense_
             assert part.nats_per_byte is None
             assert part.shown(2) == f"{part.nats_per_token:.2f} nats/token"
             assert str(part) == f"held-out loss {part.nats_per_token:.4f} nats/token, subset of 128 tokens"
-
-
-def test_prompts_that_do_not_fit(dense_recipe: Recipe) -> None:
-    trainer = trainer_of(dense_recipe)
-    options: dict[str, object] = {"temperature": 0.0, "top_k": 0, "seed": 0}
-    with pytest.raises(ValueError, match="no tokens"):
-        continue_text(trainer.model, trainer.data.tokenizer, "", 3, **options)
-    with pytest.raises(ValueError, match="shorten it"):
-        continue_text(trainer.model, trainer.data.tokenizer, "x" * 16, 3, **options)
-    assert continue_text(trainer.model, trainer.data.tokenizer, "x" * 15, 99, **options).startswith("x" * 15)
-
-
-def test_control_characters_do_not_reach_the_terminal() -> None:
-    assert printable("a\x1b[31mb\tc\n\x07é") == "a\ufffd[31mb\tc\n\ufffdé"
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

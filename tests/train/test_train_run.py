@@ -72,6 +72,39 @@ def test_a_folder_in_the_way_of_a_checkpoint_is_found_before_training(dense_reci
     assert [path.name for path in folder.rglob("*")] == [".tmp-step_00000003", "mine"]
 
 
+@pytest.mark.parametrize("name", ["draw", "continue_text"])
+def test_what_fails_after_training_costs_nothing_else(
+    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise ValueError("nothing to be seen")
+
+    recipe = replace(dense_recipe, train=replace(dense_recipe.train, steps=2, plot=True))
+    monkeypatch.setattr(runs, name, fails)
+    result = train(recipe)
+    what = {"draw": "plot", "continue_text": "sample"}[name]
+    assert f"no {what}: nothing to be seen" in capsys.readouterr().out.splitlines()
+    assert isinstance(result, RunResult)
+    assert (result.plot is None, result.sample is None) == (name == "draw", name != "draw")
+    assert (Path(recipe.train.out_dir) / "result.json").exists()
+
+
+@pytest.mark.parametrize("name", ["draw", "continue_text"])
+def test_a_defect_after_training_leaves_the_result(
+    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise RuntimeError("a defect")
+
+    recipe = replace(dense_recipe, train=replace(dense_recipe.train, steps=2, plot=True))
+    monkeypatch.setattr(runs, name, fails)
+    with pytest.raises(RuntimeError, match="a defect"):
+        train(recipe)
+    folder = Path(recipe.train.out_dir)
+    assert (folder / "result.json").exists()
+    assert (folder / "plot.png").exists() == (name != "draw")
+
+
 @pytest.fixture
 def interrupt_is_heard() -> Iterator[None]:
     """Python's own handler of SIGINT, which a process that was started in the background is born without."""

@@ -22,16 +22,20 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     generator: torch.Generator | None = None,
+    num_ids: int | None = None,
 ) -> Tensor:
     """Continue input_ids (B, S) by ``max_new_tokens`` tokens: (B, S + N) int64, the prompt included.
 
     temperature: divides the logits; 0 takes the likeliest token. top_k: sample among the k likeliest; 0 among all.
     generator: of the model's device; with it the text is a function of the prompt and the generator's state.
+    num_ids: only ids below it are taken, where the vocabulary is larger than the tokenizer's; None: any.
 
     Raises:
         ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``.
     """
     _check(model, input_ids, max_new_tokens, temperature, top_k)
+    if num_ids is not None and num_ids < 1:
+        raise ValueError(f"num_ids must be None or >= 1, got {num_ids}")
     if max_new_tokens == 0:
         return input_ids.long()
     total = input_ids.shape[1] + max_new_tokens
@@ -41,7 +45,7 @@ def generate(
     try:
         tokens = [input_ids.long()]
         for _ in range(max_new_tokens):
-            logits = model.next_logits(tokens[-1], cache)
+            logits = model.next_logits(tokens[-1], cache)[:, :num_ids]
             tokens.append(_sample(logits, temperature, top_k, generator))
         return torch.cat(tokens, dim=1)
     finally:

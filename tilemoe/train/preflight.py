@@ -6,22 +6,29 @@ import os
 import shutil
 from pathlib import Path
 
-from tilemoe.data.tokenizer import load_tokenizer
+from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.models.flops import count_parameters
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import Job
+from tilemoe.train.sample import prompt_ids
 
 _CHECKPOINT_BYTES = 12  # of a parameter: itself and AdamW's two moments, fp32; Muon has one
 
 
 def require_ready(recipe: Recipe, job: Job, *, is_new: bool) -> None:
-    """ValueError: train.out_dir cannot be written or has no room for a checkpoint, or a new run's vocabulary is too
-    small.
+    """ValueError: train.out_dir cannot be written or has no room for a checkpoint, a new run's vocabulary is too small,
+    or its train.sample_prompt too long for the model, as far as a tokenizer can say that is not to be trained first.
     """
     if is_new:
-        _require_vocabulary(recipe)
+        _require_tokenizer(recipe)
     if job.is_first:  # it alone writes there, or is the first to
         _require_folder(recipe)
+
+
+def require_prompt(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """ValueError: the model cannot continue train.sample_prompt, as it is to when all is trained."""
+    if recipe.train.sample_tokens:
+        prompt_ids(tokenizer, recipe.train.sample_prompt, recipe.model.max_seq_len, "train.sample_prompt")
 
 
 def _require_folder(recipe: Recipe) -> None:
@@ -42,12 +49,16 @@ def _require_folder(recipe: Recipe) -> None:
         )
 
 
-def _require_vocabulary(recipe: Recipe) -> None:
-    """A BPE that is yet to be trained may have as many ids as it is asked for."""
+def _require_tokenizer(recipe: Recipe) -> None:
+    """Of its vocabulary and of the prompt. A BPE that is yet to be trained may have as many ids as it is asked for."""
     spec, limit = recipe.data.tokenizer, recipe.model.vocab_size
     size = spec.removeprefix("bpe:")
-    most = int(size) if size != spec and size.isdecimal() else load_tokenizer(spec).vocab_size
+    is_trained = size != spec and size.isdecimal()
+    tokenizer = None if is_trained else load_tokenizer(spec)
+    most = int(size) if tokenizer is None else tokenizer.vocab_size
     if most > limit:
         raise ValueError(
             f"model.vocab_size ({limit}) is below the {most} ids of tokenizer {spec!r}; set --model.vocab-size {most}"
         )
+    if tokenizer is not None:
+        require_prompt(recipe, tokenizer)

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ from tilemoe.train.job.signals import sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, truncate_metrics
 from tilemoe.train.plots import draw
-from tilemoe.train.preflight import require_ready
+from tilemoe.train.preflight import require_prompt, require_ready
 from tilemoe.train.progress import Reporter, make_reporter
 from tilemoe.train.sample import continue_text
 from tilemoe.train.trackers import TensorBoard, Tracker, WandB
@@ -195,6 +195,7 @@ def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, 
         read_only=recipe.data.cache_path,
     )
     reporter.say(f"data: {data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens")
+    require_prompt(recipe, data.tokenizer)
     if checkpoint is not None and checkpoint.state.data_fingerprint != data_fingerprint(data):
         raise CheckpointError(
             f"data.corpus {recipe.data.corpus} is not the text that checkpoint {checkpoint.path} was trained on; "
@@ -242,11 +243,33 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
 
 
 def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter: Reporter) -> RunResult:
-    """Sample, plot and result.json of a finished run."""
+    """result.json, plot and sample of a finished run, in this order: whatever fails, what is before it is there."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
-    sample = None
-    if recipe.train.sample_tokens:
-        sample = continue_text(
+    plot = None
+    if trainer.job.is_first:
+        result = _result(trainer, evaluation, parameters)
+        write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
+        if recipe.train.plot:
+            plot = _if_installed(lambda: _draw(run_dir, recipe.name, reporter), "plot", "plot", reporter)
+    return RunResult(evaluation, _sample(trainer, reporter), plot)
+
+
+def _draw(run_dir: Path, title: str, reporter: Reporter) -> Path | None:
+    """The plot; a run that is done does not fail for its sake."""
+    try:
+        return draw(run_dir, title)
+    except (OSError, ValueError) as error:
+        reporter.say(f"no plot: {error}")
+        return None
+
+
+def _sample(trainer: Trainer, reporter: Reporter) -> str | None:
+    """The prompt, continued, if the recipe asks for it; all processes of a job compute it."""
+    recipe = trainer.recipe
+    if not recipe.train.sample_tokens:
+        return None
+    try:
+        return continue_text(
             trainer.model,
             trainer.data.tokenizer,
             recipe.train.sample_prompt,
@@ -255,13 +278,15 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
             top_k=_SAMPLE_TOP_K,
             seed=recipe.train.seed,
         )
-    if not trainer.job.is_first:
-        return RunResult(evaluation, sample, None)
-    plot = None
-    if recipe.train.plot:
-        plot = _if_installed(lambda: draw(run_dir, recipe.name), "plot", "plot", reporter)
-    device = trainer.device
-    result = {
+    except ValueError as error:
+        reporter.say(f"no sample: {error}")
+        return None
+
+
+def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[str, Any]:
+    """What result.json says."""
+    recipe, device = trainer.recipe, trainer.device
+    return {
         "heldout_nats_per_byte": evaluation.nats_per_byte,
         "heldout_nats_per_token": evaluation.nats_per_token,
         "heldout_tokens": evaluation.tokens,
@@ -276,8 +301,6 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
         "threads": torch.get_num_threads(),
         "commit": git_commit(),
     }
-    write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
-    return RunResult(evaluation, sample, plot)
 
 
 def _if_installed(make: Callable[[], Made], what: str, extra: str, reporter: Reporter) -> Made | None:

@@ -26,12 +26,8 @@ def continue_text(
     Raises:
         ValueError: the prompt has no tokens, or fills the model's context.
     """
-    ids = [int(token) for token in tokenizer.encode(prompt)]
+    ids = prompt_ids(tokenizer, prompt, model.config.max_seq_len, "prompt")
     room = model.config.max_seq_len - len(ids)
-    if not ids:
-        raise ValueError("prompt: it has no tokens; give some text to continue")
-    if room <= 0:
-        raise ValueError(f"prompt: {len(ids)} tokens fill the model's {model.config.max_seq_len}; shorten it")
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = generate(
@@ -41,11 +37,22 @@ def continue_text(
         temperature=temperature,
         top_k=top_k,
         generator=generator,
+        num_ids=tokenizer.vocab_size,  # what a vocabulary is padded with has no text
     )
     new = tokens[0, len(ids) :].tolist()
     if tokenizer.separator_id in new:
         new = new[: new.index(tokenizer.separator_id)]
     return printable(tokenizer.decode(ids + new))
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, max_seq_len: int, name: str) -> list[int]:
+    """The tokens of a prompt after which there is room for one more; ValueError, naming ``name``, if there is none."""
+    ids = [int(token) for token in tokenizer.encode(prompt)]
+    if not ids:
+        raise ValueError(f"{name}: it has no tokens; give some text to continue")
+    if len(ids) >= max_seq_len:
+        raise ValueError(f"{name}: {len(ids)} tokens fill the model's {max_seq_len}; shorten it")
+    return ids
 
 
 def printable(text: str) -> str:

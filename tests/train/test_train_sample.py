@@ -1,0 +1,41 @@
+"""A prompt, continued: what does not fit, what has no text, what a terminal is not to obey."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilemoe.data import load_tokenizer
+from tilemoe.train.checkpoints.restore import build_model
+from tilemoe.train.config import Recipe
+from tilemoe.train.sample import continue_text, printable
+
+CPU = torch.device("cpu")
+
+
+def test_prompts_that_do_not_fit(dense_recipe: Recipe) -> None:
+    model, tokenizer = build_model(dense_recipe, CPU), load_tokenizer("bytes")
+    options: dict[str, object] = {"temperature": 0.0, "top_k": 0, "seed": 0}
+    with pytest.raises(ValueError, match="no tokens"):
+        continue_text(model, tokenizer, "", 3, **options)
+    with pytest.raises(ValueError, match="shorten it"):
+        continue_text(model, tokenizer, "x" * 16, 3, **options)
+    assert continue_text(model, tokenizer, "x" * 15, 99, **options).startswith("x" * 15)
+
+
+def test_ids_that_the_tokenizer_lacks_are_not_sampled(dense_recipe: Recipe) -> None:
+    """A vocabulary is often padded."""
+    recipe = replace(dense_recipe, model=replace(dense_recipe.model, vocab_size=320))
+    model, tokenizer = build_model(recipe, CPU), load_tokenizer("bytes")
+    with torch.no_grad():
+        model.head.weight[256:] *= 100
+    for options in (
+        {"temperature": 0.0, "top_k": 0},
+        {"temperature": 1.0, "top_k": 40},
+        {"temperature": 1.0, "top_k": 0},
+    ):
+        assert continue_text(model, tokenizer, "ab", 9, seed=0, **options).startswith("ab")
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[31mb\tc\n\x07é") == "a\ufffd[31mb\tc\n\ufffdé"
