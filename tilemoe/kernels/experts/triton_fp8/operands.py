@@ -5,6 +5,7 @@ E experts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import WEIGHTS
-from tilemoe.kernels.experts.triton_fp8.quantize import rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import lines_launch, rows_launch, weight_launch
 from tilemoe.runtime.launch_trace import recorder
 from tilemoe.runtime.precompile import withholds_values
+
+Key = tuple[str, int]  # what shares a scale, and the dimension that is contracted
 
 
 class _Kept(NamedTuple):
@@ -25,7 +28,7 @@ class _Kept(NamedTuple):
 
     version: int
     address: int
-    operands: dict[int, Operand]  # by the dimension that is contracted
+    operands: dict[Key, Operand]
 
 
 # A cache: an entry ends with its weight, and counts only while the weight's version counter stands.
@@ -42,6 +45,14 @@ def quantized_rows(rows: Tensor | Operand) -> Operand:
     return operand
 
 
+def quantized_lines(rows: Tensor) -> Operand:
+    """Rows (R, p) with a scale for each."""
+    launch, operand = lines_launch(rows)
+    if rows.shape[0]:
+        launch.run()
+    return operand
+
+
 def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """A weight (E, p, q) as what is contiguous along ``contracted``, 1 or 2, unless it is quantised already.
 
@@ -50,33 +61,59 @@ def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """
     if isinstance(weight, Operand):
         return weight
-    find, watcher = partial(_data_and_scale, contracted=contracted), recorder()
+    return _found(weight, partial(_in_blocks, contracted=contracted), WEIGHTS)
+
+
+def quantized_weight_lines(weight: Tensor, contracted: int) -> Operand:
+    """As `quantized_weight`, with a scale for each column of the product: all along ``contracted``."""
+    width = weight.shape[contracted]
+    block = (1, width) if contracted == 2 else (width, 1)
+    return _found(weight, partial(_in_lines, contracted=contracted), block)
+
+
+def _found(weight: Tensor, find: Callable[[Tensor], tuple[Tensor, Tensor]], block: tuple[int, int]) -> Operand:
+    """The operand whose data and scale ``find`` gives; a recording of launches finds them again."""
+    watcher = recorder()
     data, scale = find(weight) if watcher is None or not _can_be_kept(weight) else watcher.kept(find, weight)
-    return Operand(data, scale, WEIGHTS, weight.dtype)
+    return Operand(data, scale, block, weight.dtype)
 
 
-def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
-    """Those that are kept, or made now."""
+def _in_blocks(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
+    # fp32 in both orders came out wrong once (H200, Triton 3.6.0), which was not found again.
+    both = weight.requires_grad and weight.element_size() == 2 and _can_be_kept(weight)
+    return _kept_or_made(weight, ("blocks", contracted), lambda: _quantize(weight, (1, 2) if both else (contracted,)))
+
+
+def _in_lines(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
+    return _kept_or_made(weight, ("lines", contracted), lambda: _quantize_lines(weight, contracted))
+
+
+def _kept_or_made(weight: Tensor, key: Key, make: Callable[[], dict[Key, Operand]]) -> tuple[Tensor, Tensor]:
+    """Data and scale of what is kept under ``key``, or made now."""
     if not _can_be_kept(weight):
-        operand = _quantize(weight, (contracted,))[contracted]
+        operand = make()[key]
         return operand.data, operand.scale
     kept = _KEPT.get(weight)
     if kept is None or (kept.version, kept.address) != (weight._version, weight.data_ptr()):
         kept = _Kept(weight._version, weight.data_ptr(), {})
-    if contracted not in kept.operands:
-        # fp32 in both orders came out wrong once (H200, Triton 3.6.0), which was not found again.
-        both = weight.requires_grad and weight.element_size() == 2
-        kept.operands.update(_quantize(weight, (1, 2) if both else (contracted,)))
+    if key not in kept.operands:
+        kept.operands.update(make())
         if not withholds_values():
             _KEPT[weight] = kept
-    operand = kept.operands[contracted]
+    operand = kept.operands[key]
     return operand.data, operand.scale
 
 
-def _quantize(weight: Tensor, contracted: tuple[int, ...]) -> dict[int, Operand]:
+def _quantize(weight: Tensor, contracted: tuple[int, ...]) -> dict[Key, Operand]:
     launch, operands = weight_launch(weight, contracted)
     launch.run()
-    return operands
+    return {("blocks", dim): operand for dim, operand in operands.items()}
+
+
+def _quantize_lines(weight: Tensor, contracted: int) -> dict[Key, Operand]:
+    launch, operand = lines_launch(weight if contracted == 2 else weight.transpose(1, 2))
+    launch.run()
+    return {("lines", contracted): operand if contracted == 2 else operand.transposed()}
 
 
 def _can_be_kept(weight: Tensor) -> bool:
