@@ -109,6 +109,18 @@ def test_other_memory_renews(launched: list[tuple[int, ...]]) -> None:
     assert launched == [(1, 2)] * 2
 
 
+def test_another_stream_does_not_read_what_one_is_making(
+    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = a_weight()
+    first = quantized_weight(weight, 2)
+    monkeypatch.setattr(operands, "_stream_of", lambda weight: 7)
+    assert not is_same(quantized_weight(weight, 2), first)
+    assert launched == [(1, 2)] * 2
+    assert is_same(quantized_weight(weight, 2), quantized_weight(weight, 2))
+    assert launched == [(1, 2)] * 2
+
+
 def test_two_weights_of_equal_values_are_apart(launched: list[tuple[int, ...]]) -> None:
     weight = a_weight()
     other = nn.Parameter(weight.detach().clone())

@@ -24,10 +24,11 @@ Key = tuple[str, int]  # what shares a scale, and the dimension that is contract
 
 
 class _Kept(NamedTuple):
-    """The operands of a weight, and what it was when they were made."""
+    """The operands of a weight, what it was when they were made, and the stream that makes them."""
 
     version: int
     address: int
+    stream: int
     operands: dict[Key, Operand]
 
 
@@ -93,9 +94,9 @@ def _kept_or_made(weight: Tensor, key: Key, make: Callable[[], dict[Key, Operand
     if not _can_be_kept(weight):
         operand = make()[key]
         return operand.data, operand.scale
-    kept = _KEPT.get(weight)
-    if kept is None or (kept.version, kept.address) != (weight._version, weight.data_ptr()):
-        kept = _Kept(weight._version, weight.data_ptr(), {})
+    kept, now = _KEPT.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
+    if kept is None or kept[:3] != now:
+        kept = _Kept(*now, {})
     if key not in kept.operands:
         kept.operands.update(make())
         if not withholds_values():
@@ -114,6 +115,11 @@ def _quantize_lines(weight: Tensor, contracted: int) -> dict[Key, Operand]:
     launch, operand = lines_launch(weight if contracted == 2 else weight.transpose(1, 2))
     launch.run()
     return {("lines", contracted): operand if contracted == 2 else operand.transposed()}
+
+
+def _stream_of(weight: Tensor) -> int:
+    """The current one: nobody makes another wait until the operands are made."""
+    return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
 
 
 def _can_be_kept(weight: Tensor) -> bool:
