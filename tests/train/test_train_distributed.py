@@ -51,6 +51,8 @@ def hurt(trainer):
             time.sleep(600)
         elif how == "has NaN":
             loss = loss * float("nan")
+        elif how == "spoils weights":
+            next(iter(trainer.optimizer.state.values()))["exp_avg"].to_local().fill_(float("nan"))
         elif how == "is asked to stop":
             os.kill(os.getppid(), signal.SIGTERM)
     return loss, aux_loss, counts
@@ -183,6 +185,11 @@ def test_a_killed_process_is_restarted_and_nothing_shows(hurt: Any, uninterrupte
         ("is killed", {}, ["rank 0 of 2: rank 1 is gone: it was killed or it crashed"]),
         ("raises", {}, ["rank 0 of 2: rank 1 failed: made up", "rank 1 of 2: made up"]),
         ("has NaN", {}, [f"rank {rank} of 2: the loss of rank 1 became nan in step 4; the last" for rank in (0, 1)]),
+        (
+            "spoils weights",
+            {},
+            [f"rank {r} of 2: blocks.0.attention.q_proj.weight of rank 1 is not finite after the" for r in (0, 1)],
+        ),
         ("hangs", {"timeout": 4}, [f"rank {rank} of 2: rank 1 hangs in step 4: no process has" for rank in (0, 1)]),
     ],
 )

@@ -24,6 +24,10 @@ from tilemoe.runtime.tracing import can_be_read, specialised
 _EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
 
 
+class NonFiniteLogitsError(ValueError):
+    """A token cannot be routed: a logit of it is NaN or +inf, or none is finite."""
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
     """What a router decided.
@@ -268,6 +272,6 @@ def _check_values(logits: Tensor) -> None:
     if bad.numel():
         token = int(bad[0])
         what = "NaN" if best[token].isnan() else "+inf" if best[token] > 0 else "no finite value"
-        raise ValueError(
+        raise NonFiniteLogitsError(
             f"logits[{token}] has {what}; check the inputs and the router's weights (-inf masks an expert)"
         )

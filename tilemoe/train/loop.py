@@ -10,8 +10,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -30,13 +30,15 @@ from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.routing.balance import sum_over_ranks
+from tilemoe.routing.topk import NonFiniteLogitsError
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint
 from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkpoint
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.sharded_state import is_shared
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import Evaluation, evaluate
-from tilemoe.train.job.collective import any_process, values_of_processes
+from tilemoe.train.finite import find_non_finite
+from tilemoe.train.job.collective import any_process, objects_of_processes, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
@@ -49,6 +51,10 @@ _SPEED_MEMORY = 0.9  # of the moving average of a step's seconds
 
 class NonFiniteLossError(ValueError):
     """The loss or the gradient became NaN or infinite; weights and checkpoints are those of the step before."""
+
+
+class NonFiniteWeightsError(ValueError):
+    """An update has made NaN or infinite weights, or such a state of the optimiser; they were not saved."""
 
 
 class Trainer:
@@ -109,14 +115,20 @@ class Trainer:
         self._saved_step = state.step
 
     def save(self) -> None:
-        """Write a checkpoint of the present step; a job, whose processes all call it, writes while it trains on."""
+        """Write a checkpoint of the present step; a job, whose processes all call it, writes while it trains on.
+
+        Raises:
+            NonFiniteWeightsError: in every process, before anything is written.
+            CheckpointError: it cannot be written.
+        """
+        self.finish_save()
+        self._require_finite_weights()
         state = TrainState(self.recipe, self.step, self.tokens, self.seconds, self.data_fingerprint)
         arguments = (self.run_dir, state, self.model, self.optimizer)
         options: dict[str, Any] = {"tokenizer": self.data.tokenizer, "keep_last": self.recipe.train.keep_last}
         if self.job.is_alone:
             save_checkpoint(*arguments, **options)
         else:
-            self.finish_save()
             if self._group is None:  # of the threads that write: their collectives must not mix with training's
                 limit = timedelta(seconds=self.recipe.train.timeout)
                 self._group = dist.new_group(backend="gloo", timeout=limit)
@@ -133,13 +145,15 @@ class Trainer:
         """One optimiser step over ``accumulation`` micro-batches.
 
         Raises:
-            NonFiniteLossError: before anything of the model or the optimiser has changed.
+            NonFiniteLossError: before anything of the model or the optimiser has changed. Of a router's logits only the
+                process raises it that has them.
         """
         optim, train = self.recipe.optim, self.recipe.train
         lr = learning_rate(self.step, train.steps, optim)
         set_learning_rate(self.optimizer, lr)
         self._progress.step = self.step + 1
-        loss, aux_loss, parts = self._accumulate()
+        with self._logits_in(f"step {self.step + 1}"):
+            loss, aux_loss, parts = self._accumulate()
         self._progress.mark()
         counts = parts.sum(0)
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
@@ -195,13 +209,33 @@ class Trainer:
             for rank, row in enumerate(values):
                 if not abs(row[index]) < float("inf"):
                     self.finish_save()
-                    saved = list_checkpoints(self.run_dir)
-                    last = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet"
                     whose = "" if self.job.is_alone else f" of rank {rank}"
                     raise NonFiniteLossError(
-                        f"the {name}{whose} became {row[index]} in step {self.step + 1}; {last}; lower optim.lr or "
-                        "optim.grad_clip, or raise optim.warmup_steps"
+                        f"the {name}{whose} became {row[index]} in step {self.step + 1}; {self._remedy()}"
                     )
+
+    @contextmanager
+    def _logits_in(self, where: str) -> Iterator[None]:
+        """Say of logits that are not finite where that was, and what can be done."""
+        try:
+            yield
+        except NonFiniteLogitsError as error:  # this process alone is here: no word with others about a checkpoint
+            raise NonFiniteLossError(f"{str(error).partition(';')[0]} in {where}; {self._remedy()}") from error
+
+    def _require_finite_weights(self) -> None:
+        for rank, name in enumerate(objects_of_processes(find_non_finite(self.model, self.optimizer), self.job)):
+            if name is not None:
+                whose = "" if self.job.is_alone else f" of rank {rank}"
+                raise NonFiniteWeightsError(
+                    f"{name}{whose} is not finite after the update of step {self.step}, which is not saved; "
+                    f"{self._remedy()}"
+                )
+
+    def _remedy(self) -> str:
+        """What to go on from, and with which settings."""
+        saved = list_checkpoints(self.run_dir)
+        last = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was saved yet"
+        return f"{last}; lower optim.lr or optim.grad_clip, or raise optim.warmup_steps"
 
     def fit(
         self, metrics: MetricsWriter | None, reporter: Reporter, stop_requested: Callable[[], bool]
@@ -259,17 +293,18 @@ class Trainer:
         """Evaluate, on the whole split after the last step, and record it; None if stopped in between."""
         is_last = self.step == self.recipe.train.steps
         begun = time.perf_counter()
-        result = evaluate(
-            self.model,
-            self.data.heldout,
-            seq_len=self.recipe.data.seq_len,
-            batch_size=self.recipe.data.batch_size,
-            device=self.device,
-            autocast=self.autocast,
-            max_batches=0 if is_last else self.recipe.train.eval_batches,
-            stop_requested=stop_requested,
-            job=self.job,
-        )
+        with self._logits_in(f"the evaluation after step {self.step}"):
+            result = evaluate(
+                self.model,
+                self.data.heldout,
+                seq_len=self.recipe.data.seq_len,
+                batch_size=self.recipe.data.batch_size,
+                device=self.device,
+                autocast=self.autocast,
+                max_batches=0 if is_last else self.recipe.train.eval_batches,
+                stop_requested=stop_requested,
+                job=self.job,
+            )
         if result is None:
             return None
         seconds = time.perf_counter() - begun
