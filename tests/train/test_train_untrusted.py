@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import raises_one_line
 
 from tilemoe.cli.main import main
 from tilemoe.data import load_tokenizer
+from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
@@ -22,10 +26,12 @@ from tilemoe.train.checkpoints.folder import (
     open_checkpoint,
     save_checkpoint,
 )
-from tilemoe.train.checkpoints.restore import build_model
+from tilemoe.train.checkpoints.restore import build_model, restore
 from tilemoe.train.config import Recipe
 from tilemoe.train.optim import make_optimizer
 from tilemoe.train.run import train
+
+CPU = torch.device("cpu")
 
 
 class RunsCode:
@@ -148,3 +154,87 @@ def test_a_cache_that_is_asked_for_is_written(dense_recipe: Recipe, caches: tupl
     assert entries_of(mine)
     assert not ours.exists()
     assert not theirs.exists()
+
+
+@pytest.fixture
+def sharded(dense_recipe: Recipe) -> Path:
+    """A checkpoint as a job writes it, of a job of this process alone."""
+    path = write_checkpoint(dense_recipe)
+    model = build_model(dense_recipe, torch.device("cpu"))
+    torch.manual_seed(7)
+    tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    dcp.save(tensors | {"rng_cpu.0": torch.get_rng_state()}, checkpoint_id=str(path), no_dist=True)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        (path / name).unlink()
+    sign(path)
+    return path
+
+
+def test_a_jobs_checkpoint_is_read(sharded: Path, dense_recipe: Recipe) -> None:
+    model, expected = (
+        build_model(replace(dense_recipe, train=replace(dense_recipe.train, seed=seed)), CPU) for seed in (1, 0)
+    )
+    open_checkpoint(sharded).load_model(model)
+    assert_equal(model.state_dict(), expected.state_dict())
+    random = torch.manual_seed(7).get_state()
+    torch.manual_seed(9)
+    open_checkpoint(sharded).load_training(model, make_optimizer(model, dense_recipe.optim))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_signed_pickle_runs_no_code(
+    sharded: Path, dense_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Anyone can write a manifest."""
+    model = build_model(dense_recipe, CPU)
+    metadata = pickle.loads((sharded / ".metadata").read_bytes())
+    for hostile in (RunsCode(tmp_path / "ran"), replace(metadata, planner_data=RunsCode(tmp_path / "ran"))):
+        (sharded / ".metadata").write_bytes(pickle.dumps(hostile))
+        sign(sharded)
+        with raises_one_line(r"refused: it asks for"):
+            open_checkpoint(sharded).load_training(model, make_optimizer(model, dense_recipe.optim))
+        for command in (("generate", "--prompt", "a"), ("export", "--out", str(tmp_path / "out"))):
+            assert main([*command, "--checkpoint", str(sharded)]) == 2
+            err = capsys.readouterr().err
+            assert err.count("\n") == 1
+            assert re.search(r"\.metadata is refused: it asks for (posix|nt|os)\.mkdir, which no checkpoint needs", err)
+            assert not (tmp_path / "ran").exists()
+
+
+def test_bytes_that_would_be_unpickled_are_refused(sharded: Path, tmp_path: Path) -> None:
+    """In the place of a tensor, in a file that the metadata names."""
+    dcp.save({"model.embed.weight": RunsCode(tmp_path / "ran")}, checkpoint_id=str(tmp_path / "other"), no_dist=True)
+    for name in (".metadata", "__0_0.distcp"):
+        shutil.copy(tmp_path / "other" / name, sharded / name)
+    sign(sharded)
+    with raises_one_line(r"\.metadata is refused: .*BytesStorageMetadata"):
+        restore(sharded, "cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"relative_path": "../secret"}, "'../secret' is no file of the folder"),
+        ({"relative_path": "/etc/passwd"}, "'/etc/passwd' is no file of the folder"),
+        ({"offset": 10**12}, "a part of __0_0.distcp reaches past its end"),
+        ({"length": -1}, "a part of __0_0.distcp has the bounds"),
+        ({"transform_descriptors": ["zstd"]}, "a part of a tensor is none of a checkpoint's"),
+    ],
+)
+def test_metadata_stay_within_their_files(sharded: Path, change: dict[str, Any], message: str) -> None:
+    metadata = pickle.loads((sharded / ".metadata").read_bytes())
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = replace(metadata.storage_data[index], **change)
+    (sharded / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(sharded)
+    with raises_one_line(f".metadata is refused: {message}"):
+        restore(sharded, "cpu")
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({}), pickle.dumps(torch.Size([1]))])
+def test_what_is_no_metadata_is_refused(sharded: Path, content: bytes) -> None:
+    (sharded / ".metadata").write_bytes(content)
+    sign(sharded)
+    with raises_one_line(r"\.metadata is refused: "):
+        restore(sharded, "cpu")

@@ -39,9 +39,9 @@ from tilemoe.train.checkpoints.leftovers import (
     publish_folder,
     temporary_of,
 )
+from tilemoe.train.checkpoints.metadata import METADATA_FILE
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir
 from tilemoe.train.checkpoints.sharded_state import (
-    METADATA_FILE,
     is_shared,
     read_model,
     read_training,

@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tilemoe.train.checkpoints.metadata import MetadataReader
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
-METADATA_FILE = ".metadata"
 _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
 
 
@@ -57,13 +56,14 @@ def begin_write_training(
 
 def read_model(folder: Path, model: nn.Module) -> None:
     """Weights and buffers, whatever the mesh; in a job all processes call it."""
-    _read(folder, _model_tensors(model))
+    _read(MetadataReader(folder), _model_tensors(model))
 
 
 def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Also the optimiser's state and, of a rank that was there when it was written, torch's random numbers."""
     rank = _rank()
-    stored = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    reader = MetadataReader(folder)
+    stored = reader.metadata.state_dict_metadata
     model_tensors = _model_tensors(model)
     parameters = {_OPTIMIZER + name: parameter for name, parameter in model.named_parameters()}
     state: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         for name, entry in stored.items()
         if name in (f"{_RNG_CPU}{rank}", f"{_RNG_CUDA}{rank}") and isinstance(entry, TensorStorageMetadata)
     }
-    _read(folder, {**model_tensors, **state, **random})
+    _read(reader, {**model_tensors, **state, **random})
     load_optimizer_tensors(model, optimizer, {name.removeprefix(_OPTIMIZER): t for name, t in state.items()})
     if f"{_RNG_CPU}{rank}" in random:
         torch.set_rng_state(random[f"{_RNG_CPU}{rank}"])
@@ -94,11 +94,11 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
 
 
-def _read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _read(reader: MetadataReader, tensors: Mapping[str, Tensor]) -> None:
     with warnings.catch_warnings():
         # PyTorch wonders whether a process alone is meant to be.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        load(dict(tensors), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+        load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _rank() -> int:
