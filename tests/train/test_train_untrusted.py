@@ -238,3 +238,30 @@ def test_what_is_no_metadata_is_refused(sharded: Path, content: bytes) -> None:
     sign(sharded)
     with raises_one_line(r"\.metadata is refused: "):
         restore(sharded, "cpu")
+
+
+HUGE = torch.Size([1 << 30, 1 << 20])  # claimed, and not there
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("rng_cpu.0", HUGE, r"rng_cpu\.0 claims \d+ bytes"),
+        ("optimizer.head.weight.exp_avg", HUGE, r"optimizer\.head\.weight\.exp_avg is \(\d+, \d+\) and its parameter"),
+        ("optimizer.none.exp_avg", torch.Size([1]), r"optimizer\.none\.exp_avg is of no parameter of the model"),
+        ("model.head.weight", None, r"cannot be read \(rank 0: .*model\.head\.weight"),
+        ("model.head.weight", HUGE, r"cannot be read \(rank 0: .*model\.head\.weight"),
+    ],
+)
+def test_claims_are_checked_before_memory_is_taken(
+    sharded: Path, dense_recipe: Recipe, name: str, size: torch.Size | None, message: str
+) -> None:
+    metadata = pickle.loads((sharded / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata.pop(name, metadata.state_dict_metadata["model.norm.weight"])
+    if size is not None:
+        metadata.state_dict_metadata[name] = replace(entry, size=size)
+    (sharded / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(sharded)
+    model = build_model(dense_recipe, CPU)
+    with raises_one_line(message):
+        open_checkpoint(sharded).load_training(model, make_optimizer(model, dense_recipe.optim))

@@ -6,6 +6,7 @@ In torch.distributed.checkpoint's files their names are ``model.<name>``, ``opti
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -25,6 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tilemoe.train.checkpoints.metadata import MetadataReader
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
+_MOST_RANDOM_BYTES = 1 << 16  # torch's has 5,056 on a CPU
 _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "rng_cuda."
 
 
@@ -55,7 +58,10 @@ def begin_write_training(
 
 
 def read_model(folder: Path, model: nn.Module) -> None:
-    """Weights and buffers, whatever the mesh; in a job all processes call it."""
+    """Weights and buffers, whatever the mesh; in a job all processes call it.
+
+    ValueError: a tensor is missing or of another shape, or the metadata is refused.
+    """
     _read(MetadataReader(folder), _model_tensors(model))
 
 
@@ -69,9 +75,9 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     state: dict[str, Tensor] = {}
     for name, entry in stored.items():
         if name.startswith(_OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
-            state[name] = _room(parameters[name.rpartition(".")[0]], entry.size, entry.properties.dtype)
+            state[name] = _room(name, parameters, entry.size, entry.properties.dtype)
     random = {
-        name: torch.empty(entry.size, dtype=torch.uint8)
+        name: torch.empty(_random_size(name, entry.size), dtype=torch.uint8)
         for name, entry in stored.items()
         if name in (f"{_RNG_CPU}{rank}", f"{_RNG_CUDA}{rank}") and isinstance(entry, TensorStorageMetadata)
     }
@@ -83,11 +89,28 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         torch.cuda.set_rng_state(random[f"{_RNG_CUDA}{rank}"])
 
 
-def _room(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """For a tensor of a parameter's state: a moment, sharded as its parameter is, or the number of steps."""
+def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """For a tensor of a parameter's state: a moment, sharded as its parameter is, or the number of steps.
+
+    ValueError: there is no such parameter, or its state cannot have that shape; no memory is taken for it.
+    """
+    parameter = parameters.get(name.rpartition(".")[0])
+    if parameter is None:
+        raise ValueError(f"checkpoint: {name} is of no parameter of the model; use the settings it was trained with")
     if tuple(shape) == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if math.prod(shape) != 1:
+        raise ValueError(
+            f"checkpoint: {name} is {tuple(shape)} and its parameter {tuple(parameter.shape)}; use the settings it was "
+            "trained with"
+        )
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+def _random_size(name: str, size: Sequence[int]) -> tuple[int, ...]:
+    if math.prod(size) > _MOST_RANDOM_BYTES:
+        raise ValueError(f"checkpoint: {name} claims {math.prod(size)} bytes; no state of random numbers has as many")
+    return tuple(size)
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -98,7 +121,11 @@ def _read(reader: MetadataReader, tensors: Mapping[str, Tensor]) -> None:
     with warnings.catch_warnings():
         # PyTorch wonders whether a process alone is meant to be.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        try:
+            load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        except CheckpointException as error:  # which is no Exception; it has the traceback of every process
+            rank, (failure, _) = next(iter(error.failures.items()))
+            raise ValueError(f"checkpoint {reader.path}: it cannot be read (rank {rank}: {failure})") from error
 
 
 def _rank() -> int:
@@ -117,7 +144,7 @@ def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimiz
     state: dict[str, Tensor] = {}
     with safe_open(str(optimizer_file), "pt") as file:
         for name in file.keys():  # noqa: SIM118 (it is no mapping)
-            state[name] = _room(parameters[name.rpartition(".")[0]], file.get_slice(name).get_shape(), torch.float32)
+            state[name] = _room(name, parameters, file.get_slice(name).get_shape(), torch.float32)
     _fill(state, optimizer_file)
     load_optimizer_tensors(model, optimizer, state)
 
