@@ -315,7 +315,7 @@ def test_entropy() -> None:
     assert rounding_quality.entropy([7, 0, 0]) == 0.0
 
 
-@pytest.mark.parametrize("path", sorted(rounding_quality.RECIPES.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(rounding_quality.RECIPES.glob("rounding-*.json")), ids=lambda path: path.stem)
 def test_recipes_give_each_expert_two_tiles(path: Path) -> None:
     recipe = load_recipe(str(path))
     moe = recipe.model.moe
