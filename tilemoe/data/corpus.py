@@ -7,7 +7,6 @@ depends on nothing else. One document at a time is in memory.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 from tilemoe.checks import require_int
+from tilemoe.data.text_files import kind_of, open_text, read_records
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 STDLIB = "stdlib"
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
 SUFFIXES = TEXT_SUFFIXES | {".jsonl", ".parquet"}
-_KNOWN_SUFFIXES = ", ".join(sorted(SUFFIXES))
 TEXT_FIELDS = ("text", "content")  # of a .jsonl line, the first that is there; .parquet columns alike
 
 _PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
@@ -51,17 +50,18 @@ class Corpus:
         """Every document in order, empty ones included (they hold a position, and no tokens).
 
         A text file (.txt, .md, .py) is one document, or several of about 1 Mi characters cut at line ends; bytes that
-        are not UTF-8 become U+FFFD. A line of a .jsonl file and a row of a .parquet file are one document each.
+        are not UTF-8 become U+FFFD. A line of a .jsonl file and a row of a .parquet file are one document each. Text
+        and .jsonl files may be compressed, .gz or .zst.
         Raises ValueError for a file that cannot be read, naming the file and the line or row.
         """
         for name in self.files:
             path = self.root / name
-            read = _READERS.get(path.suffix.lower(), _read_text)
+            read = _READERS.get(kind_of(path), _read_text)
             try:
                 for suffix, text in read(path):
                     yield Document(name + suffix, clean_text(text))
             except OSError as error:
-                raise _unreadable(path, error) from error
+                raise unreadable(path, error) from error
 
     def fingerprint(self) -> str:
         """Hex digest of the files' names, sizes and modification times; no content is read."""
@@ -76,14 +76,16 @@ class Corpus:
         return sum(_stat(self.root / name).st_size for name in self.files)
 
 
-def open_corpus(spec: str) -> Corpus:
+def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES) -> Corpus:
     """The corpus that ``spec`` names: "stdlib", or the path of a file or of a folder.
 
     "stdlib" is the .py files of Python's standard library without its tests. A folder is searched recursively for
-    .txt, .md, .py, .jsonl and .parquet files; hidden entries and __pycache__ are left out. (A folder that is itself
-    called stdlib is "./stdlib".) Raises ValueError for a missing path, another kind of file, or nothing usable.
+    .txt, .md, .py, .jsonl and .parquet files, or those of ``suffixes`` alone, of which all but .parquet may also be
+    compressed, .gz or .zst; hidden entries and __pycache__ are left out. (A folder that is itself called stdlib is
+    "./stdlib".) Raises ValueError for a missing path, another kind of file, or nothing usable.
     """
-    if spec == STDLIB:
+    known = ", ".join(sorted(suffixes))
+    if spec == STDLIB and ".py" in suffixes:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = tuple(_walk(root, {".py"}, lambda name: name in _STDLIB_SKIPPED or name.startswith("config-")))
         if not files:
@@ -93,17 +95,17 @@ def open_corpus(spec: str) -> Corpus:
         raise ValueError("corpus: the name is empty; give 'stdlib' or a path")
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = tuple(_walk(path, SUFFIXES, lambda name: name.startswith(".") or name == "__pycache__"))
+        files = tuple(_walk(path, suffixes, lambda name: name.startswith(".") or name == "__pycache__"))
         if not files:
-            raise ValueError(f"corpus {spec!r}: no usable file in this folder; put {_KNOWN_SUFFIXES} files into it")
+            raise ValueError(f"corpus {spec!r}: no usable file in this folder; put {known} files into it")
         return Corpus(spec, path, files)
     if not path.exists():
         raise ValueError(
-            f"corpus {spec!r}: no such file or folder; give 'stdlib' or the path of a {_KNOWN_SUFFIXES} file "
+            f"corpus {spec!r}: no such file or folder; give 'stdlib' or the path of a {known} file "
             "or of a folder of them"
         )
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {_KNOWN_SUFFIXES}")
+    if kind_of(path) not in suffixes:
+        raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {known}")
     return Corpus(spec, path.parent, (path.name,))
 
 
@@ -123,21 +125,21 @@ def _walk(root: Path, suffixes: frozenset[str] | set[str], is_skipped: Callable[
     """Sorted POSIX paths, relative to ``root``, of the files with one of ``suffixes`` that no skipped name leads to."""
 
     def fail(error: OSError) -> NoReturn:
-        raise _unreadable(root, error) from error
+        raise unreadable(root, error) from error
 
     found = []
     for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = [name for name in subfolders if not is_skipped(name)]
         for name in names:
             path = Path(folder, name)
-            if path.suffix.lower() in suffixes and not is_skipped(name) and path.is_file():
+            if kind_of(path) in suffixes and not is_skipped(name) and path.is_file():
                 found.append(path.relative_to(root).as_posix())
     return sorted(found)
 
 
 def _read_text(path: Path) -> Iterator[tuple[str, str]]:
     """(name suffix, text) of each piece of a text file; the first piece, usually the only one, has no suffix."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+    with open_text(path, "") as file:
         for piece in count(1):
             text = file.read(_PIECE)
             if not text and piece > 1:
@@ -149,22 +151,14 @@ def _read_text(path: Path) -> Iterator[tuple[str, str]]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
     """(":" and line number, text) of each line that is not blank."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: this line is not JSON; correct or remove it") from error
-            fields = record if isinstance(record, dict) else {}
-            text = next((fields[key] for key in TEXT_FIELDS if key in fields), None)
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"{path}:{number}: no string in a field {' or '.join(map(repr, TEXT_FIELDS))}; "
-                    "correct or remove the line"
-                )
-            yield f":{number}", text
+    for number, fields in read_records(path):
+        text = next((fields[key] for key in TEXT_FIELDS if key in fields), None)
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{path}:{number}: no string in a field {' or '.join(map(repr, TEXT_FIELDS))}; "
+                "correct or remove the line"
+            )
+        yield f":{number}", text
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, str]]:
@@ -201,10 +195,10 @@ def _stat(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> ValueError:
+def unreadable(path: Path, error: OSError) -> ValueError:
     reason = error.strerror or type(error).__name__
     return ValueError(f"{error.filename or path}: cannot be read ({reason}); check that it exists and its permissions")
 
