@@ -22,11 +22,13 @@ from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
 from tilemoe.kernels.experts.quantize import why_not_quantized
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
+from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
 from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
 from tilemoe.runtime.device import why_no_triton
 from tilemoe.runtime.tracing import constant_when_traced
 
 Impl = TypeVar("Impl")
+DocumentAttention = Callable[[Tensor, Tensor, Tensor, Documents], Tensor]
 PlanTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
 
 _SERVES: MappingProxyType[str, str] = MappingProxyType(
@@ -239,3 +241,12 @@ def choose_lm(x: Tensor) -> Choice[None]:
         return Choice("torch", None, f"{type(x).__name__} may stand for a tensor")
     why = why_no_triton(x.device)
     return Choice("triton", None, "one kernel in place of several") if why is None else Choice("torch", None, why)
+
+
+def choose_document_attention(device: torch.device, dtype: torch.dtype) -> Choice[DocumentAttention]:
+    """For causal attention within the documents of packed sequences, of queries, keys and values in ``dtype``."""
+    if device.type != "cuda":
+        return Choice("masked", masked_attention, f"PyTorch's variable-length attention does not run on {device.type}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        return Choice("masked", masked_attention, f"PyTorch's variable-length attention does not compute in {dtype}")
+    return Choice("varlen", varlen_attention, "pairs of tokens in different documents cost nothing")

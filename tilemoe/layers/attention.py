@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilemoe.config import ModelConfig
-from tilemoe.kernels.choose import choose_lm
+from tilemoe.kernels.choose import choose_document_attention, choose_lm
+from tilemoe.kernels.lm.documents import Documents
 from tilemoe.layers.norm import RMSNorm
 
 
@@ -59,22 +60,30 @@ class KVCache:
 def rotary_angles(
     start: int, count: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (count, 1, D/2) of the positions from ``start`` on (arXiv 2104.09864, equation 34).
+    """`angles_of` the positions from ``start`` on, (count, 1, D/2) each."""
+    return angles_of(torch.arange(start, start + count, device=device), head_dim, theta, dtype)
+
+
+def angles_of(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (..., 1, D/2) of ``positions`` (...), integers (arXiv 2104.09864, equation 34).
 
     Position p turns the pair of columns (i, i + D/2) by ``p / theta^(2i/D)``, which is how Hugging Face's checkpoints
     pair them. ``dtype`` is fp32, or fp64 for an fp64 model: bf16 could not tell neighbouring positions apart.
     """
-    inverse_wavelength = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
-    positions = torch.arange(start, start + count, device=device, dtype=dtype)
-    angles = positions[:, None, None] * inverse_wavelength
+    inverse_wavelength = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim)
+    angles = positions[..., None, None].to(dtype) * inverse_wavelength
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Turn (..., S, H, D) queries or keys by the angles (S, 1, D/2), in the angles' dtype or a wider one.
 
-    dtype: of the result, which is rounded once; None: that of the turning. Differentiable once, in x.
+    Angles of each sequence's own, (B, S, 1, D/2), turn (B, S, H, D). dtype: of the result, which is rounded once; None:
+    that of the turning. Differentiable once, in x.
     """
+    if cos.ndim == 4:  # as one sequence of B S tokens
+        one = rotate(x.flatten(0, 1)[None], cos.flatten(0, 1), sin.flatten(0, 1), dtype)
+        return one.reshape(x.shape)
     turned: Tensor = _Rotation.apply(x, cos, sin, dtype or torch.promote_types(x.dtype, cos.dtype))
     return turned
 
@@ -154,12 +163,24 @@ class Attention(nn.Module):
             if norm is not None:
                 norm.reset_parameters()
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
-        """x (B, S, d) -> (B, S, d), attending to the cache's tokens too; ``angles`` are those of the S positions."""
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """x (B, S, d) -> (B, S, d), attending to the cache's tokens too; ``angles`` are those of the S positions, or
+        of the (B, S) ones of ``documents``, within which attention then stays.
+        """
         values = self._heads(self.v_proj(x))
-        queries = rotate(self._normed(self.q_proj(x), self.q_norm), *angles, values.dtype).transpose(1, 2)
-        keys = rotate(self._normed(self.k_proj(x), self.k_norm), *angles, values.dtype).transpose(1, 2)
-        values = values.transpose(1, 2)
+        queries = rotate(self._normed(self.q_proj(x), self.q_norm), *angles, values.dtype)
+        keys = rotate(self._normed(self.k_proj(x), self.k_norm), *angles, values.dtype)
+        if documents is not None:
+            assert cache is None, "the model checks this before it computes anything"
+            attend = choose_document_attention(x.device, values.dtype).impl
+            return self.o_proj(attend(queries, keys, values, documents).flatten(2))
+        queries, keys, values = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
         mask, causal = None, True
         if cache is not None:
             mask, causal = _visibility(cache.length, x.shape[1], x.device)

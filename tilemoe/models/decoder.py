@@ -16,7 +16,8 @@ from tilemoe.activations import activation_spec
 from tilemoe.checks import require_choice
 from tilemoe.config import CHECKPOINTING_MODES, ModelConfig
 from tilemoe.kernels.experts.base import Backend
-from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles
+from tilemoe.kernels.lm.documents import Documents
+from tilemoe.layers.attention import Attention, KVCache, LayerCache, angles_of, rotary_angles
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.moe import MoE
 from tilemoe.layers.norm import RMSNorm
@@ -84,14 +85,22 @@ class Block(nn.Module):
         self.mlp_norm.reset_parameters()
         self.mlp.reset_parameters(generator)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> BlockOutput:
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> BlockOutput:
         if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
-            out: BlockOutput = checkpoint(self.body, x, angles, None, use_reentrant=False)
+            out: BlockOutput = checkpoint(self.body, x, angles, None, documents, use_reentrant=False)
             return out
-        return self.body(x, angles, cache)
+        return self.body(x, angles, cache, documents)
 
-    def body(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None) -> BlockOutput:
-        x = x + self._attend(self.attention_norm(x), angles, cache)
+    def body(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None, documents: Documents | None
+    ) -> BlockOutput:
+        x = x + self._attend(self.attention_norm(x), angles, cache, documents)
         normed = self.mlp_norm(x)
         if isinstance(self.mlp, MoE):
             out = self.mlp(normed)
@@ -102,11 +111,13 @@ class Block(nn.Module):
         """torch.compile what `forward` computes: within checkpointing, and within the hooks of whoever wraps it."""
         setattr(self, "body", torch.compile(self.body, backend=backend))  # noqa: B010 (to type checkers a method)
 
-    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None) -> Tensor:
+    def _attend(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None, documents: Documents | None
+    ) -> Tensor:
         if self.checkpointing == "attention" and cache is None and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self.attention, x, angles, None, use_reentrant=False)
+            out: Tensor = checkpoint(self.attention, x, angles, None, documents, use_reentrant=False)
             return out
-        return self.attention(x, angles, cache)
+        return self.attention(x, angles, cache, documents)
 
 
 class DecoderLM(nn.Module):
@@ -155,17 +166,25 @@ class DecoderLM(nn.Module):
         for table in tables:
             nn.init.normal_(table, 0.0, self.config.initializer_range, generator=generator)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: KVCache | None = None) -> LMOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> LMOutput:
         """input_ids (B, S) integers; labels (B, S), shifted already: labels[b, s] is the token after input_ids[b, s].
 
         With a cache the tokens follow those it holds, and are added to it; it is for inference, so no labels then.
+        With ``documents`` each sequence is several texts, of which none sees another and each begins at position 0.
 
         Raises:
             ValueError: a shape or device is off, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU)
                 an id is not in the vocabulary.
         """
         self._check(input_ids, labels, cache)
-        hidden, aux_loss, counts = self._hidden(input_ids, cache)
+        self._check_documents(input_ids, cache, documents)
+        hidden, aux_loss, counts = self._hidden(input_ids, cache, documents)
         if labels is None:
             return LMOutput(None, aux_loss, F.linear(hidden, self._head_weight()), counts)
         loss = chunked_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
@@ -174,7 +193,7 @@ class DecoderLM(nn.Module):
     def next_logits(self, input_ids: Tensor, cache: KVCache) -> Tensor:
         """(B, V) logits of the token after the last of input_ids (B, S), which are added to the cache."""
         self._check(input_ids, None, cache)
-        hidden, _, _ = self._hidden(input_ids, cache)
+        hidden, _, _ = self._hidden(input_ids, cache, None)
         return F.linear(hidden[:, -1], self._head_weight())
 
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
@@ -205,17 +224,23 @@ class DecoderLM(nn.Module):
         for block in self._blocks():
             block.compile_body(backend)
 
-    def _hidden(self, input_ids: Tensor, cache: KVCache | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _hidden(
+        self, input_ids: Tensor, cache: KVCache | None, documents: Documents | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(normalised hidden (B, S, d), auxiliary loss (), tokens per expert (L, E))."""
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        angles = rotary_angles(start, input_ids.shape[1], config.head_dim, config.rope_theta, hidden.device, dtype)
+        rotary = config.head_dim, config.rope_theta
+        if documents is None:
+            angles = rotary_angles(start, input_ids.shape[1], *rotary, hidden.device, dtype)
+        else:
+            angles = angles_of(documents.positions, *rotary, dtype)
         layer_caches = [None] * config.num_layers if cache is None else list(cache)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         counts = []
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
-            hidden, block_aux_loss, block_counts = block(hidden, angles, layer_cache)
+            hidden, block_aux_loss, block_counts = block(hidden, angles, layer_cache, documents)
             if block_aux_loss is not None:
                 aux_loss = aux_loss + block_aux_loss
                 counts.append(block_counts)
@@ -227,6 +252,17 @@ class DecoderLM(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
+
+    def _check_documents(self, input_ids: Tensor, cache: KVCache | None, documents: Documents | None) -> None:
+        if documents is None:
+            return
+        if cache is not None:
+            raise ValueError("documents and cache were both given, but a cache holds one text; drop one")
+        if documents.positions.shape != input_ids.shape or documents.positions.device != input_ids.device:
+            raise ValueError(
+                f"documents must have positions {tuple(input_ids.shape)} on {input_ids.device}, got "
+                f"{tuple(documents.positions.shape)} on {documents.positions.device}"
+            )
 
     def _check(self, input_ids: Tensor, labels: Tensor | None, cache: KVCache | None) -> None:
         if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in (torch.int64, torch.int32):

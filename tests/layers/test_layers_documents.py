@@ -1,0 +1,173 @@
+"""Documents packed into sequences: each is computed as if it were alone, whatever stands beside it.
+
+B sequences · S tokens · H query heads · H_kv key and value heads · D head width
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import raises_one_line, tiny_model
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from tilemoe.kernels.choose import choose_document_attention
+from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
+from tilemoe.layers.attention import KVCache
+from tilemoe.models.decoder import DecoderLM
+
+LENGTHS = ((3, 1, 8), (12,), (5, 7))  # of the documents of each sequence
+
+
+def packed(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Documents:
+    return Documents.of(torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]))
+
+
+def places(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Iterator[tuple[int, slice]]:
+    """(sequence, its tokens) of each document."""
+    for row, counts in enumerate(lengths):
+        first = 0
+        for count in counts:
+            yield row, slice(first, first + count)
+            first += count
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, 12, heads, 8, generator=generator, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every document by itself."""
+    out = torch.empty_like(q)
+    for row, tokens in places():
+        q1, k1, v1 = (x[row, tokens].transpose(0, 1)[None] for x in (q, k, v))
+        out[row, tokens] = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)[0].transpose(
+            0, 1
+        )
+    return out
+
+
+def by_pytorch(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, bounds_k: Tensor, *most: int, **options: Any) -> Tensor:
+    """What its variable-length attention is documented to compute, on any device."""
+    assert options == {"window_size": (-1, 0), "enable_gqa": True}
+    assert bounds.dtype == bounds_k.dtype == torch.int32
+    assert most == (12, 12)
+    out = torch.empty_like(q)
+    for a, b in zip(bounds[:-1].tolist(), bounds_k[1:].tolist(), strict=True):
+        q1, k1, v1 = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        out[a:b] = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("attend", [masked_attention, varlen_attention])
+def test_each_document_attends_to_itself(attend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", by_pytorch)
+    given, alone = inputs(), inputs()
+    out, expected = attend(*given, packed()), one_by_one(*alone)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    out.backward(d_out)
+    expected.backward(d_out)
+    for x, y in zip(given, alone, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_bit_of_a_document_depends_on_another(dtype: torch.dtype) -> None:
+    given, other = inputs(dtype), inputs(dtype)
+    with torch.no_grad():
+        for x in other:
+            x[0, 3:4] = torch.randn(x[0, 3:4].shape, generator=torch.Generator().manual_seed(2)) * 30
+    out, changed = (masked_attention(*x, packed()) for x in (given, other))
+    assert not torch.equal(out[0, 3:4], changed[0, 3:4])
+    for row, tokens in places():
+        assert (row, tokens.start) == (0, 3) or torch.equal(out[row, tokens], changed[row, tokens])
+    for y in (out, changed):
+        y.sum().backward()
+    for x, y in zip(given, other, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        for row, tokens in places():
+            assert (row, tokens.start) == (0, 3) or torch.equal(x.grad[row, tokens], y.grad[row, tokens])
+
+
+def test_which_attention_is_chosen() -> None:
+    cases = [("cpu", torch.bfloat16, "masked"), ("cuda", torch.float32, "masked"), ("cuda", torch.bfloat16, "varlen")]
+    for device, dtype, name in cases:
+        chosen = choose_document_attention(torch.device(device), dtype)
+        assert chosen.name == name
+        assert chosen.impl is {"masked": masked_attention, "varlen": varlen_attention}[name]
+        assert chosen.reason
+        assert "\n" not in chosen.reason
+
+
+@pytest.mark.gpu
+def test_variable_length_attention_on_a_gpu_is_the_masked_one() -> None:
+    bf16 = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in inputs()]
+    exact = [x.detach().double().requires_grad_() for x in bf16]
+    documents = Documents(*(tensor.cuda() for tensor in packed()))
+    out, expected = varlen_attention(*bf16, documents), masked_attention(*exact, documents)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    out.sum().backward()
+    expected.sum().backward()
+    for x, y in zip(bf16, exact, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "attention", "block"])
+def test_a_packed_model_computes_each_document_alone(dense: bool, checkpointing: str) -> None:
+    torch.manual_seed(0)
+    config = tiny_model(**({"moe": None, "dense_layers": ()} if dense else {}))
+    model = DecoderLM(config, dtype=torch.float64)
+    model.set_checkpointing(checkpointing)
+    ids, labels = torch.randint(0, 40, (2, 3, 12))
+    labels[:, ::3] = -100
+    out = model(ids, labels, documents=packed())
+    (out.loss * (labels >= 0).sum()).backward()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    logits = model(ids, documents=packed()).logits
+    total = torch.zeros((), dtype=torch.float64)
+    for row, tokens in places():
+        alone = model(ids[row, tokens][None]).logits[0]
+        torch.testing.assert_close(logits[row, tokens], alone, rtol=1e-9, atol=1e-9)
+        total = total + F.cross_entropy(alone, labels[row, tokens], reduction="sum")
+    total.backward()
+    torch.testing.assert_close(out.loss * (labels >= 0).sum(), total, rtol=1e-9, atol=1e-9)
+    expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@torch.no_grad()
+def test_changing_a_document_changes_no_other_loss_bitwise(dense: bool) -> None:
+    torch.manual_seed(0)
+    model = DecoderLM(tiny_model(**({"moe": None, "dense_layers": ()} if dense else {})))
+    ids = torch.randint(0, 40, (3, 12))
+    before = model(ids, documents=packed()).logits
+    for row, tokens in places():
+        other = ids.clone()
+        other[row, tokens] = (other[row, tokens] + 7) % 40
+        after = model(other, documents=packed()).logits
+        assert not torch.equal(after[row, tokens], before[row, tokens])
+        for row_2, tokens_2 in places():
+            if (row_2, tokens_2) != (row, tokens):
+                assert torch.equal(after[row_2, tokens_2], before[row_2, tokens_2])
+
+
+def test_what_documents_cannot_be() -> None:
+    model = DecoderLM(tiny_model())
+    ids = torch.zeros(3, 12, dtype=torch.int64)
+    with raises_one_line(r"documents must have positions \(3, 12\) on cpu, got \(1, 4\) on cpu"):
+        model(ids, documents=packed(((4,),)))
+    with raises_one_line("documents and cache were both given"):
+        model(ids, cache=KVCache(3, 24), documents=packed())
+    with raises_one_line(r"positions must be \(B, S\) int64, got \(4,\)"):
+        Documents.of(torch.arange(4))
+    for row in ([1, 2, 3], [0, 2, 3], [0, 1, 1], [0, -1, 0]):
+        with raises_one_line("positions must begin with 0 in each sequence and rise by 1"):
+            Documents.of(torch.tensor([[0, 1, 2], row]))

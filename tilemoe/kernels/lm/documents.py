@@ -1,0 +1,68 @@
+"""Causal attention within the documents of packed sequences, by two of PyTorch's own functions.
+
+B sequences · S tokens each · N documents · H query heads · H_kv key and value heads · D head width
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Documents(NamedTuple):
+    """Where the documents of packed sequences (B, S) lie. No document reaches into the next sequence.
+
+    positions  (B, S) int64, of each token in its document, which begins where it is 0
+    bounds     (N + 1,) int32, the documents' beginnings among the B S tokens, and B S
+    """
+
+    positions: Tensor
+    bounds: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor) -> Documents:
+        """From ``positions`` (B, S) int64 alone, on their device, which the host then waits for.
+
+        ValueError: they are not those of documents, each sequence beginning with one.
+        """
+        if positions.ndim != 2 or positions.dtype != torch.int64:
+            raise ValueError(f"positions must be (B, S) int64, got {tuple(positions.shape)} {positions.dtype}")
+        before = F.pad(positions[:, :-1] + 1, (1, 0))
+        if not ((positions == 0) | ((positions == before) & (before > 0))).all():
+            raise ValueError("positions must begin with 0 in each sequence and rise by 1 up to the next 0")
+        begins = (positions.flatten() == 0).nonzero()[:, 0]
+        bounds = torch.cat([begins, begins.new_tensor([positions.numel()])])
+        return cls(positions, bounds.to(torch.int32))
+
+
+def varlen_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
+    """(B, S, H, D) queries and (B, S, H_kv, D) keys and values, fp16 or bf16 on a GPU -> (B, S, H, D).
+
+    Time and memory are those of the documents alone.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # only here: it registers operators
+
+    length = queries.shape[1]  # no document is longer; its own longest would be read from the device
+    q, k, v = (tensor.flatten(0, 1) for tensor in (queries, keys, values))
+    bounds, is_grouped = documents.bounds, queries.shape[2] != keys.shape[2]
+    out = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=(-1, 0), enable_gqa=is_grouped)
+    assert isinstance(out, Tensor), "the logarithms of sums were not asked for"
+    return out.unflatten(0, queries.shape[:2])
+
+
+def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
+    """The same on any device and in any dtype, over all pairs of a sequence's tokens.
+
+    What a mask hides has weight 0 exactly, so that no bit of a document depends on another.
+    """
+    positions = documents.positions
+    beginning = (
+        torch.arange(positions.shape[1], device=positions.device) - positions
+    )  # (B, S), a document's first place
+    visible = (beginning[:, :, None] == beginning[:, None, :]).tril()
+    q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
+    return out.transpose(1, 2)
