@@ -53,7 +53,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "recipes": set(),
     "shape": set(),
     "perf": set(),
-    "data": {"numpy", "tokenizers", "pyarrow"},
+    "data": {"numpy", "tokenizers", "pyarrow", "transformers", "jinja2"},  # the last two for chat templates alone
     "integrations": {"torch", "transformers", "torchtitan", "spmd_types"},
     **{part: {"torch"} for part in ("activations", "plan", "routing", "kernels", "ops", "reference")},
     **{part: {"torch"} for part in ("runtime", "dispatch", "layers", "parallel")},

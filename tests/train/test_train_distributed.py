@@ -221,6 +221,31 @@ def test_the_schedulers_signal_saves_in_all_processes_together(hurt: Any, tmp_pa
 
 
 @pytest.mark.dist
+def test_two_processes_fine_tune_as_one_does(recipe: Recipe, tmp_path: Path) -> None:
+    """Each has other numbers of tokens to learn, whose mean is over all of them."""
+    rows = [{"prompt": "ask " * (i % 5 + 1), "completion": "answer " * (i * i % 7 + 1)} for i in range(60)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    moe = recipe.model.moe
+    assert moe is not None
+    moe = replace(moe, router=replace(moe.router, aux_loss_coef=0.0, selection_bias=False))
+    data = replace(recipe.data, format="chat", corpus=str(tmp_path / "chats.jsonl"), seq_len=80)
+    optim = replace(recipe.optim, schedule="constant")  # whatever the number of steps
+    both = replace(recipe, data=data, optim=optim, model=replace(recipe.model, moe=moe, max_seq_len=80))
+    one = replace(both, data=replace(data, batch_size=2 * data.batch_size), parallel=ParallelConfig())
+    one = replace(one, train=replace(one.train, out_dir=str(tmp_path / "one")))
+    assert isinstance(train(one), RunResult)
+    path = written(both, tmp_path, out_dir=str(tmp_path / "two"), steps=4)
+    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path)
+    assert done.returncode == 0, done.stderr
+    path = written(both, tmp_path, out_dir=str(tmp_path / "two"))
+    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    heldout = [list(read_metrics(tmp_path / run / "metrics.jsonl"))[-1]["nats_per_token"] for run in ("one", "two")]
+    assert heldout[0] == pytest.approx(heldout[1], rel=1e-4)
+
+
+@pytest.mark.dist
 def test_a_job_that_does_not_fit_is_told_once(recipe: Recipe, tmp_path: Path) -> None:
     path = written(recipe, tmp_path)
     done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path, "--parallel.expert", "4")

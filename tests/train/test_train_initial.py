@@ -12,7 +12,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -33,6 +32,7 @@ from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.initial import adopt, load_initial
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
+from tilemoe.train.datasets import DeviceBatch
 from tilemoe.train.loop import Trainer
 from tilemoe.train.run import train
 
@@ -71,10 +71,10 @@ def test_the_first_loss_is_transformers(
     name: str, moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = write_model(name, tmp_path / "base", max_shard_size="30KB")
-    batches: list[tuple[Tensor, Tensor]] = []
+    batches: list[DeviceBatch] = []
     read = Trainer._batch
 
-    def kept(self: Trainer, index: int) -> tuple[Tensor, Tensor]:
+    def kept(self: Trainer, index: int) -> DeviceBatch:
         batches.append(read(self, index))
         return batches[-1]
 
@@ -82,7 +82,7 @@ def test_the_first_loss_is_transformers(
     recipe = adopt(moe_recipe, tmp_path / "base")
     recipe = replace(recipe, train=replace(recipe.train, steps=1, selection_bias_rate=0.0))
     train(recipe, init_from=tmp_path / "base")
-    (inputs, targets), *others = batches
+    (inputs, targets, *_), *others = batches
     assert not others
     with torch.no_grad():
         logits = theirs(input_ids=inputs).logits

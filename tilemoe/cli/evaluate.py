@@ -25,6 +25,7 @@ class EvalOptions:
 
     checkpoint: str  # a run's folder (its newest checkpoint), a step_* folder, transformers' folder, a name on the hub
     corpus: str | None = None  # "stdlib", a file or a folder; default: the training's, which transformers' folder lacks
+    format: Literal["text", "chat"] | None = None  # as of `tilemoe train`; default: the training's, else text
     heldout_every: int | None = None  # every N-th document is held out, and read; default: the training's, else 20
     batches: int = 0  # batches to read; 0: the whole held-out split
     batch_size: int | None = None  # sequences per batch; default: the training's, else 8
@@ -47,7 +48,7 @@ class EvalOptions:
         """``default`` with what the options say instead."""
         if self.seq_len is not None and self.seq_len > max_seq_len:
             raise ValueError(f"--seq-len ({self.seq_len}) must not exceed the {max_seq_len} that the model takes")
-        names = ("corpus", "heldout_every", "batch_size", "seq_len")
+        names = ("corpus", "format", "heldout_every", "batch_size", "seq_len")
         return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
 
@@ -72,8 +73,8 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
-    from tilemoe.data import prepare
     from tilemoe.train.checkpoints.restore import restore
+    from tilemoe.train.datasets import prepare_data
     from tilemoe.train.loop import data_fingerprint
 
     restored = restore(folder, options.device)
@@ -81,14 +82,9 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     recipe = state.recipe
     settings = options.settings(recipe.data, recipe.model.max_seq_len)
     tokenizer = restored.checkpoint.tokenizer_spec
-    data = prepare(  # somebody else may have made the checkpoint: where it says that its shards are, nothing is written
-        settings.corpus,
-        tokenizer,
-        default_cache_dir(),
-        heldout_every=settings.heldout_every,
-        read_only=settings.cache_path,
-    )
-    is_same_text = options.corpus is None and options.heldout_every is None
+    # Somebody else may have made the checkpoint: where it says that its shards are, nothing is written.
+    data = prepare_data(settings, tokenizer, default_cache_dir())
+    is_same_text = settings == replace(recipe.data, batch_size=settings.batch_size, seq_len=settings.seq_len)
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
         print(f"note: corpus {settings.corpus} changed since training, which may have seen what is held out now")
     precision = options.precision or recipe.train.precision
@@ -99,14 +95,14 @@ def _of_transformers(folder: Path, options: EvalOptions) -> Subject:
     if options.corpus is None:
         raise ValueError(f"--corpus is missing: {folder} does not say what to evaluate on; give 'stdlib' or a path")
 
-    from tilemoe.data import prepare
     from tilemoe.train.checkpoints.restore import restore_model
+    from tilemoe.train.datasets import prepare_data
 
     longest, tokenizer = read_config(folder).max_seq_len, hf_tokenizer(folder)
     default = DataConfig(min(_SEQ_LEN, longest), _BATCH_SIZE, tokenizer=tokenizer)
     settings = options.settings(default, longest)
     model, _ = restore_model(folder, options.device)
-    data = prepare(settings.corpus, tokenizer, settings.cache_path, heldout_every=settings.heldout_every)
+    data = prepare_data(settings, tokenizer)
     return Subject(folder, model, data, settings, options.precision or "fp32")
 
 
@@ -122,8 +118,8 @@ def _evaluate(subject: Subject, batches: int) -> Evaluation:
     device = subject.model.embed.weight.device
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
-        most = batches * settings.batch_size * settings.seq_len or shards.num_tokens
-        bar = shown.add_task("held-out tokens", total=min(most, shards.num_tokens))
+        most = batches * settings.batch_size * settings.seq_len or shards.num_targets
+        bar = shown.add_task("held-out tokens", total=min(most, shards.num_targets))
         result = evaluate(
             subject.model,
             shards,

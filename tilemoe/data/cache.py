@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tilemoe.data.corpus import SPLITS, Corpus, Split, open_corpus, split_documents
 from tilemoe.data.files import only_one_process, staged_folder
+from tilemoe.data.packing import PackedDocuments
 from tilemoe.data.shards import (
     FORMAT,
     SHARD_TOKENS,
@@ -26,16 +28,22 @@ from tilemoe.data.shards import (
 )
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 
+Writers = dict[Split, ShardWriter]
+
 _BATCH_CHARS = 1 << 22  # text encoded at once, in parallel; bounds the memory together with the longest document
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run reads: the two splits and the tokenizer of their ids."""
+    """What a run reads: the two splits and the tokenizer of their ids.
 
-    train: TokenShards
-    heldout: TokenShards
+    ``notes``: what of the corpus is not as it was given, a line each.
+    """
+
+    train: TokenShards | PackedDocuments
+    heldout: TokenShards | PackedDocuments
     tokenizer: Tokenizer
+    notes: tuple[str, ...] = ()
 
 
 def prepare(
@@ -57,70 +65,105 @@ def prepare(
     """
     cache_dir = Path(cache_dir).expanduser()
     corpus = open_corpus(corpus_spec)
-    try:
+    with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec, corpus, cache_dir, heldout_every)
-        fingerprint = _fingerprint(corpus, tokenizer, heldout_every)
-        # Not by the tokenizer's name: a checkpoint's copy of the tokenizer finds the shards of its training.
-        slug = re.sub(r"[^A-Za-z0-9.]+", "-", Path(corpus.name).name)[:40] or "data"
-        name = Path("shards", f"{slug}-{fingerprint[:16]}")
-        folder = cache_dir / name
-        if read_only is not None and not folder.exists() and (read_only / name).exists():
-            folder = read_only / name
-        if not folder.exists():
-            with only_one_process(folder):
-                if not folder.exists():
-                    _build(folder, corpus, tokenizer, heldout_every, shard_tokens, fingerprint)
-        if read_index(folder).get("fingerprint") != fingerprint:
-            raise ValueError(f"token shards {folder}: made from another corpus or tokenizer; delete the folder")
-        train, heldout = (TokenShards.open(folder, split) for split in SPLITS)
-        for shards in (train, heldout):
-            shards.verify()
+        made_from = [tokenizer.fingerprint, heldout_every]
+
+        def write(writers: Writers) -> dict[str, Any]:
+            _write_documents(split_documents(corpus, heldout_every), tokenizer, writers)
+            if writers["train"].num_tokens and not writers["heldout"].num_tokens:
+                raise ValueError(
+                    f"corpus {corpus.name!r}: too little text to hold any out; add text or lower heldout_every "
+                    f"({heldout_every})"
+                )
+            return {"heldout_every": heldout_every}
+
+        caches = cache_dir, read_only
+        folder = cached_shards(caches, corpus, tokenizer, made_from, write, tokenizer.vocab_size, shard_tokens)
+        train, heldout = open_splits(folder)
         return Prepared(train, heldout, tokenizer)
+
+
+@contextmanager
+def usable_cache(cache_dir: Path) -> Iterator[None]:
+    """What the system refuses in the block is a ValueError that names the cache."""
+    try:
+        yield
     except OSError as error:
         raise ValueError(
             f"cache folder {cache_dir}: cannot be used ({error.strerror or error}); make room or choose another"
         ) from error
 
 
+def cached_shards(
+    caches: tuple[Path, Path | None],
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    made_from: Sequence[Any],
+    write: Callable[[Writers], dict[str, Any]],
+    num_values: int,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Path:
+    """The folder of shards of ``corpus``, found by what they are ``made_from``, or made now by ``write``.
+
+    ``caches``: the one to write to, and perhaps one to read where the first has nothing, as of `prepare`.
+    ``write`` gives each split's writer its tokens, all below ``num_values``, and returns what else the index holds.
+    """
+
+    def fingerprint_now() -> str:
+        return _fingerprint([corpus.fingerprint(), *made_from])
+
+    fingerprint = fingerprint_now()
+    # Not by the tokenizer's name: a checkpoint's copy of the tokenizer finds the shards of its training.
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", Path(corpus.name).name)[:40] or "data"
+    name = Path("shards", f"{slug}-{fingerprint[:16]}")
+    cache_dir, read_only = caches
+    folder = cache_dir / name
+    if read_only is not None and not folder.exists() and (read_only / name).exists():
+        folder = read_only / name
+    if not folder.exists():
+        with only_one_process(folder):
+            if not folder.exists():
+                with staged_folder(folder) as staging:
+                    fields = _build(staging, corpus, write, num_values, shard_tokens)
+                    if fingerprint_now() != fingerprint:
+                        raise ValueError(f"corpus {corpus.name!r}: its files changed while they were read; run again")
+                    made = {"fingerprint": fingerprint, "corpus": corpus.name, "tokenizer": tokenizer.name}
+                    ids = {"vocab_size": tokenizer.vocab_size, "separator_id": tokenizer.separator_id}
+                    write_index(staging, {**made, **ids, **fields})
+    if read_index(folder).get("fingerprint") != fingerprint:
+        raise ValueError(f"token shards {folder}: made from another corpus or tokenizer; delete the folder")
+    return folder
+
+
+def open_splits(folder: Path) -> tuple[TokenShards, TokenShards]:
+    """The training and the held-out shards of a folder, with their content verified."""
+    train, heldout = (TokenShards.open(folder, split) for split in SPLITS)
+    for shards in (train, heldout):
+        shards.verify()
+    return train, heldout
+
+
 def _build(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, heldout_every: int, shard_tokens: int, fingerprint: str
-) -> None:
-    pairs = split_documents(corpus, heldout_every)
-    with staged_folder(folder) as staging:
-        with ExitStack() as stack:
-            writers = {
-                split: stack.enter_context(ShardWriter(staging, split, tokenizer.vocab_size, shard_tokens))
-                for split in SPLITS
-            }
-            _write_documents(pairs, tokenizer, writers)
-            entries = {split: writer.entry() for split, writer in writers.items()}
-        if not entries["train"]["num_tokens"]:
-            raise ValueError(f"corpus {corpus.name!r}: it is empty; put text into it")
-        if not entries["heldout"]["num_tokens"]:
-            raise ValueError(
-                f"corpus {corpus.name!r}: too little text to hold any out; add text or lower heldout_every "
-                f"({heldout_every})"
-            )
-        if _fingerprint(corpus, tokenizer, heldout_every) != fingerprint:
-            raise ValueError(f"corpus {corpus.name!r}: its files changed while they were read; run again")
-        write_index(
-            staging,
-            {
-                "fingerprint": fingerprint,
-                "corpus": corpus.name,
-                "tokenizer": tokenizer.name,
-                "heldout_every": heldout_every,
-                "vocab_size": tokenizer.vocab_size,
-                "separator_id": tokenizer.separator_id,
-                "dtype": token_dtype(tokenizer.vocab_size).str,
-                "splits": entries,
-            },
-        )
+    staging: Path,
+    corpus: Corpus,
+    write: Callable[[Writers], dict[str, Any]],
+    num_values: int,
+    shard_tokens: int,
+) -> dict[str, Any]:
+    """Write both splits' shards; returns what the index says of them."""
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(ShardWriter(staging, split, num_values, shard_tokens)) for split in SPLITS
+        }
+        fields = write(writers)
+        entries = {split: writer.entry() for split, writer in writers.items()}
+    if not entries["train"]["num_tokens"]:
+        raise ValueError(f"corpus {corpus.name!r}: it is empty; put text into it")
+    return {**fields, "dtype": token_dtype(num_values).str, "splits": entries}
 
 
-def _write_documents(
-    pairs: Iterable[tuple[Split, str]], tokenizer: Tokenizer, writers: dict[Split, ShardWriter]
-) -> None:
+def _write_documents(pairs: Iterable[tuple[Split, str]], tokenizer: Tokenizer, writers: Writers) -> None:
     separator = np.array([tokenizer.separator_id], dtype=np.int64)
     for batch in _batches(pairs):
         encoded = tokenizer.encode_batch([text for _, text in batch])
@@ -142,6 +185,5 @@ def _batches(pairs: Iterable[tuple[Split, str]]) -> Iterator[list[tuple[Split, s
         yield batch
 
 
-def _fingerprint(corpus: Corpus, tokenizer: Tokenizer, heldout_every: int) -> str:
-    made_from = [FORMAT, VERSION, corpus.fingerprint(), tokenizer.fingerprint, heldout_every]
-    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+def _fingerprint(made_from: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps([FORMAT, VERSION, *made_from]).encode()).hexdigest()

@@ -34,12 +34,8 @@ class Sampler:
     def __init__(
         self, shards: TokenShards, seq_len: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        _check_sizes(seq_len, batch_size)
-        require_int("seed", seed, 0)
-        require_int("world_size", world_size, 1)
-        require_int("rank", rank, 0)
-        if rank >= world_size:
-            raise ValueError(f"rank must be below world_size ({world_size}), got {rank}")
+        check_sizes(seq_len, batch_size)
+        check_world(seed, rank, world_size)
         if shards.num_tokens < seq_len + 1:
             raise ValueError(
                 f"the {shards.split} split in {shards.directory} has {shards.num_tokens} tokens, fewer than "
@@ -54,21 +50,21 @@ class Sampler:
         windows = np.stack([self._read_ring(int(start)) for start in self.starts(step)])
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
+    def num_targets(self, first_step: int, steps: int) -> int:
+        """Targets of all ranks together in so many steps."""
+        return steps * self.world_size * self.batch_size * self.seq_len
+
     def starts(self, step: int) -> NDArray[np.int64]:
         """(B,) int64: where in the split each sequence of the batch begins."""
         require_int("step", step, 0)
         first = (step * self.world_size + self.rank) * self.batch_size
-        starts = np.empty(self.batch_size, dtype=np.int64)
-        done = 0
-        while done < self.batch_size:  # a batch may reach into the next epochs
-            epoch, position = divmod(first + done, self.num_windows)
-            count = min(self.batch_size - done, self.num_windows - position)
+        starts = []
+        for epoch, at in epochs(first, self.batch_size, self.num_windows):
             drawn = np.random.SeedSequence((_OFFSET, self.seed, epoch)).generate_state(1, np.uint64)
             offset = int(drawn[0]) % self.shards.num_tokens
-            window = permute(np.arange(position, position + count), self.num_windows, (_ORDER, self.seed, epoch))
-            starts[done : done + count] = (offset + window * self.seq_len) % self.shards.num_tokens
-            done += count
-        return starts
+            window = permute(at, self.num_windows, (_ORDER, self.seed, epoch))
+            starts.append((offset + window * self.seq_len) % self.shards.num_tokens)
+        return np.concatenate(starts)
 
     def _read_ring(self, start: int) -> NDArray[np.int64]:
         """(S + 1,) int64 from ``start`` on; the split's first token follows its last, a separator."""
@@ -84,7 +80,7 @@ def sequential_windows(shards: TokenShards, seq_len: int, batch_size: int) -> It
     The first input is the separator, as before any document. What the last batch lacks has separators as inputs and
     targets of -100, so that all batches have one shape.
     """
-    _check_sizes(seq_len, batch_size)
+    check_sizes(seq_len, batch_size)
     return _sequential_windows(shards, seq_len, batch_size)
 
 
@@ -101,9 +97,28 @@ def _sequential_windows(shards: TokenShards, seq_len: int, batch_size: int) -> I
         yield inputs.reshape(batch_size, seq_len), targets.reshape(batch_size, seq_len)
 
 
-def _check_sizes(seq_len: int, batch_size: int) -> None:
+def check_sizes(seq_len: int, batch_size: int) -> None:
     require_int("seq_len", seq_len, 1)
     require_int("batch_size", batch_size, 1)
+
+
+def check_world(seed: int, rank: int, world_size: int) -> None:
+    """ValueError: a process of a job that cannot be."""
+    require_int("seed", seed, 0)
+    require_int("world_size", world_size, 1)
+    require_int("rank", rank, 0)
+    if rank >= world_size:
+        raise ValueError(f"rank must be below world_size ({world_size}), got {rank}")
+
+
+def epochs(first: int, count: int, size: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """(epoch, indices in it below ``size``) of the positions [first, first + count) of epochs one after another."""
+    end = first + count
+    while first < end:
+        epoch, index = divmod(first, size)
+        taken = min(end - first, size - index)
+        yield epoch, np.arange(index, index + taken)
+        first += taken
 
 
 def permute(indices: NDArray[np.int64], size: int, key: tuple[int, ...]) -> NDArray[np.int64]:

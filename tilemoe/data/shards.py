@@ -90,7 +90,7 @@ class ShardWriter:
 class TokenShards:
     """One split of prepared token shards, memory-mapped and read-only.
 
-    ``num_tokens``  tokens, the separator after each document included.
+    ``num_tokens``  tokens, the separator after each document included; all are targets, ``num_targets``.
     ``num_bytes``   UTF-8 bytes of the texts, and one for each separator: the mean loss in nats/token, times
                     ``num_tokens / num_bytes``, is in nats/byte, whatever the tokenizer.
     """
@@ -104,7 +104,7 @@ class TokenShards:
             entry = index["splits"][split]
             self.separator_id = int(index["separator_id"])
             self.vocab_size = int(index["vocab_size"])
-            self.num_tokens = int(entry["num_tokens"])
+            self.num_tokens = self.num_targets = int(entry["num_tokens"])
             self.num_bytes = int(entry["num_bytes"])
             self._shards = [
                 (directory / str(s["file"]), int(s["num_tokens"]), str(s["sha256"])) for s in entry["shards"]

@@ -15,6 +15,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tilemoe.data.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate, read_chat_template
 from tilemoe.data.corpus import Corpus, clean_text, split_documents
 from tilemoe.data.files import only_one_process, write_atomic
 
@@ -34,12 +35,13 @@ class Tokenizer:
     name
     vocab_size     largest id + 1
     separator_id   of the token that stands between documents and is no part of any text
-    fingerprint    hex digest of all that decides the ids
+    fingerprint    hex digest of all that decides the ids of a text
+    chat_template  that of transformers' folder, if it has one
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, name: str) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, name: str, chat_template: ChatTemplate | None = None) -> None:
         """ValueError, naming ``name``, if no token of ``backend`` can separate documents."""
-        self.name = name
+        self.name, self.chat_template = name, chat_template
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -74,9 +76,17 @@ class Tokenizer:
     def _text(self, ids: TokenIds) -> str:
         return self._backend.decode(ids.tolist(), skip_special_tokens=False)
 
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's own, for those who only read it."""
+        return self._backend
+
     def save(self, path: Path) -> None:
-        """Write a tokenizer.json, atomically."""
+        """Write a tokenizer.json and, beside it, the chat template if there is one; atomically, each."""
         write_atomic(path, self._backend.to_str(pretty=True).encode("utf-8"))
+        if self.chat_template is not None:
+            config = json.dumps(self.chat_template.config(), indent=2) + "\n"
+            write_atomic(path.with_name(TOKENIZER_CONFIG_FILE), config.encode("utf-8"))
 
     def hf_config(self, max_length: int) -> dict[str, Any]:
         """The tokenizer_config.json beside `save`'s file, from which ``AutoTokenizer`` gives the ids of `encode`.
@@ -88,6 +98,7 @@ class Tokenizer:
             "eos_token": self._backend.id_to_token(self.separator_id),
             "model_max_length": max_length,
             "clean_up_tokenization_spaces": False,
+            **({} if self.chat_template is None else self.chat_template.config()),
         }
 
 
@@ -115,6 +126,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that ``spec`` names: "bytes", "bpe:N", or the path of a tokenizer.json.
 
+    What is beside a tokenizer.json may give it a chat template, see `tilemoe.data.chat_template.read_chat_template`.
     "bpe:N" is a byte-level BPE of at most N ids, trained on the training split of ``corpus`` and kept in ``cache_dir``
     (trained anew each time when that is None). Raises ValueError for another spec and for a missing or invalid file.
     """
@@ -135,7 +147,7 @@ def load_tokenizer(
     path = Path(spec).expanduser()
     if not spec or (not path.exists() and path.suffix != ".json"):
         raise ValueError(f"tokenizer {spec!r}: unknown; use 'bytes', 'bpe:N' or the path of a tokenizer.json")
-    return Tokenizer(_parse(path, "give the path of a tokenizer.json"), spec)
+    return Tokenizer(_parse(path, "give the path of a tokenizer.json"), spec, read_chat_template(path.parent))
 
 
 def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:

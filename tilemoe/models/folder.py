@@ -12,7 +12,7 @@ from tilemoe.models.hf_config import config_from_hf
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 _HUB_NAME = r"[\w.-]+/[\w.-]+"
-_HUB_FILES = ("*.json", "*.safetensors")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
 def find_folder(option: str, name: str, files: Sequence[str] = _HUB_FILES) -> Path:

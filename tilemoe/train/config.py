@@ -34,7 +34,9 @@ class DataConfig:
 
     seq_len: int  # tokens per training sequence
     batch_size: int  # sequences per micro-batch and per process
-    corpus: str = "stdlib"  # "stdlib", a .txt/.jsonl/.parquet file, or a folder of them
+    corpus: str = "stdlib"  # "stdlib", a .txt/.jsonl/.parquet file, or a folder of them; text may be .gz or .zst
+    format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
+    too_long: Literal["error", "skip", "truncate"] = "error"  # chat: of more tokens than a sequence has room for
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
     heldout_every: int = 20  # every N-th document is kept for evaluation
     cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder
@@ -43,6 +45,11 @@ class DataConfig:
         require_fields("data.", self, at_least={"seq_len": 1, "batch_size": 1, "heldout_every": 2})
         for name in ("corpus", "tokenizer"):
             require_text(f"data.{name}", getattr(self, name))
+        if self.format == "chat" and self.tokenizer.startswith("bpe:"):
+            raise ValueError(
+                f"data.tokenizer {self.tokenizer!r} is trained on text, which data.format chat has none of; give "
+                "'bytes', the path of a tokenizer.json, or --init-from a model with one"
+            )
         if self.cache_dir is not None:
             require_text("data.cache_dir", self.cache_dir)
 

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from tilemoe.data import TokenShards, sequential_windows
-from tilemoe.data.sampler import IGNORED_TARGET
+from tilemoe.data import PackedBatch, PackedDocuments, TokenShards, sequential_windows
+from tilemoe.data.sampler import IGNORED_TARGET, Batch
 from tilemoe.routing.balance import sum_over_ranks
+from tilemoe.train.datasets import device_batch
 from tilemoe.train.job.collective import any_process, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 
@@ -26,7 +27,7 @@ class Evaluation:
     """The mean loss over ``tokens`` predicted tokens."""
 
     nats_per_token: float
-    nats_per_byte: float | None  # None: unknown, a part of the split was read in tokens of many lengths
+    nats_per_byte: float | None  # None: unknown, as of a part of a split of tokens of many lengths
     tokens: int
     whole_split: bool  # False: a subset, the split's first batches
     tokens_per_expert: list[list[int]]  # (MoE layers, experts)
@@ -46,7 +47,7 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module,
-    shards: TokenShards,
+    shards: TokenShards | PackedDocuments,
     *,
     seq_len: int,
     batch_size: int,
@@ -59,8 +60,9 @@ def evaluate(
 ) -> Evaluation | None:
     """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over its first ``max_batches`` batches.
 
-    Every window starts without context, so the figure is a little pessimistic for small ``seq_len``. Nats/byte are
-    nats/token times the split's tokens per byte of text, which is that of a part only where every token is a byte.
+    Every window of a text starts without context, so the figure is a little pessimistic for small ``seq_len``.
+    Nats/byte are nats/token times the split's tokens per byte, which is that of a part only if every token is a byte.
+    Of documents, packed already with their own ``seq_len``, the tokens to learn count, and nats/byte are unknown.
     ``on_batch`` is told how many tokens this process has read. Returns None when ``stop_requested`` says so in between.
     The processes of a job take turns with the batches; each gets the result.
     """
@@ -69,12 +71,13 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        for inputs, targets in _batches(shards, seq_len, batch_size, max_batches, job):
+        for arrays in _batches(shards, seq_len, batch_size, max_batches, job):
             if any_process(stop_requested(), job):
                 return None
-            real = int((targets >= 0).sum())
+            batch = device_batch(arrays, device)
+            real = batch.num_targets
             with torch.no_grad(), autocast():
-                out = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+                out = model(batch.inputs, batch.labels, documents=batch.documents)
             batch_counts = out.tokens_per_expert.to(torch.int64) * (real > 0)
             counts = batch_counts if counts is None else counts + batch_counts
             if real:
@@ -88,20 +91,30 @@ def evaluate(
     nats, tokens = sum(part[0] for part in totals), round(sum(part[1] for part in totals))
     counts = sum_over_ranks(counts)
     per_token = nats / tokens
-    whole = tokens == shards.num_tokens
-    known = whole or shards.num_tokens == shards.num_bytes
-    per_byte = per_token * shards.num_tokens / shards.num_bytes if known else None
+    whole = tokens == shards.num_targets
+    per_byte = None
+    if shards.num_bytes is not None and (whole or shards.num_tokens == shards.num_bytes):
+        per_byte = per_token * shards.num_tokens / shards.num_bytes
     return Evaluation(per_token, per_byte, tokens, whole, counts.tolist())
 
 
 def _batches(
-    shards: TokenShards, seq_len: int, batch_size: int, max_batches: int, job: Job
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    shards: TokenShards | PackedDocuments, seq_len: int, batch_size: int, max_batches: int, job: Job
+) -> Iterator[Batch | PackedBatch]:
     """This process' turns: every ``world_size``-th batch, and where that is one too few, one without targets."""
-    everything = islice(sequential_windows(shards, seq_len, batch_size), max_batches or None)
+    batches: Iterator[Batch | PackedBatch]
+    if isinstance(shards, PackedDocuments):
+        batches = shards.batches(batch_size)
+    else:
+        batches = sequential_windows(shards, seq_len, batch_size)
+    everything: Iterator[Batch | PackedBatch] = islice(batches, max_batches or None)
+    turns: list[Batch | PackedBatch]
     while turns := list(islice(everything, job.world_size)):
-        if job.rank < len(turns):
-            yield turns[job.rank]
-        else:
-            inputs, targets = turns[0]
-            yield inputs, np.full_like(targets, IGNORED_TARGET)
+        yield turns[job.rank] if job.rank < len(turns) else _without_targets(turns[0])
+
+
+def _without_targets(batch: Batch | PackedBatch) -> Batch | PackedBatch:
+    nothing = np.full_like(batch[1], IGNORED_TARGET)
+    if isinstance(batch, PackedBatch):
+        return PackedBatch(batch.inputs, nothing, batch.positions)
+    return batch[0], nothing

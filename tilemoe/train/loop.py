@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilemoe.data import Prepared, Sampler
+from tilemoe.data import Prepared
 from tilemoe.data.shards import read_index
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
@@ -36,6 +36,7 @@ from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkp
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.sharded_state import is_shared
 from tilemoe.train.config import Recipe
+from tilemoe.train.datasets import DeviceBatch, device_batch, make_sampler
 from tilemoe.train.evaluate import Evaluation, evaluate
 from tilemoe.train.finite import find_non_finite
 from tilemoe.train.job.collective import any_process, objects_of_processes, values_of_processes
@@ -81,9 +82,7 @@ class Trainer:
             for block in model.blocks:
                 block.register_forward_pre_hook(lambda module, given: self._progress.mark())
         self.optimizer = make_optimizer(model, recipe.optim)
-        self.sampler = Sampler(
-            data.train, recipe.data.seq_len, recipe.data.batch_size, recipe.train.seed, job.rank, job.world_size
-        )
+        self.sampler = make_sampler(data, recipe.data, recipe.train.seed, job)
         self.data_fingerprint = data_fingerprint(data)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self._saved_step = -1
@@ -179,30 +178,30 @@ class Trainer:
         """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss and, of each
         micro-batch, (layers, experts) tokens.
 
-        Over processes gradients are summed, and all have as many labels: each takes its part of the mean.
+        Over processes gradients are summed: each takes its part of the mean over the labels of the whole step, of which
+        another micro-batch may have more. Of the auxiliary loss every micro-batch has the same part.
         """
         parts = self.recipe.train.accumulation
+        shares = parts * self.job.world_size
+        targets = self.sampler.num_targets(self.step * parts, parts)
         losses, aux_losses, counts = [], [], []
         for part in range(parts):
             self._progress.mark()
-            inputs, targets = self._batch(self.step * parts + part)
+            batch = self._batch(self.step * parts + part)
             begin_micro_batch(self.model, self.recipe.parallel, is_last=part == parts - 1)
             with self.autocast():
-                out = self.model(inputs, targets)
+                out = self.model(batch.inputs, batch.labels, documents=batch.documents)
             assert out.loss is not None
-            ((out.loss + out.aux_loss) / (parts * self.job.world_size)).backward()
-            losses.append(out.loss.detach())
+            loss = out.loss * (batch.num_targets * shares / targets)  # times 1.0 where all have as many labels
+            ((loss + out.aux_loss) / shares).backward()
+            losses.append(loss.detach())
             aux_losses.append(out.aux_loss.detach())
             counts.append(out.tokens_per_expert.to(torch.int64))
         return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), torch.stack(counts)
 
-    def _batch(self, index: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of a micro-batch, on their way to the device."""
-        batch = [torch.from_numpy(array) for array in self.sampler.batch(index)]
-        if self.device.type == "cuda":  # from other memory a copy would make the host wait
-            batch = [tensor.pin_memory() for tensor in batch]
-        inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in batch)
-        return inputs, targets
+    def _batch(self, index: int) -> DeviceBatch:
+        """A micro-batch, on its way to the device."""
+        return device_batch(self.sampler.batch(index), self.device)
 
     def _require_finite(self, values: list[list[float]]) -> None:
         for index, name in enumerate(("loss", "auxiliary loss", "gradient norm")):

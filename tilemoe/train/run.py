@@ -16,7 +16,7 @@ import torch
 
 import tilemoe
 from tilemoe.config import to_dict
-from tilemoe.data import Prepared, prepare
+from tilemoe.data import PackedDocuments, Prepared
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
@@ -25,6 +25,7 @@ from tilemoe.train.checkpoints.leftovers import clean_stale
 from tilemoe.train.checkpoints.names import list_checkpoints
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model, select_device
 from tilemoe.train.config import Recipe, differences
+from tilemoe.train.datasets import prepare_data
 from tilemoe.train.evaluate import Evaluation
 from tilemoe.train.job.collective import joined
 from tilemoe.train.job.processes import ALONE, Job
@@ -187,14 +188,13 @@ def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, 
     reporter.say(f"data: corpus {recipe.data.corpus}, tokenizer {recipe.data.tokenizer}")
     # The checkpoint's copy: the file that the recipe names may be gone.
     tokenizer = recipe.data.tokenizer if checkpoint is None else checkpoint.tokenizer_spec
-    data = prepare(
-        recipe.data.corpus,
-        tokenizer,
-        cache_dir or recipe.data.cache_path,
-        heldout_every=recipe.data.heldout_every,
-        read_only=recipe.data.cache_path,
-    )
+    data = prepare_data(recipe.data, tokenizer, cache_dir)
     reporter.say(f"data: {data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens")
+    for note in data.notes:
+        reporter.say(f"data: {note}")
+    if isinstance(data.train, PackedDocuments):
+        full = data.train.places / (data.train.num_windows * data.train.seq_len)
+        reporter.say(f"data: {data.train.num_targets:,} tokens to learn, {full:.1%} of the packed sequences filled")
     require_prompt(recipe, data.tokenizer)
     if checkpoint is not None and checkpoint.state.data_fingerprint != data_fingerprint(data):
         raise CheckpointError(

@@ -1,0 +1,236 @@
+"""Fine-tuning on conversations: transformers' own losses, documents that do not see each other, resuming, mistakes."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import raises_one_line
+from test_train_initial import MODELS, write_model
+
+from tilemoe.cli.main import main
+from tilemoe.data import PackedBatch, PackedDocuments, Prepared
+from tilemoe.testing import assert_equal
+from tilemoe.train.checkpoints.folder import find_latest
+from tilemoe.train.checkpoints.initial import adopt
+from tilemoe.train.checkpoints.restore import build_model
+from tilemoe.train.config import DataConfig, Recipe
+from tilemoe.train.datasets import device_batch, make_sampler, prepare_data
+from tilemoe.train.evaluate import evaluate
+from tilemoe.train.job.processes import ALONE
+from tilemoe.train.loop import Trainer
+from tilemoe.train.metrics import read_metrics
+from tilemoe.train.run import RunResult, train
+
+CPU = torch.device("cpu")
+WORDS = ("copy", "the", "word", "tile", "now", "please", "or", "else")
+TURNS = "{% for m in messages %}{{ m.role }}> {{ m.content }}\n{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}assistant> {% endif %}"
+
+
+def write_chats(path: Path, count: int, seed: int = 0) -> Path:
+    """Conversations of one to three answers, and prompts with completions, of very different lengths."""
+    rng = random.Random(seed)
+
+    def words(most: int) -> str:
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most)))
+
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        if number % 4 == 3:
+            rows.append({"prompt": words(1), "completion": words(2)})
+        else:
+            roles = ("user", "assistant") * rng.randint(1, 2)
+            rows.append({"messages": [{"role": role, "content": words(1)} for role in roles]})
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+@pytest.fixture
+def recipe(moe_recipe: Recipe, tmp_path: Path) -> Recipe:
+    """Without a balancing loss, which is one of whole micro-batches and not of tokens to learn."""
+    moe = moe_recipe.model.moe
+    assert moe is not None
+    moe = replace(moe, router=replace(moe.router, aux_loss_coef=0.0, selection_bias=False))
+    data = replace(
+        moe_recipe.data, format="chat", corpus=str(write_chats(tmp_path / "chats.jsonl", 60)), seq_len=64,
+        batch_size=2, too_long="skip", cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    return replace(moe_recipe, model=replace(moe_recipe.model, moe=moe, max_seq_len=64), data=data)
+
+
+def data_of(recipe: Recipe) -> Prepared:
+    return prepare_data(recipe.data, recipe.data.tokenizer)
+
+
+def records_of(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
+    records = read_metrics(Path(recipe.train.out_dir) / "metrics.jsonl")
+    timing = ("seconds", "tokens_per_second", "mfu")
+    return [{k: v for k, v in record.items() if k not in timing} for record in records if record["kind"] == kind]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fine_tune_is_a_plain_loop_on_transformers_model(name: str, recipe: Recipe, tmp_path: Path) -> None:
+    """Each document by itself, the mean over all tokens to learn of a step, AdamW and clipping of PyTorch."""
+    theirs = write_model(name, tmp_path / "base").train()
+    theirs.set_experts_implementation("eager")  # grouped GEMMs on a CPU round more
+    theirs.get_input_embeddings().padding_idx = None  # the end-of-text token here, which is to be trained
+    recipe = adopt(recipe, tmp_path / "base")
+    router = replace(recipe.model.moe.router, aux_loss_coef=0.0)
+    steps, parts = 30, 2
+    recipe = replace(
+        recipe,
+        model=replace(recipe.model, moe=replace(recipe.model.moe, router=router)),
+        train=replace(recipe.train, steps=steps, accumulation=parts, eval_every=0, save_every=0),
+        # eps: where a gradient is 0 but for rounding, AdamW's own 1e-8 would make full steps of the rounding.
+        optim=replace(recipe.optim, lr=3e-3, eps=1e-6, schedule="constant", warmup_steps=0),
+    )
+    train(recipe, init_from=tmp_path / "base")
+    sampler = make_sampler(data_of(recipe), recipe.data, recipe.train.seed, ALONE)
+    matrices = [p for n, p in theirs.named_parameters() if p.ndim > 1 and "embed_tokens" not in n]
+    others = [p for n, p in theirs.named_parameters() if p.ndim == 1 or "embed_tokens" in n]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-6)
+    expected = []
+    for step in range(steps):
+        losses, learnt = [], 0
+        for part in range(parts):
+            batch = sampler.batch(step * parts + part)
+            assert isinstance(batch, PackedBatch)
+            for inputs, targets, positions in zip(*map(torch.from_numpy, batch), strict=True):
+                edges = [*(positions == 0).nonzero()[:, 0].tolist(), positions.numel()]
+                for first, end in pairwise(edges):
+                    if (targets[first:end] >= 0).any():
+                        logits = theirs(input_ids=inputs[None, first:end]).logits[0]
+                        losses.append(F.cross_entropy(logits, targets[first:end], reduction="sum"))
+            learnt += int((batch.targets >= 0).sum())
+        loss = torch.stack(losses).sum() / learnt
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), recipe.optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    found = [record["nats_per_token"] for record in records_of(recipe, "train")]
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found[-1] < 0.8 * found[0]
+
+
+def test_accumulated_micro_batches_equal_the_big_batch(recipe: Recipe) -> None:
+    """Though they have tokens to learn of different numbers."""
+    parts = replace(recipe, train=replace(recipe.train, accumulation=4))
+    whole = replace(recipe, data=replace(recipe.data, batch_size=8))
+    data = data_of(recipe)
+    one, other = (Trainer(r, build_model(r, CPU).double(), data, CPU) for r in (parts, whole))
+    counts = {int((one.sampler.batch(index).targets >= 0).sum()) for index in range(12)}
+    assert len(counts) > 4
+    for _ in range(3):
+        left, right = one.train_step(), other.train_step()
+        assert left.nats_per_token == pytest.approx(right.nats_per_token, rel=1e-9)
+    for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, msg=name)
+
+
+@torch.no_grad()
+def test_changing_a_line_changes_the_loss_of_no_other_bitwise(recipe: Recipe, tmp_path: Path) -> None:
+    rows = Path(recipe.data.corpus).read_text().splitlines()
+    other = tmp_path / "other.jsonl"
+    row = json.loads(rows[4])
+    row["messages"][1]["content"] = row["messages"][1]["content"].upper()
+    other.write_text("\n".join([*rows[:4], json.dumps(row), *rows[5:]]))
+    model = build_model(recipe, CPU)
+    losses = []
+    for corpus in (recipe.data.corpus, str(other)):
+        data = prepare_data(replace(recipe.data, corpus=corpus), "bytes").train
+        assert isinstance(data, PackedDocuments)
+        batch = device_batch(data.read(np.arange(data.num_windows)), CPU)
+        logits = model(batch.inputs, documents=batch.documents).logits
+        losses.append(F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none"))
+    documents = batch.documents
+    assert documents is not None
+    document_of_token = torch.bucketize(torch.arange(losses[0].numel()), documents.bounds[1:], right=True)
+    differing = document_of_token[losses[0] != losses[1]].unique()
+    assert differing.numel() == 1
+
+
+@pytest.mark.parametrize("save_after", [1, 3])
+def test_a_resumed_fine_tune_is_the_uninterrupted_one(recipe: Recipe, tmp_path: Path, save_after: int) -> None:
+    """Bit for bit, with the chat template of a folder that is gone, and the cache too."""
+    write_model("qwen3_moe", tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").write_text(TEMPLATE)
+    recipe = adopt(recipe, tmp_path / "base")
+    recipe = replace(recipe, train=replace(recipe.train, accumulation=2, eval_every=2))
+    whole = replace(recipe, train=replace(recipe.train, out_dir=str(tmp_path / "whole")))
+    assert isinstance(train(whole, init_from=tmp_path / "base"), RunResult)
+    first = replace(recipe, train=replace(recipe.train, steps=save_after, save_every=0))
+    train(first, init_from=tmp_path / "base")
+    shutil.rmtree(tmp_path / "base")
+    shutil.rmtree(tmp_path / "cache")
+    train(recipe, find_latest(Path(recipe.train.out_dir)))
+    ends = [find_latest(Path(r.train.out_dir)) for r in (recipe, whole)]
+    models = [build_model(recipe, CPU) for _ in ends]
+    for end, model in zip(ends, models, strict=True):
+        assert end is not None
+        end.load_model(model)
+    assert_equal(models[0].state_dict(), models[1].state_dict())
+    assert records_of(recipe, "train") == records_of(whole, "train")
+    assert records_of(recipe, "eval")[-1] == records_of(whole, "eval")[-1]
+
+
+def test_the_held_out_loss_is_of_the_tokens_to_learn(recipe: Recipe) -> None:
+    data, model = data_of(recipe), build_model(recipe, CPU)
+    heldout = data.heldout
+    assert isinstance(heldout, PackedDocuments)
+    options: dict[str, Any] = {"seq_len": 64, "device": CPU, "autocast": lambda: torch.autocast("cpu", enabled=False)}
+    found = [evaluate(model, heldout, batch_size=size, **options) for size in (1, 3)]
+    batch = device_batch(heldout.read(np.arange(heldout.num_windows)), CPU)
+    with torch.no_grad():
+        expected = model(batch.inputs, batch.labels, documents=batch.documents).loss.item()
+    for result in found:
+        assert result is not None
+        assert result.nats_per_token == pytest.approx(expected, rel=1e-6)
+        assert (result.tokens, result.whole_split, result.nats_per_byte) == (heldout.num_targets, True, None)
+
+
+def test_the_command_line_fine_tunes_and_evaluates(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model("olmoe", tmp_path / "base")
+    with Path(recipe.data.corpus).open("a") as file:
+        file.write(json.dumps({"prompt": "x" * 60, "completion": "y" * 60}) + "\n")
+    options = {"train.steps": 3, "train.out-dir": tmp_path / "run", "data.corpus": recipe.data.corpus,
+               "data.format": "chat", "data.cache-dir": recipe.data.cache_dir, "data.seq-len": 64,
+               "data.heldout-every": 4, "train.sample-tokens": 0, "train.plot": False}  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = [word for word in words if word != "False"]
+    words[words.index("--train.plot")] = "--train.no-plot"
+    command = ["train", "--recipe", "smoke", "--init-from", str(tmp_path / "base"), *words]
+    assert main(command) == 2
+    assert f"{recipe.data.corpus}:" in (message := capsys.readouterr().err)
+    assert "data.too_long to skip or truncate" in message
+    assert main([*command, "--data.too-long", "skip"]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert f"left out: {recipe.data.corpus}:61" in out
+    assert "tokens to learn" in out
+    assert "nats/token" in out.splitlines()[-1]
+    assert main(["eval", "--checkpoint", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
+    with Path(recipe.data.corpus).open("a") as file:
+        file.write('{"messages": []}\n')
+    assert main([*command, "--data.too-long", "skip", "--train.out-dir", str(tmp_path / "other")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_settings_that_chat_cannot_have() -> None:
+    with raises_one_line("data.tokenizer 'bpe:400' is trained on text, which data.format chat has none of"):
+        DataConfig(8, 1, tokenizer="bpe:400", format="chat")
+    with raises_one_line("data.format must be one of chat, text; got 'json'"):
+        DataConfig(8, 1, format="json")
+    with raises_one_line("data.too_long must be one of error, skip, truncate; got 'drop'"):
+        DataConfig(8, 1, too_long="drop")

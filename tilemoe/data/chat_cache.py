@@ -1,0 +1,99 @@
+"""From fine-tuning examples and a tokenizer to packed documents, by way of token shards in the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from tilemoe.checks import require_choice, require_int
+from tilemoe.data.cache import Prepared, Writers, cached_shards, open_splits, usable_cache
+from tilemoe.data.chat_template import ChatEncoder, Encoded
+from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
+from tilemoe.data.corpus import Corpus, open_corpus
+from tilemoe.data.packing import FLAGS, PackedDocuments, flagged
+from tilemoe.data.shards import read_index
+from tilemoe.data.tokenizer import load_tokenizer
+
+TooLong = Literal["error", "skip", "truncate"]
+TOO_LONG = ("error", "skip", "truncate")
+_NAMED = 10  # examples too long, of which the notes give the place
+
+
+def prepare_chat(
+    corpus_spec: str,
+    tokenizer_spec: str,
+    cache_dir: Path,
+    *,
+    seq_len: int,
+    heldout_every: int = 20,
+    too_long: TooLong = "error",
+    read_only: Path | None = None,
+) -> Prepared:
+    """The examples of .jsonl files (`tilemoe.data.conversations`), packed into windows of ``seq_len``.
+
+    Every ``heldout_every``-th is held out. One of more than seq_len + 1 tokens, of which the last has no place, is an
+    error, or left out ("skip"), or cut at its end ("truncate"; left out where nothing to learn remains); the notes
+    name the first such. Cached as by `prepare`. Raises ValueError for anything wrong with the corpus, naming file and
+    line, the tokenizer or the cache.
+    """
+    require_int("seq_len", seq_len, 1)
+    require_int("heldout_every", heldout_every, 2)
+    require_choice("too_long", too_long, TOO_LONG)
+    cache_dir = Path(cache_dir).expanduser()
+    corpus = open_corpus(corpus_spec, CHAT_SUFFIXES)
+    with usable_cache(cache_dir):
+        tokenizer = load_tokenizer(tokenizer_spec)
+        encoder = ChatEncoder(tokenizer)
+        template = None if tokenizer.chat_template is None else tokenizer.chat_template.config()
+        made_from = ["chat", tokenizer.fingerprint, template, seq_len, heldout_every, too_long]
+
+        def write(writers: Writers) -> dict[str, Any]:
+            return _write_examples(corpus, encoder, writers, seq_len, heldout_every, too_long)
+
+        folder = cached_shards(
+            (cache_dir, read_only), corpus, tokenizer, made_from, write, FLAGS * tokenizer.vocab_size
+        )
+        train, heldout = (PackedDocuments(shards, seq_len) for shards in open_splits(folder))
+        return Prepared(train, heldout, tokenizer, tuple(read_index(folder)["notes"]))
+
+
+def _write_examples(
+    corpus: Corpus, encoder: ChatEncoder, writers: Writers, seq_len: int, heldout_every: int, too_long: TooLong
+) -> dict[str, Any]:
+    """Give each split its examples; returns the index' notes."""
+    names: list[str] = []
+    for number, example in enumerate(read_examples(corpus)):
+        found: Encoded | None = encoder.encode(example)
+        assert found is not None
+        if found[0].size > seq_len + 1:
+            names.append(example.name)
+            found = _shortened(found, example.name, seq_len, too_long)
+        if found is not None:
+            is_heldout = number % heldout_every == heldout_every - 1
+            writers["heldout" if is_heldout else "train"].append(flagged(found), 0)
+    if writers["train"].num_tokens and not writers["heldout"].num_tokens:
+        raise ValueError(
+            f"corpus {corpus.name!r}: too few examples to hold any out; add some or lower heldout_every "
+            f"({heldout_every})"
+        )
+    return {"notes": _notes(names, seq_len, too_long)}
+
+
+def _shortened(encoded: Encoded, name: str, seq_len: int, too_long: TooLong) -> Encoded | None:
+    """What is left of an example that is too long; None: nothing."""
+    ids, learnt = encoded
+    if too_long == "error":
+        raise ValueError(
+            f"{name}: {ids.size} tokens, more than the {seq_len + 1} that seq_len {seq_len} has room for; raise "
+            "data.seq_len, shorten it, or set data.too_long to skip or truncate"
+        )
+    cut = ids[: seq_len + 1], learnt[: seq_len + 1]
+    return cut if too_long == "truncate" and cut[1][1:].any() else None
+
+
+def _notes(names: list[str], seq_len: int, too_long: TooLong) -> list[str]:
+    if not names:
+        return []
+    done = "cut" if too_long == "truncate" else "left out"
+    shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return [f"{len(names)} of more than {seq_len + 1} tokens {done}: {shown}"]

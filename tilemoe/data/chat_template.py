@@ -1,0 +1,180 @@
+"""Examples as tokens, and which of them are learnt: by the tokenizer's chat template, or a plain one.
+
+n tokens of an example
+
+The plain template, of a tokenizer that has none: a turn is its role, a colon, a line end, its content and two line
+ends; an assistant's content is followed by the end-of-text token instead. An assistant's content and that token are
+learnt. What follows the last assistant's turn is left out.
+Of a prompt and its completion, the completion and an end-of-text token after it are learnt, whatever the tokenizer.
+
+A chat template is a Jinja text that transformers applies. The words between ``{% generation %}`` and
+``{% endgeneration %}`` are learnt; of a template without these, all that it writes of an assistant's turn after the
+words that ask for one (``add_generation_prompt``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example
+
+if TYPE_CHECKING:
+    from tilemoe.data.tokenizer import Tokenizer
+
+TOKENIZER_CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+Encoded = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids (n,) and whether each is learnt (n,)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja text and the special tokens that it may name, as (field, text), e.g. ("eos_token", "<|im_end|>")."""
+
+    source: str
+    special_tokens: tuple[tuple[str, str], ...]
+
+    def config(self) -> dict[str, str]:
+        """Its part of a tokenizer_config.json."""
+        return {**dict(self.special_tokens), "chat_template": self.source}
+
+
+def read_chat_template(folder: Path) -> ChatTemplate | None:
+    """That of a folder of transformers, of chat_template.jinja or tokenizer_config.json; None if it has none.
+
+    ValueError: one of these files is not what it should be.
+    """
+    path, fields = folder / TOKENIZER_CONFIG_FILE, {}
+    try:
+        if path.exists():
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        source = fields.get("chat_template")
+        if (folder / TEMPLATE_FILE).exists():
+            path = folder / TEMPLATE_FILE
+            source = path.read_text(encoding="utf-8")
+        if isinstance(source, list):  # several by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if source is None:
+            return None
+        tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
+        texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: no chat template can be read from it ({error}); correct or remove it") from error
+    return ChatTemplate(str(source), tuple((name, str(text)) for name, text in texts.items() if text is not None))
+
+
+class ChatEncoder:
+    """What makes tokens of examples."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """ValueError: the tokenizer has a chat template, and there is no transformers to apply it."""
+        self._tokenizer, self._template = tokenizer, tokenizer.chat_template
+        self._theirs: Any = None if self._template is None else _of_transformers(tokenizer, self._template)
+
+    def encode(self, example: Example) -> Encoded:
+        """ids (n,) and whether each is learnt (n,), of which one at least after the first is.
+
+        ValueError naming the example: its template cannot take it, or learns nothing of it.
+        """
+        if isinstance(example, Completion):
+            pieces = [(example.prompt, False), (example.completion, True)]
+            encoded = self._encode_pieces(pieces)
+        elif self._template is None:
+            encoded = self._encode_pieces(plain_pieces(example.messages))
+        else:
+            encoded = self._apply(example, self._template)
+        if encoded[0].max(initial=0) >= self._tokenizer.vocab_size:
+            raise ValueError(
+                f"tokenizer {self._tokenizer.name!r}: its chat template uses tokens that it lacks; add them to its "
+                "added_tokens"
+            )
+        if not encoded[1][1:].any():
+            raise ValueError(f"{example.name}: no token to learn; correct the chat template, or remove the line")
+        return encoded
+
+    def _encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> Encoded:
+        """Each piece's own tokens, so that none is partly learnt; what is learnt ends with the end-of-text token."""
+        ids, learnt = [], []
+        for (_, is_learnt), found in zip(
+            pieces, self._tokenizer.encode_batch([text for text, _ in pieces]), strict=True
+        ):
+            ids.append(np.append(found, self._tokenizer.separator_id) if is_learnt else found)
+            learnt.append(np.full(ids[-1].size, is_learnt))
+        return np.concatenate(ids), np.concatenate(learnt)
+
+    def _apply(self, example: Conversation, template: ChatTemplate) -> Encoded:
+        messages = list(example.messages)
+        if _MARKED.search(template.source):
+            options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            found = self._render(example, messages, **options)
+            return np.asarray(found["input_ids"], np.int64), np.asarray(found["assistant_masks"], np.bool_)
+        text, spans = self._unmarked(example, messages)
+        found = self._theirs(text, add_special_tokens=False, return_offsets_mapping=True)
+        first, end = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2).T
+        learnt = np.zeros(first.size, np.bool_)
+        for span_first, span_end in spans:
+            learnt |= (first >= span_first) & (first < span_end) & (end > first)
+        return np.asarray(found["input_ids"], np.int64), learnt
+
+    def _unmarked(self, example: Conversation, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a template without marks, and [first, end) of the characters of each assistant's turn."""
+        whole: str = self._render(example, messages, tokenize=False)
+        spans = []
+        for turn, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before: str = self._render(example, messages[:turn], tokenize=False, add_generation_prompt=True)
+            after: str = self._render(example, messages[: turn + 1], tokenize=False)
+            if not (whole.startswith(after) and after.startswith(before)):
+                raise ValueError(
+                    f"{example.name}: the chat template writes messages[{turn}] otherwise when more turns follow, so "
+                    "what the assistant says cannot be told; mark it in the template with {% generation %}"
+                )
+            spans.append((len(before), len(after)))
+        return whole, spans
+
+    def _render(self, example: Conversation, messages: list[dict[str, Any]], **options: Any) -> Any:
+        import jinja2
+
+        try:
+            return self._theirs.apply_chat_template(messages, **options)
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{example.name}: the chat template does not take it ({reason}); correct or remove the line"
+            ) from error
+
+
+def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """(text, whether it is learnt) in turn, by the plain template."""
+    pieces, given = [], ""
+    for message in messages:
+        given += f"{message['role']}:\n"
+        if message["role"] == ASSISTANT:
+            pieces += [(given, False), (message["content"], True)]
+            given = ""
+        else:
+            given += f"{message['content']}\n\n"
+    return pieces  # nothing follows what comes after the last answer, so it is left out
+
+
+def _of_transformers(tokenizer: Tokenizer, template: ChatTemplate) -> Any:
+    try:
+        import jinja2  # noqa: F401 (which transformers asks for only when it applies a template)
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r}: applying its chat template needs transformers; pip install 'tilemoe[hf]'"
+        ) from error
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, chat_template=template.source, **dict(template.special_tokens)
+    )

@@ -1,0 +1,88 @@
+"""Fine-tuning examples: conversations, or prompts and their completions, a JSON object on each line.
+
+``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}`` or
+``{"prompt": "...", "completion": "..."}``, which one file may mix. Any line that is neither is an error, and so is one
+in which there is nothing to learn: no assistant's turn, or an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilemoe.data.corpus import Corpus, clean_text, unreadable
+from tilemoe.data.text_files import read_records
+
+CHAT_SUFFIXES = frozenset({".jsonl"})
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns as a chat template takes them: each has a "role" and a "content", and what else the line gives.
+
+    ``name``: the file and the line.
+    """
+
+    name: str
+    messages: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text to learn after one that is given. ``name``: the file and the line."""
+
+    name: str
+    prompt: str
+    completion: str
+
+
+Example = Conversation | Completion
+
+
+def read_examples(corpus: Corpus) -> Iterator[Example]:
+    """Every example of the corpus' files, in order. ValueError naming the file and the line that is none."""
+    for file in corpus.files:
+        path = corpus.root / file
+        try:
+            for number, record in read_records(path):
+                yield _example(f"{path}:{number}", record)
+        except OSError as error:
+            raise unreadable(Path(path), error) from error
+
+
+def _example(name: str, record: dict[str, Any]) -> Example:
+    if "messages" in record:
+        return Conversation(name, _messages(name, record["messages"]))
+    if "prompt" not in record or "completion" not in record:
+        raise ValueError(f"{name}: neither 'messages' nor 'prompt' and 'completion'; correct or remove the line")
+    texts = []
+    for field in ("prompt", "completion"):
+        text = record[field]
+        if not isinstance(text, str) or not clean_text(text).strip():
+            raise ValueError(f"{name}: {field!r} must be a text that is not empty; correct or remove the line")
+        texts.append(clean_text(text))
+    return Completion(name, *texts)
+
+
+def _messages(name: str, given: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(given, list):
+        raise ValueError(f"{name}: 'messages' must be a list; correct or remove the line")
+    messages = []
+    for turn, message in enumerate(given):
+        where = f"{name}: messages[{turn}]"
+        fields = message if isinstance(message, dict) else {}
+        role, content = fields.get("role"), fields.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(f"{where} must have a 'role' and a 'content' that are texts; correct or remove the line")
+        content = clean_text(content)
+        if role == ASSISTANT and not content.strip():
+            raise ValueError(f"{where}: the assistant's turn is empty; fill it in or remove the line")
+        if role == ASSISTANT and turn == 0:
+            raise ValueError(f"{where}: the assistant speaks first; give the turn that it answers, or remove the line")
+        messages.append({**fields, "content": content})
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise ValueError(f"{name}: no assistant's turn, so nothing to learn; add one or remove the line")
+    return tuple(messages)

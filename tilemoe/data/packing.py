@@ -1,0 +1,183 @@
+"""Whole documents packed into windows, the tokens to learn marked, and the order in which training reads the windows.
+
+B batch_size · S seq_len · N documents · W windows · n tokens of a document
+
+A document of n tokens takes n - 1 places, in each of which a token predicts the next one, so that n is at most S + 1.
+The stream of `TokenShards` holds ``4 id + 2 learnt + first`` for each token: its id, whether it is learnt, and whether
+a document begins with it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilemoe.checks import require_int
+from tilemoe.data.chat_template import Encoded
+from tilemoe.data.sampler import IGNORED_TARGET, check_sizes, check_world, epochs, permute
+from tilemoe.data.shards import TokenShards
+
+FLAGS = 4  # ids are multiplied by it
+_LEARNT, _FIRST = 2, 1
+_ORDER = 0  # what a key derived from (seed, epoch) is for
+_CHUNK = 1 << 22  # tokens looked at once
+
+
+def flagged(encoded: Encoded) -> NDArray[np.int64]:
+    """(n,) of a document as the stream holds it."""
+    ids, learnt = encoded
+    stream = ids * FLAGS + np.where(learnt, _LEARNT, 0)
+    stream[0] += _FIRST
+    return stream
+
+
+class PackedBatch(NamedTuple):
+    """(B, S) int64 each. A target is the token after its input, or -100 where it is not learnt.
+
+    ``positions``: of each input in its document, which begins where it is 0.
+    """
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+class PackedDocuments:
+    """One split of documents, packed into W windows of S places.
+
+    ``num_tokens``   tokens of all documents.
+    ``num_targets``  tokens learnt; a window has one at least.
+    ``num_bytes``    None: what is learnt of a text is no text.
+    """
+
+    num_bytes: None = None
+
+    def __init__(self, shards: TokenShards, seq_len: int) -> None:
+        """No document of ``shards`` may be longer than S + 1."""
+        self.shards, self.seq_len = shards, seq_len
+        self.directory, self.num_tokens = shards.directory, shards.num_tokens
+        starts, learnt = _scan(shards)
+        self._starts = np.append(starts, shards.num_tokens)
+        places = np.diff(self._starts) - 1
+        assert places.size == 0 or places.max() <= seq_len, "longer documents were turned away or cut"
+        window_of_document = pack(places, seq_len)
+        self.num_windows = int(window_of_document.max()) + 1 if places.size else 0
+        self._document_of_slot = np.argsort(window_of_document, kind="stable")
+        ordered = window_of_document[self._document_of_slot]
+        self._slot_of_window = np.searchsorted(ordered, np.arange(self.num_windows + 1))
+        self.targets_of_window = np.bincount(window_of_document, learnt, self.num_windows).astype(np.int64)
+        self.num_targets = int(self.targets_of_window.sum())
+        self.places = int(places.sum())
+
+    def __repr__(self) -> str:
+        return f"PackedDocuments({str(self.directory)!r}, {self.shards.split!r}, num_windows={self.num_windows})"
+
+    def verify(self) -> None:
+        """As `TokenShards.verify`."""
+        self.shards.verify()
+
+    def read(self, windows: NDArray[np.int64]) -> PackedBatch:
+        """The batch of these windows (B,). What they lack is a document of separators without targets."""
+        inputs = np.full((windows.size, self.seq_len), self.shards.separator_id, dtype=np.int64)
+        targets = np.full_like(inputs, IGNORED_TARGET)
+        positions = np.zeros_like(inputs)
+        for row, window in enumerate(windows.tolist()):
+            end = 0
+            for document in self._document_of_slot[self._slot_of_window[window] : self._slot_of_window[window + 1]]:
+                first, after = self._starts[document : document + 2].tolist()
+                stream = self.shards.read(first, after - first)
+                ids, is_learnt = stream // FLAGS, (stream & _LEARNT) > 0
+                place = slice(end, end + ids.size - 1)
+                inputs[row, place] = ids[:-1]
+                targets[row, place] = np.where(is_learnt[1:], ids[1:], IGNORED_TARGET)
+                positions[row, place] = np.arange(ids.size - 1)
+                end += ids.size - 1
+            positions[row, end:] = np.arange(self.seq_len - end)
+        return PackedBatch(inputs, targets, positions)
+
+    def batches(self, batch_size: int) -> Iterator[PackedBatch]:
+        """Every window once, in order; the last batch is filled up with its own last window, without targets."""
+        require_int("batch_size", batch_size, 1)
+        for first in range(0, self.num_windows, batch_size):
+            wanted = np.arange(first, first + batch_size)
+            batch = self.read(np.minimum(wanted, self.num_windows - 1))
+            batch.targets[wanted >= self.num_windows] = IGNORED_TARGET
+            yield batch
+
+
+class PackedSampler:
+    """Training batches as a pure function of (seed, step, rank), by the rules of `tilemoe.data.Sampler`.
+
+    An epoch visits each of the W windows once, in a random order of its own; which documents share a window stays.
+    """
+
+    def __init__(
+        self, documents: PackedDocuments, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        check_sizes(documents.seq_len, batch_size)
+        check_world(seed, rank, world_size)
+        self.documents, self.batch_size = documents, batch_size
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+
+    def batch(self, step: int) -> PackedBatch:
+        """(inputs, targets, positions) of ``step`` >= 0, (B, S) int64 each; a target that is not learnt is -100."""
+        require_int("step", step, 0)
+        first = (step * self.world_size + self.rank) * self.batch_size
+        return self.documents.read(self._windows(first, self.batch_size))
+
+    def num_targets(self, first_step: int, steps: int) -> int:
+        """Targets of all ranks together in so many steps; nothing of the text is read for it."""
+        per_step = self.world_size * self.batch_size
+        windows = self._windows(first_step * per_step, steps * per_step)
+        return int(self.documents.targets_of_window[windows].sum())
+
+    def _windows(self, first: int, count: int) -> NDArray[np.int64]:
+        """(count,) windows at the positions from ``first`` on of the endless sequence of epochs."""
+        size = self.documents.num_windows
+        parts = [permute(at, size, (_ORDER, self.seed, epoch)) for epoch, at in epochs(first, count, size)]
+        return np.concatenate(parts)
+
+
+def pack(places: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    """(N,) the window of each document, of so many ``places`` (N,) <= ``room``: best fit decreasing.
+
+    The longest first, each goes into the window that it leaves least room in, or into a new one: at most 11/9 of the
+    fewest windows possible, and one (Johnson et al., SIAM J. Comput. 3, 1974). O(N (log N + room)).
+    """
+    window_of_document = np.empty(places.size, dtype=np.int64)
+    windows_with: dict[int, list[int]] = {}  # room left -> windows
+    rooms: list[int] = []  # the keys above, ascending
+    num_windows = 0
+    for document in np.argsort(-places, kind="stable").tolist():
+        needed = int(places[document])
+        at = bisect_left(rooms, needed)
+        if at == len(rooms):
+            window, left = num_windows, room - needed
+            num_windows += 1
+        else:
+            found = rooms[at]
+            window, left = windows_with[found].pop(), found - needed
+            if not windows_with[found]:
+                del windows_with[found], rooms[at]
+        window_of_document[document] = window
+        if left and left not in windows_with:
+            insort(rooms, left)
+        if left:
+            windows_with.setdefault(left, []).append(window)
+    return window_of_document
+
+
+def _scan(shards: TokenShards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(N,) where each document of the stream begins, and (N,) how many of its targets are learnt."""
+    starts, learnt = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for first in range(0, shards.num_tokens, _CHUNK):
+        stream = shards.read(first, min(_CHUNK, shards.num_tokens - first))
+        starts.append(first + np.flatnonzero(stream & _FIRST))
+        learnt.append(first + np.flatnonzero((stream & (_LEARNT | _FIRST)) == _LEARNT))  # a first token is no target
+    begins, targets = np.concatenate(starts), np.concatenate(learnt)
+    documents = np.searchsorted(begins, targets, side="right") - 1
+    return begins, np.bincount(documents, minlength=begins.size).astype(np.int64)

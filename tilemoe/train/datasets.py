@@ -1,0 +1,64 @@
+"""The data that a recipe names: prepared, as batches, and on the device.
+
+B sequences · S tokens per sequence
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilemoe.data import PackedBatch, PackedDocuments, PackedSampler, Prepared, Sampler, prepare, prepare_chat
+from tilemoe.data.sampler import Batch
+from tilemoe.kernels.lm.documents import Documents
+from tilemoe.train.config import DataConfig
+from tilemoe.train.job.processes import Job
+
+
+def prepare_data(settings: DataConfig, tokenizer: str, cache_dir: Path | None = None) -> Prepared:
+    """What ``settings`` name, in the ids of ``tokenizer``; ValueError for anything wrong with it.
+
+    ``cache_dir`` is written to instead of the settings' own cache, which is read alone then.
+    """
+    cache = cache_dir or settings.cache_path
+    options: dict[str, Any] = {"heldout_every": settings.heldout_every, "read_only": settings.cache_path}
+    if settings.format == "text":
+        return prepare(settings.corpus, tokenizer, cache, **options)
+    options |= {"seq_len": settings.seq_len, "too_long": settings.too_long}
+    return prepare_chat(settings.corpus, tokenizer, cache, **options)
+
+
+def make_sampler(data: Prepared, settings: DataConfig, seed: int, job: Job) -> Sampler | PackedSampler:
+    """Of this process' training batches."""
+    if isinstance(data.train, PackedDocuments):
+        return PackedSampler(data.train, settings.batch_size, seed, job.rank, job.world_size)
+    return Sampler(data.train, settings.seq_len, settings.batch_size, seed, job.rank, job.world_size)
+
+
+class DeviceBatch(NamedTuple):
+    """What a forward takes: inputs and labels (B, S) int64, and the documents of packed sequences.
+
+    ``num_targets``: how many of the labels are not -100, known to the host.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    documents: Documents | None
+    num_targets: int
+
+
+def device_batch(batch: Batch | PackedBatch, device: torch.device) -> DeviceBatch:
+    """``batch`` on its way to ``device``, for which the host does not wait."""
+    inputs, targets, *positions = (torch.from_numpy(array) for array in batch)
+    documents = Documents.of(*positions) if positions else None
+
+    def moved(tensor: Tensor) -> Tensor:
+        # From other memory a copy would make the host wait.
+        tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+        return tensor.to(device, non_blocking=True)
+
+    placed = None if documents is None else Documents(*map(moved, documents))
+    return DeviceBatch(moved(inputs), moved(targets), placed, int((targets >= 0).sum()))
