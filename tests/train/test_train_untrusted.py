@@ -76,7 +76,7 @@ def sign(path: Path) -> None:
     ],
     ids=["generate", "eval", "export", "resume", "init-from"],
 )
-@pytest.mark.parametrize("planted", [".metadata", "tokenizer.json"])
+@pytest.mark.parametrize("planted", [".metadata", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_planted_file_is_refused(
     checkpoint: Path, tmp_path: Path, command: tuple[str, ...], planted: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,10 +59,9 @@ def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: D
     What a mask hides has weight 0 exactly, so that no bit of a document depends on another.
     """
     positions = documents.positions
-    beginning = (
-        torch.arange(positions.shape[1], device=positions.device) - positions
-    )  # (B, S), a document's first place
-    visible = (beginning[:, :, None] == beginning[:, None, :]).tril()
+    place = torch.arange(positions.shape[1], device=positions.device)
+    first = place - positions  # (B, S) of the document that a token is in
+    visible = (first[:, :, None] == first[:, None, :]).tril()
     q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
     return out.transpose(1, 2)

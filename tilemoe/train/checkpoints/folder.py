@@ -6,7 +6,7 @@ A run's folder holds one folder per checkpoint::
         model.safetensors      weights and buffers
         optimizer.safetensors  AdamW's moments, by parameter name
         state.json             recipe, step, tokens, random-number states (hex), versions
-        tokenizer.json         unless the tokenizer is the plain bytes
+        tokenizer.json         unless the tokenizer is the plain bytes; tokenizer_config.json with its chat template
         manifest.json          size and SHA-256 of each file above, and of itself
 
 A job of several processes writes other files instead of the first two, see `tilemoe.train.checkpoints.distributed`.
@@ -29,6 +29,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 from tilemoe.config import ModelConfig, to_dict
+from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.train.checkpoints.leftovers import (
@@ -54,7 +55,9 @@ from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
 FORMAT = 1
-_READ = frozenset({METADATA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TOKENIZER_FILE})  # by their own names
+_READ = frozenset(  # by their own names
+    {METADATA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE}
+)
 
 
 class CheckpointError(ValueError):
