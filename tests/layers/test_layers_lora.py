@@ -1,5 +1,6 @@
 """Adapters on a model's experts: added, trained, merged, unmerged, taken off."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig
-from tilemoe.layers.lora import LoRAExperts, add_lora, merge_lora
+from tilemoe.layers.lora import ATTENTION, EXPERTS, LoRAExperts, adapter_names, add_lora, merge_lora
 from tilemoe.testing import relative_error
 
 CFG = MoEConfig(16, 24, 5, 2, expert_bias=True, gate_up="interleaved", initializer_range=0.3)
@@ -49,16 +50,16 @@ def test_merged_computes_the_same_and_unmerged_what_it_was() -> None:
     experts = moe.experts
     assert isinstance(experts, LoRAExperts)
     train([experts.up_a, experts.up_b, experts.down_a, experts.down_b])
-    weights = experts.base.w1.detach().clone(), experts.base.w2.detach().clone()
+    weights = experts.w1.detach().clone(), experts.w2.detach().clone()
     adapted = moe(x).hidden
     experts.merge()
     experts.merge()
     merged = moe(x).hidden
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
-    assert relative_error(experts.base.w1, weights[0]) > 0.1
+    assert relative_error(experts.w1, weights[0]) > 0.1
     experts.unmerge()
     experts.unmerge()
-    torch.testing.assert_close((experts.base.w1.detach(), experts.base.w2.detach()), weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close((experts.w1.detach(), experts.w2.detach()), weights, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(moe(x).hidden, adapted, rtol=1e-4, atol=1e-5)
 
 
@@ -66,7 +67,7 @@ def test_merging_bf16_rounds_once() -> None:
     moe = layer(dtype=torch.bfloat16)
     adapters = add_lora(moe, rank=4, alpha=8.0, dtype=torch.float32)
     train(adapters)
-    before = moe.experts.base.w1.double()
+    before = moe.experts.w1.double()
     up_a, up_b, *_ = (adapter.detach().double() for adapter in adapters)
     merge_lora(moe)
     expected = before + 2.0 * up_b @ up_a
@@ -92,12 +93,45 @@ def test_a_model_learns_by_its_adapters_alone_and_is_itself_again_after_merging(
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
     for name, parameter in model.named_parameters():
-        if name.replace(".base", "") in frozen:
-            assert torch.equal(parameter, frozen[name.replace(".base", "")]), name
+        if name in frozen:
+            assert torch.equal(parameter, frozen[name]), name
     logits = model(ids[:, :-1]).logits
     merge_lora(model)
     assert [name for name, _ in model.named_parameters()] == names
     torch.testing.assert_close(model(ids[:, :-1]).logits, logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("modules", [(ATTENTION,), (EXPERTS, ATTENTION)])
+def test_attention_learns_by_adapters_and_is_itself_after_merging(modules: tuple[str, ...]) -> None:
+    config = ModelConfig(29, 16, 2, 2, 1, 8, 32, moe=CFG, initializer_range=0.3)
+    model = DecoderLM(config)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    ids = torch.arange(32).remainder(29)[None]
+    logits = model(ids).logits
+    adapters = add_lora(model, 4, 8.0, modules=modules)
+    assert len(adapters) == 2 * (8 + 4 * (EXPERTS in modules))
+    kv_and_o = [(4, 16), (8, 4), (4, 16), (8, 4), (4, 16), (16, 4)]
+    assert [tuple(p.shape) for p in adapters[-6:]] == kv_and_o
+    assert adapter_names(model) == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert adapter_names(model) | set(names) == {name for name, _ in model.named_parameters()}
+    torch.testing.assert_close(model(ids).logits, logits, rtol=1e-6, atol=1e-6)
+    train(adapters)
+    adapted = model(ids).logits
+    assert relative_error(adapted.detach(), logits.detach()) > 0.1
+    model(ids[:, :-1], ids[:, 1:]).loss.backward()
+    assert all(adapter.grad.any() for adapter in adapters)
+    exact = {}
+    for name in before:
+        head = name.rpartition(".")[0]
+        if f"{head}.lora_a" in adapter_names(model):
+            module = model.get_submodule(head)
+            exact[name] = before[name] + 2.0 * module.lora_b.detach() @ module.lora_a.detach()
+    merge_lora(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    torch.testing.assert_close({name: model.state_dict()[name] for name in exact}, exact)
+    torch.testing.assert_close(model(ids).logits, adapted, rtol=1e-3, atol=1e-4)
 
 
 def test_state_survives_saving() -> None:
@@ -127,9 +161,10 @@ def with_adapters() -> MoE:
     [
         (lambda: nn.Linear(2, 2), 4, 8.0, r"Linear has no tilemoe.MoE to put adapters on"),
         (layer, 0, 8.0, "rank must be an integer >= 1, got 0"),
-        (layer, 4, -1, "alpha must be > 0, got -1"),
+        (layer, 4, -1, "alpha must be a finite number > 0, got -1"),
         (lambda: layer(recompute="up_proj"), 4, 8.0, "experts with recompute cannot have adapters"),
         (of_several_ranks, 4, 8.0, "experts under expert parallelism cannot have adapters"),
+        (lambda: MoE(replace(CFG, precision="fp8")), 4, 8.0, "experts with precision 'fp8' cannot have adapters"),
         (with_adapters, 4, 8.0, "has adapters already; call merge_lora first"),
     ],
 )

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe.config import KEPT_BETWEEN_MICRO_BATCHES, ModelConfig, MoEConfig, ParallelConfig, RouterConfig
+from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
 from tilemoe.parallel.expert import rows_of_experts
@@ -369,6 +370,41 @@ def check_compiled() -> None:
     model = replace(MODEL, num_layers=1, dense_layers=())
     config = replace(EP_FSDP, checkpointing="block")
     assert_as_one_process(config, model, (slice(0, 0),), compile_backend="eager")
+
+
+def with_adapters(model: DecoderLM, modules: tuple[str, ...]) -> DecoderLM:
+    """As if trained: no b is zero any more."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for adapter in add_lora(model, 3, 6.0, modules=modules):
+            adapter.copy_(0.2 * torch.randn(adapter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def check_adapters() -> None:
+    """Gradients of the adapters alone, whatever shares them; the dense layer, and what is below, may have none."""
+    for config in (FSDP, HSDP, EP_FSDP, replace(EP_FSDP, checkpointing="block"), replace(EXACT, expert=world())):
+        for modules in ((EXPERTS, ATTENTION), (EXPERTS,)):
+            meshes = meshes_of(config)
+            one, many = (with_adapters(make_model(torch.float64), modules) for _ in range(2))
+            parallelize(many, meshes)
+            expected = whole_batch(one, SEQUENCES)
+            assert len(expected.gradients) == 2 * 4 + (3 * 8 if ATTENTION in modules else 0)
+            assert_same(shared_batch(many, SEQUENCES), expected, LIMIT_64)
+
+
+def check_adapters_from_meta() -> None:
+    """They, too, are a function of the generator."""
+    device = device_of_rank()
+    one, many = DecoderLM(MODEL, device=device), DecoderLM(MODEL, device="meta")
+    for model in (one, many):
+        add_lora(model, 3, 6.0, modules=(EXPERTS, ATTENTION))
+    one.reset_parameters(torch.Generator(device).manual_seed(7))
+    parallelize(many, meshes_of(EP_FSDP), device=device, generator=torch.Generator(device).manual_seed(7))
+    for (name, want), got in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert torch.equal(whole(got), want), name
+        assert got.requires_grad == want.requires_grad, name
+    assert one.blocks[1].mlp.experts.up_a.any()
 
 
 def check_errors() -> None:

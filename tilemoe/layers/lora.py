@@ -1,43 +1,48 @@
-"""Low-rank adapters on the routed experts of a model (LoRA, arXiv 2106.09685): put on, trained, merged, taken off.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a model's experts and attention: put on, trained, merged, taken off.
 
 T tokens · d hidden_size · n intermediate_size · E experts · r rank · w = 2n gated, n ungated
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
-from tilemoe.checks import require_int
+from tilemoe.checks import require_finite, require_int
 from tilemoe.dispatch.base import LocalDispatcher
+from tilemoe.layers.attention import Attention
 from tilemoe.layers.experts import Experts
+from tilemoe.layers.lora_linear import LoRALinear, add_product, reset_pair
 from tilemoe.layers.moe import MoE
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.plan import RoutingPlan
 
+EXPERTS, ATTENTION = "experts", "attention"  # what can have adapters
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
 
-class LoRAExperts(nn.Module):
-    """Frozen `Experts`, kept as ``.base``, with a pair of adapters for each expert and matrix.
+
+class LoRAExperts(Experts):
+    """The `Experts` ``base``, whose weights it takes and freezes, with a pair of adapters for each expert and matrix.
 
     up_a (E, r, d), up_b (E, w, r) · down_a (E, r, n), down_b (E, d, r). Expert e's matrices become
     ``w1_e + alpha/r up_b_e up_a_e`` and ``w2_e + alpha/r down_b_e down_a_e``. The b's start at zero, so at first
     nothing changes. ``dtype`` is the adapters' own, the base's if None; they are computed in that of the input.
 
     Raises:
-        ValueError: the rank or alpha is off, or the experts are spread over ranks or recompute their up projection.
+        ValueError: the rank or alpha is off, or the experts are spread over ranks already, recompute their up
+            projection or compute in FP8.
     """
 
     def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        require_int("rank", rank, 1)
-        if not alpha > 0:
-            raise ValueError(f"alpha must be > 0, got {alpha!r}")
-        if not isinstance(base.dispatcher, LocalDispatcher):
-            raise ValueError("experts under expert parallelism cannot have adapters; add them on one rank")
-        if base.recompute is not None:
-            raise ValueError("experts with recompute cannot have adapters; build the model with recompute=None")
-        self.base = base.requires_grad_(False)
-        self.scale = alpha / rank
+        _check_sizes(rank, alpha)
+        _check(base)
+        super().__init__(base.cfg, device="meta", kernels=base.kernels)
+        for name, parameter in base.named_parameters():
+            setattr(self, name, parameter.requires_grad_(False))
+        self.rank, self.alpha = rank, alpha
         self.is_merged = False
         cfg = base.cfg
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
@@ -49,41 +54,48 @@ class LoRAExperts(nn.Module):
         self.down_a, self.down_b = empty(num, rank, n), empty(num, d, rank)
         self.reset_adapters()
 
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
     def reset_adapters(self, generator: torch.Generator | None = None) -> None:
         """The a's uniform with variance 1 / (3 inputs), as PyTorch's linear maps start; the b's zero."""
-        for a in (self.up_a, self.down_a):
-            bound = a.shape[2] ** -0.5
-            nn.init.uniform_(a, -bound, bound, generator=generator)
-        for b in (self.up_b, self.down_b):
-            nn.init.zeros_(b)
+        reset_pair(self.up_a, self.up_b, generator)
+        reset_pair(self.down_a, self.down_b, generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.base.reset_parameters(generator)
-        self.reset_adapters(generator)
+        super().reset_parameters(generator)
+        if hasattr(self, "down_b"):  # not yet while `Experts` is being made
+            self.reset_adapters(generator)
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
         """As `Experts`: x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d)."""
         if self.is_merged:
-            return self.base(x, plan, scores)
-        base = self.base
-        return moe_lora(
-            x,
-            base.w1,
-            base.w2,
-            plan,
-            scores,
-            Adapters(self.up_a, self.up_b, self.down_a, self.down_b, self.scale),
-            activation=base.cfg.activation,
-            activation_limit=base.cfg.activation_limit,
-            activation_alpha=base.cfg.activation_alpha,
-            gate_up=base.cfg.gate_up,
-            b1=base.b1,
-            b2=base.b2,
-            kernels=base.kernels,
+            return super().forward(x, plan, scores)
+        local = self.dispatcher.local_weight  # before the tokens leave, as in `Experts`
+        w1, w2 = local(self.w1), local(self.w2)
+        low_rank = local(self.up_a), local(self.up_b), local(self.down_a), local(self.down_b)
+        b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
+        here = self.dispatcher.dispatch(x, plan, scores)
+        o = moe_lora(
+            here.x,
+            w1,
+            w2,
+            here.plan,
+            here.scores,
+            Adapters(*low_rank, self.scale),
+            activation=self.cfg.activation,
+            activation_limit=self.cfg.activation_limit,
+            activation_alpha=self.cfg.activation_alpha,
+            gate_up=self.cfg.gate_up,
+            b1=b1,
+            b2=b2,
+            kernels=self.kernels,
         )
+        return self.dispatcher.combine(o, here)
 
     def merge(self) -> None:
-        """Add the adapters to the base's weights, in place, one expert at a time; then the forward is the base's.
+        """Add the adapters to the base's weights, in place, one expert at a time; then the forward is `Experts`'.
 
         The sum is computed in fp32 or better and rounded to the weights' dtype. Nothing happens if it is merged.
         """
@@ -97,42 +109,102 @@ class LoRAExperts(nn.Module):
             self._add(-self.scale)
             self.is_merged = False
 
-    @torch.no_grad()
+    def merged(self) -> Experts:
+        """Plain experts with the adapters in their weights, which are changed in place and stay frozen."""
+        self.merge()
+        plain = Experts(self.cfg, device="meta", kernels=self.kernels)
+        for name, _ in list(plain.named_parameters()):
+            setattr(plain, name, getattr(self, name))
+        plain.dispatcher = self.dispatcher
+        return plain
+
     def _add(self, scale: float) -> None:
-        for weight, b, a in ((self.base.w1, self.up_b, self.up_a), (self.base.w2, self.down_b, self.down_a)):
-            dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+        for weight, b, a in ((self.w1, self.up_b, self.up_a), (self.w2, self.down_b, self.down_a)):
             for expert in range(weight.shape[0]):
-                change = scale * (b[expert].to(dtype) @ a[expert].to(dtype))
-                weight[expert].copy_(weight[expert].to(dtype) + change)
+                add_product(weight[expert], b[expert], a[expert], scale)
 
     def extra_repr(self) -> str:
-        return f"rank {self.up_a.shape[1]}, scale {self.scale:g}"
+        return f"{super().extra_repr()}, rank {self.rank}, scale {self.scale:g}"
 
 
-def add_lora(model: nn.Module, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> list[nn.Parameter]:
-    """Freeze ``model`` and put adapters on the experts of every `MoE` in it; returns the adapters, which train.
+def _check_sizes(rank: int, alpha: float) -> None:
+    require_int("rank", rank, 1)
+    require_finite("alpha", alpha, positive=True)
+
+
+def _check(base: Experts) -> None:
+    if not isinstance(base.dispatcher, LocalDispatcher):
+        raise ValueError(
+            "experts under expert parallelism cannot have adapters; add them before the model is parallelized"
+        )
+    if base.recompute is not None:
+        raise ValueError("experts with recompute cannot have adapters; build the model with recompute=None")
+    if base.cfg.precision != "bf16":
+        raise ValueError(
+            f"experts with precision {base.cfg.precision!r} cannot have adapters; build the model with precision='bf16'"
+        )
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    *,
+    dtype: torch.dtype | None = None,
+    modules: Collection[str] = (EXPERTS,),
+) -> list[nn.Parameter]:
+    """Freeze ``model`` and put adapters on what ``modules`` names; returns the adapters, which train.
+
+    "experts": the routed ones of every `MoE`. "attention": the four projections of every `Attention`. The weights keep
+    their names. A model that processes are to share gets its adapters before `tilemoe.parallelize`, on any device.
 
     Raises:
-        ValueError: there is no MoE, there are adapters already, or as `LoRAExperts`.
+        ValueError: there is nothing of what is named, there are adapters already, or as `LoRAExperts`.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no tilemoe.MoE to put adapters on")
-    if any(isinstance(layer.experts, LoRAExperts) for layer in layers):
+    layers = [module for module in model.modules() if isinstance(module, MoE)] if EXPERTS in modules else []
+    attentions = [m for m in model.modules() if isinstance(m, Attention)] if ATTENTION in modules else []
+    for name, kind, found in ((EXPERTS, "tilemoe.MoE", layers), (ATTENTION, "Attention", attentions)):
+        if name in modules and not found:
+            raise ValueError(f"{type(model).__name__} has no {kind} to put adapters on")
+    if has_lora(model):
         raise ValueError("the model has adapters already; call merge_lora first")
-    adapted = [LoRAExperts(layer.experts, rank, alpha, dtype=dtype) for layer in layers]
+    _check_sizes(rank, alpha)
+    for layer in layers:  # before anything changes
+        _check(layer.experts)
     model.requires_grad_(False)
-    for layer, experts in zip(layers, adapted, strict=True):
-        layer.experts = experts  # type: ignore[assignment]  # it computes the same function of the same arguments
-    return [getattr(each, name) for each in adapted for name in ("up_a", "up_b", "down_a", "down_b")]
+    adapters: list[nn.Parameter] = []
+    for layer in layers:
+        layer.experts = experts = LoRAExperts(layer.experts, rank, alpha, dtype=dtype)
+        adapters += [getattr(experts, name) for name in _ADAPTERS]
+    for attention in attentions:
+        for name in _PROJECTIONS:
+            linear = LoRALinear(getattr(attention, name), rank, alpha, dtype=dtype)
+            setattr(attention, name, linear)
+            adapters += [linear.lora_a, linear.lora_b]
+    return adapters
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Merge every adapter into its experts and take it off: the model's parameters are named as before `add_lora`.
+    """Merge every adapter into its weight and take it off: the model is as before `add_lora`, but for the values.
 
-    They stay frozen: ``model.requires_grad_(True)`` to train them.
+    All stays frozen: ``model.requires_grad_(True)`` to train it.
     """
-    for layer in model.modules():
-        if isinstance(layer, MoE) and isinstance(layer.experts, LoRAExperts):
-            layer.experts.merge()
-            layer.experts = layer.experts.base
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, (LoRAExperts, LoRALinear)):
+                setattr(module, name, child.merged())
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether a part of ``model`` has adapters."""
+    return any(isinstance(module, (LoRAExperts, LoRALinear)) for module in model.modules())
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """The adapters, by their names among the model's parameters."""
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, (LoRAExperts, LoRALinear)):
+            own = _ADAPTERS if isinstance(module, LoRAExperts) else ("lora_a", "lora_b")
+            names |= {f"{prefix}.{name}" for name in own}
+    return names
