@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "perf": {"shape", "kernels"},
     "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf"},
     "integrations": _BELOW_LAYERS | {"layers", "models"},
-    "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf"},
+    "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf", "integrations"},
     "testing": _BELOW_LAYERS | {"reference"},
     "__main__": {"cli"},
 }
@@ -54,7 +54,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "shape": set(),
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow", "transformers", "jinja2"},  # the last two for chat templates alone
-    "integrations": {"torch", "transformers", "torchtitan", "spmd_types"},
+    "integrations": {"torch", "transformers", "torchtitan", "spmd_types", "safetensors", "peft"},
     **{part: {"torch"} for part in ("activations", "plan", "routing", "kernels", "ops", "reference")},
     **{part: {"torch"} for part in ("runtime", "dispatch", "layers", "parallel")},
 }

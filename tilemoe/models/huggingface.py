@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tilemoe.config import ModelConfig
 from tilemoe.data.files import staged_folder
+from tilemoe.layers.lora import has_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import CONFIG_FILE, read_config
 from tilemoe.models.hf_config import ARCHITECTURES, Architecture, hf_config_dict
@@ -46,9 +47,11 @@ def to_hf_state_dict(model: DecoderLM) -> dict[str, Tensor]:
     """The weights under the names of checkpoints on the hub, one tensor per expert; views, detached, not copied.
 
     Raises:
-        ValueError: as `hf_config_dict`.
+        ValueError: as `hf_config_dict`, or the model has adapters.
     """
     hf_config_dict(model.config)
+    if has_lora(model):
+        raise ValueError("the model has adapters, which these weights would lack; call merge_lora first")
     state = model.state_dict()
     return {piece.theirs: piece.of_ours(state[piece.ours]) for piece in pieces(model.config)}
 
@@ -111,7 +114,7 @@ def save_hf(
     synced, or not at all. ``eos_token_id``: the token at which generation ends, None where there is none.
 
     Raises:
-        ValueError: the folder is in use, or the architecture cannot express the configuration.
+        ValueError: the folder is in use, the architecture cannot express the configuration, or the model has adapters.
     """
     out = Path(folder).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -1,0 +1,113 @@
+"""Adapters written for PEFT: on transformers' model of the same base they compute what ours do."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import raises_one_line
+from hf_models import FAMILIES, tokens
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tilemoe.integrations.peft import save_adapter
+from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora, merge_lora
+from tilemoe.layers.norm import RMSNorm
+from tilemoe.layers.router import Router
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.huggingface import from_hf_state_dict, load_hf, save_hf
+from tilemoe.testing import relative_error
+
+BASES = ("olmoe", "qwen3_moe", "mixtral")
+
+
+def base_of(family: str, folder: Path) -> PreTrainedModel:
+    theirs = FAMILIES[family].make().float().eval()
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def trained(model: DecoderLM, modules: tuple[str, ...]) -> DecoderLM:
+    """As if trained: no b is zero any more."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for adapter in add_lora(model, 3, 6.0, modules=modules):
+            adapter.copy_(0.3 * torch.randn(adapter.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.mark.parametrize("modules", [(EXPERTS,), (ATTENTION,), (EXPERTS, ATTENTION)])
+@pytest.mark.parametrize("family", BASES)
+@torch.no_grad()
+def test_peft_computes_our_logits(family: str, modules: tuple[str, ...], tmp_path: Path) -> None:
+    theirs = base_of(family, tmp_path / "base")
+    plain = theirs(input_ids=tokens()).logits
+    model = trained(load_hf(tmp_path / "base"), modules)
+    ours = model(tokens()).logits
+    assert relative_error(ours, plain) > 0.05
+    (tmp_path / "adapter").mkdir()
+    save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert found.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+    assert relative_error(found(input_ids=tokens()).logits, ours) < 1e-5
+
+
+@pytest.mark.parametrize("family", BASES)
+@torch.no_grad()
+def test_routers_and_norms_that_were_trained_go_along(family: str, tmp_path: Path) -> None:
+    theirs = base_of(family, tmp_path / "base")
+    model = trained(load_hf(tmp_path / "base"), (EXPERTS, ATTENTION))
+    without = model(tokens()).logits
+    changed = [module for module in model.modules() if isinstance(module, (Router, RMSNorm))]
+    for module in changed:
+        module.requires_grad_(True)
+        for parameter in module.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4)))
+    ours = model(tokens()).logits
+    assert relative_error(ours, without) > 0.05
+    (tmp_path / "adapter").mkdir()
+    save_adapter(model, tmp_path / "adapter")
+    found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(found(input_ids=tokens()).logits, ours) < 1e-5
+
+
+@torch.no_grad()
+def test_rows_that_lie_interleaved_here(tmp_path: Path) -> None:
+    theirs = base_of("olmoe", tmp_path / "base")
+    config = load_hf(tmp_path / "base").config
+    assert config.moe is not None
+    config = replace(config, moe=replace(config.moe, gate_up="interleaved"))
+    model = DecoderLM(config)
+    model.load_state_dict(from_hf_state_dict(config, theirs.state_dict()))
+    trained(model, (EXPERTS,))
+    (tmp_path / "adapter").mkdir()
+    save_adapter(model, tmp_path / "adapter")
+    found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(found(input_ids=tokens()).logits, model(tokens()).logits) < 1e-5
+
+
+@torch.no_grad()
+def test_merged_weights_are_written_and_weights_without_adapters_are_not(tmp_path: Path) -> None:
+    base_of("mixtral", tmp_path / "base")
+    model = trained(load_hf(tmp_path / "base"), (EXPERTS, ATTENTION))
+    ours = model(tokens()).logits
+    with raises_one_line("the model has adapters, which these weights would lack; call merge_lora first"):
+        save_hf(model, tmp_path / "merged")
+    merge_lora(model)
+    save_hf(model, tmp_path / "merged")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert relative_error(theirs(input_ids=tokens()).logits, ours) < 1e-5
+    with raises_one_line("the model has no adapters; write its weights instead"):
+        save_adapter(model, tmp_path)
+
+
+def test_a_missing_peft_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base_of("olmoe", tmp_path / "base")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with raises_one_line(r"PEFT's format needs peft and transformers .*; pip install 'tilemoe\[lora\]'"):
+        save_adapter(trained(load_hf(tmp_path / "base"), (EXPERTS,)), tmp_path)
