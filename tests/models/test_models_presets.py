@@ -121,18 +121,23 @@ def test_parameter_counts_are_those_of_the_model(config: ModelConfig) -> None:
     assert count_active_parameters(config) == count_parameters(config) - of_experts * 4 // 6, "2 of 6 are active"
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("config", VARIANTS)
-def test_flops_are_those_that_pytorch_counts(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_are_those_that_pytorch_counts(
+    config: ModelConfig, is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights have no gradient, what goes through them has."""
     # PyTorch counts matrix products: the reference's are plain ones, as are attention's without a fused kernel.
     monkeypatch.setattr(experts, "moe", reference.moe)
-    model = DecoderLM(config)
+    model = DecoderLM(config).requires_grad_(not is_frozen)
+    model.embed.register_forward_hook(lambda module, given, out: out.detach().requires_grad_() if is_frozen else out)
     tokens = torch.randint(0, 50, (2, 64))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(tokens, tokens)
         out.loss.backward()
     # It multiplies each query with all 64 keys, where a causal kernel needs 32.5 on average.
     masked = 6 * (64 - 32.5) * 2 * config.num_layers * config.num_heads * config.head_dim
-    assert flops_per_token(config) == counter.get_total_flops() / tokens.numel() - masked
+    assert flops_per_token(config, is_frozen=is_frozen) == counter.get_total_flops() / tokens.numel() - masked
 
 
 def test_flops_grow_with_the_context_and_the_active_experts_only() -> None:

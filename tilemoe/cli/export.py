@@ -1,4 +1,4 @@
-"""``tilemoe export``: a folder that ``transformers`` loads."""
+"""``tilemoe export``: a folder that ``transformers`` loads, or of adapters alone ``peft``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tilemoe.cli.parsing import parse
+
+if TYPE_CHECKING:
+    from tilemoe.train.checkpoints.restore import Restored
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,7 @@ class ExportOptions:
 
     checkpoint: Path  # a run's folder (its newest checkpoint) or a step_* folder
     out: Path  # the folder to write; it must not exist yet, or be empty
+    adapter: bool = False  # write the adapters alone, in PEFT's format; else they are merged into the weights
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -23,7 +28,7 @@ def run(arguments: Sequence[str]) -> None:
         ExportOptions,
         arguments,
         prog="tilemoe export",
-        description="Write safetensors and config.json for transformers' AutoModelForCausalLM.",
+        description="Write safetensors and config.json for transformers' AutoModelForCausalLM, or adapters for PEFT.",
     )
     out = options.out.expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -31,19 +36,42 @@ def run(arguments: Sequence[str]) -> None:
 
     from safetensors import SafetensorError
 
-    from tilemoe.data.files import staged_folder, write_atomic
-    from tilemoe.models.folder import TOKENIZER_FILE
-    from tilemoe.models.huggingface import save_hf
+    from tilemoe.data.files import staged_folder
     from tilemoe.train.checkpoints.restore import restore
 
     restored = restore(options.checkpoint.expanduser(), "cpu")
-    tokenizer = restored.tokenizer
     try:
-        with staged_folder(out) as staging:  # model and tokenizer appear together or not at all
-            save_hf(restored.model, staging, eos_token_id=tokenizer.separator_id)
-            tokenizer.save(staging / TOKENIZER_FILE)
-            settings = tokenizer.hf_config(restored.model.config.max_seq_len)
-            write_atomic(staging / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
+        with staged_folder(out) as staging:  # all appears together or not at all
+            _write_weights(restored, staging, is_adapter=options.adapter)
+            _write_tokenizer(restored, staging)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--out {out}: cannot be written ({error}); make room or choose another") from error
     print(f"exported {restored.checkpoint.path} to {out}")
+
+
+def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> None:
+    from tilemoe.integrations.peft import save_adapter
+    from tilemoe.layers.lora import merge_lora
+    from tilemoe.models.folder import is_hf
+    from tilemoe.models.huggingface import save_hf
+
+    lora = restored.checkpoint.state.recipe.lora
+    if not is_adapter:
+        merge_lora(restored.model)
+        save_hf(restored.model, folder, eos_token_id=restored.tokenizer.separator_id)
+        return
+    if lora is None:
+        raise ValueError(f"--adapter: {restored.checkpoint.path} has no adapters; leave it out to export the weights")
+    base = lora.base
+    if base is not None and Path(base).is_dir() and not is_hf(Path(base)):
+        base = None  # a checkpoint of ours, which transformers cannot load
+    save_adapter(restored.model, folder, base=base)
+
+
+def _write_tokenizer(restored: Restored, folder: Path) -> None:
+    from tilemoe.data.files import write_atomic
+    from tilemoe.models.folder import TOKENIZER_FILE
+
+    restored.tokenizer.save(folder / TOKENIZER_FILE)
+    settings = restored.tokenizer.hf_config(restored.model.config.max_seq_len)
+    write_atomic(folder / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())

@@ -14,6 +14,7 @@ from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.models.folder import find_folder
 from tilemoe.train.config import (
     DataConfig,
+    LoRAConfig,
     OptimConfig,
     Recipe,
     TrainConfig,
@@ -38,6 +39,7 @@ class Overrides:
     optim: OptimConfig
     train: TrainConfig
     parallel: ParallelConfig
+    lora: LoRAConfig | None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,7 +119,7 @@ def _choose(
         from tilemoe.train.checkpoints.initial import adopt
 
         base = adopt(base, init_from)
-    recipe = _override(base, overrides)
+    recipe = _with_base(_override(base, overrides), init_from)
     run_dir = Path(recipe.train.out_dir).expanduser()
 
     from tilemoe.train.checkpoints.folder import find_latest
@@ -148,17 +150,18 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         f"({', '.join(list_recipes())}, or a .json file; shown: {recipe.name}). --resume goes on from the newest "
         "checkpoint in train.out_dir if there is one (--resume auto is the same), --resume PATH from a run's folder or "
         "a step_* folder. --init-from FOLDER starts a run with the weights, the architecture and the tokenizer of "
-        "a model of transformers or of a checkpoint. Where a recipe does not round tokens, any --model.moe.rounding "
-        "option does. "
+        "a model of transformers or of a checkpoint; any --lora option then trains adapters on these weights, which "
+        "stay as they are. Where a recipe does not round tokens, any --model.moe.rounding option does. "
         "For several processes: torchrun --nproc-per-node N -m tilemoe train ..."
     )
     model = _with_rounding(recipe.model, overrides)
+    lora = recipe.lora or (LoRAConfig() if _is_asked_for("--lora.", overrides) else None)
     settings = parse(
         Overrides,
         overrides,
         prog="tilemoe train",
         description=description,
-        default=Overrides(model, recipe.data, recipe.optim, recipe.train, recipe.parallel),
+        default=Overrides(model, recipe.data, recipe.optim, recipe.train, recipe.parallel, lora),
     )
     return replace(recipe, **{field.name: getattr(settings, field.name) for field in fields(settings)})
 
@@ -166,7 +169,18 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def _with_rounding(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
     """The model with rounding, if there are options or help for it: tyro has none for what is not there."""
     moe = model.moe
-    is_asked_for = any(word.startswith("--model.moe.rounding.") or word in ("-h", "--help") for word in overrides)
-    if moe is None or moe.rounding is not None or not is_asked_for:
+    if moe is None or moe.rounding is not None or not _is_asked_for("--model.moe.rounding.", overrides):
         return model
     return replace(model, moe=replace(moe, rounding=TokenRounding()))
+
+
+def _is_asked_for(table: str, words: Sequence[str]) -> bool:
+    """Whether options of an optional table, or help for them, are on the command line."""
+    return any(word.startswith(table) or word in ("-h", "--help") for word in words)
+
+
+def _with_base(recipe: Recipe, init_from: Path | None) -> Recipe:
+    """The recipe whose adapters, if it has them, name the folder that they are for."""
+    if recipe.lora is None or recipe.lora.base is not None or init_from is None:
+        return recipe
+    return replace(recipe, lora=replace(recipe.lora, base=str(init_from)))

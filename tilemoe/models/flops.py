@@ -8,14 +8,16 @@ from __future__ import annotations
 from tilemoe.config import ModelConfig, MoEConfig
 
 _FLOP_PER_WEIGHT = 6  # multiply and add: once forward, twice backward
+_FLOP_PER_FROZEN_WEIGHT = 4  # once backward: it has no gradient of its own
 
 
-def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> float:
+def flops_per_token(config: ModelConfig, seq_len: int | None = None, *, is_frozen: bool = False) -> float:
     """Floating-point operations of training on one token, forward and backward, in sequences of ``seq_len``.
 
     6 per weight of the matrices the token meets (the embedding is a look-up, the head is not), and causal attention
     with on average (S + 1) / 2 keys per query. Without ``seq_len`` S is config.max_seq_len. Norms, activations and
-    the routing itself are left out, as is usual; so is work that is done twice to save memory.
+    the routing itself are left out, as is usual; so is work that is done twice to save memory. ``is_frozen``: 4 per
+    weight, as under adapters, whose own are left out.
     """
     length = config.max_seq_len if seq_len is None else seq_len
     if length < 1:
@@ -23,7 +25,8 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> float:
     keys = (length + 1) / 2
     attention = config.num_layers * 2 * keys * config.num_heads * config.head_dim  # scores, and their sum of values
     head = config.vocab_size * config.hidden_size
-    return _FLOP_PER_WEIGHT * (_matrices(config, active=True) + head + attention)
+    per_weight = _FLOP_PER_FROZEN_WEIGHT if is_frozen else _FLOP_PER_WEIGHT
+    return per_weight * (_matrices(config, active=True) + head) + _FLOP_PER_WEIGHT * attention
 
 
 def count_parameters(config: ModelConfig) -> int:

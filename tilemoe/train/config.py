@@ -112,6 +112,25 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) that a run trains instead of the weights it began with."""
+
+    rank: int = 8  # of each adapter, of every expert's by itself
+    alpha: float = 16.0  # an adapter's product is multiplied by alpha / rank
+    modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what has adapters
+    train_router: bool = False  # train the routers' own weights, too
+    train_norms: bool = False  # and the norms'
+    base: str | None = None  # what an exported adapter names as its base; --init-from's folder where it is not set
+
+    def __post_init__(self) -> None:
+        require_fields("lora.", self, at_least={"rank": 1}, positive=("alpha",))
+        if not self.modules or not set(self.modules) <= {"experts", "attention"}:
+            raise ValueError(f"lora.modules must be experts, attention or both, got {self.modules!r}")
+        if self.base is not None:
+            require_text("lora.base", self.base)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """How long, how precisely, on what, and what is written where."""
 
@@ -160,6 +179,7 @@ class Recipe:
     optim: OptimConfig
     train: TrainConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoRAConfig | None = None  # None: all weights are trained
 
     def __post_init__(self) -> None:
         require_text("name", self.name)
@@ -167,6 +187,27 @@ class Recipe:
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"
+            )
+        if self.lora is not None:
+            self._check_lora(self.lora)
+
+    def _check_lora(self, lora: LoRAConfig) -> None:
+        if self.optim.name != "adamw":
+            raise ValueError(f"optim.name {self.optim.name!r} does not train adapters; use --optim.name adamw")
+        if "experts" not in lora.modules:
+            return
+        moe = self.model.moe
+        if moe is None:
+            raise ValueError("lora.modules has experts, of which a dense model has none; use --lora.modules attention")
+        if moe.precision != "bf16":
+            raise ValueError(
+                f"model.moe.precision {moe.precision!r} is not for experts with adapters; use --model.moe.precision "
+                "bf16, or --lora.modules attention"
+            )
+        if self.train.recompute is not None:
+            raise ValueError(
+                f"train.recompute {self.train.recompute!r} is not for experts with adapters; leave it out, use "
+                "--parallel.checkpointing block, or --lora.modules attention"
             )
 
     def parallel_for(self, world_size: int) -> ParallelConfig:

@@ -91,6 +91,7 @@ class Trainer:
         moe = recipe.model.moe
         self._tile = GPU_TILE if moe is None or moe.rounding is None else moe.rounding.tile
         self._peak = peak_flops(device, recipe.train.precision)
+        self._frozen_router = recipe.lora is not None and not recipe.lora.train_router
         self._gathered_in_bf16 = is_shared(model) and recipe.parallel.param_dtype == "bfloat16"
 
     @property
@@ -164,7 +165,7 @@ class Trainer:
         self._require_finite(values)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if counts.numel() and train.selection_bias_rate > 0:
+        if counts.numel() and train.selection_bias_rate > 0 and not self._frozen_router:
             self.model.update_selection_bias(counts, train.selection_bias_rate)
         self.step += 1
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
@@ -314,7 +315,9 @@ class Trainer:
 
     def _speed(self, step_seconds: float) -> Speed:
         tokens_per_second = self.recipe.tokens_per_step * self.job.world_size / step_seconds
-        flops = flops_per_token(self.recipe.model, self.recipe.data.seq_len) * tokens_per_second / self.job.world_size
+        recipe = self.recipe
+        per_token = flops_per_token(recipe.model, recipe.data.seq_len, is_frozen=recipe.lora is not None)
+        flops = per_token * tokens_per_second / self.job.world_size
         return Speed(tokens_per_second, self.job.world_size, flops / self._peak if self._peak else None)
 
 

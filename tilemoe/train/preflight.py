@@ -8,11 +8,12 @@ from pathlib import Path
 
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.models.flops import count_parameters
+from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import Job
 from tilemoe.train.sample import prompt_ids
 
-_CHECKPOINT_BYTES = 12  # of a parameter: itself and AdamW's two moments, fp32; Muon has one
+_WEIGHT_BYTES, _STATE_BYTES = 4, 8  # of a parameter in a checkpoint: fp32, and AdamW's two moments; Muon has one
 
 
 def require_ready(recipe: Recipe, job: Job, *, is_new: bool) -> None:
@@ -41,12 +42,20 @@ def _require_folder(recipe: Recipe) -> None:
             f"train.out_dir {folder}: {there} cannot be written; correct its permissions, or choose another "
             "--train.out-dir"
         )
-    needed, free = _CHECKPOINT_BYTES * count_parameters(recipe.model), shutil.disk_usage(there).free
+    needed, free = _checkpoint_bytes(recipe), shutil.disk_usage(there).free
     if needed > free:
         raise ValueError(
             f"train.out_dir {folder}: a checkpoint takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make "
             "room, or choose another --train.out-dir"
         )
+
+
+def _checkpoint_bytes(recipe: Recipe) -> int:
+    if recipe.lora is None:
+        return (_WEIGHT_BYTES + _STATE_BYTES) * count_parameters(recipe.model)
+    parameters = list(make_decoder(recipe, device="meta").parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return _WEIGHT_BYTES * sum(parameter.numel() for parameter in parameters) + _STATE_BYTES * trained
 
 
 def _require_tokenizer(recipe: Recipe) -> None:

@@ -71,14 +71,18 @@ def require_fresh(run_dir: Path) -> None:
 def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     """Raise unless ``recipe`` can go on from ``checkpoint``; returns the harmless differences, one line each.
 
-    The model, the data, the order of the data and the optimiser must be the same. The length, the learning rate, the
-    precision and what is logged may change.
+    The model, its adapters, the data, their order and the optimiser must be the same. The length, the learning rate,
+    the precision and what is logged may change.
     """
     checkpoint.require_model(recipe.model)
     ours, saved = to_dict(recipe), to_dict(checkpoint.state.recipe)
+    for settings in (ours["lora"], saved["lora"]):
+        if settings is not None:
+            del settings["base"]  # a place, too
     for settings in (ours["data"], saved["data"]):
         del settings["cache_dir"], settings["corpus"]  # places: the fingerprint tells whether the content is the same
-    fixed = [*differences(ours["data"], saved["data"], "data.")]
+    fixed = [*differences({"lora": ours["lora"]}, {"lora": saved["lora"]}, "")]
+    fixed += differences(ours["data"], saved["data"], "data.")
     free: list[str] = []
     for table in ("optim", "train"):
         for line in differences(ours[table], saved[table], f"{table}."):
@@ -112,6 +116,8 @@ def train(
         ValueError: settings, data, checkpoint and job do not fit together, found before the model is built; or, later,
             training cannot go on. One line that names what and the fix.
     """
+    if recipe.lora is not None and checkpoint is None and init_from is None:
+        raise ValueError("lora: adapters need weights to adapt; add --init-from FOLDER, or leave --lora.* out")
     reporter = make_reporter(recipe.train.log_every, job)
     run_dir = Path(recipe.train.out_dir).expanduser()
     recipe.parallel_for(job.world_size)
@@ -144,9 +150,13 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | Stopped:
     """Train in the run's folder to the end, or until a signal stops and saves the run."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = sum(p.numel() for p in trainer.model.parameters())
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     job = trainer.job
     where = trainer.device.type if job.is_alone else f"{job.world_size} x {trainer.device.type}"
-    reporter.say(f"{recipe.name}: {parameters:,} parameters on {where}, {recipe.train.steps} steps, {run_dir}")
+    of_which = "" if recipe.lora is None else f", {trained:,} of them trained,"
+    reporter.say(
+        f"{recipe.name}: {parameters:,} parameters{of_which} on {where}, {recipe.train.steps} steps, {run_dir}"
+    )
     metrics = MetricsWriter(run_dir, _trackers(trainer, reporter)) if job.is_first else None
     try:
         with stop_request() as stop_requested:
@@ -293,7 +303,7 @@ def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[s
         "training_tokens": trainer.tokens,
         "seconds": trainer.seconds,
         "parameters": parameters,
-        "flops_per_token": flops_per_token(recipe.model, recipe.data.seq_len),
+        "flops_per_token": flops_per_token(recipe.model, recipe.data.seq_len, is_frozen=recipe.lora is not None),
         "recipe": to_dict(recipe),
         "versions": {"tilemoe": tilemoe.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",

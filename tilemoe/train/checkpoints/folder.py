@@ -4,7 +4,7 @@ A run's folder holds one folder per checkpoint::
 
     step_00001234/
         model.safetensors      weights and buffers
-        optimizer.safetensors  AdamW's moments, by parameter name
+        optimizer.safetensors  AdamW's moments, by parameter name; with adapters, theirs alone
         state.json             recipe, step, tokens, random-number states (hex), versions
         tokenizer.json         unless the tokenizer is the plain bytes; tokenizer_config.json with its chat template
         manifest.json          size and SHA-256 of each file above, and of itself
@@ -32,6 +32,7 @@ from tilemoe.config import ModelConfig, to_dict
 from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
+from tilemoe.layers.lora import adapter_names
 from tilemoe.train.checkpoints.leftovers import (
     MARK_FILE,
     delete_folder,
@@ -216,11 +217,15 @@ class Checkpoint:
             )
 
     def load_model(self, model: nn.Module) -> None:
-        """Copy the weights and buffers into ``model``, on any device; processes that share it all call this."""
+        """Copy the weights and buffers into ``model``, on any device; processes that share it all call this.
+
+        Adapters of ``model`` stay as they are where the checkpoint's has none.
+        """
+        absent = adapter_names(model) if self.state.recipe.lora is None else set()
         if self.is_sharded:
-            read_model(self.path, model)
-        elif is_shared(model):
-            read_whole_model(self.path / MODEL_FILE, model)
+            read_model(self.path, model, absent)
+        elif is_shared(model) or absent:
+            read_whole_model(self.path / MODEL_FILE, model, absent)
         else:
             load_model(model, str(self.path / MODEL_FILE))
 

@@ -25,6 +25,11 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
         model, spec = read_config(folder), hf_tokenizer(folder)
     else:
         checkpoint = resolve_checkpoint(folder, verify=False)  # `load_initial` verifies
+        if checkpoint.state.recipe.lora is not None:
+            raise ValueError(
+                f"--init-from {folder} holds adapters, with which no other run begins; merge them by tilemoe export "
+                f"--checkpoint {folder} --out FOLDER, and give that folder"
+            )
         model, spec = checkpoint.state.recipe.model, checkpoint.tokenizer_spec
     data = replace(recipe.data, tokenizer=spec, seq_len=min(recipe.data.seq_len, model.max_seq_len))
     return replace(recipe, model=model, data=data)
@@ -35,7 +40,7 @@ def load_initial(model: DecoderLM, folder: Path) -> None:
     """Copy the weights into ``model``, which processes may share: then all call it, and each reads its part.
 
     Of transformers' folder one parameter at a time is whole in memory. The selection biases of routers, which are not
-    in it, stay as they are.
+    in it, and adapters stay as they are.
     """
     if not is_hf(folder):
         resolve_checkpoint(folder).load_model(model)

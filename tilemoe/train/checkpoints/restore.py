@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
+from tilemoe.layers.lora import add_lora
+from tilemoe.layers.norm import RMSNorm
+from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
 from tilemoe.models.huggingface import load_hf
@@ -39,9 +42,26 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
     return torch.device("cuda", job.local_rank)
 
 
+def make_decoder(
+    recipe: Recipe, *, device: torch.device | str | None = None, recompute: str | None = None
+) -> DecoderLM:
+    """The recipe's model, with its adapters if it has them, and of its parameters those wanting gradients that train.
+
+    Weights are any. ``recompute``: as of `DecoderLM`.
+    """
+    model, lora = DecoderLM(recipe.model, device=device, recompute=recompute), recipe.lora
+    if lora is None:
+        return model
+    add_lora(model, lora.rank, lora.alpha, modules=lora.modules)
+    for module in model.modules():
+        if (lora.train_router and isinstance(module, Router)) or (lora.train_norms and isinstance(module, RMSNorm)):
+            module.requires_grad_(True)
+    return model
+
+
 def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
     """The recipe's model with its initial weights: drawn on the CPU, so the same on every device."""
-    model = DecoderLM(recipe.model, recompute=recipe.train.recompute)
+    model = make_decoder(recipe, recompute=recipe.train.recompute)
     model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
     model.to(device)
     model.set_checkpointing(recipe.parallel.checkpointing)
@@ -61,7 +81,7 @@ def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> Decode
 
     A block at a time is whole, in the memory of the host. All processes call it.
     """
-    model = DecoderLM(recipe.model, device="meta", recompute=recipe.train.recompute)
+    model = make_decoder(recipe, device="meta", recompute=recipe.train.recompute)
     meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
     generator = torch.Generator().manual_seed(recipe.train.seed)
     parallelize(model, meshes, device="cpu", generator=generator, compile_backend=compile_backend(recipe))
@@ -106,7 +126,7 @@ def restore(path: Path, device_name: str) -> Restored:
     """
     checkpoint = resolve_checkpoint(path)
     device = select_device(device_name)
-    model = DecoderLM(checkpoint.state.recipe.model)
+    model = make_decoder(checkpoint.state.recipe)
     checkpoint.load_model(model)
     model.to(device).eval()
     return Restored(checkpoint, model, load_tokenizer(checkpoint.tokenizer_spec), device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,12 @@ def begin_write_training(
     return started if isinstance(started, Future) else started.upload_completion
 
 
-def read_model(folder: Path, model: nn.Module) -> None:
-    """Weights and buffers, whatever the mesh; in a job all processes call it.
+def read_model(folder: Path, model: nn.Module, absent: Container[str] = ()) -> None:
+    """Weights and buffers but those ``absent`` there, whatever the mesh; in a job all processes call it.
 
     ValueError: a tensor is missing or of another shape, or the metadata is refused.
     """
-    _read(MetadataReader(folder), _model_tensors(model))
+    _read(MetadataReader(folder), _model_tensors(model, absent))
 
 
 def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -113,8 +113,8 @@ def _random_size(name: str, size: Sequence[int]) -> tuple[int, ...]:
     return tuple(size)
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
+def _model_tensors(model: nn.Module, absent: Container[str] = ()) -> dict[str, Tensor]:
+    return {_MODEL + name: tensor for name, tensor in model.state_dict().items() if name not in absent}
 
 
 def _read(reader: MetadataReader, tensors: Mapping[str, Tensor]) -> None:
@@ -132,9 +132,9 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def read_whole_model(file: Path, model: nn.Module) -> None:
-    """Weights and buffers of a shared ``model``, from what one process wrote."""
-    _fill(model.state_dict(), file)
+def read_whole_model(file: Path, model: nn.Module, absent: Container[str] = ()) -> None:
+    """Weights and buffers of a ``model``, shared or not, but those ``absent`` there, from what one process wrote."""
+    _fill({name: tensor for name, tensor in model.state_dict().items() if name not in absent}, file)
 
 
 def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,239 @@
+"""Adapters on a frozen base: PEFT's own losses, resuming, what stays as it was, the commands, mistakes."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import raises_one_line
+from peft import PeftModel
+from test_train_initial import MODELS, losses_of, write_model
+from transformers import AutoModelForCausalLM
+
+from tilemoe.cli.main import main
+from tilemoe.integrations.peft import save_adapter
+from tilemoe.layers.lora import adapter_names
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.testing import assert_equal, relative_error
+from tilemoe.train import preflight
+from tilemoe.train.checkpoints.folder import CheckpointError, find_latest
+from tilemoe.train.checkpoints.initial import adopt, load_initial
+from tilemoe.train.checkpoints.restore import build_model, restore
+from tilemoe.train.config import LoRAConfig, Recipe
+from tilemoe.train.datasets import prepare_data
+from tilemoe.train.loop import Trainer
+from tilemoe.train.run import RunResult, train
+
+CPU = torch.device("cpu")
+LORA = LoRAConfig(rank=3, alpha=6.0)
+
+
+def adapted(recipe: Recipe, folder: Path, lora: LoRAConfig = LORA, **train_settings: Any) -> Recipe:
+    """``recipe`` for adapters on the model of ``folder``, without a loss that balances experts."""
+    recipe = replace(adopt(recipe, folder), lora=lora)
+    moe = recipe.model.moe
+    assert moe is not None
+    moe = replace(moe, router=replace(moe.router, aux_loss_coef=0.0))
+    settings = replace(recipe.train, **train_settings)
+    return replace(recipe, model=replace(recipe.model, moe=moe), train=settings)
+
+
+def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """At the end of its run."""
+    return dict(restore(Path(recipe.train.out_dir), "cpu").model.state_dict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_is_a_plain_loop_on_peft_and_transformers(name: str, moe_recipe: Recipe, tmp_path: Path) -> None:
+    """With AdamW and clipping of PyTorch; what is exported afterwards, merged or not, computes what the run does."""
+    theirs = write_model(name, tmp_path / "base")
+    theirs.set_experts_implementation("eager")  # grouped GEMMs on a CPU round more
+    steps = 20
+    recipe = adapted(moe_recipe, tmp_path / "base", steps=steps, eval_every=0, save_every=0)
+    recipe = replace(recipe, optim=replace(recipe.optim, eps=1e-6, schedule="constant", warmup_steps=0))
+    initial = build_model(recipe, CPU)
+    load_initial(initial, tmp_path / "base")
+    (tmp_path / "initial").mkdir()
+    save_adapter(initial, tmp_path / "initial")
+    peft = PeftModel.from_pretrained(theirs, tmp_path / "initial", is_trainable=True)
+    adapters = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=0.01, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    sampler = Trainer(recipe, initial, prepare_data(recipe.data, recipe.data.tokenizer), CPU).sampler
+    expected = []
+    for step in range(steps):
+        inputs, targets = map(torch.from_numpy, sampler.batch(step))
+        loss = F.cross_entropy(peft(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(adapters, recipe.optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    train(recipe, init_from=tmp_path / "base")
+    found = losses_of(Path(recipe.train.out_dir))
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert found[-1] < 0.9 * found[0]
+
+    for words in (("merged",), ("adapter", "--adapter")):
+        out = str(tmp_path / words[0])
+        assert main(["export", "--checkpoint", recipe.train.out_dir, "--out", out, *words[1:]]) == 0
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        ours = restore(Path(recipe.train.out_dir), "cpu").model(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert relative_error(base(ids).logits, ours) > 0.05
+        assert relative_error(merged(ids).logits, ours) < 1e-5
+        assert relative_error(PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits, ours) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("lora", "also"),
+    [
+        (LORA, ()),
+        (replace(LORA, modules=("experts",)), ()),
+        (replace(LORA, modules=("attention",)), ()),
+        (replace(LORA, train_router=True, train_norms=True), ("router.", "norm.")),
+    ],
+)
+def test_nothing_else_changes_and_the_optimiser_holds_nothing_else(
+    lora: LoRAConfig, also: tuple[str, ...], moe_recipe: Recipe, tmp_path: Path
+) -> None:
+    """The base is a checkpoint of ours, whose routers have a selection bias, which stays as well."""
+    base = replace(moe_recipe, train=replace(moe_recipe.train, out_dir=str(tmp_path / "base"), sample_tokens=0))
+    train(base)
+    recipe = adapted(moe_recipe, tmp_path / "base", lora)
+    train(recipe, init_from=tmp_path / "base")
+    before, after = weights_of(base), weights_of(recipe)
+    trained = adapter_names(build_model(recipe, CPU))
+    assert len(trained) == 8 * ("experts" in lora.modules) + 16 * ("attention" in lora.modules)
+    trained |= {name for name in before if name.endswith(".weight") and any(part in name for part in also)}
+    assert after.keys() == before.keys() | trained
+    if lora.train_router:
+        trained |= {name for name in before if name.endswith("selection_bias")}
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == trained & before.keys()
+    checkpoint = find_latest(Path(recipe.train.out_dir))
+    assert checkpoint is not None
+    model = build_model(recipe, CPU)
+    trainer = Trainer(recipe, model, prepare_data(recipe.data, recipe.data.tokenizer), CPU)
+    checkpoint.load_training(model, trainer.optimizer)
+    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for name, p in model.named_parameters() if name in trained}
+    assert len(trainer.optimizer.state) == len(held)
+    assert all(model.get_parameter(name).any() for name in adapter_names(model))
+
+
+@pytest.mark.parametrize("save_after", [1, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(moe_recipe: Recipe, tmp_path: Path, save_after: int) -> None:
+    """Bit for bit, without the folder that it began from."""
+    write_model("qwen3_moe", tmp_path / "base")
+    recipe = adapted(moe_recipe, tmp_path / "base", accumulation=2)
+    whole = replace(recipe, train=replace(recipe.train, out_dir=str(tmp_path / "whole")))
+    assert isinstance(train(whole, init_from=tmp_path / "base"), RunResult)
+    first = replace(recipe, train=replace(recipe.train, steps=save_after, save_every=0))
+    train(first, init_from=tmp_path / "base")
+    shutil.rmtree(tmp_path / "base")
+    train(recipe, find_latest(Path(recipe.train.out_dir)))
+    assert losses_of(Path(recipe.train.out_dir)) == losses_of(tmp_path / "whole")
+    ends = [sorted(Path(r.train.out_dir).glob("step_*"))[-1] for r in (recipe, whole)]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes(), file
+
+
+def test_the_commands_train_resume_evaluate_and_generate(
+    moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model("olmoe", tmp_path / "base")
+    data, out = moe_recipe.data, tmp_path / "run"
+    options = {"train.steps": 4, "train.out-dir": out, "data.corpus": data.corpus, "data.cache-dir": data.cache_dir,
+               "data.seq-len": 16, "data.batch-size": 2, "data.heldout-every": 4, "lora.rank": 2}  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = ["train", "--recipe", "smoke", "--init-from", str(tmp_path / "base"), *words, "--train.no-plot"]
+    assert main(command) == 0, capsys.readouterr().err
+    trained = capsys.readouterr().out
+    assert "of them trained, on cpu" in trained
+    checkpoint = find_latest(out)
+    assert checkpoint is not None
+    lora = checkpoint.state.recipe.lora
+    assert lora == LoRAConfig(rank=2, base=str(tmp_path / "base"))
+    assert main(["eval", "--checkpoint", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == trained.splitlines()[-1]
+    assert main(["export", "--checkpoint", str(out), "--out", str(tmp_path / "merged")]) == 0
+    texts = []
+    for folder in (out, tmp_path / "merged"):
+        capsys.readouterr()
+        assert main(["generate", "--checkpoint", str(folder), "--prompt", "ab", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert main(["train", "--resume", str(out), "--train.steps", "6"]) == 0, capsys.readouterr().err
+    assert main(["export", "--checkpoint", str(out), "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())
+    assert (written["r"], written["lora_alpha"]) == (2, 16)
+    assert written["base_model_name_or_path"] == str(tmp_path / "base")
+    assert (tmp_path / "adapter" / "tokenizer_config.json").exists()
+    capsys.readouterr()
+    for wrong, message in (
+        (["train", *command[1:3], *words, "--train.out-dir", str(tmp_path / "x")], "lora: adapters need weights to"),
+        ([*command[:-1], "--lora.rank", "0"], "lora.rank must be an integer >= 1, got 0"),
+        (["train", "--resume", str(out), "--lora.rank", "4"], "lora.rank is 4 here and 2 in the checkpoint"),
+        ([*command[:4], str(out), "--train.out-dir", str(tmp_path / "x")], "holds adapters, with which no other run"),
+    ):
+        assert main(wrong) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_runs_with_adapters_and_without_do_not_mix(moe_recipe: Recipe, tmp_path: Path) -> None:
+    train(moe_recipe)
+    checkpoint = find_latest(Path(moe_recipe.train.out_dir))
+    with raises_one_line("lora is a table of settings here and None in the checkpoint; keep", CheckpointError):
+        train(replace(moe_recipe, lora=LORA), checkpoint)
+    out = str(tmp_path / "adapter")
+    assert main(["export", "--checkpoint", moe_recipe.train.out_dir, "--out", out, "--adapter"]) == 2
+    assert not Path(out).exists()
+
+
+def test_a_checkpoint_needs_room_for_the_base_and_for_the_adapters_moments(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(moe_recipe, lora=LORA)
+    model = build_model(recipe, CPU)
+    base = sum(p.numel() for p in DecoderLM(recipe.model, device="meta").parameters())
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert preflight._checkpoint_bytes(recipe) == 4 * base + 12 * adapters
+    assert preflight._checkpoint_bytes(moe_recipe) == 12 * base
+
+
+def test_a_checkpoint_as_the_base_leaves_the_adapters_as_drawn(moe_recipe: Recipe, tmp_path: Path) -> None:
+    train(moe_recipe)
+    recipe = replace(moe_recipe, lora=LORA)
+    model, untouched = (build_model(recipe, CPU) for _ in range(2))
+    load_initial(model, Path(moe_recipe.train.out_dir))
+    names = adapter_names(model)
+    expected = weights_of(moe_recipe) | {n: t for n, t in untouched.state_dict().items() if n in names}
+    assert_equal(dict(model.state_dict()), expected)
+
+
+def test_settings_that_do_not_go_with_adapters(moe_recipe: Recipe, dense_recipe: Recipe) -> None:
+    with raises_one_line(r"lora\.alpha must be a finite number > 0, got 0"):
+        LoRAConfig(alpha=0)
+    for modules in ((), ("mlp",)):
+        with raises_one_line(r"lora\.modules must be experts, attention or both, got \("):
+            LoRAConfig(modules=modules)
+    with raises_one_line("optim.name 'muon' does not train adapters; use --optim.name adamw"):
+        replace(moe_recipe, lora=LORA, optim=replace(moe_recipe.optim, name="muon"))
+    with raises_one_line("lora.modules has experts, of which a dense model has none; use --lora.modules attention"):
+        replace(dense_recipe, lora=LORA)
+    replace(dense_recipe, lora=replace(LORA, modules=("attention",)))
+    with raises_one_line("train.recompute 'up_proj' is not for experts with adapters"):
+        replace(moe_recipe, lora=LORA, train=replace(moe_recipe.train, recompute="up_proj"))
+    moe = moe_recipe.model.moe
+    assert moe is not None
+    with raises_one_line(r"model\.moe\.precision 'fp8' is not for experts with adapters"):
+        replace(moe_recipe, lora=LORA, model=replace(moe_recipe.model, moe=replace(moe, precision="fp8")))
