@@ -72,13 +72,28 @@ def assert_same_end(folder: Path, expected: Path) -> None:
 
 
 def test_sigkill_at_random_moments(recipe_file: Path, cli: Cli, finished: Path, tmp_path: Path) -> None:
+    arguments = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run", "--resume")
+    assert_killed_ends_as(cli, arguments, tmp_path / "run", finished, MOMENTS)
+
+
+def test_sigkill_while_adapters_are_trained(recipe_file: Path, cli: Cli, finished: Path, tmp_path: Path) -> None:
+    """On the base that another run has made."""
+    arguments = ("train", "--recipe", recipe_file, "--init-from", finished, "--lora.rank", "2", "--resume")
+    assert main([str(word) for word in (*arguments, "--train.out-dir", tmp_path / "whole")]) == 0
+    moments = [MOMENTS[1], MOMENTS[3], MOMENTS[4]]
+    arguments = (*arguments, "--train.out-dir", tmp_path / "run")
+    assert_killed_ends_as(cli, arguments, tmp_path / "run", tmp_path / "whole", moments)
+
+
+def assert_killed_ends_as(
+    cli: Cli, arguments: tuple[object, ...], folder: Path, expected: Path, moments: list[tuple[str, str, int]]
+) -> None:
+    """Killed at each of the moments, in any order, and started again as often, the run ends as that of ``expected``."""
     dice = random.Random()
     seed = dice.randrange(10**6)
     dice.seed(seed)
-    folder = tmp_path / "run"
-    arguments = ("train", "--recipe", recipe_file, "--train.out-dir", folder, "--resume")
-    steps = sorted(dice.sample(range(1, STEPS - 5), len(MOMENTS)))
-    for step, moment in zip(steps, dice.sample(MOMENTS, len(MOMENTS)), strict=True):
+    steps = sorted(dice.sample(range(1, STEPS - 5), len(moments)))
+    for step, moment in zip(steps, dice.sample(moments, len(moments)), strict=True):
         done = cli(*arguments, first=interruption(moment, step, signal.SIGKILL, dice))
         assert done.returncode == -signal.SIGKILL, (seed, step, moment, done.stdout, done.stderr)
         for checkpoint in list_checkpoints(folder):  # whatever there is, is whole
@@ -86,7 +101,7 @@ def test_sigkill_at_random_moments(recipe_file: Path, cli: Cli, finished: Path, 
     done = cli(*arguments)
     assert done.returncode == 0, (seed, done.stderr)
     assert re.search(r"^held-out loss \d+\.\d\d nats/byte$", done.stdout, re.MULTILINE), seed
-    assert_same_end(folder, finished)
+    assert_same_end(folder, expected)
     assert not [path for path in folder.iterdir() if path.name.startswith(".")], seed
 
 

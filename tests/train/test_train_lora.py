@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,6 +188,22 @@ def test_the_commands_train_resume_evaluate_and_generate(
         assert message in error
         assert error.count("\n") == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_adapters_on_a_model_of_the_hub_name_it(
+    moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model("mixtral", tmp_path / "base")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path / "base"))
+    data, out = moe_recipe.data, str(tmp_path / "run")
+    options = {"data.corpus": data.corpus, "data.cache-dir": data.cache_dir, "data.seq-len": 16, "train.steps": 1,
+               "train.out-dir": out, "train.sample-tokens": 0, "lora.modules": "attention"}  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert main(["train", "--recipe", "smoke", "--init-from", "org/name", *words, "--train.no-plot"]) == 0
+    assert main(["export", "--checkpoint", out, "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())
+    assert written["base_model_name_or_path"] == "org/name"
+    assert not written["target_parameters"]
 
 
 def test_runs_with_adapters_and_without_do_not_mix(moe_recipe: Recipe, tmp_path: Path) -> None:

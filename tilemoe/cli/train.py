@@ -65,6 +65,8 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     resume = _LATEST if known.resume == _AUTO else known.resume
     init_from = None if known.init_from is None else _initial(known.init_from, resume)
     recipe, checkpoint = _choose(known.recipe, resume, overrides, job, init_from)
+    if init_from is not None:
+        recipe = _with_base(recipe, known.init_from, init_from)
 
     from tilemoe.train.checkpoints.folder import open_checkpoint
     from tilemoe.train.run import Stopped, require_resumable, train
@@ -119,7 +121,7 @@ def _choose(
         from tilemoe.train.checkpoints.initial import adopt
 
         base = adopt(base, init_from)
-    recipe = _with_base(_override(base, overrides), init_from)
+    recipe = _override(base, overrides)
     run_dir = Path(recipe.train.out_dir).expanduser()
 
     from tilemoe.train.checkpoints.folder import find_latest
@@ -179,8 +181,9 @@ def _is_asked_for(table: str, words: Sequence[str]) -> bool:
     return any(word.startswith(table) or word in ("-h", "--help") for word in words)
 
 
-def _with_base(recipe: Recipe, init_from: Path | None) -> Recipe:
-    """The recipe whose adapters, if it has them, name the folder that they are for."""
-    if recipe.lora is None or recipe.lora.base is not None or init_from is None:
+def _with_base(recipe: Recipe, name: str, folder: Path) -> Recipe:
+    """The recipe whose adapters, if it has them, name what they are for: a folder, or a model of the hub."""
+    if recipe.lora is None or recipe.lora.base is not None:
         return recipe
-    return replace(recipe, lora=replace(recipe.lora, base=str(init_from)))
+    base = str(folder) if Path(name).expanduser().is_dir() else name
+    return replace(recipe, lora=replace(recipe.lora, base=base))
