@@ -59,7 +59,7 @@ def by_reference(layer: MoE, x: Tensor, token_mask: Tensor | None = None, scores
     if cfg.shared_intermediate_size:
         shared = (weight["shared.w1"], weight["shared.w2"])
         hidden = hidden + reference.shared_expert(x, *shared, gate_weight=weight.get("shared_gate.weight"), **options)
-    return MoEOutput(hidden, routing.aux_loss, routing.tokens_per_expert, logits)
+    return MoEOutput(hidden, routing.aux_loss, routing.tokens_per_expert, logits, routing.tokens_per_expert)
 
 
 def assert_matches(out: MoEOutput, expected: MoEOutput, tolerance: float) -> None:

@@ -3,6 +3,7 @@
 T tokens · E experts · K experts per token
 """
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +18,7 @@ from tilemoe import reference
 from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.build import plan_pairs
-from tilemoe.routing.topk import Routing, route
+from tilemoe.routing.topk import Routing, route, router_entropy
 
 
 def config(num_experts: int, k: int, router: RouterConfig | None = None) -> MoEConfig:
@@ -155,6 +156,23 @@ def test_low_precision_logits_are_routed_in_fp32_also_under_autocast(dtype: torc
     assert routing.scores.dtype == torch.float32
     assert torch.equal(routing.scores, exact.scores)
     assert torch.equal(routing.aux_loss, exact.aux_loss)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "gpt_oss"])
+def test_entropy_of_a_router(name: str) -> None:
+    """1 of even probabilities, 0 of certain ones and of one expert, else by its definition; experts masked count."""
+    router = RouterConfig.preset(name)
+    assert router_entropy(torch.full((3, 8), -2.0), router).item() == pytest.approx(1.0)
+    assert router_entropy(torch.tensor([[50.0] + [-200.0] * 7]), router).item() == pytest.approx(0.0, abs=1e-6)
+    assert router_entropy(torch.zeros(3, 1), router).item() == 0.0
+    assert router_entropy(torch.tensor([[0.0, 0.0, -math.inf, -math.inf]]), router).item() == pytest.approx(0.5)
+    logits = torch.randn(5, 6, dtype=torch.bfloat16, requires_grad=True)
+    values = logits.double().sigmoid() if router.score == "sigmoid" else logits.double().exp()
+    terms = [-float(row[e] / row.sum()) * math.log(row[e] / row.sum()) for row in values.detach() for e in range(6)]
+    found = router_entropy(logits, router)
+    assert found.item() == pytest.approx(sum(terms) / 5 / math.log(6), rel=1e-6)
+    assert not found.requires_grad
+    assert found.dtype == torch.float32
 
 
 def test_dense_works_for_any_plan() -> None:

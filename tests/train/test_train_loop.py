@@ -15,12 +15,13 @@ import torch
 
 from tilemoe.config import TokenRounding
 from tilemoe.data import Prepared, prepare, sequential_windows
+from tilemoe.layers.moe import MoE, MoEOutput
 from tilemoe.train.checkpoints.folder import CheckpointError, list_checkpoints, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, restore, select_device
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import evaluate
 from tilemoe.train.job.signals import stop_request
-from tilemoe.train.loop import Trainer, expert_load
+from tilemoe.train.loop import Trainer, expert_load, rounding_changes
 from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
 from tilemoe.train.run import RunResult, Stopped, require_fresh, require_resumable, train
 from tilemoe.train.sample import continue_text
@@ -108,6 +109,53 @@ def test_load_and_waste_are_of_all_micro_batches(
     padded = 128 * torch.ceil(rows / 128)
     expected = [0.0, 0.0] if tile else (padded.sum((0, 2)) / rows.sum((0, 2)) - 1).tolist()
     assert stats.tile_waste == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_routers_entropy_and_what_rounding_changes_are_of_the_training_forwards(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean over all micro-batches, in which neither recomputation nor an evaluation counts."""
+    moe = moe_recipe.model.moe
+    assert moe is not None
+    model = replace(moe_recipe.model, moe=replace(moe, rounding=TokenRounding("nearest", 16)))
+    trainer = trainer_of(replace(moe_recipe, model=model, train=replace(moe_recipe.train, accumulation=2)))
+    trainer.model.set_checkpointing("block")
+    logits, pairs, rows = [], [], []
+
+    def keep(module: MoE, args: object, out: MoEOutput) -> None:
+        assert out.router_logits is not None
+        logits.append(out.router_logits.detach())
+        chosen = out.router_logits.detach().topk(2).indices
+        pairs.append(torch.bincount(chosen.flatten(), minlength=4))
+        rows.append(out.tokens_per_expert)
+
+    begun: list[object] = []
+    for layer in (block.mlp for block in trainer.model.blocks):
+        layer.register_forward_hook(keep)
+        layer.register_forward_pre_hook(lambda module, args: begun.append(module))
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: None)
+    stats = trainer.train_step()
+    assert len(begun) == 2 * len(logits) == 2 * 2 * 2, "repeated forwards stop where backward needs no more of them"
+    entropy = [-(p * p.log()).sum(1).mean().item() / np.log(4) for p in (each.softmax(1) for each in logits)]
+    assert stats.router_entropy == pytest.approx([np.mean(entropy[::2]), np.mean(entropy[1::2])], abs=1e-4)
+    for layer in range(2):
+        changes = [after - before for after, before in zip(rows[layer::2], pairs[layer::2], strict=True)]
+        total = sum(int(each.sum()) for each in pairs[layer::2])
+        dropped = sum(int((-change).clamp(min=0).sum()) for change in changes)
+        added = sum(int(change.clamp(min=0).sum()) for change in changes)
+        assert dropped + added > 0
+        assert stats.dropped_pairs[layer] == pytest.approx(dropped / total, abs=1e-4)
+        assert stats.added_pairs[layer] == pytest.approx(added / total, abs=1e-4)
+    trainer.model.eval()
+    batch = torch.zeros(1, 8, dtype=torch.int64)
+    assert trainer.model(batch).router_entropy.tolist() == [0.0, 0.0]
+
+
+def test_rounding_changes_of_no_experts_and_of_no_rounding() -> None:
+    none = torch.zeros(3, 0, 0, dtype=torch.int64)
+    assert rounding_changes(none, none).shape == (2, 0)
+    same = torch.ones(3, 2, 4, dtype=torch.int64)
+    assert rounding_changes(same, same).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_dead_experts_and_the_load_of_the_95th_percentile_of_experts() -> None:

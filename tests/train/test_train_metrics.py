@@ -31,11 +31,15 @@ from tilemoe.train.progress import (
 from tilemoe.train.run import train
 from tilemoe.train.trackers import TensorBoard, WandB
 
+ENTROPY = "router entropy / log(experts)"
+
 
 def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
     writer = MetricsWriter(folder)
     for step in range(1, steps + 1):
-        writer.write("train", {"step": step, "nats_per_token": 5.0 / step, "tokens_per_second": 1000.0 * step})
+        entropy = [1.0 - 0.1 * step, 0.5] if experts else []
+        numbers = {"nats_per_token": 5.0 / step, "tokens_per_second": 1000.0 * step, "router_entropy": entropy}
+        writer.write("train", {"step": step, **numbers})
         if step % 2 == 0:
             counts = [[3, 1], [2, 2]] if experts else []
             loss = {"nats_per_token": 5.0 / step, "whole_split": step == steps}
@@ -175,13 +179,16 @@ def test_weights_and_biases_gets_the_numbers_and_one_run(
 
 
 @pytest.mark.parametrize("experts", [True, False])
-def test_the_plot_shows_loss_throughput_and_load(tmp_path: Path, experts: bool) -> None:
+def test_the_plot_shows_loss_throughput_load_and_entropy(tmp_path: Path, experts: bool) -> None:
     figure = make_figure(list(read_metrics(write_run(tmp_path, experts=experts))), "title")
-    labels = ["loss [nats/token]", "throughput [tokens/s]", *(["MoE layer", ""] if experts else [])]
+    labels = ["loss [nats/token]", "throughput [tokens/s]", *(["MoE layer", ENTROPY, ""] if experts else [])]
     assert [axes.get_ylabel() for axes in figure.axes] == labels  # the last is the colours'
     (line,) = figure.axes[1].get_lines()
     assert list(line.get_xdata()) == [1, 2, 3, 4, 5, 6]
     assert list(line.get_ydata()) == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0, 6000.0]
+    if experts:
+        lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[3].get_lines()}
+        assert lines == {"MoE layer 0": pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4]), "MoE layer 1": [0.5] * 6}
 
 
 @pytest.mark.parametrize("experts", [True, False])
@@ -223,7 +230,8 @@ class Terminal(io.StringIO):
 
 
 def stats(step: int, load: list[float]) -> StepStats:
-    return StepStats(step, 1000 * step, 1.23456, 0.0, 1e-3, 0.5, load, load, [0] * len(load), [0.041] * len(load))
+    none, waste = [0.0] * len(load), [0.041] * len(load)
+    return StepStats(step, 1000 * step, 1.23456, 0.0, 1e-3, 0.5, load, load, none, none, none, waste, none)
 
 
 def drive(reporter: Reporter) -> None:

@@ -27,12 +27,14 @@ class MoEOutput(NamedTuple):
     tokens_per_expert   (E,) int32 rows really computed
     router_logits       (T, E) fp32 or fp64, or as a router of one's own gave them; differentiable. None where it gave
                         a `Routing`
+    pairs_per_expert    (E,) int32 rows before they were rounded
     """
 
     hidden: Tensor
     aux_loss: Tensor
     tokens_per_expert: Tensor
     router_logits: Tensor | None
+    pairs_per_expert: Tensor
 
 
 class MoE(nn.Module):
@@ -145,7 +147,9 @@ class MoE(nn.Module):
                 wide = torch.promote_types(gate.dtype, torch.float32)
                 shared = (shared * torch.sigmoid(gate.to(wide))).to(shared.dtype)
             hidden = hidden + shared
-        return MoEOutput(hidden.view(x.shape), routing.aux_loss, routing.tokens_per_expert, logits)
+        counts = routing.tokens_per_expert
+        pairs = counts if routing.pairs_per_expert is None else routing.pairs_per_expert
+        return MoEOutput(hidden.view(x.shape), routing.aux_loss, counts, logits, pairs)
 
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
         """Move the selection bias by ``rate`` towards an even load; counts (E,), once per optimiser step.

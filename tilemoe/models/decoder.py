@@ -23,6 +23,7 @@ from tilemoe.layers.moe import MoE
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.routing.balance import update_selection_bias
+from tilemoe.routing.topk import router_entropy
 from tilemoe.runtime.tracing import can_be_read
 
 
@@ -34,20 +35,28 @@ class LMOutput(NamedTuple):
     aux_loss            fp32 scalar, summed over the layers, coefficients applied; 0 if there are none
     logits              (B, S, V); None when labels were given
     tokens_per_expert   (L, E) int32, rows really computed; (0, 0) for a dense model
+    pairs_per_expert    (L, E) int32, these before they were rounded
+    router_entropy      (L,) fp32, see `tilemoe.routing.topk.router_entropy`; 0 in evaluation
     """
 
     loss: Tensor | None
     aux_loss: Tensor
     logits: Tensor | None
     tokens_per_expert: Tensor
+    pairs_per_expert: Tensor
+    router_entropy: Tensor
 
 
 class BlockOutput(NamedTuple):
-    """hidden (B, S, d), and of a MoE block the fp32 auxiliary loss () and the (E,) rows computed; None when dense."""
+    """hidden (B, S, d), and of a MoE block the fp32 auxiliary loss (), the (E,) rows computed and those before they
+    were rounded, and the fp32 entropy (); None when dense. Flat, for checkpointing that looks into no tuple.
+    """
 
     hidden: Tensor
     aux_loss: Tensor | None
     tokens_per_expert: Tensor | None
+    pairs_per_expert: Tensor | None
+    router_entropy: Tensor | None
 
 
 class Block(nn.Module):
@@ -104,8 +113,11 @@ class Block(nn.Module):
         normed = self.mlp_norm(x)
         if isinstance(self.mlp, MoE):
             out = self.mlp(normed)
-            return BlockOutput(x + out.hidden, out.aux_loss, out.tokens_per_expert)
-        return BlockOutput(x + self.mlp(normed), None, None)
+            entropy = torch.zeros((), device=x.device)
+            if self.training and out.router_logits is not None:
+                entropy = router_entropy(out.router_logits, self.mlp.cfg.router)
+            return BlockOutput(x + out.hidden, out.aux_loss, out.tokens_per_expert, out.pairs_per_expert, entropy)
+        return BlockOutput(x + self.mlp(normed), None, None, None, None)
 
     def compile_body(self, backend: str) -> None:
         """torch.compile what `forward` computes: within checkpointing, and within the hooks of whoever wraps it."""
@@ -184,11 +196,11 @@ class DecoderLM(nn.Module):
         """
         self._check(input_ids, labels, cache)
         self._check_documents(input_ids, cache, documents)
-        hidden, aux_loss, counts = self._hidden(input_ids, cache, documents)
+        hidden, aux_loss, routed = self._hidden(input_ids, cache, documents)
         if labels is None:
-            return LMOutput(None, aux_loss, F.linear(hidden, self._head_weight()), counts)
+            return LMOutput(None, aux_loss, F.linear(hidden, self._head_weight()), *routed)
         loss = chunked_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
-        return LMOutput(loss, aux_loss, None, counts)
+        return LMOutput(loss, aux_loss, None, *routed)
 
     def next_logits(self, input_ids: Tensor, cache: KVCache) -> Tensor:
         """(B, V) logits of the token after the last of input_ids (B, S), which are added to the cache."""
@@ -226,8 +238,8 @@ class DecoderLM(nn.Module):
 
     def _hidden(
         self, input_ids: Tensor, cache: KVCache | None, documents: Documents | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(normalised hidden (B, S, d), auxiliary loss (), tokens per expert (L, E))."""
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """(normalised hidden (B, S, d), auxiliary loss (), and of each layer what `LMOutput` ends with)."""
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -238,14 +250,17 @@ class DecoderLM(nn.Module):
             angles = angles_of(documents.positions, *rotary, dtype)
         layer_caches = [None] * config.num_layers if cache is None else list(cache)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        counts = []
+        layers = []
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
-            hidden, block_aux_loss, block_counts = block(hidden, angles, layer_cache, documents)
+            hidden, block_aux_loss, *routed = block(hidden, angles, layer_cache, documents)
             if block_aux_loss is not None:
                 aux_loss = aux_loss + block_aux_loss
-                counts.append(block_counts)
-        stacked = torch.stack(counts) if counts else torch.zeros(0, 0, dtype=torch.int32, device=hidden.device)
-        return self.norm(hidden), aux_loss, stacked
+                layers.append(routed)
+        if not layers:
+            none = torch.zeros(0, 0, dtype=torch.int32, device=hidden.device)
+            return self.norm(hidden), aux_loss, (none, none, aux_loss.new_zeros(0))
+        counts, pairs, entropy = map(torch.stack, zip(*layers, strict=True))
+        return self.norm(hidden), aux_loss, (counts, pairs, entropy)
 
     def _head_weight(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight

@@ -5,6 +5,7 @@ T tokens · E experts · K experts per token · P pairs
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,12 +38,14 @@ class Routing:
                                     (R_max,), 0 past R, where the rows are rounded
     tokens_per_expert (E,) int32    rows really computed, on this rank
     aux_loss ()  fp32               balancing loss and z-loss, coefficients applied; 0 when the config has neither
+    pairs_per_expert (E,) int32     what top-K chose, before the rows were rounded; None: ``tokens_per_expert``
     """
 
     plan: RoutingPlan
     scores: Tensor
     tokens_per_expert: Tensor
     aux_loss: Tensor
+    pairs_per_expert: Tensor | None = None
 
     def dense(self) -> Tensor:
         """(T, E) scores, 0 where a token is not routed; differentiable."""
@@ -98,7 +101,19 @@ def route(
         plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
         tokens_per_expert = pairs_of_expert = plan.rows_per_expert
     aux_loss = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
-    return Routing(plan, scores, tokens_per_expert, aux_loss)
+    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert)
+
+
+@torch.no_grad()
+def router_entropy(logits: Tensor, router: RouterConfig) -> Tensor:
+    """How undecided the router is: its probabilities' entropy over log E, of ``logits`` (T, E), mean over tokens.
+
+    fp32 scalar: 1 where all experts are as likely, 0 where one is certain, and for one expert.
+    """
+    logits = logits.detach().float()
+    scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
+    probabilities = scores / (scores.sum(dim=-1, keepdim=True) + _EPSILON)
+    return torch.special.entr(probabilities).sum(dim=-1).mean() / math.log(max(logits.shape[1], 2))
 
 
 class _Chosen(NamedTuple):

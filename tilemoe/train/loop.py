@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,16 @@ class NonFiniteLossError(ValueError):
 
 class NonFiniteWeightsError(ValueError):
     """An update has made NaN or infinite weights, or such a state of the optimiser; they were not saved."""
+
+
+class _Routed(NamedTuple):
+    """Of each micro-batch: rows and pairs (micro-batches, layers, experts) int64, before rounding the latter, and the
+    routers' entropy (micro-batches, layers) fp32.
+    """
+
+    rows: Tensor
+    pairs: Tensor
+    entropy: Tensor
 
 
 class Trainer:
@@ -153,15 +163,19 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         self._progress.step = self.step + 1
         with self._logits_in(f"step {self.step + 1}"):
-            loss, aux_loss, parts = self._accumulate()
+            loss, aux_loss, routed = self._accumulate()
         self._progress.mark()
-        counts = parts.sum(0)
+        counts = routed.rows.sum(0)
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
         own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
-        load = expert_load(sum_over_ranks(counts))
-        waste = _tile_waste(rows_of_experts(self.model, parts), self._tile)
+        of_layers = [
+            *expert_load(sum_over_ranks(counts)),
+            *rounding_changes(routed.rows, routed.pairs),
+            _tile_waste(rows_of_experts(self.model, routed.rows), self._tile),
+            routed.entropy.double().mean(0),
+        ]
         # The step's one read from the device, which then works on the update while the next step is being launched.
-        values = values_of_processes(torch.cat([own, load.flatten(), waste]), self.job)
+        values = values_of_processes(torch.cat([own, *of_layers]), self.job)
         self._require_finite(values)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -170,14 +184,12 @@ class Trainer:
         self.step += 1
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
         means = [sum(column) / len(values) for column in zip(*values, strict=True)]
-        layers = len(waste)
-        busiest, p95, dead, padding = ([round(v, 4) for v in means[3 + i * layers :][:layers]] for i in range(4))
-        per_layer = busiest, p95, [int(count) for count in dead], padding
+        layers = len(counts)
+        per_layer = [[round(v, 4) for v in means[3 + i * layers :][:layers]] for i in range(len(of_layers))]
         return StepStats(self.step, self.tokens, means[0], means[1], lr, values[0][2], *per_layer)
 
-    def _accumulate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss and, of each
-        micro-batch, (layers, experts) tokens.
+    def _accumulate(self) -> tuple[Tensor, Tensor, _Routed]:
+        """Gradients of the mean loss over all micro-batches; returns this process' loss, aux loss and routing.
 
         Over processes gradients are summed: each takes its part of the mean over the labels of the whole step, of which
         another micro-batch may have more. Of the auxiliary loss every micro-batch has the same part.
@@ -185,7 +197,7 @@ class Trainer:
         parts = self.recipe.train.accumulation
         shares = parts * self.job.world_size
         targets = self.sampler.num_targets(self.step * parts, parts)
-        losses, aux_losses, counts = [], [], []
+        losses, aux_losses, routed = [], [], []
         for part in range(parts):
             self._progress.mark()
             batch = self._batch(self.step * parts + part)
@@ -197,8 +209,9 @@ class Trainer:
             ((loss + out.aux_loss) / shares).backward()
             losses.append(loss.detach())
             aux_losses.append(out.aux_loss.detach())
-            counts.append(out.tokens_per_expert.to(torch.int64))
-        return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), torch.stack(counts)
+            routed.append((out.tokens_per_expert.long(), out.pairs_per_expert.long(), out.router_entropy))
+        stacked = _Routed(*map(torch.stack, zip(*routed, strict=True)))
+        return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), stacked
 
     def _batch(self, index: int) -> DeviceBatch:
         """A micro-batch, on its way to the device."""
@@ -355,6 +368,16 @@ def expert_load(counts: Tensor) -> Tensor:
     ascending, mean = counts.sort(1).values.double(), counts.double().mean(1).clamp(min=1e-9)
     p95 = ascending[:, math.ceil(0.95 * counts.shape[1]) - 1]  # by nearest rank
     return torch.stack([ascending[:, -1] / mean, p95 / mean, (counts == 0).sum(1).double()])
+
+
+def rounding_changes(rows: Tensor, pairs: Tensor) -> Tensor:
+    """The pairs that token rounding dropped and those it added, over all; (micro-batches, layers, experts) each ->
+    (2, layers) fp64.
+    """
+    if not rows.numel():
+        return rows.new_empty(2, 0, dtype=torch.float64)
+    added, total = rows - pairs, pairs.sum((0, 2)).clamp(min=1)
+    return torch.stack([side.clamp(min=0).sum((0, 2)) / total.double() for side in (-added, added)])
 
 
 def _tile_waste(rows: Tensor, tile: int) -> Tensor:

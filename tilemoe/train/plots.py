@@ -1,4 +1,7 @@
-"""``plot.png``: the losses, the throughput, and how evenly tokens fall on experts. Needs matplotlib (tilemoe[plot])."""
+"""``plot.png``: the losses, the throughput, how evenly tokens fall on experts, and the routers' entropy.
+
+Needs matplotlib (tilemoe[plot]).
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,16 @@ def make_figure(records: Sequence[Mapping[str, Any]], title: str) -> Figure:
     evals = [record for record in records if record["kind"] == "eval"]
     load = next((record["tokens_per_expert"] for record in reversed(evals) if record["tokens_per_expert"]), None)
     train = [record for record in records if record["kind"] == "train"]
-    panels = 3 if load else 2
+    undecided = [record for record in train if record.get("router_entropy")]  # not recorded by release 0.1.0
+    panels = 2 + bool(load) + bool(undecided)
     figure = Figure(figsize=(5.5 * panels, 4.2), layout="constrained")
     axes = figure.subplots(1, panels)
     _draw_losses(axes[0], train, evals)
     _draw_throughput(axes[1], train)
     if load:
         _draw_load(figure, axes[2], load)
+    if undecided:
+        _draw_entropy(axes[-1], undecided)
     figure.suptitle(title)
     return figure
 
@@ -66,6 +72,17 @@ def _draw_throughput(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
     axes.set(xlabel="optimiser step", ylabel="throughput [tokens/s]")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
+
+
+def _draw_entropy(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
+    """A line per MoE layer, the first the darkest: near 1 the router is undecided, near 0 each token has one expert."""
+    steps, layers = [r["step"] for r in train], list(zip(*(r["router_entropy"] for r in train), strict=True))
+    for layer, values in enumerate(layers):
+        axes.plot(steps, values, lw=0.8, color=str(0.8 * layer / len(layers)), label=f"MoE layer {layer}")
+    axes.set(xlabel="optimiser step", ylabel="router entropy / log(experts)")
+    axes.grid(alpha=0.3)
+    if len(layers) <= 8:
+        axes.legend()
 
 
 def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:

@@ -25,8 +25,11 @@ class StepStats:
     grad_norm: float
     expert_load: list[float]  # per MoE layer: tokens of the busiest expert / mean; empty for a dense model
     expert_load_p95: list[float]  # per MoE layer: tokens that 95% of the experts do not exceed / mean
-    dead_experts: list[int]  # per MoE layer: experts without a token in this step
+    dead_experts: list[float]  # per MoE layer: experts without a token in this step
+    dropped_pairs: list[float]  # per MoE layer: pairs that token rounding left out / pairs of top-K
+    added_pairs: list[float]  # per MoE layer: pairs that token rounding put in / pairs of top-K
     tile_waste: list[float]  # per MoE layer: padding to whole tiles / rows
+    router_entropy: list[float]  # per MoE layer: of the router's probabilities / log of the experts, mean over tokens
 
 
 @dataclass(frozen=True)
