@@ -22,6 +22,7 @@ _HOME = {
     "plan_topk": "tilemoe.routing.build",
     "plan_pairs": "tilemoe.routing.build",
     "Routing": "tilemoe.routing.topk",
+    "RoutingRecord": "tilemoe.routing.replay",
     "route": "tilemoe.routing.topk",
     "moe": "tilemoe.ops.moe",
     "Backend": "tilemoe.kernels.experts.base",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from tilemoe.plan import RoutingPlan as RoutingPlan
     from tilemoe.routing.build import plan_pairs as plan_pairs
     from tilemoe.routing.build import plan_topk as plan_topk
+    from tilemoe.routing.replay import RoutingRecord as RoutingRecord
     from tilemoe.routing.topk import Routing as Routing
     from tilemoe.routing.topk import route as route
 

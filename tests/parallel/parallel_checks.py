@@ -1,6 +1,6 @@
 """What the processes of a job, two or four of them, check of a decoder that they share.
 
-B sequences of a rank · S tokens each · E experts · K experts per token
+B sequences of a rank · S tokens each · L MoE layers · E experts · K experts per token
 """
 
 import math
@@ -25,6 +25,7 @@ from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.parallel.mesh import Meshes, build_meshes
 from tilemoe.parallel.model import parallelize
+from tilemoe.routing.replay import RoutingRecord
 from tilemoe.testing import assert_equal
 from tilemoe.testing.compare import ERROR_CAPS
 from tilemoe.testing.ranks import device_of_rank
@@ -89,21 +90,24 @@ class Result(NamedTuple):
     tokens_per_expert: Tensor  # of this process
 
 
-def whole_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
-    """By one process."""
+def whole_batch(model: DecoderLM, sequences: tuple[int, ...], expert_ids: Tensor | None = None) -> Result:
+    """By one process; expert_ids (L, B of all ranks, S, K): those to be replayed."""
     ids, labels = (torch.cat(parts) for parts in batch(sequences[: world()]))
-    out = model(ids, labels)
+    out = model(ids, labels, expert_ids=expert_ids)
     assert out.loss is not None
     (out.loss + out.aux_loss).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Result(out.loss.detach(), out.aux_loss.detach(), gradients, out.tokens_per_expert)
 
 
-def shared_backward(model: DecoderLM, sequences: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """This process' parts of the loss and the auxiliary loss, and its tokens per expert."""
+def shared_backward(
+    model: DecoderLM, sequences: tuple[int, ...], expert_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This process' parts of the loss and the auxiliary loss, and its tokens per expert; expert_ids of all ranks."""
     ids, labels = batch(sequences[: world()])
     rank = dist.get_rank()
-    out = model(ids[rank], labels[rank])
+    here = None if expert_ids is None else expert_ids.split(sequences[: world()], dim=1)[rank]
+    out = model(ids[rank], labels[rank], expert_ids=here)
     assert out.loss is not None
     counts = [(part != -100).sum().double() for part in labels]
     loss = out.loss * (counts[rank] / sum(counts)).to(out.loss.dtype)
@@ -112,9 +116,9 @@ def shared_backward(model: DecoderLM, sequences: tuple[int, ...]) -> tuple[Tenso
     return loss.detach().clone(), aux_loss.detach().clone(), out.tokens_per_expert
 
 
-def shared_batch(model: DecoderLM, sequences: tuple[int, ...]) -> Result:
+def shared_batch(model: DecoderLM, sequences: tuple[int, ...], expert_ids: Tensor | None = None) -> Result:
     """By all processes, each with its own sequences."""
-    *totals, tokens_per_expert = shared_backward(model, sequences)
+    *totals, tokens_per_expert = shared_backward(model, sequences, expert_ids)
     for total in totals:
         dist.all_reduce(total)
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
@@ -258,6 +262,24 @@ def check_checkpointing() -> None:
         for name, want in expected.gradients.items():
             errors[f"{name}, {mode}"] = (error(got.gradients[name], want), 0.0)
         assert_within(errors)
+
+
+def check_replayed_routing() -> None:
+    """Any experts, given for all tokens, across expert parallelism and a repeated forward; and the record of them."""
+    sequences = SEQUENCES[: world()]
+    ranks_ids = torch.rand(2, sum(sequences), 7, E, generator=torch.Generator().manual_seed(3)).argsort(-1)[..., :K]
+    given = ranks_ids.to(device_of_rank())
+    for checkpointing in ("none", "block"):
+        one, many = (make_model(torch.float64) for _ in range(2))
+        parallelize(many, meshes_of(replace(EP_FSDP, checkpointing=checkpointing)))  # type: ignore[arg-type]
+        assert_same(shared_batch(many, SEQUENCES, given), whole_batch(one, SEQUENCES, given), LIMIT_64)
+        records = [RoutingRecord(), RoutingRecord()]
+        ids, _ = batch(sequences)
+        one(torch.cat(ids), record=records[0])
+        many(ids[dist.get_rank()], record=records[1])
+        if sequences[dist.get_rank()]:
+            want = records[0].expert_ids(sum(sequences)).split(sequences, dim=1)[dist.get_rank()]
+            assert torch.equal(records[1].expert_ids(sequences[dist.get_rank()]), want)
 
 
 def check_mixed_precision() -> None:

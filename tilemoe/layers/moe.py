@@ -28,6 +28,8 @@ class MoEOutput(NamedTuple):
     router_logits       (T, E) fp32 or fp64, or as a router of one's own gave them; differentiable. None where it gave
                         a `Routing`
     pairs_per_expert    (E,) int32 rows before they were rounded
+    expert_ids          (T, K) integers, each token's top-K experts before any rounding, or those replayed; E for a
+                        token left out. A record of the routing, to be replayed. None where a `Routing` had none
     """
 
     hidden: Tensor
@@ -35,6 +37,7 @@ class MoEOutput(NamedTuple):
     tokens_per_expert: Tensor
     router_logits: Tensor | None
     pairs_per_expert: Tensor
+    expert_ids: Tensor | None = None
 
 
 class MoE(nn.Module):
@@ -106,16 +109,26 @@ class MoE(nn.Module):
             nn.init.normal_(self.shared_gate.weight, 0.0, self.cfg.initializer_range, generator=generator)
 
     def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, generator: torch.Generator | None = None
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        expert_ids: Tensor | None = None,
     ) -> MoEOutput:
         """x (..., d); token_mask, bool, shaped like x without d or (T,): False marks padding, which is not routed.
 
         ``generator`` is for the random modes of ``cfg.rounding``. None: the default one of x's device, whose state
         activation checkpointing restores before it repeats a forward.
 
+        ``expert_ids``, int32 or int64, (T, K) or shaped like x with K in place of d, replays a routing: these experts
+        compute, with the scores that the router's present weights give them, through which both it and x get their
+        gradients. No rounding then, whatever ``cfg.rounding`` says; the auxiliary loss and ``tokens_per_expert`` count
+        these experts. Any layer returns its ids as ``expert_ids``.
+
         Raises:
-            ValueError: a shape, dtype or device is off, (on CPU) the router's logits are not finite, or the router gave
-                a `Routing` and ``token_mask`` or ``cfg.rounding`` asks for another.
+            ValueError: a shape, dtype or device is off, (on CPU) the router's logits are not finite or an expert id is
+                out of range or twice a token's, or the router gave a `Routing` and ``token_mask``, ``expert_ids`` or
+                ``cfg.rounding`` asks for another.
         """
         if not isinstance(x, Tensor):
             raise ValueError(f"x must be a tensor, got {type(x).__name__}")
@@ -126,7 +139,9 @@ class MoE(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         if token_mask is not None and token_mask.shape == x.shape[:-1]:  # `route` refuses other shapes
             token_mask = token_mask.flatten()
-        out = checked_output(self.router(flat), flat, self.cfg, token_mask)
+        if isinstance(expert_ids, Tensor) and expert_ids.ndim == x.ndim and expert_ids.shape[:-1] == x.shape[:-1]:
+            expert_ids = expert_ids.reshape(flat.shape[0], expert_ids.shape[-1])
+        out = checked_output(self.router(flat), flat, self.cfg, token_mask, expert_ids)
         if isinstance(out, Routing):
             routing, logits, x_of_experts = out, None, flat
         else:
@@ -138,18 +153,23 @@ class MoE(nn.Module):
                 generator=generator,
                 selection_bias=self.selection_bias,
                 token_mask=token_mask,
+                expert_ids=expert_ids,
             )
         hidden = self.experts(x_of_experts, routing.plan, routing.scores)
         if self.shared is not None:
-            shared = self.shared(flat)
-            if self.shared_gate is not None:  # a sigmoid of each token
-                gate = self.shared_gate(flat)
-                wide = torch.promote_types(gate.dtype, torch.float32)
-                shared = (shared * torch.sigmoid(gate.to(wide))).to(shared.dtype)
-            hidden = hidden + shared
+            hidden = hidden + self._shared_output(flat, self.shared)
         counts = routing.tokens_per_expert
         pairs = counts if routing.pairs_per_expert is None else routing.pairs_per_expert
-        return MoEOutput(hidden.view(x.shape), routing.aux_loss, counts, logits, pairs)
+        return MoEOutput(hidden.view(x.shape), routing.aux_loss, counts, logits, pairs, routing.expert_ids)
+
+    def _shared_output(self, x: Tensor, shared: MLP) -> Tensor:
+        """(T, d) of the shared expert, times the sigmoid of each token's gate where there is one."""
+        out: Tensor = shared(x)
+        if self.shared_gate is None:
+            return out
+        gate = self.shared_gate(x)
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        return (out * torch.sigmoid(gate.to(wide))).to(out.dtype)
 
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
         """Move the selection bias by ``rate`` towards an even load; counts (E,), once per optimiser step.

@@ -115,7 +115,9 @@ class RouterOutput(NamedTuple):
     x: Tensor
 
 
-def checked_output(out: Any, x: Tensor, cfg: MoEConfig, token_mask: Tensor | None) -> RouterOutput | Routing:
+def checked_output(
+    out: Any, x: Tensor, cfg: MoEConfig, token_mask: Tensor | None, expert_ids: Tensor | None
+) -> RouterOutput | Routing:
     """What a router gave for x (T, d), logits alone with x beside them; ValueError if it does not fit the layer."""
     if isinstance(out, RouterOutput):
         return out
@@ -139,6 +141,10 @@ def checked_output(out: Any, x: Tensor, cfg: MoEConfig, token_mask: Tensor | Non
     if token_mask is not None:
         raise ValueError(
             "token_mask needs a router that gives logits; one that gives a Routing leaves tokens out of its plan itself"
+        )
+    if expert_ids is not None:
+        raise ValueError(
+            "expert_ids needs a router that gives logits, which score them; one that gives a Routing replays by itself"
         )
     if cfg.rounding is not None:
         raise ValueError("cfg.rounding needs a router that gives logits; set it to None for one that gives a Routing")

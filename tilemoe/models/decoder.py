@@ -1,6 +1,6 @@
 """A decoder language model, the architecture of Qwen3-MoE, OLMoE or Mixtral: pre-norm blocks of attention and an MLP.
 
-B sequences · S tokens each · d model width · V vocabulary · E experts · L MoE layers
+B sequences · S tokens each · d model width · V vocabulary · E experts · K experts per token · L MoE layers
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tilemoe.layers.moe import MoE
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.routing.balance import update_selection_bias
+from tilemoe.routing.replay import RoutingRecord
 from tilemoe.routing.topk import router_entropy
 from tilemoe.runtime.tracing import can_be_read
 
@@ -49,7 +50,8 @@ class LMOutput(NamedTuple):
 
 class BlockOutput(NamedTuple):
     """hidden (B, S, d), and of a MoE block the fp32 auxiliary loss (), the (E,) rows computed and those before they
-    were rounded, and the fp32 entropy (); None when dense. Flat, for checkpointing that looks into no tuple.
+    were rounded, the fp32 entropy () and the (B*S, K) expert ids; None when dense. Flat, for checkpointing that looks
+    into no tuple.
     """
 
     hidden: Tensor
@@ -57,6 +59,7 @@ class BlockOutput(NamedTuple):
     tokens_per_expert: Tensor | None
     pairs_per_expert: Tensor | None
     router_entropy: Tensor | None
+    expert_ids: Tensor | None
 
 
 class Block(nn.Module):
@@ -100,24 +103,32 @@ class Block(nn.Module):
         angles: tuple[Tensor, Tensor],
         cache: LayerCache | None = None,
         documents: Documents | None = None,
+        expert_ids: Tensor | None = None,
     ) -> BlockOutput:
+        """expert_ids (B, S, K): those to be replayed, of a MoE block."""
         if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
-            out: BlockOutput = checkpoint(self.body, x, angles, None, documents, use_reentrant=False)
+            out: BlockOutput = checkpoint(self.body, x, angles, None, documents, expert_ids, use_reentrant=False)
             return out
-        return self.body(x, angles, cache, documents)
+        return self.body(x, angles, cache, documents, expert_ids)
 
     def body(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None, documents: Documents | None
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: LayerCache | None,
+        documents: Documents | None,
+        expert_ids: Tensor | None,
     ) -> BlockOutput:
         x = x + self._attend(self.attention_norm(x), angles, cache, documents)
         normed = self.mlp_norm(x)
-        if isinstance(self.mlp, MoE):
-            out = self.mlp(normed)
-            entropy = torch.zeros((), device=x.device)
-            if self.training and out.router_logits is not None:
-                entropy = router_entropy(out.router_logits, self.mlp.cfg.router)
-            return BlockOutput(x + out.hidden, out.aux_loss, out.tokens_per_expert, out.pairs_per_expert, entropy)
-        return BlockOutput(x + self.mlp(normed), None, None, None, None)
+        if not isinstance(self.mlp, MoE):
+            return BlockOutput(x + self.mlp(normed), None, None, None, None, None)
+        out = self.mlp(normed, expert_ids=expert_ids)
+        entropy = torch.zeros((), device=x.device)
+        if self.training and out.router_logits is not None:
+            entropy = router_entropy(out.router_logits, self.mlp.cfg.router)
+        hidden = x + out.hidden
+        return BlockOutput(hidden, out.aux_loss, out.tokens_per_expert, out.pairs_per_expert, entropy, out.expert_ids)
 
     def compile_body(self, backend: str) -> None:
         """torch.compile what `forward` computes: within checkpointing, and within the hooks of whoever wraps it."""
@@ -184,28 +195,35 @@ class DecoderLM(nn.Module):
         labels: Tensor | None = None,
         cache: KVCache | None = None,
         documents: Documents | None = None,
+        expert_ids: Tensor | None = None,
+        record: RoutingRecord | None = None,
     ) -> LMOutput:
         """input_ids (B, S) integers; labels (B, S), shifted already: labels[b, s] is the token after input_ids[b, s].
 
         With a cache the tokens follow those it holds, and are added to it; it is for inference, so no labels then.
         With ``documents`` each sequence is several texts, of which none sees another and each begins at position 0.
+        expert_ids (L, B, S, K) replays a routing in each MoE layer, as `MoE.forward` says. To ``record`` each layer's
+        ids are added.
 
         Raises:
             ValueError: a shape or device is off, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU)
-                an id is not in the vocabulary.
+                an id is not in the vocabulary or no expert's.
         """
         self._check(input_ids, labels, cache)
         self._check_documents(input_ids, cache, documents)
-        hidden, aux_loss, routed = self._hidden(input_ids, cache, documents)
+        self._check_expert_ids(input_ids, expert_ids)
+        hidden, aux_loss, routed = self._hidden(input_ids, cache, documents, expert_ids, record)
         if labels is None:
             return LMOutput(None, aux_loss, F.linear(hidden, self._head_weight()), *routed)
         loss = chunked_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
         return LMOutput(loss, aux_loss, None, *routed)
 
-    def next_logits(self, input_ids: Tensor, cache: KVCache) -> Tensor:
-        """(B, V) logits of the token after the last of input_ids (B, S), which are added to the cache."""
+    def next_logits(self, input_ids: Tensor, cache: KVCache, record: RoutingRecord | None = None) -> Tensor:
+        """(B, V) logits of the token after the last of input_ids (B, S), which are added to the cache, their expert ids
+        to ``record``.
+        """
         self._check(input_ids, None, cache)
-        hidden, _, _ = self._hidden(input_ids, cache, None)
+        hidden, _, _ = self._hidden(input_ids, cache, None, None, record)
         return F.linear(hidden[:, -1], self._head_weight())
 
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
@@ -237,7 +255,12 @@ class DecoderLM(nn.Module):
             block.compile_body(backend)
 
     def _hidden(
-        self, input_ids: Tensor, cache: KVCache | None, documents: Documents | None
+        self,
+        input_ids: Tensor,
+        cache: KVCache | None,
+        documents: Documents | None,
+        expert_ids: Tensor | None,
+        record: RoutingRecord | None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
         """(normalised hidden (B, S, d), auxiliary loss (), and of each layer what `LMOutput` ends with)."""
         config, start = self.config, 0 if cache is None else cache.length
@@ -250,12 +273,15 @@ class DecoderLM(nn.Module):
             angles = angles_of(documents.positions, *rotary, dtype)
         layer_caches = [None] * config.num_layers if cache is None else list(cache)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        layers = []
-        for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
-            hidden, block_aux_loss, *routed = block(hidden, angles, layer_cache, documents)
+        layers: list[tuple[Tensor, ...]] = []
+        for number, (block, layer_cache) in enumerate(zip(self.blocks, layer_caches, strict=True)):
+            replayed = None if expert_ids is None or not isinstance(block.mlp, MoE) else expert_ids[len(layers)]
+            hidden, block_aux_loss, *routed, chosen = block(hidden, angles, layer_cache, documents, replayed)
             if block_aux_loss is not None:
                 aux_loss = aux_loss + block_aux_loss
                 layers.append(routed)
+                if record is not None:
+                    record.add(number, chosen)
         if not layers:
             none = torch.zeros(0, 0, dtype=torch.int32, device=hidden.device)
             return self.norm(hidden), aux_loss, (none, none, aux_loss.new_zeros(0))
@@ -277,6 +303,20 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 f"documents must have positions {tuple(input_ids.shape)} on {input_ids.device}, got "
                 f"{tuple(documents.positions.shape)} on {documents.positions.device}"
+            )
+
+    def _check_expert_ids(self, input_ids: Tensor, expert_ids: Tensor | None) -> None:
+        moe = self.config.moe
+        if expert_ids is None or moe is None:
+            if expert_ids is not None:
+                raise ValueError("expert_ids was given to a model without experts (config.moe is None); drop it")
+            return
+        shape = (self.config.num_layers - self.config.num_dense_layers, *input_ids.shape, moe.num_experts_per_tok)
+        if not isinstance(expert_ids, Tensor) or tuple(expert_ids.shape) != shape:
+            found = tuple(expert_ids.shape) if isinstance(expert_ids, Tensor) else type(expert_ids).__name__
+            raise ValueError(
+                f"expert_ids must be (L, B, S, K) = {shape}, got {found}; give K ids of each MoE layer for each of "
+                "input_ids"
             )
 
     def _check(self, input_ids: Tensor, labels: Tensor | None, cache: KVCache | None) -> None:

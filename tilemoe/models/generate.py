@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilemoe.layers.attention import KVCache
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.routing.replay import RoutingRecord
 
 
 @torch.no_grad()
@@ -23,12 +24,15 @@ def generate(
     top_k: int = 0,
     generator: torch.Generator | None = None,
     num_ids: int | None = None,
+    record: RoutingRecord | None = None,
 ) -> Tensor:
     """Continue input_ids (B, S) by ``max_new_tokens`` tokens: (B, S + N) int64, the prompt included.
 
     temperature: divides the logits; 0 takes the likeliest token. top_k: sample among the k likeliest; 0 among all.
     generator: of the model's device; with it the text is a function of the prompt and the generator's state.
     num_ids: only ids below it are taken, where the vocabulary is larger than the tokenizer's; None: any.
+    record: gets the experts of every token but the last, which no layer has seen: ``record.expert_ids(B)`` are those of
+        ``output[:, :-1]``.
 
     Raises:
         ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``.
@@ -45,7 +49,7 @@ def generate(
     try:
         tokens = [input_ids.long()]
         for _ in range(max_new_tokens):
-            logits = model.next_logits(tokens[-1], cache)[:, :num_ids]
+            logits = model.next_logits(tokens[-1], cache, record)[:, :num_ids]
             tokens.append(_sample(logits, temperature, top_k, generator))
         return torch.cat(tokens, dim=1)
     finally:

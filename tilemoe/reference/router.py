@@ -30,12 +30,14 @@ def route(
     generator: torch.Generator | None = None,
     selection_bias: Tensor | None = None,
     token_mask: Tensor | None = None,
+    replayed_ids: Tensor | None = None,
 ) -> ReferenceRouting:
     """Route T tokens by ``logits`` (T, E), in fp32, or fp64 for fp64 logits.
 
     selection_bias (E,): added to the scores for the choice of experts only. token_mask (T,) bool: False leaves a
     token out of everything. Ties go to the lower expert id. The losses are those of one process, and count the
     experts' tokens before ``cfg.rounding``, which is for training and for at least a tile of tokens.
+    replayed_ids (T, K): the experts, where they are given; then nothing is rounded.
     """
     router, num_experts = cfg.router, cfg.num_experts
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -47,14 +49,14 @@ def route(
         if token_mask is not None and not bool(token_mask[t]):
             continue
         real_tokens.append(t)
-        chosen = _choose(logits[t], cfg, selection_bias)
+        chosen = _choose(logits[t], cfg, selection_bias) if replayed_ids is None else replayed_ids[t].tolist()
         expert_ids[t] = torch.tensor(chosen)
         for expert, score in zip(chosen, _scores_of_chosen(logits[t], chosen, router), strict=True):
             at = (torch.tensor(t), torch.tensor(expert))
             scores = scores.index_put(at, score)
             counts[expert] += 1
     aux_loss = _aux_loss(logits[real_tokens], torch.tensor(counts), router)
-    if training and cfg.rounding is not None and logits.shape[0] >= cfg.rounding.tile:
+    if training and replayed_ids is None and cfg.rounding is not None and logits.shape[0] >= cfg.rounding.tile:
         scores, counts = _rounded(logits, expert_ids, scores, cfg, generator, token_mask)
     return ReferenceRouting(scores, torch.tensor(counts), aux_loss)
 

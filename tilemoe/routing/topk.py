@@ -19,6 +19,7 @@ from tilemoe.ops import router as router_ops
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.routing.balance import num_ranks, sum_over_ranks
 from tilemoe.routing.build import plan_topk
+from tilemoe.routing.replay import check_replayed_ids
 from tilemoe.routing.rounding import round_tokens, rounds
 from tilemoe.runtime.tracing import can_be_read, specialised
 
@@ -39,6 +40,8 @@ class Routing:
     tokens_per_expert (E,) int32    rows really computed, on this rank
     aux_loss ()  fp32               balancing loss and z-loss, coefficients applied; 0 when the config has neither
     pairs_per_expert (E,) int32     what top-K chose, before the rows were rounded; None: ``tokens_per_expert``
+    expert_ids (T, K) or None       integers, the top-K selection or the one replayed, E for a token left out: before
+                                    any rounding. None where a router of one's own has no such thing
     """
 
     plan: RoutingPlan
@@ -46,6 +49,7 @@ class Routing:
     tokens_per_expert: Tensor
     aux_loss: Tensor
     pairs_per_expert: Tensor | None = None
+    expert_ids: Tensor | None = None
 
     def dense(self) -> Tensor:
         """(T, E) scores, 0 where a token is not routed; differentiable."""
@@ -68,6 +72,7 @@ def route(
     selection_bias: Tensor | None = None,
     token_mask: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    expert_ids: Tensor | None = None,
 ) -> Routing:
     """Choose K of E experts for each token, as ``cfg.router`` says, in fp32, or fp64 for fp64 logits.
 
@@ -78,6 +83,12 @@ def route(
     ``cfg.rounding`` says, by `tilemoe.routing.rounding.round_tokens`; the random modes draw from ``generator`` (None:
     the default one of the logits' device). The losses count the pairs from before the rounding.
 
+    expert_ids (T, K) int32 or int64 replays a selection: bias and groups are not asked, nothing is rounded, and scores
+    are those that ``cfg.router`` gives these experts by the present logits, with gradients; counts and losses are
+    those of these experts. Ids of tokens that ``token_mask`` leaves out are not looked at. On a GPU plain PyTorch
+    computes it. There, and under torch.compile, values are not checked: an id >= E computes nothing, a negative one is
+    an error of ``plan.check()``, and an expert named twice counts twice.
+
     Losses, of a rank's N real tokens: ``aux_loss_coef * E * sum_e f_e P_e`` with f_e = pairs of e / N (they sum to K)
     and P_e the mean probability of e; ``z_loss_coef`` * mean of ``logsumexp(logits)^2``. In training, and when
     torch.distributed is initialised, pairs and N are summed over ``group`` (None: all ranks, which must then all call
@@ -85,14 +96,19 @@ def route(
     they hold different numbers of tokens. In evaluation each rank counts for itself.
 
     ValueError names the argument that is off. On CPU, outside torch.compile, that includes logits that are NaN, +inf
-    or, for some token, all -inf.
+    or, for some token, all -inf, and expert_ids that are out of range or name an expert twice.
     """
     _check(logits, cfg, selection_bias, token_mask)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    choice = choose_router(logits.device, logits.dtype, *specialised(cfg.num_experts, cfg.num_experts_per_tok))
-    select = _select_fused if choice.name == "triton" else _select
-    chosen = select(logits, cfg, selection_bias, token_mask)
-    if rounds(cfg, logits.shape[0], training):
+    if expert_ids is not None:
+        shape = (logits.shape[0], cfg.num_experts_per_tok)
+        check_replayed_ids(expert_ids, shape, cfg.num_experts, logits.device, token_mask)
+        chosen = _select(logits, cfg, selection_bias, token_mask, expert_ids)
+    else:
+        choice = choose_router(logits.device, logits.dtype, *specialised(cfg.num_experts, cfg.num_experts_per_tok))
+        select = _select_fused if choice.name == "triton" else _select
+        chosen = select(logits, cfg, selection_bias, token_mask)
+    if expert_ids is None and rounds(cfg, logits.shape[0], training):
         plan, scores, pairs_of_expert = round_tokens(
             logits, chosen.expert_ids, chosen.scores, cfg, generator=generator, token_mask=token_mask
         )
@@ -101,7 +117,7 @@ def route(
         plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
         tokens_per_expert = pairs_of_expert = plan.rows_per_expert
     aux_loss = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
-    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert)
+    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert, chosen.expert_ids)
 
 
 @torch.no_grad()
@@ -138,7 +154,14 @@ def _select_fused(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None,
     return _Chosen(ids, scores, *losses)
 
 
-def _select(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_mask: Tensor | None) -> _Chosen:
+def _select(
+    logits: Tensor,
+    cfg: MoEConfig,
+    selection_bias: Tensor | None,
+    token_mask: Tensor | None,
+    replayed: Tensor | None = None,
+) -> _Chosen:
+    """The top-K selection, or the one ``replayed`` (T, K)."""
     router = cfg.router
     padding = None if token_mask is None else ~token_mask[:, None]
     if padding is not None:
@@ -147,8 +170,12 @@ def _select(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token
     all_scores = logits
     if not router.softmax_after_topk:
         all_scores = torch.softmax(logits, dim=-1) if router.score == "softmax" else torch.sigmoid(logits)
-    expert_ids = _choose(logits.detach(), all_scores.detach(), cfg, selection_bias)
-    scores = _kept_scores(all_scores, expert_ids, router)
+    if replayed is None:
+        expert_ids = _choose(logits.detach(), all_scores.detach(), cfg, selection_bias)
+        scores = _kept_scores(all_scores, expert_ids, router)
+    else:  # clamped: an id that nobody could check must not be read outside of the scores
+        expert_ids = replayed
+        scores = _kept_scores(all_scores, replayed.long().clamp(0, cfg.num_experts - 1), router)
     if padding is not None:
         expert_ids = expert_ids.masked_fill(padding, cfg.num_experts)
         scores = scores.masked_fill(padding, 0.0)

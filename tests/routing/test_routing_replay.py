@@ -1,0 +1,160 @@
+"""Replayed expert ids: the router's scores, losses and gradients for them, what is refused, and the record of them.
+
+T tokens · E experts · K experts per token
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_one_line
+from routing_checks import random, selection_bias_for
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilemoe import reference
+from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig, TokenRounding
+from tilemoe.routing.replay import RoutingRecord
+from tilemoe.routing.topk import Routing, route
+
+T, E, K = 20, 16, 3
+
+
+def config(router: RouterConfig, **options: Any) -> MoEConfig:
+    return MoEConfig(8, 8, E, K, router=router, **options)
+
+
+def any_ids(tokens: int = T, seed: int = 5) -> Tensor:
+    """K different experts of each token, whatever its logits say."""
+    return random(tokens, E, seed=seed).argsort(dim=1)[:, :K]
+
+
+def replayed(logits: Tensor, cfg: MoEConfig, ids: Tensor, **options: Any) -> Routing:
+    return route(logits, cfg, selection_bias=selection_bias_for(cfg), expert_ids=ids, **options)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("preset", sorted(ROUTER_PRESETS))
+def test_any_ids_have_the_references_scores_losses_and_gradients(preset: str, masked: bool) -> None:
+    """Groups and a bias would not have chosen these."""
+    cfg = config(RouterConfig.preset(preset))
+    mask = random(T) < 0.5 if masked else None
+    logits, ids = random(T, E, seed=1).requires_grad_(), any_ids()
+    routing = replayed(logits, cfg, ids, token_mask=mask)
+    bias = selection_bias_for(cfg)
+    expected = reference.route(logits, cfg, selection_bias=bias, token_mask=mask, replayed_ids=ids)
+    dense = routing.dense()
+    torch.testing.assert_close(dense, expected.scores)
+    assert torch.equal(dense != 0, expected.scores != 0)
+    assert routing.tokens_per_expert.tolist() == expected.tokens_per_expert.tolist()
+    torch.testing.assert_close(routing.aux_loss, expected.aux_loss.float())
+    weight = random(T, E, seed=3)
+    got, want = (
+        torch.autograd.grad((scores * weight).sum() + aux_loss + 0 * logits.sum(), logits)[0]
+        for scores, aux_loss in ((dense, routing.aux_loss), (expected.scores, expected.aux_loss))
+    )
+    assert got.any()
+    torch.testing.assert_close(got, want)
+    assert routing.expert_ids is not None
+    assert torch.equal(routing.expert_ids, ids if mask is None else ids.masked_fill(~mask[:, None], E))
+
+
+@pytest.mark.parametrize("preset", sorted(ROUTER_PRESETS))
+def test_replaying_what_was_chosen_changes_no_bit(preset: str) -> None:
+    cfg = config(RouterConfig.preset(preset))
+    logits = random(T, E, dtype=torch.float32)
+    mask = torch.arange(T) % 3 > 0
+    first = route(logits, cfg, selection_bias=selection_bias_for(cfg), token_mask=mask)
+    assert first.expert_ids is not None
+    again = replayed(logits, cfg, first.expert_ids, token_mask=mask)  # ids of masked tokens are E, and are not read
+    for name in ("scores", "tokens_per_expert", "aux_loss", "expert_ids"):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+    assert torch.equal(first.plan.token_of_row, again.plan.token_of_row)
+
+
+def test_nothing_is_rounded_where_ids_are_replayed() -> None:
+    cfg = config(RouterConfig(), rounding=TokenRounding("up", 16))
+    logits, ids = random(T, E), any_ids()
+    routing = replayed(logits, cfg, ids)
+    assert torch.equal(routing.tokens_per_expert, ids.flatten().bincount(minlength=E).int())
+    assert not torch.equal(route(logits, cfg).tokens_per_expert, routing.tokens_per_expert)
+    chosen = route(logits, cfg).expert_ids  # of the selection that was rounded afterwards
+    assert chosen is not None
+    assert torch.equal(chosen, route(logits, cfg, training=False).expert_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_replay_compiles_without_a_break_and_has_shapes_without_values(dtype: torch.dtype) -> None:
+    cfg = config(RouterConfig.preset("deepseek_v3"))
+    logits, ids = random(T, E, dtype=torch.float32), any_ids().to(dtype)
+    bias = selection_bias_for(cfg)
+    want = route(logits, cfg, selection_bias=bias, expert_ids=ids)
+    compiled = torch.compile(route, backend="aot_eager", fullgraph=True)
+    got = compiled(logits, cfg, selection_bias=bias, expert_ids=ids)
+    assert torch.equal(got.scores, want.scores)
+    assert torch.equal(got.plan.token_of_row, want.plan.token_of_row)
+    assert got.expert_ids.dtype == dtype
+    with FakeTensorMode() as mode:
+        faked = [mode.from_tensor(tensor) for tensor in (logits, bias, ids)]
+        fake = route(faked[0], cfg, selection_bias=faked[1], expert_ids=faked[2])
+    assert fake.scores.shape == (T, K)
+
+
+def test_ids_that_nobody_can_check_read_nothing_outside() -> None:
+    """As on a GPU: an id past the last expert is skipped, and the other tokens' scores are theirs."""
+    cfg = config(RouterConfig())
+    logits, ids = random(T, E, dtype=torch.float32), any_ids()
+    wrong = ids.clone()
+    wrong[3, 1] = E + 1000
+    got = torch.compile(route, backend="aot_eager", fullgraph=True)(logits, cfg, expert_ids=wrong)
+    assert int(got.tokens_per_expert.sum()) == T * K - 1
+    others = torch.arange(T) != 3
+    assert torch.equal(got.scores[others], replayed(logits, cfg, ids).scores[others])
+
+
+GOOD = any_ids()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (GOOD.tolist(), "expert_ids must be a tensor of int32 or int64 ids, got list"),
+        (GOOD.float(), "expert_ids must be int32 or int64, got torch.float32"),
+        (GOOD.short(), "expert_ids must be int32 or int64, got torch.int16"),
+        (GOOD[None], "expert_ids must have 2 dimension"),
+        (GOOD[:, :2], r"expert_ids must be \(T, K\) = \(20, 3\), got \(20, 2\); give K"),
+        (GOOD[1:], r"expert_ids must be \(T, K\) = \(20, 3\), got \(19, 3\)"),
+        (GOOD.to("meta"), "expert_ids is on meta but the logits are on cpu; move"),
+        (GOOD.clone().index_fill_(0, torch.tensor([4]), E), r"expert_ids must lie in \[0, 16\), got 16; leave tokens"),
+        (GOOD - 1, r"expert_ids must lie in \[0, 16\), got -1"),
+        (GOOD.clone().index_fill_(0, torch.tensor([4]), 7), "expert_ids names expert 7 twice for one token"),
+    ],
+)
+def test_wrong_ids_are_one_line(ids: Any, message: str) -> None:
+    with raises_one_line(message):
+        route(random(T, E), config(RouterConfig()), expert_ids=ids)
+
+
+def test_a_record_joins_the_calls_of_a_sequence() -> None:
+    record, calls = RoutingRecord(), [random(2, 5, E, seed=1), random(2, 1, E, seed=2), random(2, 1, E, seed=3)]
+    layers = [[call.argsort(dim=-1)[..., first : first + K] for call in calls] for first in (0, 4)]
+    for step in range(3):  # as a model calls them
+        record.add("one", layers[0][step])
+        record.add("two", layers[1][step].flatten(0, 1))  # (T, K), as layers give them
+    ids = record.expert_ids(batch_size=2)
+    assert ids.shape == (2, 2, 7, K)
+    for layer in range(2):
+        assert torch.equal(ids[layer], torch.cat(layers[layer], dim=1))
+
+
+def test_a_record_that_does_not_fit_is_one_line() -> None:
+    with raises_one_line("the record is empty; pass it as record="):
+        RoutingRecord().expert_ids(1)
+    record = RoutingRecord()
+    record.add("one", any_ids(6))
+    for batch_size in (0, 4):
+        with raises_one_line(rf"batch_size \({batch_size}\) must divide the 6 tokens"):
+            record.expert_ids(batch_size)
+    record.add("two", any_ids(12))
+    with raises_one_line(r"the record's layers have \[3, 6\] tokens of a sequence"):
+        record.expert_ids(2)

@@ -1,0 +1,100 @@
+"""Routing replay: the expert ids that one forward chose, recorded, and checked before another forward takes them.
+
+A policy that is trained by reinforcement learning is sampled by one program and trained by another. Where the two round
+differently, a token's experts can differ, and its log-probabilities with them (arXiv 2510.11370).
+
+B sequences · S tokens each · T tokens · L MoE layers · E experts · K experts per token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from tilemoe.ops.plan import check_ids
+from tilemoe.runtime.tracing import can_be_read
+
+
+class RoutingRecord:
+    """The expert ids of a model's MoE layers, call after call: ``record=`` of `DecoderLM` and of `generate`.
+
+    A layer returns its ids (`MoEOutput.expert_ids`) and a model adds them here, once it has them: so what activation
+    checkpointing computes again is not recorded again, torch.compile sees tensors alone, and a record that is passed,
+    and not a mode of the process, cannot be left on. What comes out is what engines return beside the tokens they
+    sampled, a layer's ids for each token, and what ``expert_ids=`` takes.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, list[Tensor]] = {}
+
+    def add(self, layer: Hashable, expert_ids: Tensor) -> None:
+        """One call of a layer: (T, K) or (B, S, K) ids. Layers are in the order of their first calls."""
+        self._calls.setdefault(layer, []).append(expert_ids.detach())
+
+    def expert_ids(self, batch_size: int) -> Tensor:
+        """(L, B, S, K) with B = ``batch_size``: S tokens of each sequence, those of later calls after earlier ones'.
+
+        A prompt and then one token at a time, as with a key-value cache, are calls of one record, in which a sequence
+        stays in its place; batches that do not continue one another need a record each. A token that ``token_mask``
+        left out has ids E. Packed sequences are one: ``batch_size=1``.
+
+        ValueError: nothing was recorded, the layers did not record equally many tokens, or ``batch_size`` does not
+        divide those of a call.
+        """
+        if not self._calls:
+            raise ValueError("the record is empty; pass it as record= to a model that has MoE layers")
+        for ids in (ids for calls in self._calls.values() for ids in calls):
+            if batch_size < 1 or ids.shape[:-1].numel() % batch_size:
+                raise ValueError(
+                    f"batch_size ({batch_size}) must divide the {ids.shape[:-1].numel()} tokens of each recorded call; "
+                    "give the number of sequences, 1 for packed ones"
+                )
+        layers = [
+            torch.cat([ids.reshape(batch_size, ids.shape[:-1].numel() // batch_size, -1) for ids in calls], dim=1)
+            for calls in self._calls.values()
+        ]
+        if len({layer.shape for layer in layers}) > 1:
+            raise ValueError(
+                f"the record's layers have {sorted({layer.shape[1] for layer in layers})} tokens of a sequence and "
+                f"{sorted({layer.shape[2] for layer in layers})} experts each; record layers that differ one by one"
+            )
+        return torch.stack(layers)
+
+
+def check_replayed_ids(
+    expert_ids: Tensor,
+    shape: tuple[int, int],
+    num_experts: int,
+    device: torch.device,
+    token_mask: Tensor | None = None,
+) -> None:
+    """ValueError that names ``expert_ids`` unless they can be replayed: (T, K) = ``shape``, int32 or int64, on
+    ``device``; and, where looking costs nothing (on CPU, outside torch.compile), in [0, E), none twice for a token.
+
+    Those of a token that ``token_mask`` (T,) leaves out may be anything.
+    """
+    check_ids("expert_ids", expert_ids, ndim=2)
+    if tuple(expert_ids.shape) != shape:
+        raise ValueError(
+            f"expert_ids must be (T, K) = {shape}, got {tuple(expert_ids.shape)}; give K = num_experts_per_tok ids for "
+            "each token of x, padding too"
+        )
+    if expert_ids.device != device:
+        raise ValueError(f"expert_ids is on {expert_ids.device} but the logits are on {device}; move them together")
+    if not can_be_read(expert_ids):
+        return
+    ids = expert_ids if token_mask is None else expert_ids[token_mask]
+    outside = ids[(ids < 0) | (ids >= num_experts)]
+    if outside.numel():
+        raise ValueError(
+            f"expert_ids must lie in [0, {num_experts}), got {int(outside[0])}; leave tokens that were not recorded "
+            "out by token_mask"
+        )
+    in_order = ids.sort(dim=1).values
+    twice = in_order[:, 1:][in_order[:, 1:] == in_order[:, :-1]]
+    if twice.numel():
+        raise ValueError(
+            f"expert_ids names expert {int(twice[0])} twice for one token; each of its K experts must be another"
+        )
