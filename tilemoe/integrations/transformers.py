@@ -69,7 +69,7 @@ def use(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise ValueError(f"use takes a model that is loaded, got {type(model).__name__}; load it, or call register()")
     register()
-    modules = list(_experts_modules(model))
+    modules = [module for _, module in experts_modules(model)]
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no experts whose implementation transformers lets one choose (a dense model, "
@@ -227,11 +227,11 @@ def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:
     raise _refusal(self, "its weights are quantised to FP8")
 
 
-def _experts_modules(model: nn.Module) -> Iterator[nn.Module]:
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose forward transformers chooses by ``experts_implementation``; its decorator marks them so."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "config"):
-            yield module
+            yield name, module
 
 
 def _owners(model: nn.Module) -> list[nn.Module]:

@@ -46,6 +46,11 @@ def can_be_read(values: Tensor) -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None and not is_fake(values)
 
 
+def is_in_backward() -> bool:
+    """Whether a backward runs in this thread: a forward then is one that activation checkpointing repeats."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """What autocast casts to on devices of this kind ("cpu", "cuda", ...); None where it is off, or there is none."""
     if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):

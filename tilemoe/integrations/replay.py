@@ -1,0 +1,191 @@
+"""Routing replay in transformers' models: record which experts a model chose, and have it choose them again.
+
+T tokens · B sequences · S tokens each · L MoE layers · E experts · K experts per token
+
+The router stays the model's own. It is run as it is; where it takes the top K of E values, it is given the replayed
+ones and their values, so it scores them as it always does. Hooks stand on the model's modules while a ``with`` block
+runs, and are gone after it; nothing of transformers is changed. It works with any of its experts implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tilemoe.integrations.transformers import experts_modules
+from tilemoe.routing.replay import RoutingRecord, check_replayed_ids
+from tilemoe.runtime.tracing import is_in_backward
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """Within the block every forward of ``model``, ``generate`` too, adds its experts' ids to the record it is given.
+
+        with record_routing(model) as record:
+            tokens = model.generate(prompt, max_new_tokens=N)
+        expert_ids = record.expert_ids(B)  # (L, B, S, K), of tokens[:, :-1] with a key-value cache
+
+    What activation checkpointing computes again in a backward is not recorded again. One program's calls are to be
+    those of the same sequences in their places: no beam search.
+
+    ValueError: the model has no experts that transformers dispatches.
+    """
+    record = RoutingRecord()
+
+    def add(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not is_in_backward():
+                record.add(name, _top_k_index(args, kwargs))
+
+        return hook
+
+    layers = _layers(model)
+    handles = [experts.register_forward_pre_hook(add(name), with_kwargs=True) for name, experts, _ in layers]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | None = None) -> Iterator[None]:
+    """Within the block every forward of ``model`` takes these experts, with the scores that its routers give them.
+
+        with replay_routing(model, expert_ids):
+            loss = model(tokens[:, :-1], ...)
+            loss.backward()
+
+    expert_ids (L, B, S, K) or (L, T, K), int32 or int64, on the model's device. token_mask (B, S) or (T,): False marks
+    tokens whose ids may be anything, for which the router chooses by itself. Scores come from the full logits of the
+    present weights, with gradients. A balancing loss that the model makes of its logits, as transformers' do by a
+    top-K of their own outside of the layers, counts that top-K and not these experts.
+
+    The backward belongs into the block, because activation checkpointing repeats the forward there. A micro-batch has
+    a block of its own, forward and backward. torch.compile is not for it.
+
+    ValueError: the model has no experts that transformers dispatches; the ids do not fit it, as for `tilemoe.route`; or
+    a router does not choose by the top K of E values, or more than once.
+    """
+    layers = _layers(model)
+    if not isinstance(expert_ids, Tensor) or expert_ids.ndim not in (3, 4) or expert_ids.shape[0] != len(layers):
+        found = tuple(expert_ids.shape) if isinstance(expert_ids, Tensor) else type(expert_ids).__name__
+        raise ValueError(
+            f"expert_ids must be (L, B, S, K) with the model's L = {len(layers)} MoE layers, got {found}; "
+            "record.expert_ids(B) gives them so"
+        )
+    mask = None if token_mask is None else token_mask.reshape(-1)
+    tokens = expert_ids.shape[1:-1].numel()
+    if mask is not None and (mask.dtype != torch.bool or mask.shape[0] != tokens):
+        raise ValueError(
+            f"token_mask must be torch.bool with one element for each of expert_ids' {tokens} tokens, got {mask.dtype} "
+            f"with {mask.shape[0]}"
+        )
+    replays, handles = [], []
+    for layer, ids in zip(layers, expert_ids.flatten(1, -2), strict=True):
+        replays.append(replay := _Replay(layer, ids, mask))
+        for module in layer.around_router:
+            handles.append(module.register_forward_pre_hook(replay.begin))
+            handles.append(module.register_forward_hook(replay.end, always_call=True))
+        handles.append(layer.experts.register_forward_pre_hook(replay.require, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for replay in replays:  # code that was compiled before does not ask for hooks
+        if not replay.is_used:
+            raise ValueError(
+                f"expert_ids were not taken by {replay.name}: run a forward of the model inside the block, without "
+                "torch.compile"
+            )
+
+
+class _Layer(NamedTuple):
+    """Experts, what they are called, and the modules in one of whose forwards their router chooses."""
+
+    name: str
+    experts: nn.Module
+    around_router: list[nn.Module]
+
+
+def _layers(model: nn.Module) -> list[_Layer]:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a model of transformers, got {type(model).__name__}")
+    found = []
+    for name, experts in experts_modules(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+        around = [block]
+        if hasattr(block, "gradient_checkpointing"):  # it repeats its forward by itself, below its own hooks
+            around = [child for child in block.children() if child is not experts]
+        found.append(_Layer(name, experts, around))
+    if not found or found[0].name == "":
+        raise ValueError(
+            f"{type(model).__name__} has no MoE layers whose experts transformers dispatches; pass the whole model"
+        )
+    return found
+
+
+class _Replay(TorchFunctionMode):
+    """Active during a forward of a router: of the top K of E values it gives the places that are replayed.
+
+    A mode holds for one thread, and a GPU's backward repeats a forward in another: so each forward sets it anew.
+    """
+
+    def __init__(self, layer: _Layer, expert_ids: Tensor, token_mask: Tensor | None) -> None:
+        super().__init__()
+        self.name, self.is_used = layer.name, False
+        self._ids, self._mask = expert_ids, token_mask
+        self._num_experts = next(layer.experts.parameters()).shape[0]
+        self._current: nn.Module | None = None
+        self._taken: list[nn.Module | None] = []  # once for each time, since the experts ran
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        self._current = module
+        self._taken = [other for other in self._taken if other is not module]  # of a forward that ended early
+        self.__enter__()
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.__exit__(None, None, None)
+
+    def require(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the experts: the router has asked for the top K once. ValueError if not."""
+        chosen = _top_k_index(args, kwargs)
+        self._check(chosen)
+        times, self._taken = len(self._taken), []
+        if times != 1:
+            raise ValueError(
+                f"expert_ids cannot be replayed by {self.name}: its router took the top {chosen.shape[-1]} of "
+                f"{self._num_experts} values {times} times, not once; replay another model, or tilemoe.MoE"
+            )
+        self.is_used = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or not self._is_selection(out.indices, args[0]):
+            return out
+        self._taken.append(self._current)
+        self._check(out.indices)
+        ids = self._ids.long().view(out.indices.shape)
+        if self._mask is not None:
+            ids = torch.where(self._mask.view(*ids.shape[:-1], 1), ids, out.indices)
+        return torch.return_types.topk((args[0].gather(-1, ids), ids))
+
+    def _is_selection(self, indices: Tensor, values: Tensor) -> bool:
+        """Whether this top K is the router's: K of E values for each token."""
+        return values.shape[-1] == self._num_experts and indices.shape[-1] == self._ids.shape[-1]
+
+    def _check(self, chosen: Tensor) -> None:
+        rows, k = chosen.shape[:-1].numel(), chosen.shape[-1]
+        check_replayed_ids(self._ids, (rows, k), self._num_experts, chosen.device, self._mask)
+
+
+def _top_k_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """(T, K) of what an experts module is called with."""
+    ids: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
+    return ids
