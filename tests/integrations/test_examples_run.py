@@ -90,6 +90,27 @@ def test_custom_router_learns_with_every_expert_full() -> None:
     assert all(layer.experts.w1.grad[expert].any() for expert in range(4))
 
 
+def test_routing_replay_keeps_the_log_probabilities_and_learns() -> None:
+    steps = example("routing_replay.py")["main"](["--steps", "12"])
+    assert all(step.replayed < 2e-5 for step in steps)
+    assert steps[0].free > 0.1  # some tokens get another expert
+    assert steps[-1].reward > steps[0].reward + 0.2
+
+
+def test_routing_replay_takes_every_sampled_expert_whatever_the_weights_are() -> None:
+    """A sampler in bf16, as engines are: its experts are not those of fp32, and replay brings the policies together."""
+    module = example("routing_replay.py")
+    torch.manual_seed(0)
+    policy = module["make_policy"]()
+    rollout = module["sample"](module["sampler_of"](policy).bfloat16())
+    with torch.no_grad():
+        replayed, free = (
+            (module["log_probs_of"](policy, rollout.tokens, ids) - rollout.log_probs).abs().mean()
+            for ids in (rollout.expert_ids, None)
+        )
+    assert replayed < 0.2 * free
+
+
 def test_custom_backend_learns_and_its_kernel_is_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))  # what it registers is gone after
     module = example("custom_backend.py")
