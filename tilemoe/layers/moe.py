@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilemoe.activations import activation_spec
@@ -16,7 +17,7 @@ from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.router import Router, checked_output
-from tilemoe.routing.balance import update_selection_bias
+from tilemoe.routing.balance import check_group, update_selection_bias
 from tilemoe.routing.topk import Routing, route
 
 
@@ -52,6 +53,12 @@ class MoE(nn.Module):
             dtype, which `tilemoe.route` turns into experts as ``cfg.router`` says, or a `tilemoe.Routing` of its own
             (`tilemoe.plan_topk` and `tilemoe.plan_pairs` make plans). It is on the layer's device already. With
             ``cfg.router.selection_bias`` it has an fp32 buffer ``selection_bias`` (E,).
+        group: the processes over whose tokens the auxiliary loss and the bias balancing count; the attribute may be set
+            later. None: all ranks, so that in training, where the configuration has a loss, a forward makes one
+            all_reduce (and `update_selection_bias` one), which waits until all ranks have called this layer. Where
+            only some call it, give the group of those, made by ``torch.distributed.new_group`` in all ranks; or
+            ``torch.distributed.GroupMember.NON_GROUP_MEMBER``, which is what that gives to a rank outside the group:
+            then this rank counts for itself, and no collective is called. Evaluation never calls one.
 
     Parameters: ``router.weight`` (E, d) · ``experts.w1`` (E, 2n or n, d) · ``experts.w2`` (E, d, n) ·
     ``experts.b1``, ``experts.b2`` · ``shared.w1`` (2m or m, d), ``shared.w2`` (d, m), m the shared width, in the
@@ -67,6 +74,7 @@ class MoE(nn.Module):
         recompute: str | None = None,
         kernels: str | Backend | None = None,
         router: nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(cfg, MoEConfig):
@@ -76,7 +84,8 @@ class MoE(nn.Module):
                 "router must be None or a torch.nn.Module that gives logits (T, E) or a Routing, got "
                 f"{type(router).__name__}; wrap a function in a module"
             )
-        self.cfg = cfg
+        check_group(group)
+        self.cfg, self.group = cfg, group
         self.router = Router(cfg, device=device, dtype=dtype) if router is None else router
         self.experts = Experts(cfg, device=device, dtype=dtype, recompute=recompute, kernels=kernels)
         self.shared: MLP | None = None
@@ -153,6 +162,7 @@ class MoE(nn.Module):
                 generator=generator,
                 selection_bias=self.selection_bias,
                 token_mask=token_mask,
+                group=self.group,
                 expert_ids=expert_ids,
             )
         hidden = self.experts(x_of_experts, routing.plan, routing.scores)
@@ -174,11 +184,11 @@ class MoE(nn.Module):
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
         """Move the selection bias by ``rate`` towards an even load; counts (E,), once per optimiser step.
 
-        All ranks must call it when torch.distributed is initialised: the counts are summed over them.
+        When torch.distributed is initialised the counts are summed over ``self.group``, whose ranks must all call it.
 
         Raises:
             ValueError: the router has no selection bias.
         """
         if self.selection_bias is None:
             raise ValueError("this layer has no selection bias; set router.selection_bias=True in its MoEConfig")
-        update_selection_bias([self.selection_bias], tokens_per_expert[None], rate)
+        update_selection_bias([self.selection_bias], tokens_per_expert[None], rate, self.group)

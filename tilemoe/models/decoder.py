@@ -230,12 +230,13 @@ class DecoderLM(nn.Module):
         """Balance the experts without a loss: move every layer's selection bias by ``rate`` towards an even load.
 
         tokens_per_expert (L, E), summed over the micro-batches of one optimiser step; call it once per step, on all
-        ranks, over which the counts are summed. Does nothing when the routers have no selection bias.
+        ranks of the layers' ``group``, over which the counts are summed. Does nothing when the routers have no
+        selection bias.
         """
         layers = [block.mlp for block in self._blocks() if isinstance(block.mlp, MoE)]
         biases = [moe.selection_bias for moe in layers if moe.selection_bias is not None]
         if biases:
-            update_selection_bias(biases, tokens_per_expert, rate)
+            update_selection_bias(biases, tokens_per_expert, rate, layers[0].group)
 
     def set_checkpointing(self, mode: str) -> None:
         """What backward computes again, to keep less until then: "none", each block's "attention", or each "block".

@@ -6,6 +6,7 @@ E experts · L layers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ def update_selection_bias(
     biases: L buffers (E,) · tokens_per_expert (L, E) integers, this rank's rows summed over the micro-batches of one
     optimiser step. Call it once per optimiser step, from the training loop: an update inside the forward would run
     again whenever activation checkpointing repeats it. When torch.distributed is initialised the loads are summed
-    over ``group`` (None: all ranks), so every rank must call it and all get the same biases.
+    over ``group``, as for `tilemoe.route`: by one all_reduce, for which all its ranks must call this, and all get the
+    same biases.
     """
     _check(biases, tokens_per_expert, rate)
+    check_group(group)
     load = sum_over_ranks(tokens_per_expert.long(), group)
     # Whole numbers, so that a perfectly balanced expert gets sign 0 and not a rounding error's sign.
     direction = torch.sign(load.sum(dim=-1, keepdim=True) - load * load.shape[-1])
@@ -40,11 +43,24 @@ def sum_over_ranks(counts: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return total
 
 
-def num_ranks(group: dist.ProcessGroup | None) -> int:
-    """Ranks of ``group`` (None: all ranks); 1 when torch.distributed is not in use."""
+def num_ranks(group: Any) -> int:
+    """Ranks of ``group`` (None: all ranks); 1 for a rank outside it, and when torch.distributed is not in use."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return 1
     return dist.get_world_size(group)
+
+
+def check_group(group: Any) -> None:
+    """ValueError unless it is a process group, None, or what ``new_group`` gives to ranks outside a group."""
+    if group is None or not dist.is_available():
+        return
+    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"group must be None or a torch.distributed process group, got {type(group).__name__}; of a DeviceMesh "
+            "give mesh.get_group(), for no other rank torch.distributed.GroupMember.NON_GROUP_MEMBER"
+        )
 
 
 def _check(biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float) -> None:

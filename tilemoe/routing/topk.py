@@ -17,7 +17,7 @@ from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.choose import choose_router
 from tilemoe.ops import router as router_ops
 from tilemoe.plan import RoutingPlan, experts_of_rows
-from tilemoe.routing.balance import num_ranks, sum_over_ranks
+from tilemoe.routing.balance import check_group, num_ranks, sum_over_ranks
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.replay import check_replayed_ids
 from tilemoe.routing.rounding import round_tokens, rounds
@@ -90,15 +90,18 @@ def route(
     an error of ``plan.check()``, and an expert named twice counts twice.
 
     Losses, of a rank's N real tokens: ``aux_loss_coef * E * sum_e f_e P_e`` with f_e = pairs of e / N (they sum to K)
-    and P_e the mean probability of e; ``z_loss_coef`` * mean of ``logsumexp(logits)^2``. In training, and when
-    torch.distributed is initialised, pairs and N are summed over ``group`` (None: all ranks, which must then all call
-    this): f_e is that of the whole batch, and the mean of the ranks' losses is the loss of the whole batch, also when
-    they hold different numbers of tokens. In evaluation each rank counts for itself.
+    and P_e the mean probability of e; ``z_loss_coef`` * mean of ``logsumexp(logits)^2``. In training, when
+    torch.distributed is initialised and there is a loss, one all_reduce sums pairs and N over ``group``, all of whose
+    ranks must call this, as often and in the same order: f_e is that of the whole batch, and the mean of the ranks'
+    losses is the loss of the whole batch, also when they hold different numbers of tokens. None: all ranks. A rank to
+    which ``torch.distributed.new_group`` gave ``GroupMember.NON_GROUP_MEMBER``, because it is not in the group, passes
+    that, and counts for itself, as every rank does in evaluation: without a collective.
 
     ValueError names the argument that is off. On CPU, outside torch.compile, that includes logits that are NaN, +inf
     or, for some token, all -inf, and expert_ids that are out of range or name an expert twice.
     """
     _check(logits, cfg, selection_bias, token_mask)
+    check_group(group)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if expert_ids is not None:
         shape = (logits.shape[0], cfg.num_experts_per_tok)
