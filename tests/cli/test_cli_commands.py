@@ -494,4 +494,7 @@ def test_doctor_says_what_serves_and_why(run: Run, fails: Fails) -> None:
     assert "experts in bfloat16: torch (plain PyTorch" in out
     assert "router: torch (Triton does not run on cpu)" in out
     assert "plan: torch (" in out
+    no = "no, PyTorch's matrix products add in an order that depends on the number of rows"
+    assert f"batch invariance of the experts by torch: {no}" in out
+    assert f"batch invariance of the router's logits: {no}" in out
     assert "--tokens must be >= 1" in fails("doctor", "--tokens", "0")

@@ -112,6 +112,29 @@ def test_ids_that_nobody_can_check_read_nothing_outside() -> None:
     assert torch.equal(got.scores[others], replayed(logits, cfg, ids).scores[others])
 
 
+@pytest.mark.parametrize("preset", [name for name, router in ROUTER_PRESETS.items() if router.score == "softmax"])
+def test_a_tokens_experts_and_scores_do_not_depend_on_the_others(preset: str) -> None:
+    """To the bit, given its logits, and its gradient neither. PyTorch's sigmoid depends on the place in memory."""
+    cfg = config(RouterConfig.preset(preset))
+    logits, d_scores = random(50, E, dtype=torch.float32), random(50, K, seed=2, dtype=torch.float32)
+
+    def run(tokens: Tensor, ids: Tensor | None) -> list[Tensor]:
+        part = logits[tokens].requires_grad_()
+        routing = route(part, cfg, selection_bias=selection_bias_for(cfg), expert_ids=ids)
+        assert routing.expert_ids is not None
+        return [
+            routing.expert_ids,
+            routing.scores.detach(),
+            *torch.autograd.grad(routing.scores, part, d_scores[tokens]),
+        ]
+
+    for ids in (None, any_ids(50)):
+        whole = run(torch.arange(50), ids)
+        for tokens in (torch.tensor([7]), torch.arange(20, 33), random(50).argsort()):
+            for got, want in zip(run(tokens, None if ids is None else ids[tokens]), whole, strict=True):
+                assert torch.equal(got, want[tokens])
+
+
 GOOD = any_ids()
 
 

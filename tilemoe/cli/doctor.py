@@ -62,20 +62,24 @@ def _hardware(device: str) -> str:
 
 
 def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
-    """One line for each choice that the layer makes: the experts' kernels, the router's, the plan's."""
+    """One line for each choice that the layer makes, the experts' kernels, the router's, the plan's; and for each of
+    these kernels whether what they give a token depends on the other tokens of its batch.
+    """
     import torch
 
     from tilemoe.kernels.choose import choose_plan, choose_router, select_kernels
+    from tilemoe.kernels.experts.torch.backend import TorchBackend
 
     found = torch.device(device)
-    lines = []
-    for name in _DTYPES:
-        experts = select_kernels(found, getattr(torch, name), cfg)
-        lines.append(f"experts in {name}: {experts.name} ({experts.reason})")
-    experts = select_kernels(found, torch.bfloat16, replace(cfg, precision="fp8"))
-    lines.append(f"experts with precision fp8: {experts.name} ({experts.reason})")
+    wanted = {f"in {name}": (getattr(torch, name), cfg) for name in _DTYPES}
+    wanted["with precision fp8"] = (torch.bfloat16, replace(cfg, precision="fp8"))
+    chosen = {how: select_kernels(found, *layer) for how, layer in wanted.items()}
+    lines = [f"experts {how}: {experts.name} ({experts.reason})" for how, experts in chosen.items()]
     router = choose_router(found, torch.float32, cfg.num_experts, cfg.num_experts_per_tok)
     lines.append(f"router: {router.name} ({router.reason})")
     plan = choose_plan(found, tokens * cfg.num_experts_per_tok, cfg.num_experts)
     lines.append(f"plan: {plan.name} ({plan.reason})")
+    invariance = {experts.name: experts.impl.batch_invariance for experts in chosen.values()}
+    lines += [f"batch invariance of the experts by {name}: {whether}" for name, whether in invariance.items()]
+    lines.append(f"batch invariance of the router's logits: {TorchBackend.batch_invariance}")
     return lines

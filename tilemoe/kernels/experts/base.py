@@ -83,6 +83,8 @@ class Backend(ABC):
 
     name: ClassVar[str]  # that it is registered by
     precision: ClassVar[str] = "bf16"  # of `tilemoe.config.PRECISIONS`: what its GEMMs read
+    # Whether a token's o and dx have the same bits whatever the other tokens of its batch are (docs/replay.md).
+    batch_invariance: ClassVar[str] = "not tested"
 
     @abstractmethod
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:

@@ -31,6 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 class HopperBackend(TritonBackend):
     name = "hopper"
+    batch_invariance = "not run yet"
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return super().why_unsupported(device, dtype, widths) or serves.why_unsupported(device)

@@ -20,6 +20,7 @@ from tilemoe.plan import RoutingPlan
 
 class TorchBackend(Backend):
     name = "torch"
+    batch_invariance = "no, PyTorch's matrix products add in an order that depends on the number of rows"
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return None if dtype in FLOAT_DTYPES else f"no kernel computes in {dtype}"

@@ -1,0 +1,57 @@
+"""In Triton's interpreter a token's results have the same bits whatever the other tokens of its batch are.
+
+T tokens · E experts
+"""
+
+import pytest
+import torch
+from invariance_checks import Batch, Sizes, assert_tokens_keep_their_bits, make_batch
+
+from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.kernels.experts.triton.configs import small_m
+from tilemoe.routing.topk import _select_fused
+
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.usefixtures("poisoned_memory")]
+
+# An expert with rows of two tiles, the second a ragged one; and sums over two tiles of the contraction.
+SIZES = {"many rows": Sizes(140, 16, 8, 2, 2), "wide": Sizes(12, 72, 72, 2, 1)}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("many rows", torch.float32), ("wide", torch.float16)])
+def test_experts_of_any_batch(name: str, dtype: torch.dtype) -> None:
+    assert_tokens_keep_their_bits(make_batch(SIZES[name], dtype), "triton")
+
+
+def test_the_batches_reach_both_tiles_of_inference_and_the_large_ones() -> None:
+    tokens, *_, experts, k = SIZES["many rows"]
+    assert [small_m(rows * k, experts) for rows in (1, 9, tokens)] == [16, 64, None]
+
+
+@pytest.mark.parametrize("preset", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_router_given_the_logits(preset: str) -> None:
+    cfg = MoEConfig(8, 8, 16, 3, router=RouterConfig.preset(preset))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(150, 16, generator=generator)
+    bias = torch.randn(16, generator=generator) if cfg.router.selection_bias else None
+    d_scores = torch.randn(150, 3, generator=generator)
+
+    def run(tokens: torch.Tensor) -> list[torch.Tensor]:
+        part = logits[tokens].requires_grad_()
+        chosen = _select_fused(part, cfg, bias, None)
+        return [chosen.expert_ids, chosen.scores.detach(), *torch.autograd.grad(chosen.scores, part, d_scores[tokens])]
+
+    whole = run(torch.arange(150))
+    for part in (torch.tensor([7]), torch.arange(100, 117), torch.randperm(150, generator=generator)):
+        for got, want in zip(run(part), whole, strict=True):
+            assert torch.equal(got, want[part])
+
+
+def test_products_that_depend_on_the_number_of_rows_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sums(batch: Batch, kernels: str) -> dict[str, torch.Tensor]:
+        """In another order where there are few rows, as a BLAS adds."""
+        columns = batch.x.unbind(1)
+        return {"o": sum(columns[::-1] if batch.x.shape[0] < 16 else columns, start=torch.zeros(()))}
+
+    monkeypatch.setattr("invariance_checks.results", sums)
+    with pytest.raises(AssertionError, match=r"o of [19] tokens"):
+        assert_tokens_keep_their_bits(make_batch(SIZES["many rows"], torch.float32), "triton")
