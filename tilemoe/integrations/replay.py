@@ -166,15 +166,19 @@ class _Replay(TorchFunctionMode):
         self.is_used = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or not self._is_selection(out.indices, args[0]):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk):
+            return out
+        values = args[0] if args else kwargs["input"]
+        if not self._is_selection(out.indices, values):
             return out
         self._taken.append(self._current)
         self._check(out.indices)
         ids = self._ids.long().view(out.indices.shape)
         if self._mask is not None:
             ids = torch.where(self._mask.view(*ids.shape[:-1], 1), ids, out.indices)
-        return torch.return_types.topk((args[0].gather(-1, ids), ids))
+        return torch.return_types.topk((values.gather(-1, ids), ids))
 
     def _is_selection(self, indices: Tensor, values: Tensor) -> bool:
         """Whether this top K is the router's: K of E values for each token."""

@@ -5,7 +5,8 @@ T tokens · d hidden_size · E experts · K experts per token
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -98,6 +99,14 @@ class MoE(nn.Module):
         if cfg.shared_gate:
             self.shared_gate = nn.Linear(cfg.hidden_size, 1, bias=False, device=device, dtype=dtype)
             nn.init.normal_(self.shared_gate.weight, 0.0, cfg.initializer_range)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """With the same group: processes cannot be copied."""
+        memo[id(self.group)] = self.group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @property
     def selection_bias(self) -> Tensor | None:

@@ -308,10 +308,10 @@ class DecoderLM(nn.Module):
 
     def _check_expert_ids(self, input_ids: Tensor, expert_ids: Tensor | None) -> None:
         moe = self.config.moe
-        if expert_ids is None or moe is None:
-            if expert_ids is not None:
-                raise ValueError("expert_ids was given to a model without experts (config.moe is None); drop it")
+        if expert_ids is None:
             return
+        if moe is None:
+            raise ValueError("expert_ids was given to a model without experts (config.moe is None); drop it")
         shape = (self.config.num_layers - self.config.num_dense_layers, *input_ids.shape, moe.num_experts_per_tok)
         if not isinstance(expert_ids, Tensor) or tuple(expert_ids.shape) != shape:
             found = tuple(expert_ids.shape) if isinstance(expert_ids, Tensor) else type(expert_ids).__name__

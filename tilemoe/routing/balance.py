@@ -56,7 +56,7 @@ def check_group(group: Any) -> None:
     """ValueError unless it is a process group, None, or what ``new_group`` gives to ranks outside a group."""
     if group is None or not dist.is_available():
         return
-    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             f"group must be None or a torch.distributed process group, got {type(group).__name__}; of a DeviceMesh "
             "give mesh.get_group(), for no other rank torch.distributed.GroupMember.NON_GROUP_MEMBER"
