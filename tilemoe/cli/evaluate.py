@@ -48,6 +48,8 @@ class EvalOptions:
         """``default`` with what the options say instead."""
         if self.seq_len is not None and self.seq_len > max_seq_len:
             raise ValueError(f"--seq-len ({self.seq_len}) must not exceed the {max_seq_len} that the model takes")
+        if self.corpus is not None:
+            default = replace(default, sources=())
         names = ("corpus", "format", "heldout_every", "batch_size", "seq_len")
         return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
@@ -86,7 +88,7 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     data = prepare_data(settings, tokenizer, default_cache_dir())
     is_same_text = settings == replace(recipe.data, batch_size=settings.batch_size, seq_len=settings.seq_len)
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
-        print(f"note: corpus {settings.corpus} changed since training, which may have seen what is held out now")
+        print(f"note: {settings.named} changed since training, which may have seen what is held out now")
     precision = options.precision or recipe.train.precision
     return Subject(restored.checkpoint.path, restored.model, data, settings, precision)
 

@@ -8,6 +8,8 @@ from tilemoe.data.chat_cache import prepare_chat as prepare_chat
 from tilemoe.data.corpus import Corpus as Corpus
 from tilemoe.data.corpus import Document as Document
 from tilemoe.data.corpus import open_corpus as open_corpus
+from tilemoe.data.mixture import MixedSampler as MixedSampler
+from tilemoe.data.mixture import Mixture as Mixture
 from tilemoe.data.packing import PackedBatch as PackedBatch
 from tilemoe.data.packing import PackedDocuments as PackedDocuments
 from tilemoe.data.packing import PackedSampler as PackedSampler

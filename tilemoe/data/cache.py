@@ -15,6 +15,7 @@ import numpy as np
 
 from tilemoe.data.corpus import SPLITS, Corpus, Split, open_corpus, split_documents
 from tilemoe.data.files import only_one_process, staged_folder
+from tilemoe.data.mixture import Mixture
 from tilemoe.data.packing import PackedDocuments
 from tilemoe.data.shards import (
     FORMAT,
@@ -40,8 +41,8 @@ class Prepared:
     ``notes``: what of the corpus is not as it was given, a line each.
     """
 
-    train: TokenShards | PackedDocuments
-    heldout: TokenShards | PackedDocuments
+    train: TokenShards | PackedDocuments | Mixture
+    heldout: TokenShards | PackedDocuments | Mixture
     tokenizer: Tokenizer
     notes: tuple[str, ...] = ()
 

@@ -35,6 +35,7 @@ class DataConfig:
     seq_len: int  # tokens per training sequence
     batch_size: int  # sequences per micro-batch and per process
     corpus: str = "stdlib"  # "stdlib", a .txt/.jsonl/.parquet file, or a folder of them; text may be .gz or .zst
+    sources: tuple[str, ...] = ()  # several of them instead, "PATH=WEIGHT" each: its share of the training sequences
     format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
     too_long: Literal["error", "skip", "truncate"] = "error"  # chat: of more tokens than a sequence has room for
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
@@ -45,6 +46,7 @@ class DataConfig:
         require_fields("data.", self, at_least={"seq_len": 1, "batch_size": 1, "heldout_every": 2})
         for name in ("corpus", "tokenizer"):
             require_text(f"data.{name}", getattr(self, name))
+        self._check_sources()
         if self.format == "chat" and self.tokenizer.startswith("bpe:"):
             raise ValueError(
                 f"data.tokenizer {self.tokenizer!r} is trained on text, which data.format chat has none of; give "
@@ -52,6 +54,31 @@ class DataConfig:
             )
         if self.cache_dir is not None:
             require_text("data.cache_dir", self.cache_dir)
+
+    def _check_sources(self) -> None:
+        for source in self.sources:
+            require_text("data.sources", source)
+            corpus, _, weight = source.rpartition("=")
+            if not corpus or not _is_number(_as_number(weight)) or float(weight) <= 0:
+                raise ValueError(
+                    f"data.sources: {source!r} must be PATH=WEIGHT with a weight > 0, as in {corpus or source}=1"
+                )
+        if self.sources and self.tokenizer.startswith("bpe:"):
+            raise ValueError(
+                f"data.tokenizer {self.tokenizer!r} is trained on one corpus, and data.sources are several; give "
+                "'bytes', the path of a tokenizer.json, or --init-from a model with one"
+            )
+
+    @property
+    def weight_of_corpus(self) -> list[tuple[str, float]]:
+        """Each source with its weight; the corpus alone where there are no others."""
+        pairs = (source.rpartition("=") for source in self.sources)
+        return [(corpus, float(weight)) for corpus, _, weight in pairs] or [(self.corpus, 1.0)]
+
+    @property
+    def named(self) -> str:
+        """What is read, for people."""
+        return f"sources {', '.join(self.sources)}" if self.sources else f"corpus {self.corpus}"
 
     @property
     def cache_path(self) -> Path:
@@ -272,6 +299,13 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], where: str) -
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _short(value: Any) -> str:

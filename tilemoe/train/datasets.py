@@ -5,17 +5,30 @@ B sequences · S tokens per sequence
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilemoe.data import PackedBatch, PackedDocuments, PackedSampler, Prepared, Sampler, prepare, prepare_chat
+from tilemoe.data import (
+    MixedSampler,
+    Mixture,
+    PackedBatch,
+    PackedDocuments,
+    PackedSampler,
+    Prepared,
+    Sampler,
+    TokenShards,
+    prepare,
+    prepare_chat,
+)
+from tilemoe.data.mixture import ROUND, sequences_of_round
 from tilemoe.data.sampler import Batch
 from tilemoe.kernels.lm.documents import Documents
 from tilemoe.train.config import DataConfig
-from tilemoe.train.job.processes import Job
+from tilemoe.train.job.processes import ALONE, Job
 
 
 def prepare_data(settings: DataConfig, tokenizer: str, cache_dir: Path | None = None) -> Prepared:
@@ -23,19 +36,43 @@ def prepare_data(settings: DataConfig, tokenizer: str, cache_dir: Path | None = 
 
     ``cache_dir`` is written to instead of the settings' own cache, which is read alone then.
     """
+    corpora, weights = zip(*settings.weight_of_corpus, strict=True)
+    found = [_prepare_corpus(corpus, settings, tokenizer, cache_dir) for corpus in corpora]
+    if not settings.sources:
+        return found[0]
+    counts = sequences_of_round(weights)
+    notes = [f"{n / ROUND:.1%} of the sequences from {corpus}" for corpus, n in zip(corpora, counts, strict=True)]
+    notes += [note for each in found for note in each.notes]
+    train, heldout = (
+        Mixture(tuple(parts), weights) for parts in zip(*((p.train, p.heldout) for p in found), strict=True)
+    )
+    return Prepared(train, heldout, found[0].tokenizer, tuple(notes))
+
+
+def _prepare_corpus(corpus: str, settings: DataConfig, tokenizer: str, cache_dir: Path | None) -> Prepared:
     cache = cache_dir or settings.cache_path
     options: dict[str, Any] = {"heldout_every": settings.heldout_every, "read_only": settings.cache_path}
     if settings.format == "text":
-        return prepare(settings.corpus, tokenizer, cache, **options)
+        return prepare(corpus, tokenizer, cache, **options)
     options |= {"seq_len": settings.seq_len, "too_long": settings.too_long}
-    return prepare_chat(settings.corpus, tokenizer, cache, **options)
+    return prepare_chat(corpus, tokenizer, cache, **options)
 
 
-def make_sampler(data: Prepared, settings: DataConfig, seed: int, job: Job) -> Sampler | PackedSampler:
+def make_sampler(data: Prepared, settings: DataConfig, seed: int, job: Job) -> Sampler | PackedSampler | MixedSampler:
     """Of this process' training batches."""
-    if isinstance(data.train, PackedDocuments):
-        return PackedSampler(data.train, settings.batch_size, seed, job.rank, job.world_size)
-    return Sampler(data.train, settings.seq_len, settings.batch_size, seed, job.rank, job.world_size)
+    if isinstance(data.train, Mixture):
+        one = replace(settings, batch_size=1)
+        samplers: list[Any] = [_sampler_of(part, one, seed, ALONE) for part in data.train.parts]
+        return MixedSampler(samplers, data.train.weights, settings.batch_size, seed, job.rank, job.world_size)
+    return _sampler_of(data.train, settings, seed, job)
+
+
+def _sampler_of(
+    shards: TokenShards | PackedDocuments, settings: DataConfig, seed: int, job: Job
+) -> Sampler | PackedSampler:
+    if isinstance(shards, PackedDocuments):
+        return PackedSampler(shards, settings.batch_size, seed, job.rank, job.world_size)
+    return Sampler(shards, settings.seq_len, settings.batch_size, seed, job.rank, job.world_size)
 
 
 class DeviceBatch(NamedTuple):

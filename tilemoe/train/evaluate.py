@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 
 import numpy as np
 import torch
 from torch import nn
 
-from tilemoe.data import PackedBatch, PackedDocuments, TokenShards, sequential_windows
+from tilemoe.data import Mixture, PackedBatch, PackedDocuments, TokenShards, sequential_windows
 from tilemoe.data.sampler import IGNORED_TARGET, Batch
 from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.train.datasets import device_batch
@@ -47,7 +47,7 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module,
-    shards: TokenShards | PackedDocuments,
+    shards: TokenShards | PackedDocuments | Mixture,
     *,
     seq_len: int,
     batch_size: int,
@@ -62,6 +62,7 @@ def evaluate(
 
     Every window of a text starts without context, so the figure is a little pessimistic for small ``seq_len``.
     Nats/byte are nats/token times the split's tokens per byte, which is that of a part only if every token is a byte.
+    Sources take turns with the batches, until each is read.
     Of documents, packed already with their own ``seq_len``, the tokens to learn count, and nats/byte are unknown.
     ``on_batch`` is told how many tokens this process has read. Returns None when ``stop_requested`` says so in between.
     The processes of a job take turns with the batches; each gets the result.
@@ -99,18 +100,25 @@ def evaluate(
 
 
 def _batches(
-    shards: TokenShards | PackedDocuments, seq_len: int, batch_size: int, max_batches: int, job: Job
+    shards: TokenShards | PackedDocuments | Mixture, seq_len: int, batch_size: int, max_batches: int, job: Job
 ) -> Iterator[Batch | PackedBatch]:
     """This process' turns: every ``world_size``-th batch, and where that is one too few, one without targets."""
-    batches: Iterator[Batch | PackedBatch]
-    if isinstance(shards, PackedDocuments):
-        batches = shards.batches(batch_size)
-    else:
-        batches = sequential_windows(shards, seq_len, batch_size)
-    everything: Iterator[Batch | PackedBatch] = islice(batches, max_batches or None)
+    everything = islice(_batches_of(shards, seq_len, batch_size), max_batches or None)
     turns: list[Batch | PackedBatch]
     while turns := list(islice(everything, job.world_size)):
         yield turns[job.rank] if job.rank < len(turns) else _without_targets(turns[0])
+
+
+def _batches_of(
+    shards: TokenShards | PackedDocuments | Mixture, seq_len: int, batch_size: int
+) -> Iterator[Batch | PackedBatch]:
+    if isinstance(shards, Mixture):
+        rounds = zip_longest(*(_batches_of(part, seq_len, batch_size) for part in shards.parts))
+        yield from (batch for batches in rounds for batch in batches if batch is not None)
+    elif isinstance(shards, PackedDocuments):
+        yield from shards.batches(batch_size)
+    else:
+        yield from sequential_windows(shards, seq_len, batch_size)
 
 
 def _without_targets(batch: Batch | PackedBatch) -> Batch | PackedBatch:

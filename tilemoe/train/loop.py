@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilemoe.data import Prepared
+from tilemoe.data import Mixture, Prepared
 from tilemoe.data.shards import read_index
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
@@ -344,7 +344,10 @@ def seed_process(seed: int, job: Job, step: int) -> None:
 
 def data_fingerprint(data: Prepared) -> str:
     """Digest of the tokens themselves, wherever their text and their shards are kept."""
-    content = read_index(data.train.directory)["splits"]
+    if isinstance(data.train, Mixture):
+        content = [read_index(part.directory)["splits"] for part in data.train.parts]
+    else:
+        content = read_index(data.train.directory)["splits"]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

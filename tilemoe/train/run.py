@@ -16,7 +16,7 @@ import torch
 
 import tilemoe
 from tilemoe.config import to_dict
-from tilemoe.data import PackedDocuments, Prepared
+from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
@@ -81,6 +81,7 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
             del settings["base"]  # a place, too
     for settings in (ours["data"], saved["data"]):
         del settings["cache_dir"], settings["corpus"]  # places: the fingerprint tells whether the content is the same
+        settings["sources"] = [float(source.rpartition("=")[2]) for source in settings["sources"]]  # the weights
     fixed = [*differences({"lora": ours["lora"]}, {"lora": saved["lora"]}, "")]
     fixed += differences(ours["data"], saved["data"], "data.")
     free: list[str] = []
@@ -195,20 +196,22 @@ def _trackers(trainer: Trainer, reporter: Reporter) -> list[Tracker]:
 
 def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, cache_dir: Path | None) -> Prepared:
     """The token shards, checked against the checkpoint's data."""
-    reporter.say(f"data: corpus {recipe.data.corpus}, tokenizer {recipe.data.tokenizer}")
+    reporter.say(f"data: {recipe.data.named}, tokenizer {recipe.data.tokenizer}")
     # The checkpoint's copy: the file that the recipe names may be gone.
     tokenizer = recipe.data.tokenizer if checkpoint is None else checkpoint.tokenizer_spec
     data = prepare_data(recipe.data, tokenizer, cache_dir)
     reporter.say(f"data: {data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens")
     for note in data.notes:
         reporter.say(f"data: {note}")
-    if isinstance(data.train, PackedDocuments):
-        full = data.train.places / (data.train.num_windows * data.train.seq_len)
+    parts = data.train.parts if isinstance(data.train, Mixture) else (data.train,)
+    packed = [part for part in parts if isinstance(part, PackedDocuments)]
+    if packed:
+        full = sum(part.places for part in packed) / sum(part.num_windows * part.seq_len for part in packed)
         reporter.say(f"data: {data.train.num_targets:,} tokens to learn, {full:.1%} of the packed sequences filled")
     require_prompt(recipe, data.tokenizer)
     if checkpoint is not None and checkpoint.state.data_fingerprint != data_fingerprint(data):
         raise CheckpointError(
-            f"data.corpus {recipe.data.corpus} is not the text that checkpoint {checkpoint.path} was trained on; "
+            f"data.{recipe.data.named} is not the text that checkpoint {checkpoint.path} was trained on; "
             "restore that text, or start a new run in another train.out_dir"
         )
     return data

@@ -1,0 +1,139 @@
+"""Runs on several sources: resumed bit for bit, alone or in a job, evaluated on all of them; mistakes."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import raises_one_line, write_corpus
+from test_train_chat import write_chats
+from test_train_initial import losses_of
+
+from tilemoe.cli.main import main
+from tilemoe.data import Mixture
+from tilemoe.train.checkpoints.folder import CheckpointError, find_latest
+from tilemoe.train.checkpoints.restore import build_model
+from tilemoe.train.config import DataConfig, Recipe
+from tilemoe.train.datasets import make_sampler, prepare_data
+from tilemoe.train.evaluate import evaluate
+from tilemoe.train.job.processes import Job
+from tilemoe.train.run import RunResult, train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["text", "chat"])
+def recipe(request: pytest.FixtureRequest, moe_recipe: Recipe, tmp_path: Path) -> Iterator[Recipe]:
+    """Of two sources, the first three times as often."""
+    sources = []
+    for number, weight in ((0, "3"), (1, "1")):
+        if request.param == "text":
+            path = tmp_path / f"text{number}"
+            path.mkdir()
+            write_corpus(path, 10 + number)
+        else:
+            path = write_chats(tmp_path / f"chats{number}.jsonl", 60, seed=number)
+        sources.append(f"{path}={weight}")
+    data = replace(
+        moe_recipe.data, sources=tuple(sources), format=request.param, seq_len=64, batch_size=2, too_long="skip",
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    return replace(moe_recipe, model=replace(moe_recipe.model, max_seq_len=64), data=data)
+
+
+@pytest.mark.parametrize("save_after", [1, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(recipe: Recipe, tmp_path: Path, save_after: int) -> None:
+    """Bit for bit, though the sources have moved."""
+    recipe = replace(recipe, train=replace(recipe.train, accumulation=2))
+    whole = replace(recipe, train=replace(recipe.train, out_dir=str(tmp_path / "whole")))
+    assert isinstance(train(whole), RunResult)
+    train(replace(recipe, train=replace(recipe.train, steps=save_after, save_every=0)))
+    moved = []
+    for corpus, weight in recipe.data.weight_of_corpus:
+        place = shutil.move(corpus, str(Path(corpus).with_name(f"moved_{Path(corpus).name}")))
+        moved.append(f"{place}={weight}")
+    shutil.rmtree(tmp_path / "cache")
+    train(replace(recipe, data=replace(recipe.data, sources=tuple(moved))), find_latest(Path(recipe.train.out_dir)))
+    assert losses_of(Path(recipe.train.out_dir)) == losses_of(tmp_path / "whole")
+    ends = [sorted(Path(r.train.out_dir).glob("step_*"))[-1] for r in (recipe, whole)]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes(), file
+
+
+def test_processes_read_together_what_one_reads(recipe: Recipe) -> None:
+    data = prepare_data(recipe.data, "bytes")
+    one = make_sampler(data, replace(recipe.data, batch_size=4), 0, Job(0, 1))
+    two = [make_sampler(data, recipe.data, 0, Job(rank, 2)) for rank in (0, 1)]
+    for step in range(5):
+        assert one.num_targets(step, 1) == two[0].num_targets(step, 1)
+        for whole, *halves in zip(one.batch(step), *(each.batch(step) for each in two), strict=True):
+            assert np.array_equal(whole, np.concatenate(halves))
+
+
+def test_the_held_out_loss_is_of_all_sources(recipe: Recipe) -> None:
+    heldout, model = prepare_data(recipe.data, "bytes").heldout, build_model(recipe, CPU)
+    assert isinstance(heldout, Mixture)
+    options: dict[str, Any] = {"seq_len": 64, "device": CPU, "autocast": lambda: torch.autocast("cpu", enabled=False)}
+    whole, *of_parts = (evaluate(model, each, batch_size=2, **options) for each in (heldout, *heldout.parts))
+    assert whole is not None
+    assert whole.whole_split
+    assert whole.tokens == sum(each.tokens for each in of_parts) == heldout.num_targets
+    nats = sum(each.nats_per_token * each.tokens for each in of_parts)
+    assert whole.nats_per_token == pytest.approx(nats / whole.tokens, rel=1e-6)
+    if heldout.num_bytes is not None:
+        assert whole.nats_per_byte == pytest.approx(nats / sum(part.num_bytes for part in heldout.parts), rel=1e-6)
+    first = evaluate(model, heldout, batch_size=1, max_batches=2, **options)
+    parts = [evaluate(model, part, batch_size=1, max_batches=1, **options) for part in heldout.parts]
+    assert first is not None
+    assert first.tokens == sum(each.tokens for each in parts), "one of each"
+
+
+def test_the_commands_say_what_is_read(recipe: Recipe, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data, out = recipe.data, str(tmp_path / "run")
+    options = {
+        "train.steps": 2, "train.out-dir": out, "data.format": data.format, "data.cache-dir": data.cache_dir,
+        "data.seq-len": 64, "data.heldout-every": 4, "data.too-long": "skip", "train.sample-tokens": 0,
+    }  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--model.max-seq-len", "64", "--data.tokenizer", "bytes", "--train.no-plot"]
+    assert main(["train", "--recipe", "smoke", *words, "--data.sources", *data.sources]) == 0, capsys.readouterr().err
+    trained = capsys.readouterr().out
+    assert f"data: sources {', '.join(data.sources)}, tokenizer bytes" in trained.replace("\n", " ")
+    for (corpus, _), share in zip(data.weight_of_corpus, ("75.0%", "25.0%"), strict=True):
+        assert f"{share} of the sequences from {corpus}" in trained
+    assert main(["eval", "--checkpoint", out]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == trained.splitlines()[-1]
+    assert main(["eval", "--checkpoint", out, "--corpus", data.weight_of_corpus[0][0]]) == 0
+    alone = prepare_data(replace(data, sources=(), corpus=data.weight_of_corpus[0][0]), "bytes").heldout
+    assert f"whole split of {alone.num_targets:,} tokens" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_with_its_sources_alone(recipe: Recipe) -> None:
+    train(recipe)
+    checkpoint = find_latest(Path(recipe.train.out_dir))
+    first, second = recipe.data.sources
+    for sources, message in (
+        ((first, second.replace("=1", "=2")), r"data.sources is \[3.0, 2.0\] here and \[3.0, 1.0\] in the checkpoint"),
+        ((first,), r"data.sources is \[3.0\] here and \[3.0, 1.0\] in the checkpoint"),
+        ((second.replace("=1", "=3"), first.replace("=3", "=1")), r"data.sources .* is not the text that checkpoint"),
+    ):
+        with raises_one_line(message, CheckpointError):
+            train(replace(recipe, data=replace(recipe.data, sources=sources)), checkpoint)
+    train(replace(recipe, data=replace(recipe.data, sources=(f"{first}.0", second))), checkpoint)
+
+
+@pytest.mark.parametrize("source", ["a.txt", "=2", "a.txt=", "a.txt=0", "a.txt=-1", "a.txt=nan", "a.txt=inf", "a=b"])
+def test_a_source_that_has_no_weight_is_named(source: str) -> None:
+    with raises_one_line(r"data.sources: .* must be PATH=WEIGHT with a weight > 0, as in .*=1"):
+        DataConfig(8, 1, sources=("good.txt=1", source))
+
+
+def test_a_tokenizer_is_not_trained_on_several() -> None:
+    with raises_one_line("data.tokenizer 'bpe:400' is trained on one corpus, and data.sources are several; give"):
+        DataConfig(8, 1, tokenizer="bpe:400", sources=("a=1",))
+    assert DataConfig(8, 1, sources=("a=b=0.5",)).weight_of_corpus == [("a=b", 0.5)]
+    assert DataConfig(8, 1).weight_of_corpus == [("stdlib", 1.0)]
