@@ -68,13 +68,8 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     if init_from is not None:
         recipe = _with_base(recipe, known.init_from, init_from)
 
-    from tilemoe.train.checkpoints.folder import open_checkpoint
-    from tilemoe.train.run import Stopped, require_resumable, train
+    from tilemoe.train.run import Stopped, train
 
-    if checkpoint is not None and not job.is_alone:
-        require_resumable(recipe, checkpoint)  # before the first verifies: what all find, they are to find together
-        if job.is_first:
-            open_checkpoint(checkpoint.path)
     if job.is_first and resume is not None:
         none_yet = f"no checkpoint in {recipe.train.out_dir} yet: starting at step 0"
         print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")

@@ -287,14 +287,16 @@ def parse_recipe(text: str | bytes, where: str) -> Recipe:
     return recipe
 
 
-def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> Iterator[str]:
+def differences(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, here: str = "here", there: str = "in the checkpoint"
+) -> Iterator[str]:
     """What differs between settings (``to_dict``) and a checkpoint's: dotted names with both values, in order."""
     for key, value in ours.items():
-        other = saved.get(key)
+        other = theirs.get(key)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
-            yield from differences(value, other, f"{where}{key}.")
+            yield from differences(value, other, f"{where}{key}.", here, there)
         elif value != other:
-            yield f"{where}{key} is {_short(value)} here and {_short(other)} in the checkpoint"
+            yield f"{where}{key} is {_short(value)} {here} and {_short(other)} {there}"
 
 
 def _is_number(value: Any) -> bool:

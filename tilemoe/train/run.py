@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import platform
 import signal
@@ -19,6 +20,7 @@ from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.models.flops import flops_per_token
+from tilemoe.train.checkpoints.distributed import verify_by_first_rank
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.leftovers import clean_stale
@@ -27,6 +29,7 @@ from tilemoe.train.checkpoints.restore import build_model, build_shared_model, s
 from tilemoe.train.config import Recipe, differences
 from tilemoe.train.datasets import prepare_data
 from tilemoe.train.evaluate import Evaluation
+from tilemoe.train.job.agreement import require_shared
 from tilemoe.train.job.collective import joined
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.signals import sigterm_interrupts, stop_request
@@ -111,6 +114,8 @@ def train(
     ``init_from``: a folder whose weights a new run starts from, that of `adopt`, which gave the recipe its model.
     ``cache_dir``: where token shards are made, if they have to be; then ``recipe.data.cache_dir`` is read alone.
 
+    A checkpoint is verified already, or is, with several processes, by the first of them, before it is read.
+
     All processes of ``job`` call it, and get the same result but for the plot, which is the first one's.
 
     Raises:
@@ -133,7 +138,8 @@ def train(
         try:
             with sigterm_interrupts():
                 data = _prepare(recipe, checkpoint, reporter, cache_dir)
-                progress = stack.enter_context(joined(job, device, recipe.train.timeout))
+                settings = settings_of_process(recipe, checkpoint, init_from, data, device)
+                progress = stack.enter_context(joined(job, device, recipe.train.timeout, settings))
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
                 if init_from is not None and checkpoint is None:
                     load_initial(model, init_from)
@@ -143,6 +149,9 @@ def train(
             return Stopped(*interrupt.args or (signal.SIGINT,))
         if job.is_first:
             stack.enter_context(_owned(run_dir))
+        require_shared(run_dir, job, recipe.train.timeout)
+        if checkpoint is not None and not job.is_alone:
+            verify_by_first_rank(checkpoint.path)
         _enter(run_dir, trainer, checkpoint)
         return _fit(trainer, reporter)
 
@@ -215,6 +224,32 @@ def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, 
             "restore that text, or start a new run in another train.out_dir"
         )
     return data
+
+
+def settings_of_process(
+    recipe: Recipe, checkpoint: Checkpoint | None, init_from: Path | None, data: Prepared, device: torch.device
+) -> dict[str, Any]:
+    """All that decides what this process computes and writes, and must be the same in all processes of a job."""
+    settings = to_dict(recipe)
+    for place in ("cache_dir", "corpus"):  # each host may have its own: the digest of the tokens tells
+        del settings["data"][place]
+    return {
+        "tilemoe": f"{tilemoe.__version__}, source {_source_digest()[:12]}",
+        "torch": torch.__version__,
+        "the kind of device": device.type,
+        **settings,
+        "the digest of data.corpus": data_fingerprint(data),
+        "--init-from": None if init_from is None else str(init_from),
+        "the checkpoint to go on from": None if checkpoint is None else checkpoint.path.name,
+    }
+
+
+def _source_digest() -> str:
+    """Of the package's files: checkouts of the same version differ."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(tilemoe.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

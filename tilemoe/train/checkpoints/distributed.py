@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tilemoe.data.tokenizer import Tokenizer
 from tilemoe.train.checkpoints.folder import (
+    CheckpointError,
     TrainState,
     drop_old,
     file_entries,
+    open_checkpoint,
     publish,
     state_json,
     write_error,
@@ -28,6 +31,9 @@ from tilemoe.train.checkpoints.folder import (
 from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank
+from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, seen
+
+_VERIFIED_WITHIN = timedelta(days=1)  # a checkpoint of terabytes takes hours
 
 
 class PendingCheckpoint:
@@ -66,16 +72,18 @@ class PendingCheckpoint:
         return self._written.done()
 
     def finish(self) -> Path:
-        """Wait for the tensors, of which each process hashes what it wrote, and publish; returns the folder.
+        """Wait for the tensors, of which each process hashes what it wrote, and publish what all see.
 
         Raises:
             CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
         """
         with self._errors_in_one_line():
             self._written.result()
-            entries_of_ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(entries_of_ranks, file_entries(files_of_rank(self._temporary, dist.get_rank())))
+            own = file_entries(files_of_rank(self._temporary, dist.get_rank()))
+            entries_of_ranks: list[dict[str, Any]] = _of_ranks(own)
             hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
+            # Rank 0 looks for the files of all, the others for its own: they are in one folder then.
+            _require_seen(self._temporary, hashed if dist.get_rank() == 0 else entries_of_ranks[0])
 
             def publish_all() -> None:
                 publish(self._target, self._state, self._tokenizer, hashed)
@@ -96,6 +104,44 @@ class PendingCheckpoint:
                 rank, (failure, _) = next(iter(error.failures.items()))
                 told = f"rank {rank}: {failure}"
             raise write_error(self._target, told) from error
+
+
+def verify_by_first_rank(path: Path) -> None:
+    """Read all of a checkpoint in rank 0 while the others wait for it, longer than for anything else.
+
+    Raises:
+        CheckpointError: in every process, where it is damaged.
+    """
+    patient = dist.new_group(backend="gloo", timeout=_VERIFIED_WITHIN)
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            open_checkpoint(path)
+        except CheckpointError as error:
+            problem[0] = str(error)
+    dist.broadcast_object_list(problem, src=0, group=patient)
+    if problem[0] is not None:
+        raise CheckpointError(problem[0])
+    dist.destroy_process_group(patient)
+
+
+def _of_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _require_seen(folder: Path, entries: dict[str, Any]) -> None:
+    """OSError in every process, where one does not see its ``entries`` of the manifest with their sizes in time."""
+
+    def unseen() -> str | None:
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
+        return next((name for name, entry in entries.items() if sizes.get(name) != entry["bytes"]), None)
+
+    missing = None if seen(lambda: unseen() is None, SEEN_WITHIN_SECONDS) else unseen()
+    for rank, name in enumerate(_of_ranks(missing)):
+        if name is not None:
+            raise OSError(f"rank {rank} does not see all of {name}; all hosts must share the folder")
 
 
 def _by_first_rank(action: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from tilemoe.train.job.agreement import DisagreementError, require_same
 from tilemoe.train.job.processes import Job, JobError
 from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 
@@ -27,13 +28,15 @@ _LONGEST = 1000  # characters of an error that other processes are told
 
 
 @contextlib.contextmanager
-def joined(job: Job, device: torch.device, timeout: int) -> Iterator[Progress]:
+def joined(job: Job, device: torch.device, timeout: int, settings: Mapping[str, Any]) -> Iterator[Progress]:
     """Within the block ``torch.distributed`` is initialised if the job has several processes, which watch each other.
 
-    Tensors of a GPU go through NCCL, those of the host through gloo. Left through an error, the groups are not torn
-    down: that would wait for processes which may wait for us; the end of this process tells them.
+    ``settings`` are what all must have alike (`require_same`). Tensors of a GPU go through NCCL, those of the host
+    through gloo. Left through an error, the groups are not torn down: that would wait for processes which may wait for
+    us; the end of this process tells them.
 
     Raises:
+        DisagreementError: in all processes, before the block.
         JobError: with this process' rank. Not all processes came within ``timeout`` seconds, one is lost within the
             block (all say which), or this one fails.
     """
@@ -46,6 +49,7 @@ def joined(job: Job, device: torch.device, timeout: int) -> Iterator[Progress]:
         torch.cuda.set_device(device)
     try:
         store = store_of_attempt(job, timeout)
+        require_same(store, job, settings)
         limit = timedelta(seconds=timeout + _LATER_SECONDS)
         dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
         watch = Watch(job, store, timeout)
@@ -62,7 +66,8 @@ def joined(job: Job, device: torch.device, timeout: int) -> Iterator[Progress]:
 
 def _raise_with_rank(error: BaseException, job: Job, verdict: str, timeout: int) -> NoReturn:
     """What users are to be told of ``error``; a defect of ours stays what it is."""
-    if not isinstance(error, (ValueError, OSError, RuntimeError)) or isinstance(error, (BrokenPipeError, JobError)):
+    as_it_is = (BrokenPipeError, DisagreementError, JobError)
+    if not isinstance(error, (ValueError, OSError, RuntimeError)) or isinstance(error, as_it_is):
         raise error
     if verdict and _told(error) not in verdict:  # else it is what all found alike
         raise JobError(f"{job.name}: {verdict}; {GO_ON}") from error

@@ -1,0 +1,125 @@
+"""Processes of a job that differ, in settings, text or folder, are found before the first step; so are unseen files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from agreement_checks import CHECKS, FOLDER
+from helpers import run_in_threads, write_corpus
+from test_train_distributed import said, torchrun, written
+
+from tilemoe.data import prepare
+from tilemoe.testing.ranks import run_on_ranks
+from tilemoe.train.config import Recipe
+from tilemoe.train.job.agreement import DisagreementError, require_same
+from tilemoe.train.job.processes import Job
+from tilemoe.train.run import settings_of_process, train
+
+
+@pytest.fixture
+def recipe(moe_recipe: Recipe) -> Recipe:
+    """For a job of two processes."""
+    return replace(moe_recipe, train=replace(moe_recipe.train, save_every=2, timeout=15))
+
+
+# Started by torchrun in the place of ``-m tilemoe``: rank 1 gets the words after "--" too.
+DIFFER = """
+import os, sys
+from tilemoe.cli.main import main
+
+shared, _, own = (" ".join(sys.argv[1:])).partition(" -- ")
+sys.exit(main(shared.split() + (own.split() if os.environ["RANK"] == "1" else [])))
+"""
+
+
+def job_that_differs(folder: Path, recipe: Recipe, *own: object) -> Any:
+    (folder / "differ.py").write_text(DIFFER)
+    return torchrun(folder, 2, folder / "differ.py", "train", "--recipe", written(recipe, folder), "--", *own)
+
+
+@pytest.mark.dist
+def test_a_job_with_different_settings_ends_before_the_first_step(recipe: Recipe, tmp_path: Path) -> None:
+    """It would wait for the limit of time: the processes have other numbers of tokens."""
+    done = job_that_differs(tmp_path, recipe, "--data.batch-size", "2")
+    assert done.returncode != 0
+    assert [line.partition(";")[0] for line in said(done)] == [
+        "tilemoe: error: rank 0 of 2: data.batch_size is 4 in rank 0 and 2 in rank 1"
+    ], done.stderr
+    assert "exitcode  : 2 " in done.stderr
+    assert "Traceback" not in done.stderr.partition("tilemoe: error")[0]
+    assert not Path(recipe.train.out_dir).exists()
+
+
+@pytest.mark.dist
+def test_an_out_dir_that_is_not_one_folder_is_found_before_the_first_step(recipe: Recipe, tmp_path: Path) -> None:
+    """A relative one, of processes that are in different folders, as those of two hosts may be."""
+    script = "import os; os.makedirs(os.environ['RANK'], exist_ok=True); os.chdir(os.environ['RANK'])\n" + DIFFER
+    (tmp_path / "differ.py").write_text(script)
+    path = written(recipe, tmp_path, out_dir="run", timeout=3)
+    done = torchrun(tmp_path, 2, tmp_path / "differ.py", "train", "--recipe", path)
+    assert done.returncode != 0
+    assert said(done), done.stderr
+    for line in said(done):
+        assert "train.out_dir run: rank 1 on " in line
+        assert line.endswith(
+            "does not see what rank 0 has written there; put it on a file system that all hosts share and write"
+        )
+    assert not any((tmp_path / "0" / "run").iterdir())
+
+
+def of_ranks(settings: list[dict[str, Any]]) -> list[str]:
+    """What each rank finds of settings that are theirs."""
+    store, found = dist.HashStore(), [""] * len(settings)
+
+    def run(rank: int) -> None:
+        try:
+            require_same(store, Job(rank, len(settings)), settings[rank])
+        except DisagreementError as error:
+            found[rank] = str(error)
+
+    run_in_threads(*(lambda rank=rank: run(rank) for rank in range(len(settings))))
+    return found
+
+
+def test_whatever_differs_is_named_in_all_processes(moe_recipe: Recipe, tmp_path: Path) -> None:
+    def settings(recipe: Recipe, corpus: Path | None = None) -> dict[str, Any]:
+        spec = recipe.data.corpus if corpus is None else str(corpus)
+        data = prepare(spec, "bytes", recipe.data.cache_path, recipe.data.heldout_every)
+        there = replace(recipe, data=replace(recipe.data, corpus=spec))
+        return settings_of_process(there, None, None, data, torch.device("cpu"))
+
+    ours = settings(moe_recipe)
+    for name in ("same", "other"):
+        (tmp_path / name).mkdir()
+    copied, other = (write_corpus(tmp_path / name, seed) for name, seed in (("same", 0), ("other", 1)))
+    assert of_ranks([ours, ours, settings(moe_recipe, copied)]) == [""] * 3, "only the place of the text differs"
+    assert moe_recipe.model.moe is not None
+    wider = replace(moe_recipe.model, moe=replace(moe_recipe.model.moe, intermediate_size=24))
+    for theirs, message in (
+        (settings(replace(moe_recipe, train=replace(moe_recipe.train, seed=7))), "train.seed is 0 in rank 0 and 7 in"),
+        (settings(replace(moe_recipe, model=wider)), "model.moe.intermediate_size is 16 in rank 0 and 24 in rank 2"),
+        (settings(moe_recipe, other), "the digest of data.corpus is '"),
+        (ours | {"tilemoe": "0.0.1"}, "tilemoe is '0.1.0, source "),
+        (
+            ours | {"the checkpoint to go on from": "step_00000004"},
+            "the checkpoint to go on from is None in rank 0 and",
+        ),
+    ):
+        found = of_ranks([ours, ours, theirs])
+        assert found[0].startswith(message), found
+        assert "in rank 2; start all" in found[0]
+        assert len(set(found)) == 1, "all say the same"
+
+
+@pytest.mark.dist
+def test_two_processes(dense_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = str(tmp_path / "shared" / "trained")
+    train(replace(dense_recipe, train=replace(dense_recipe.train, steps=1, out_dir=trained)))
+    (tmp_path / "ranks").mkdir()
+    monkeypatch.setenv(FOLDER, str(tmp_path / "shared"))
+    assert run_on_ranks(CHECKS, 2, tmp_path / "ranks") == dict.fromkeys((check.__name__ for check in CHECKS), "")
