@@ -37,6 +37,7 @@ def run(arguments: Sequence[str]) -> None:
     from safetensors import SafetensorError
 
     from tilemoe.data.files import staged_folder
+    from tilemoe.train.checkpoints.folder import write_sums
     from tilemoe.train.checkpoints.restore import restore
 
     restored = restore(options.checkpoint.expanduser(), "cpu")
@@ -44,6 +45,7 @@ def run(arguments: Sequence[str]) -> None:
         with staged_folder(out) as staging:  # all appears together or not at all
             _write_weights(restored, staging, is_adapter=options.adapter)
             _write_tokenizer(restored, staging)
+            write_sums(staging)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--out {out}: cannot be written ({error}); make room or choose another") from error
     print(f"exported {restored.checkpoint.path} to {out}")

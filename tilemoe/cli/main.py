@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": ("tilemoe.cli.evaluate", "held-out loss of a checkpoint or of a model of transformers"),
     "generate": ("tilemoe.cli.generate", "continue a prompt with a checkpoint or a model of transformers"),
     "export": ("tilemoe.cli.export", "write a checkpoint as a folder that transformers loads"),
+    "verify": ("tilemoe.cli.verify", "read a checkpoint, a run or an exported folder whole: is every byte right"),
     "plan": ("tilemoe.cli.plan", "FLOPs, bytes, memory and the least time of a layer, by arithmetic"),
     "doctor": ("tilemoe.cli.doctor", "what is installed, and which kernels serve which device, and why"),
 }

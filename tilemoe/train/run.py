@@ -247,7 +247,7 @@ def settings_of_process(
 def _source_digest() -> str:
     """Of the package's files: checkouts of the same version differ."""
     digest = hashlib.sha256()
-    for path in sorted(Path(tilemoe.__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

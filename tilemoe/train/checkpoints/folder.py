@@ -55,6 +55,7 @@ from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
+SUMS_FILE = "checksums.json"  # the manifest of an export
 FORMAT = 1
 _READ = frozenset(  # by their own names
     {METADATA_FILE, MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE}
@@ -286,22 +287,28 @@ class _Damage(Exception):
     """What is wrong with a checkpoint's files."""
 
 
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """What the manifest says of each file; _Damage where it is missing, changed, or names what is not in the folder."""
-    if not (path / MANIFEST_FILE).is_file():
-        raise _Damage(f"{MANIFEST_FILE} is missing")
-    raw = (path / MANIFEST_FILE).read_bytes()
+def _read_sums(path: Path, sums: str) -> dict[str, dict[str, Any]]:
+    """What a manifest says of each file; _Damage where it is missing, changed, or names what is not in the folder."""
+    if not (path / sums).is_file():
+        raise _Damage(f"{sums} is missing")
+    raw = (path / sums).read_bytes()
     try:
         manifest = json.loads(raw)
         files: dict[str, dict[str, Any]] = manifest["files"]
         intact = _canonical(manifest) == raw and hashlib.sha256(_canonical(files)).hexdigest() == manifest["sha256"]
         outside = sorted(name for name in files if name in ("", ".", "..") or "/" in name or "\\" in name)
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise _Damage(f"{MANIFEST_FILE} does not match its checksum") from None
+        raise _Damage(f"{sums} does not match its checksum") from None
     if not intact:
-        raise _Damage(f"{MANIFEST_FILE} does not match its checksum")
+        raise _Damage(f"{sums} does not match its checksum")
     if outside:
-        raise _Damage(f"{MANIFEST_FILE} lists {outside[0]!r}, which is not in the folder")
+        raise _Damage(f"{sums} lists {outside[0]!r}, which is not in the folder")
+    return files
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """As `_read_sums`, of a checkpoint: _Damage where a file that it needs is not listed, too."""
+    files = _read_sums(path, MANIFEST_FILE)
     needed = {STATE_FILE} if METADATA_FILE in files else {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE}
     if needed - files.keys():
         raise _Damage(f"{min(needed - files.keys())} is not listed in {MANIFEST_FILE}")
@@ -319,6 +326,24 @@ def _require_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
             raise _Damage(f"{name} has {size} bytes instead of {expected['bytes']}")
         if sha256_file(file) != expected["sha256"]:
             raise _Damage(f"{name} does not match its checksum")
+
+
+def write_sums(folder: Path) -> None:
+    """List size and SHA-256 of the files of a folder that is no checkpoint, such as an export, for `require_sums`."""
+    (folder / SUMS_FILE).write_bytes(_manifest(file_entries(folder.iterdir())))
+
+
+def require_sums(folder: Path) -> None:
+    """ValueError where a file of the folder is missing, changed or, of a kind that is read, not listed."""
+    try:
+        files = _read_sums(folder, SUMS_FILE)
+        _require_files(folder, files)
+    except _Damage as damage:
+        raise ValueError(f"{folder} is damaged: {damage}; export it again") from None
+    read = (path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    unlisted = sorted(set(read) - files.keys() - {SUMS_FILE})
+    if unlisted:
+        raise ValueError(f"{folder} is not to be trusted: {unlisted[0]} is not listed in {SUMS_FILE}; remove that file")
 
 
 def _is_intact(path: Path) -> bool:

@@ -1,0 +1,63 @@
+"""What a folder of checkpoints or of a model is, and whether what is in it is right, by reading all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilemoe.models.folder import is_hf, read_config
+from tilemoe.models.huggingface import whole_parameters
+from tilemoe.train.checkpoints.folder import MANIFEST_FILE, SUMS_FILE, open_checkpoint, require_sums
+from tilemoe.train.checkpoints.metadata import read_metadata
+from tilemoe.train.checkpoints.names import is_step_dir, list_checkpoints
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of one checkpoint or model: a line that says what it is, or what is wrong."""
+
+    line: str
+    is_right: bool
+
+
+def verify(folder: Path) -> Iterator[Finding]:
+    """A finding of a model of transformers, of a checkpoint, or of each checkpoint of a run's folder, oldest first.
+
+    ValueError: it is none of these.
+    """
+    if is_hf(folder) or is_step_dir(folder) or (folder / MANIFEST_FILE).exists():
+        paths = [folder]
+    else:
+        paths = list_checkpoints(folder)
+    if not paths:
+        raise ValueError(f"{folder} holds no step_* folder; give a run, a step_* folder, or transformers' folder")
+    yield from map(_find, paths)
+
+
+def _find(path: Path) -> Finding:
+    try:
+        return Finding(f"{path}: {_of_model(path) if is_hf(path) else _of_checkpoint(path)}", True)
+    except (ValueError, OSError) as error:
+        return Finding(" ".join(str(error).split()), False)
+
+
+def _of_checkpoint(path: Path) -> str:
+    checkpoint = open_checkpoint(path)
+    if checkpoint.is_sharded:
+        read_metadata(path)
+    whose = "a job" if checkpoint.is_sharded else "one process"
+    size = sum((path / name).stat().st_size for name in checkpoint.files)
+    state = checkpoint.state
+    what = f"checkpoint of {state.recipe.name} at step {state.step}, by {whose}"
+    return f"{what}, {len(checkpoint.files)} files, {size / 1e6:,.1f} MB: every byte is as its manifest says"
+
+
+def _of_model(path: Path) -> str:
+    """All that `load_hf` would read of it, one parameter at a time in memory."""
+    has_sums = (path / SUMS_FILE).exists()
+    if has_sums:
+        require_sums(path)
+    count = sum(tensor.numel() for _, tensor in whole_parameters(path, read_config(path)))
+    found = "every byte is as its checksums say" if has_sums else f"complete, without {SUMS_FILE} to compare it to"
+    return f"model of transformers, {count:,} parameters: {found}"
