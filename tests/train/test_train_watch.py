@@ -60,7 +60,9 @@ def test_an_error_is_passed_on(first: Watch, links: dict[int, Connection]) -> No
     send(links[1], {"marks": (3, 1)})
     send(links[1], {"failed": "no room"})
     assert first.verdict(5) == "rank 1 failed: no room"
-    assert receive(links[2]) == {"lost": "rank 1 failed: no room"}
+    while "lost" not in (told := receive(links[2]) or {"lost": None}):
+        assert set(told) == {"marks"}
+    assert told == {"lost": "rank 1 failed: no room"}
 
 
 def test_of_a_job_that_stands_still_the_least_far_is_named(
@@ -114,3 +116,40 @@ def test_a_failing_first_process_is_named_by_the_others(store: dist.HashStore) -
     first.stop("no room")
     assert second.verdict(5) == "rank 0 failed: no room"
     second.stop("")
+
+
+def test_a_first_process_that_is_stopped_is_named(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by SIGSTOP: its thread says nothing. When it goes on it is told, instead of blaming the others."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Watch, "_run", lambda watch: None)
+        first = Watch(Job(0, 2), store, 60.0)
+    second = Watch(Job(1, 2), store, 0.7)
+    assert second.verdict(0.3) == ""
+    expected = "rank 0 hangs: nothing was heard of it within train.timeout (0.7 s)"
+    assert second.verdict(10) == expected
+    second.stop("")
+    assert first._server is not None
+    first._accept(first._server)
+    found = ""
+    while not found:
+        found = first._look()
+    assert found == expected
+
+
+def test_a_first_process_that_is_heard_of_is_not(store: dist.HashStore) -> None:
+    """Though it takes longer than the limit to set up."""
+    first, second = Watch(Job(0, 2), store, 60.0), Watch(Job(1, 2), store, 1.5)
+    assert second.verdict(3) == ""
+    for watch in (first, second):
+        watch.stop(None)
+
+
+def test_no_message_is_answered_at_once(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    real = Watch._tell
+    monkeypatch.setattr(Watch, "_tell", lambda watch, message: (told.append(watch._job.rank), real(watch, message)))
+    watches = [Watch(Job(rank, 2), store, 60.0) for rank in (0, 1)]
+    time.sleep(2)
+    for watch in watches:
+        watch.stop(None)
+    assert 4 <= len(told) <= 14

@@ -43,7 +43,8 @@ class Watch:
     """This process' thread, from its making to `stop`.
 
     Args:
-        timeout: seconds after which a job that has begun and in which nobody moves is given up.
+        timeout: seconds after which a job that has begun and in which nobody moves is given up, or a rank 0 of which
+            nothing is heard, not even by its thread: the process is stopped, or its host is.
     """
 
     def __init__(self, job: Job, store: Store, timeout: float) -> None:
@@ -53,7 +54,8 @@ class Watch:
         self._verdict, self._word = "", secrets.token_hex(8)
         self._found, self._ended = threading.Event(), threading.Event()
         self._marks = dict.fromkeys(range(job.world_size), (0, 0))  # (marks, step) of each rank, as rank 0 knows them
-        self._moved = time.monotonic()  # when any process last did
+        self._moved = time.monotonic()  # when any process last did; of others than rank 0, when that was last heard of
+        self._told = 0.0  # when the others were last told how far this one is
         self._server: socket.socket | None = None
         self._links: dict[Connection, int] = {}  # rank 0's to all others, theirs to rank 0
         if job.is_first:
@@ -85,12 +87,12 @@ class Watch:
             own = self.progress.marks, self.progress.step
             if self._job.is_first:
                 self._note(0, own)
-            else:
+            if time.monotonic() - self._told >= BEAT:  # else each message would be answered at once, by another
+                self._told = time.monotonic()
                 self._tell({"marks": own})
             verdict = self._look() or self._standing_still()
-            if verdict and self._job.is_first:
+            if verdict:  # a rank 0 that was stopped hears it when it goes on
                 self._tell({"lost": verdict})
-            if verdict:
                 self._speak(verdict)
 
     def _look(self) -> str:
@@ -122,6 +124,8 @@ class Watch:
         if "done" in message:
             del self._links[link], self._marks[rank]
             link.close()
+        elif not self._job.is_first:
+            self._moved = time.monotonic()
         elif "marks" in message:
             self._note(rank, tuple(message["marks"]))
         return str(message.get("lost", ""))
@@ -131,9 +135,12 @@ class Watch:
             self._marks[rank], self._moved = marks, time.monotonic()
 
     def _standing_still(self) -> str:
-        """Who has come least far, if nobody has moved for so long, all of them having begun; rank 0 alone knows."""
-        begun = min(self._marks.values()) > (0, 0)
-        if not (self._job.is_first and begun and time.monotonic() - self._moved > self._timeout):
+        """Who has come least far, if nobody has moved for so long, all of them having begun; others look to rank 0."""
+        if time.monotonic() - self._moved <= self._timeout:
+            return ""
+        if not self._job.is_first:
+            return f"rank 0 hangs: nothing was heard of it within train.timeout ({self._timeout:g} s)"
+        if min(self._marks.values()) <= (0, 0):
             return ""
         least = min(marks for marks, _ in self._marks.values())
         who = [rank for rank, (marks, _) in self._marks.items() if marks == least]
