@@ -78,13 +78,7 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     the precision and what is logged may change.
     """
     checkpoint.require_model(recipe.model)
-    ours, saved = to_dict(recipe), to_dict(checkpoint.state.recipe)
-    for settings in (ours["lora"], saved["lora"]):
-        if settings is not None:
-            del settings["base"]  # a place, too
-    for settings in (ours["data"], saved["data"]):
-        del settings["cache_dir"], settings["corpus"]  # places: the fingerprint tells whether the content is the same
-        settings["sources"] = [float(source.rpartition("=")[2]) for source in settings["sources"]]  # the weights
+    ours, saved = _without_places(recipe), _without_places(checkpoint.state.recipe)
     fixed = [*differences({"lora": ours["lora"]}, {"lora": saved["lora"]}, "")]
     fixed += differences(ours["data"], saved["data"], "data.")
     free: list[str] = []
@@ -100,6 +94,17 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
             f"checkpoint {checkpoint.path} is past train.steps ({recipe.train.steps}); raise train.steps to resume"
         )
     return [line for line in free if not line.startswith("train.out_dir ")]
+
+
+def _without_places(recipe: Recipe) -> dict[str, Any]:
+    """Its settings but for where text and a base are kept: the digest of the tokens tells what the text is."""
+    settings = to_dict(recipe)
+    data, lora = settings["data"], settings["lora"]
+    del data["cache_dir"], data["corpus"]
+    data["sources"] = [float(source.rpartition("=")[2]) for source in data["sources"]]  # the weights
+    if lora is not None:
+        del lora["base"]
+    return settings
 
 
 def train(
@@ -230,14 +235,11 @@ def settings_of_process(
     recipe: Recipe, checkpoint: Checkpoint | None, init_from: Path | None, data: Prepared, device: torch.device
 ) -> dict[str, Any]:
     """All that decides what this process computes and writes, and must be the same in all processes of a job."""
-    settings = to_dict(recipe)
-    for place in ("cache_dir", "corpus"):  # each host may have its own: the digest of the tokens tells
-        del settings["data"][place]
     return {
         "tilemoe": f"{tilemoe.__version__}, source {_source_digest()[:12]}",
         "torch": torch.__version__,
         "the kind of device": device.type,
-        **settings,
+        **_without_places(recipe),  # each host may have its own
         "the digest of data.corpus": data_fingerprint(data),
         "--init-from": None if init_from is None else str(init_from),
         "the checkpoint to go on from": None if checkpoint is None else checkpoint.path.name,

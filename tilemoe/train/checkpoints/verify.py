@@ -26,7 +26,7 @@ def verify(folder: Path) -> Iterator[Finding]:
 
     ValueError: it is none of these.
     """
-    if is_hf(folder) or is_step_dir(folder) or (folder / MANIFEST_FILE).exists():
+    if is_hf(folder) or is_step_dir(folder) or any((folder / name).exists() for name in (MANIFEST_FILE, SUMS_FILE)):
         paths = [folder]
     else:
         paths = list_checkpoints(folder)
@@ -37,7 +37,8 @@ def verify(folder: Path) -> Iterator[Finding]:
 
 def _find(path: Path) -> Finding:
     try:
-        return Finding(f"{path}: {_of_model(path) if is_hf(path) else _of_checkpoint(path)}", True)
+        read = _of_model if is_hf(path) else _of_export if (path / SUMS_FILE).exists() else _of_checkpoint
+        return Finding(f"{path}: {read(path)}", True)
     except (ValueError, OSError) as error:
         return Finding(" ".join(str(error).split()), False)
 
@@ -51,6 +52,11 @@ def _of_checkpoint(path: Path) -> str:
     state = checkpoint.state
     what = f"checkpoint of {state.recipe.name} at step {state.step}, by {whose}"
     return f"{what}, {len(checkpoint.files)} files, {size / 1e6:,.1f} MB: every byte is as its manifest says"
+
+
+def _of_export(path: Path) -> str:
+    require_sums(path)
+    return "exported adapters: every byte is as its checksums say"
 
 
 def _of_model(path: Path) -> str:
