@@ -15,6 +15,8 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 def require_int(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+    if value >= 1 << 63:  # neither tensors nor random-number generators take it
+        raise ValueError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
 
 
 def require_finite(name: str, value: Any, *, positive: bool = False) -> None:

@@ -357,6 +357,6 @@ def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
 def _typed(hint: Any, value: Any, where: str) -> Any:
     """``value`` as ``hint`` asks: nested tables become dataclasses, lists become tuples; the rest validates itself."""
     nested = [t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)]
-    if nested and value is not None:
+    if nested and (value is not None or type(None) not in get_args(hint)):
         return from_dict(nested[0], value, where)  # type: ignore[arg-type]
     return tuple(value) if isinstance(value, list) else value

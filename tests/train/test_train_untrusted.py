@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -16,7 +17,11 @@ import torch.distributed.checkpoint as dcp
 from helpers import raises_one_line
 
 from tilemoe.cli.main import main
-from tilemoe.data import load_tokenizer
+from tilemoe.config import to_dict
+from tilemoe.data import load_tokenizer, open_corpus
+from tilemoe.models.folder import read_config
+from tilemoe.models.hf_config import hf_config_dict
+from tilemoe.models.presets import model_preset
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import (
@@ -27,7 +32,7 @@ from tilemoe.train.checkpoints.folder import (
     save_checkpoint,
 )
 from tilemoe.train.checkpoints.restore import build_model, restore
-from tilemoe.train.config import Recipe
+from tilemoe.train.config import Recipe, parse_recipe
 from tilemoe.train.optim import make_optimizer
 from tilemoe.train.run import train
 
@@ -265,3 +270,61 @@ def test_claims_are_checked_before_memory_is_taken(
     model = build_model(dense_recipe, CPU)
     with raises_one_line(message):
         open_checkpoint(sharded).load_training(model, make_optimizer(model, dense_recipe.optim))
+
+
+@pytest.mark.parametrize("name", ["format", "recipe", "step", "tokens", "seconds", "data_fingerprint", "rng_cpu"])
+@pytest.mark.parametrize("value", [None, [], "x" * 3, -1.5])
+def test_a_signed_state_of_other_types_is_one_line(checkpoint: Path, name: str, value: object) -> None:
+    state = json.loads((checkpoint / "state.json").read_bytes())
+    if isinstance(value, type(state[name])):
+        value = {}
+    (checkpoint / "state.json").write_text(json.dumps(state | {name: value}))
+    sign(checkpoint)
+    with raises_one_line(r"is damaged: state\.json has no", CheckpointError):
+        open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "[" * 100_000])
+def test_a_signed_state_that_is_no_table_is_one_line(checkpoint: Path, content: str) -> None:
+    (checkpoint / "state.json").write_text(content)
+    sign(checkpoint)
+    with raises_one_line(r"is damaged: state\.json (has no|is not JSON)", CheckpointError):
+        open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("table", ["model", "data", "optim", "train", "parallel"])
+def test_a_table_of_settings_that_is_null_is_named(dense_recipe: Recipe, table: str) -> None:
+    with raises_one_line(f"^mine: {table}: expected a table of settings, got NoneType"):
+        parse_recipe(json.dumps(to_dict(dense_recipe) | {table: None}), "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("seed", 1 << 63, r"must be below 2\*\*63, got one of 64 bits"), ("threads", 10**6, "must be at most 4096")],
+)
+def test_numbers_that_nothing_can_hold(dense_recipe: Recipe, name: str, value: int, message: str) -> None:
+    with raises_one_line(rf"train\.{name} {message}"):
+        replace(dense_recipe.train, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 100000"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
+        ({"mlp_only_layers": {"a": 1}}, "mlp_only_layers must be a list of layers"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_hostile_config_json(tmp_path: Path, change: dict[str, Any] | None, message: str) -> None:
+    settings = hf_config_dict(model_preset("qwen3-30b-a3b"))
+    text = "[" * 100_000 if change is None else json.dumps(settings | change)
+    (tmp_path / "config.json").write_text(text)
+    with raises_one_line(message):
+        read_config(tmp_path)
+
+
+def test_a_pipe_is_no_corpus(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with raises_one_line(r"pipe\.txt': it is no regular file"):
+        open_corpus(str(tmp_path / "pipe.txt"))

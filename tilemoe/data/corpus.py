@@ -106,6 +106,8 @@ def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES) -> Corpus:
         )
     if kind_of(path) not in suffixes:
         raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {known}")
+    if not path.is_file():  # to open a pipe would wait for a writer
+        raise ValueError(f"corpus {spec!r}: it is no regular file; write its content to one")
     return Corpus(spec, path.parent, (path.name,))
 
 

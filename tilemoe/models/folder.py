@@ -50,7 +50,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give a folder with a model in it") from error
     return config_from_hf(data)
 

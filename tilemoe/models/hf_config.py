@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 Number = TypeVar("Number", int, float)
+_MOST_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,13 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         if data.get(name, value) != value:
             raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
     layers = _number(data, "num_hidden_layers", int)
+    if layers > _MOST_LAYERS:  # they are counted out below
+        raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS}")
     dense: tuple[int, ...] = ()
     if architecture.model_type == "qwen3_moe":
-        step, listed = _number(data, "decoder_sparse_step", int, 1), set(data.get("mlp_only_layers") or ())
+        step, listed = _number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
+        if not isinstance(listed, list):
+            raise ValueError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
         dense = tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
     heads, width = _number(data, "num_attention_heads", int), _number(data, "hidden_size", int)
     std = _number(data, "initializer_range", float, 0.02)

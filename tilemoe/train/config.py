@@ -18,6 +18,8 @@ from typing import Any, Literal
 from tilemoe.checks import require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 
+_MOST_THREADS = 4096  # torch crashes where the system cannot start as many as it is told
+
 
 def default_cache_dir() -> Path:
     """``$TILEMOE_CACHE``, else ``$XDG_CACHE_HOME/tilemoe``, else ``~/.cache/tilemoe``."""
@@ -187,6 +189,8 @@ class TrainConfig:
         counts = ("steps", "accumulation", "log_every", "keep_last", "timeout")
         require_fields("train.", self, at_least=dict.fromkeys(counts, 1))
         require_text("train.out_dir", self.out_dir)
+        if self.threads > _MOST_THREADS:
+            raise ValueError(f"train.threads must be at most {_MOST_THREADS}, got {self.threads}; 0 leaves it to torch")
         if not isinstance(self.sample_prompt, str) or (self.sample_tokens and not self.sample_prompt):
             raise ValueError(f"train.sample_prompt must be a non-empty text, got {self.sample_prompt!r}")
 

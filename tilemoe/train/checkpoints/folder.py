@@ -274,13 +274,25 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         )
     try:
         data = json.loads((path / STATE_FILE).read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _damaged(path, f"{STATE_FILE} is not JSON") from None
+    _require_state(path, data)
     if data["format"] != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
     recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
     state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"])
     return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], frozenset(files))
+
+
+def _require_state(path: Path, data: Any) -> None:
+    """CheckpointError where state.json, which anybody can have written, lacks an entry or has one of another type."""
+    types = {"format": int, "recipe": dict, "step": int, "tokens": int, "data_fingerprint": str, "rng_cpu": str}
+    types |= {"rng_cuda": list}
+    for name, kind in types.items():
+        if not isinstance(data, dict) or not isinstance(data.get(name), kind):
+            raise _damaged(path, f"{STATE_FILE} has no {name} of type {kind.__name__}")
+    if not isinstance(data.get("seconds"), (int, float)) or data["step"] < 0:
+        raise _damaged(path, f"{STATE_FILE} has no such step or seconds")
 
 
 class _Damage(Exception):
