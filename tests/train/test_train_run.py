@@ -16,15 +16,17 @@ import torch.distributed as dist
 from helpers import raises_one_line
 
 from tilemoe.config import ParallelConfig
-from tilemoe.data import prepare
+from tilemoe.data import Sampler, prepare
 from tilemoe.data.shards import ShardWriter
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.train import run as runs
+from tilemoe.train.checkpoints.folder import open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
-from tilemoe.train.run import RunResult, Stopped, train
+from tilemoe.train.metrics import read_metrics
+from tilemoe.train.run import RunResult, Stopped, require_resumable, train
 
 
 def test_a_run_is_not_started_over_another(dense_recipe: Recipe) -> None:
@@ -188,3 +190,38 @@ def test_fp32_is_fp32_throughout(moe_recipe: Recipe) -> None:
     trainer, expected = trainer_of(moe_recipe, True), trainer_of(moe_recipe, False)
     for _ in range(3):
         assert trainer.train_step().nats_per_token == pytest.approx(expected.train_step().nats_per_token, rel=1e-6)
+
+
+def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Recipe) -> None:
+    """By batch_size, accumulation and the number of processes, which may change when a run goes on."""
+    run_dir = Path(dense_recipe.train.out_dir)
+    recipe = replace(dense_recipe, train=replace(dense_recipe.train, keep_last=9))
+    train(recipe)
+    expected = [r["nats_per_token"] for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "train"]
+    checkpoint = open_checkpoint(run_dir / "step_00000003")
+    divided = replace(recipe, data=replace(recipe.data, batch_size=2), train=replace(recipe.train, accumulation=2))
+    assert isinstance(train(divided, checkpoint), RunResult)
+    found = [r["nats_per_token"] for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "train"]
+    assert found[:3] == expected[:3]
+    assert found[3:] == pytest.approx(expected[3:], rel=1e-5)
+
+    halved = replace(recipe, data=replace(recipe.data, batch_size=2))
+    assert require_resumable(halved, checkpoint, 2) == ["data.batch_size is 2 here and 4 in the checkpoint"]
+    for processes in (1, 4):
+        with raises_one_line("of another run: data.batch_size is 2 here and 4 in the checkpoint; keep that setting"):
+            require_resumable(halved, checkpoint, processes)
+    unknown = replace(checkpoint, state=replace(checkpoint.state, processes=0))
+    with raises_one_line("of another run: data.batch_size is 2"):
+        require_resumable(halved, unknown, 2)
+
+
+def test_the_sequences_of_a_step_depend_on_their_number_alone(dense_recipe: Recipe) -> None:
+    data = dense_recipe.data
+    shards = prepare(data.corpus, data.tokenizer, data.cache_path, data.heldout_every).train
+    for step in (0, 3, 50):
+        steps = set()
+        for batch, accumulation, processes in ((8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)):
+            samplers = [Sampler(shards, 16, batch, 0, rank, processes) for rank in range(processes)]
+            parts = [s.starts(step * accumulation + part) for part in range(accumulation) for s in samplers]
+            steps.add(tuple(int(start) for starts in parts for start in starts))
+        assert len(steps) == 1

@@ -133,7 +133,8 @@ class Trainer:
         """
         self.finish_save()
         self._require_finite_weights()
-        state = TrainState(self.recipe, self.step, self.tokens, self.seconds, self.data_fingerprint)
+        place = (self.step, self.tokens, self.seconds, self.data_fingerprint, self.job.world_size)
+        state = TrainState(self.recipe, *place)
         arguments = (self.run_dir, state, self.model, self.optimizer)
         options: dict[str, Any] = {"tokenizer": self.data.tokenizer, "keep_last": self.recipe.train.keep_last}
         if self.job.is_alone:

@@ -43,7 +43,8 @@ from tilemoe.train.trackers import TensorBoard, Tracker, WandB
 
 Made = TypeVar("Made")
 RESULT_FILE = "result.json"
-_FIXED = ("optim.name ", "train.seed ", "train.accumulation ")  # what a resumed run keeps
+_FIXED = ("data.", "optim.name ", "train.seed ")  # what a resumed run keeps
+_OF_A_STEP = ("data.batch_size ", "train.accumulation ")  # what it keeps unless a step has the same sequences
 _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
 
 
@@ -71,20 +72,23 @@ def require_fresh(run_dir: Path) -> None:
         )
 
 
-def require_resumable(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
+def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1) -> list[str]:
     """Raise unless ``recipe`` can go on from ``checkpoint``; returns the harmless differences, one line each.
 
     The model, its adapters, the data, their order and the optimiser must be the same. The length, the learning rate,
-    the precision and what is logged may change.
+    the precision and what is logged may change; so may batch_size and accumulation where a step of all ``processes``
+    keeps its number of sequences, for then it keeps the sequences themselves.
     """
     checkpoint.require_model(recipe.model)
-    ours, saved = _without_places(recipe), _without_places(checkpoint.state.recipe)
+    state = checkpoint.state
+    is_same_step = recipe.tokens_per_step * processes == state.recipe.tokens_per_step * state.processes
+    ours, saved = _without_places(recipe), _without_places(state.recipe)
     fixed = [*differences({"lora": ours["lora"]}, {"lora": saved["lora"]}, "")]
-    fixed += differences(ours["data"], saved["data"], "data.")
     free: list[str] = []
-    for table in ("optim", "train"):
+    for table in ("data", "optim", "train"):
         for line in differences(ours[table], saved[table], f"{table}."):
-            (fixed if line.startswith(_FIXED) else free).append(line)
+            is_free = is_same_step if line.startswith(_OF_A_STEP) else not line.startswith(_FIXED)
+            (free if is_free else fixed).append(line)
     if fixed:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep that setting to resume"
@@ -132,7 +136,7 @@ def train(
     reporter = make_reporter(recipe.train.log_every, job)
     run_dir = Path(recipe.train.out_dir).expanduser()
     recipe.parallel_for(job.world_size)
-    for line in require_resumable(recipe, checkpoint) if checkpoint else ():
+    for line in require_resumable(recipe, checkpoint, job.world_size) if checkpoint else ():
         reporter.say(f"note: {line}")
     require_ready(recipe, job, is_new=checkpoint is None)
     device = select_device(recipe.train.device, job)

@@ -75,6 +75,7 @@ class TrainState:
     tokens: int  # training tokens seen by all ranks together
     seconds: float  # spent in training, over all sittings
     data_fingerprint: str  # of the token shards it was trained on
+    processes: int = 1  # that shared a step's sequences; 0: not known
 
 
 def save_checkpoint(
@@ -168,6 +169,7 @@ def state_json(state: TrainState) -> bytes:
             "tokens": state.tokens,
             "seconds": state.seconds,
             "data_fingerprint": state.data_fingerprint,
+            "processes": state.processes,
             "torch": torch.__version__,
             "rng_cpu": torch.get_rng_state().numpy().tobytes().hex(),
             "rng_cuda": [generator.numpy().tobytes().hex() for generator in cuda],
@@ -280,14 +282,15 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     if data["format"] != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
     recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
-    state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"])
+    processes = data.get("processes", 0)  # which releases up to 0.1.0 did not say
+    state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"], processes)
     return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], frozenset(files))
 
 
 def _require_state(path: Path, data: Any) -> None:
     """CheckpointError where state.json, which anybody can have written, lacks an entry or has one of another type."""
     types = {"format": int, "recipe": dict, "step": int, "tokens": int, "data_fingerprint": str, "rng_cpu": str}
-    types |= {"rng_cuda": list}
+    types |= {"rng_cuda": list, **({"processes": int} if isinstance(data, dict) and "processes" in data else {})}
     for name, kind in types.items():
         if not isinstance(data, dict) or not isinstance(data.get(name), kind):
             raise _damaged(path, f"{STATE_FILE} has no {name} of type {kind.__name__}")
