@@ -225,3 +225,15 @@ def test_the_sequences_of_a_step_depend_on_their_number_alone(dense_recipe: Reci
             parts = [s.starts(step * accumulation + part) for part in range(accumulation) for s in samplers]
             steps.add(tuple(int(start) for starts in parts for start in starts))
         assert len(steps) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_set_up_is_answered(
+    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """While the run's folder is entered, and a checkpoint read."""
+    monkeypatch.setattr(runs, "truncate_metrics", lambda *given: os.kill(os.getpid(), number))
+    assert train(dense_recipe) == Stopped(number)
+    assert "stopped before the first step: there is nothing to save" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert isinstance(train(dense_recipe), RunResult)

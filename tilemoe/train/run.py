@@ -153,15 +153,15 @@ def train(
                 if init_from is not None and checkpoint is None:
                     load_initial(model, init_from)
                 trainer = Trainer(recipe, model, data, device, job, progress)
+                if job.is_first:
+                    stack.enter_context(_owned(run_dir))
+                require_shared(run_dir, job, recipe.train.timeout)
+                if checkpoint is not None and not job.is_alone:
+                    verify_by_first_rank(checkpoint.path)
+                _enter(run_dir, trainer, checkpoint)
         except KeyboardInterrupt as interrupt:
             reporter.say("stopped before the first step: there is nothing to save, the same command starts again")
             return Stopped(*interrupt.args or (signal.SIGINT,))
-        if job.is_first:
-            stack.enter_context(_owned(run_dir))
-        require_shared(run_dir, job, recipe.train.timeout)
-        if checkpoint is not None and not job.is_alone:
-            verify_by_first_rank(checkpoint.path)
-        _enter(run_dir, trainer, checkpoint)
         return _fit(trainer, reporter)
 
 
