@@ -121,8 +121,7 @@ class OptimConfig:
     beta2: float = 0.95  # AdamW's
     eps: float = 1e-8  # AdamW's
     weight_decay: float = 0.1  # on weight matrices only: not on norms, biases and the embedding table
-    # A spike is clipped, never skipped; a loss or a norm that is NaN or infinite stops the run.
-    grad_clip: float = 1.0  # largest L2 norm of the gradient; 0 turns clipping off
+    grad_clip: float = 1.0  # largest L2 norm of the gradient, of a spike too; 0: no limit. NaN or infinity ends the run
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 100  # linear warm-up, in optimiser steps; a shorter run ends within it
     decay_fraction: float = 0.2  # wsd: the part of all steps spent decaying at the end
