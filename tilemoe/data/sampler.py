@@ -57,14 +57,15 @@ class Sampler:
     def starts(self, step: int) -> NDArray[np.int64]:
         """(B,) int64: where in the split each sequence of the batch begins."""
         require_int("step", step, 0)
-        first = (step * self.world_size + self.rank) * self.batch_size
-        starts = []
+        first, done = (step * self.world_size + self.rank) * self.batch_size, 0
+        starts = np.empty(self.batch_size, dtype=np.int64)  # at once: a batch for which there is no memory fails here
         for epoch, at in epochs(first, self.batch_size, self.num_windows):
             drawn = np.random.SeedSequence((_OFFSET, self.seed, epoch)).generate_state(1, np.uint64)
             offset = int(drawn[0]) % self.shards.num_tokens
             window = permute(at, self.num_windows, (_ORDER, self.seed, epoch))
-            starts.append((offset + window * self.seq_len) % self.shards.num_tokens)
-        return np.concatenate(starts)
+            starts[done : done + at.size] = (offset + window * self.seq_len) % self.shards.num_tokens
+            done += at.size
+        return starts
 
     def _read_ring(self, start: int) -> NDArray[np.int64]:
         """(S + 1,) int64 from ``start`` on; the split's first token follows its last, a separator."""
