@@ -113,6 +113,22 @@ def test_a_chat_template_gives_transformers_ids(template: str, end: str, tmp_pat
     assert learnt_texts(tokenizer, ids, learnt) == [f"Yo!{end}", f"é{end}"]
 
 
+@pytest.mark.parametrize(("template", "end"), [(MARKED, "<|im_end|>"), (UNMARKED, "<|im_end|>\n")])
+def test_whitespace_is_learnt_whatever_the_tokenizer_says_of_its_place(template: str, end: str, tmp_path: Path) -> None:
+    """Those of OLMoE and Llama 3 trim whitespace from the offsets of tokens; a token of spaces alone then has none."""
+    path = write_tokenizer(tmp_path / "base", template)
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    backend.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    said = ["if x:\n    y  \n", "  indented "]
+    messages = [turn for text in said for turn in (ASK, {"role": "assistant", "content": text})]
+    ids, learnt = ChatEncoder(tokenizer).encode(Conversation("a:1", tuple(messages)))
+    assert learnt_texts(tokenizer, ids, learnt) == [text + end for text in said]
+    theirs = AutoTokenizer.from_pretrained(path.parent)
+    assert ids.tolist() == theirs.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+
+
 def test_a_template_travels_with_its_tokenizer(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "base", None)
     assert load_tokenizer(str(path)).chat_template is None

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import processors
 
 from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example
 
@@ -175,6 +176,10 @@ def _of_transformers(tokenizer: Tokenizer, template: ChatTemplate) -> Any:
         raise ValueError(
             f"tokenizer {tokenizer.name!r}: applying its chat template needs transformers; pip install 'tilemoe[hf]'"
         ) from error
-    return PreTrainedTokenizerFast(
+    theirs = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend, chat_template=template.source, **dict(template.special_tokens)
     )
+    # It would add the special tokens that nobody wants here, and may trim whitespace from the offsets, by which is told
+    # what is learnt.
+    theirs.backend_tokenizer.post_processor = processors.Sequence([])
+    return theirs
