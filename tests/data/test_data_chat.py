@@ -157,6 +157,9 @@ def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (path.parent / "chat_template.jinja").write_text("{{ raise_exception('no\nsystem') }}")
     with raises_one_line(r"a\.jsonl:1: the chat template does not take it \(no system\)"):
         prepared(rows, tmp_path, str(path))
+    (path.parent / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    with raises_one_line(r"a\.jsonl:1: the chat template does not take it \(division by zero\)"):
+        prepared(rows, tmp_path, str(path))
     (path.parent / "chat_template.jinja").write_text("ab{% generation %}{% endgeneration %}c")
     with raises_one_line(r"a\.jsonl:1: no token to learn"):
         prepared(rows, tmp_path, str(path))
