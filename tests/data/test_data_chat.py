@@ -177,6 +177,7 @@ def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("no json", "this line is not JSON"),
         ([CHAT], "neither 'messages' nor 'prompt' and 'completion'"),
+        ({**CHAT, "tools": [{}]}, "'tools' are not given to chat templates; write them into a turn"),
         ({"prompt": "x"}, "neither 'messages' nor 'prompt' and 'completion'"),
         ({"prompt": "x", "completion": " \n"}, "'completion' must be a text that is not empty"),
         ({"prompt": "", "completion": "x"}, "'prompt' must be a text that is not empty"),

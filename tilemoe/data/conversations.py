@@ -2,7 +2,7 @@
 
 ``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}`` or
 ``{"prompt": "...", "completion": "..."}``, which one file may mix. Any line that is neither is an error, and so is one
-in which there is nothing to learn: no assistant's turn, or an empty one.
+in which there is nothing to learn: no assistant's turn, or an empty one. "tools", too, which a template would not see.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def read_examples(corpus: Corpus) -> Iterator[Example]:
 
 def _example(name: str, record: dict[str, Any]) -> Example:
     if "messages" in record:
+        if record.get("tools"):
+            raise ValueError(f"{name}: 'tools' are not given to chat templates; write them into a turn")
         return Conversation(name, _messages(name, record["messages"]))
     if "prompt" not in record or "completion" not in record:
         raise ValueError(f"{name}: neither 'messages' nor 'prompt' and 'completion'; correct or remove the line")
