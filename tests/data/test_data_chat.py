@@ -216,6 +216,9 @@ def test_examples_too_long_are_named_and_treated_as_told(tmp_path: Path) -> None
     assert cut.train.num_windows == 2
     with raises_one_line("too_long must be one of error, skip, truncate; got 'drop'"):
         prepared(path, tmp_path, too_long="drop")
+    for choice in ("skip", "truncate"):
+        with raises_one_line(r"b\.jsonl': every training example is of more than 65 tokens; raise data\.seq_len"):
+            prepared(write_lines(tmp_path / "b.jsonl", [hopeless] * 4), tmp_path, too_long=choice)
     with raises_one_line(r"too few examples to hold any out; add some or lower heldout_every \(20\)"):
         prepared(path, tmp_path, too_long="skip", heldout_every=20)
 

@@ -71,6 +71,11 @@ def _write_examples(
         if found is not None:
             is_heldout = number % heldout_every == heldout_every - 1
             writers["heldout" if is_heldout else "train"].append(flagged(found), 0)
+    if names and not writers["train"].num_tokens:
+        raise ValueError(
+            f"corpus {corpus.name!r}: every training example is of more than {seq_len + 1} tokens; raise data.seq_len "
+            f"({seq_len})"
+        )
     if writers["train"].num_tokens and not writers["heldout"].num_tokens:
         raise ValueError(
             f"corpus {corpus.name!r}: too few examples to hold any out; add some or lower heldout_every "
