@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers import raises_one_line
 from test_train_initial import MODELS, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tilemoe.cli.main import main
 from tilemoe.data import PackedBatch, PackedDocuments, Prepared
@@ -181,6 +182,19 @@ def test_a_resumed_fine_tune_is_the_uninterrupted_one(recipe: Recipe, tmp_path: 
     assert_equal(models[0].state_dict(), models[1].state_dict())
     assert records_of(recipe, "train") == records_of(whole, "train")
     assert records_of(recipe, "eval")[-1] == records_of(whole, "eval")[-1]
+
+
+def test_an_export_ends_generation_with_the_turn_too(recipe: Recipe, tmp_path: Path) -> None:
+    write_model("qwen3_moe", tmp_path / "base")
+    (tmp_path / "base" / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<0x21>", "chat_template": TEMPLATE})
+    )
+    recipe = adopt(replace(recipe, train=replace(recipe.train, steps=1)), tmp_path / "base")
+    train(recipe, init_from=tmp_path / "base")
+    assert main(["export", "--checkpoint", recipe.train.out_dir, "--out", str(tmp_path / "out")]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.generation_config.eos_token_id == found.config.eos_token_id == [0, ord("!")]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<0x21>"
 
 
 def test_the_held_out_loss_is_of_the_tokens_to_learn(recipe: Recipe) -> None:

@@ -1,11 +1,14 @@
 """A prompt, continued: what does not fit, what has no text, what a terminal is not to obey."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tilemoe.data import load_tokenizer
+from tilemoe.train import sample
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.sample import continue_text, printable
@@ -35,6 +38,26 @@ def test_ids_that_the_tokenizer_lacks_are_not_sampled(dense_recipe: Recipe) -> N
         {"temperature": 1.0, "top_k": 0},
     ):
         assert continue_text(model, tokenizer, "ab", 9, seed=0, **options).startswith("ab")
+
+
+def test_a_text_ends_with_the_document_or_with_the_turn(
+    dense_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_tokenizer("bytes").save(tmp_path / "tokenizer.json")
+    config = {"eos_token": "<0x21>", "chat_template": "{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    model, plain, chat = (
+        build_model(dense_recipe, CPU),
+        load_tokenizer("bytes"),
+        load_tokenizer(str(tmp_path / "tokenizer.json")),
+    )
+    assert (plain.end_ids, chat.end_ids) == ([0], [0, ord("!")])
+    options: dict[str, object] = {"temperature": 0.0, "top_k": 0, "seed": 0}
+    for text, tokenizer, expected in (("a!b\0c", plain, "xa!b"), ("a!b\0c", chat, "xa"), ("a\0b!c", chat, "xa")):
+        monkeypatch.setattr(
+            sample, "generate", lambda m, ids, *_, text=text, **__: torch.tensor([list(b"x" + text.encode())])
+        )
+        assert continue_text(model, tokenizer, "x", 5, **options) == expected
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

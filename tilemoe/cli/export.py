@@ -60,7 +60,8 @@ def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> Non
     lora = restored.checkpoint.state.recipe.lora
     if not is_adapter:
         merge_lora(restored.model)
-        save_hf(restored.model, folder, eos_token_id=restored.tokenizer.separator_id)
+        ends = restored.tokenizer.end_ids
+        save_hf(restored.model, folder, eos_token_id=ends if len(ends) > 1 else ends[0])
         return
     if lora is None:
         raise ValueError(f"--adapter: {restored.checkpoint.path} has no adapters; leave it out to export the weights")

@@ -81,6 +81,15 @@ class Tokenizer:
         """The library's own, for those who only read it."""
         return self._backend
 
+    @property
+    def end_ids(self) -> list[int]:
+        """Of the tokens at which a generated text ends: the separator, and the one that the chat template's turns end
+        with.
+        """
+        template = None if self.chat_template is None else dict(self.chat_template.special_tokens).get("eos_token")
+        found = None if template is None else self._backend.token_to_id(template)
+        return [self.separator_id] if found in (None, self.separator_id) else [self.separator_id, found]
+
     def save(self, path: Path) -> None:
         """Write a tokenizer.json and, beside it, the chat template if there is one; atomically, each."""
         write_atomic(path, self._backend.to_str(pretty=True).encode("utf-8"))

@@ -104,14 +104,18 @@ def _meta_state(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def save_hf(
-    model: DecoderLM, folder: str | Path, *, eos_token_id: int | None = None, max_shard_bytes: int = 4 << 30
+    model: DecoderLM,
+    folder: str | Path,
+    *,
+    eos_token_id: int | list[int] | None = None,
+    max_shard_bytes: int = 4 << 30,
 ) -> None:
     """Write config.json, generation_config.json and safetensors that ``AutoModelForCausalLM.from_pretrained`` loads.
 
     Weights keep their dtype; more than ``max_shard_bytes`` of them go to several files with an index. They are written
     from where they lie; only those that must be copied for it (on a GPU, or with gate and up interleaved) are in memory
     twice, a file's worth at a time. The folder, which must not exist or be empty, appears when all is written and
-    synced, or not at all. ``eos_token_id``: the token at which generation ends, None where there is none.
+    synced, or not at all. ``eos_token_id``: the token or tokens at which generation ends, None where there is none.
 
     Raises:
         ValueError: the folder is in use, the architecture cannot express the configuration, or the model has adapters.

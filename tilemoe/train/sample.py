@@ -19,7 +19,7 @@ def continue_text(
     top_k: int,
     seed: int,
 ) -> str:
-    """``prompt`` and up to ``max_new_tokens`` sampled tokens after it, ending before a document separator.
+    """``prompt`` and up to ``max_new_tokens`` sampled tokens after it, up to the first of `Tokenizer.end_ids`.
 
     Stops early where ``model.config.max_seq_len`` is full. The same seed gives the same text on the same device.
 
@@ -40,9 +40,9 @@ def continue_text(
         num_ids=tokenizer.vocab_size,  # what a vocabulary is padded with has no text
     )
     new = tokens[0, len(ids) :].tolist()
-    if tokenizer.separator_id in new:
-        new = new[: new.index(tokenizer.separator_id)]
-    return printable(tokenizer.decode(ids + new))
+    ends = tokenizer.end_ids
+    end = next((place for place, token in enumerate(new) if token in ends), len(new))
+    return printable(tokenizer.decode(ids + new[:end]))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, max_seq_len: int, name: str) -> list[int]:
