@@ -13,6 +13,7 @@ from helpers import raises_one_line, tiny_model
 from torch import Tensor
 from torch.nn.attention import varlen
 
+import tilemoe.kernels.lm.documents as documents_module
 from tilemoe.kernels.choose import choose_document_attention
 from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
 from tilemoe.layers.attention import KVCache
@@ -92,6 +93,25 @@ def test_no_bit_of_a_document_depends_on_another(dtype: torch.dtype) -> None:
         assert y.grad is not None
         for row, tokens in places():
             assert (row, tokens.start) == (0, 3) or torch.equal(x.grad[row, tokens], y.grad[row, tokens])
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.12"])
+def test_pytorch_is_told_of_grouped_heads_where_it_has_a_word_for_it(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signatures of `varlen_attn` in 2.11 and in 2.12."""
+
+    def without(q: Tensor, *given: Any, window_size: tuple[int, int]) -> Tensor:
+        return q
+
+    def having(q: Tensor, *given: Any, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
+        assert enable_gqa
+        return q
+
+    monkeypatch.setattr(varlen, "varlen_attn", without if version == "2.11" else having)
+    monkeypatch.setattr(documents_module, "_NAMES_GROUPS", version != "2.11")
+    q, k, v = inputs()
+    assert torch.equal(varlen_attention(q, k, v, packed()), q)
 
 
 def test_which_attention_is_chosen() -> None:

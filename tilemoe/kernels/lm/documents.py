@@ -5,11 +5,13 @@ B sequences · S tokens each · N documents · H query heads · H_kv key and val
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_NAMES_GROUPS = torch.__version__ >= "2.12"  # PyTorch 2.11 takes grouped heads, too, but has no word for it
 
 
 class Documents(NamedTuple):
@@ -48,7 +50,8 @@ def varlen_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: D
     length = queries.shape[1]  # no document is longer; its own longest would be read from the device
     q, k, v = (tensor.flatten(0, 1) for tensor in (queries, keys, values))
     bounds, is_grouped = documents.bounds, queries.shape[2] != keys.shape[2]
-    out = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=(-1, 0), enable_gqa=is_grouped)
+    grouping: dict[str, Any] = {"enable_gqa": True} if is_grouped and _NAMES_GROUPS else {}
+    out = varlen_attn(q, k, v, bounds, bounds, length, length, window_size=(-1, 0), **grouping)
     assert isinstance(out, Tensor), "the logarithms of sums were not asked for"
     return out.unflatten(0, queries.shape[:2])
 
