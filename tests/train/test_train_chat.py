@@ -235,6 +235,8 @@ def test_the_command_line_fine_tunes_and_evaluates(
     assert "nats/token" in out.splitlines()[-1]
     assert main(["eval", "--checkpoint", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
+    assert main(["eval", "--checkpoint", str(tmp_path / "run"), "--seq-len", "48"]) == 0
+    assert "changed since training" not in capsys.readouterr().out  # more examples are too long
     with Path(recipe.data.corpus).open("a") as file:
         file.write('{"messages": []}\n')
     assert main([*command, "--data.too-long", "skip", "--train.out-dir", str(tmp_path / "other")]) == 2

@@ -86,7 +86,8 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     tokenizer = restored.checkpoint.tokenizer_spec
     # Somebody else may have made the checkpoint: where it says that its shards are, nothing is written.
     data = prepare_data(settings, tokenizer, default_cache_dir())
-    is_same_text = settings == replace(recipe.data, batch_size=settings.batch_size, seq_len=settings.seq_len)
+    seq_len = settings.seq_len if settings.format == "text" else recipe.data.seq_len  # what a chat is cut to
+    is_same_text = settings == replace(recipe.data, batch_size=settings.batch_size, seq_len=seq_len)
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
         print(f"note: {settings.named} changed since training, which may have seen what is held out now")
     precision = options.precision or recipe.train.precision
