@@ -208,10 +208,10 @@ def test_examples_too_long_are_named_and_treated_as_told(tmp_path: Path) -> None
     with raises_one_line(rf"^{path}:3: 71 tokens, more than the 65 that seq_len 64 has room for; raise data\.seq_len"):
         prepared(path, tmp_path)
     skipped = prepared(path, tmp_path, too_long="skip")
-    assert skipped.notes == (f"2 of more than 65 tokens left out: {path}:3, {path}:5",)
+    assert skipped.notes == (f"examples of more than 65 tokens, 2 left out: {path}:3, {path}:5",)
     assert documents_of(skipped.train) == [(b"x" * 10 + b"z" * 54, b"z" * 54 + b"\0")]
     cut = prepared(path, tmp_path, too_long="truncate")
-    assert cut.notes == (f"2 of more than 65 tokens cut: {path}:3, {path}:5",)
+    assert cut.notes == (f"examples of more than 65 tokens, 1 cut and 1 left out: {path}:3, {path}:5",)
     assert documents_of(cut.train)[0] == (b"x" * 10 + b"y" * 54, b"y" * 55)
     assert cut.train.num_windows == 2
     with raises_one_line("too_long must be one of error, skip, truncate; got 'drop'"):

@@ -62,12 +62,14 @@ def _write_examples(
 ) -> dict[str, Any]:
     """Give each split its examples; returns the index' notes."""
     names: list[str] = []
+    left_out = 0
     for number, example in enumerate(read_examples(corpus)):
         found: Encoded | None = encoder.encode(example)
         assert found is not None
         if found[0].size > seq_len + 1:
             names.append(example.name)
             found = _shortened(found, example.name, seq_len, too_long)
+            left_out += found is None
         if found is not None:
             is_heldout = number % heldout_every == heldout_every - 1
             writers["heldout" if is_heldout else "train"].append(flagged(found), 0)
@@ -81,7 +83,7 @@ def _write_examples(
             f"corpus {corpus.name!r}: too few examples to hold any out; add some or lower heldout_every "
             f"({heldout_every})"
         )
-    return {"notes": _notes(names, seq_len, too_long)}
+    return {"notes": _notes(names, left_out, seq_len)}
 
 
 def _shortened(encoded: Encoded, name: str, seq_len: int, too_long: TooLong) -> Encoded | None:
@@ -96,9 +98,9 @@ def _shortened(encoded: Encoded, name: str, seq_len: int, too_long: TooLong) -> 
     return cut if too_long == "truncate" and cut[1][1:].any() else None
 
 
-def _notes(names: list[str], seq_len: int, too_long: TooLong) -> list[str]:
+def _notes(names: list[str], left_out: int, seq_len: int) -> list[str]:
     if not names:
         return []
-    done = "cut" if too_long == "truncate" else "left out"
+    parts = [f"{count} {done}" for count, done in ((len(names) - left_out, "cut"), (left_out, "left out")) if count]
     shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-    return [f"{len(names)} of more than {seq_len + 1} tokens {done}: {shown}"]
+    return [f"examples of more than {seq_len + 1} tokens, {' and '.join(parts)}: {shown}"]
