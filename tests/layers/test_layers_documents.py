@@ -115,9 +115,15 @@ def test_pytorch_is_told_of_grouped_heads_where_it_has_a_word_for_it(
 
 
 def test_which_attention_is_chosen() -> None:
-    cases = [("cpu", torch.bfloat16, "masked"), ("cuda", torch.float32, "masked"), ("cuda", torch.bfloat16, "varlen")]
-    for device, dtype, name in cases:
-        chosen = choose_document_attention(torch.device(device), dtype)
+    cases = [
+        ("cpu", torch.bfloat16, 64, "masked"),
+        ("cuda", torch.float32, 64, "masked"),
+        ("cuda", torch.bfloat16, 64, "varlen"),
+        ("cuda", torch.bfloat16, 12, "masked"),
+        ("cuda", torch.bfloat16, 264, "masked"),
+    ]
+    for device, dtype, width, name in cases:
+        chosen = choose_document_attention(torch.device(device), dtype, width)
         assert chosen.name == name
         assert chosen.impl is {"masked": masked_attention, "varlen": varlen_attention}[name]
         assert chosen.reason

@@ -243,10 +243,12 @@ def choose_lm(x: Tensor) -> Choice[None]:
     return Choice("triton", None, "one kernel in place of several") if why is None else Choice("torch", None, why)
 
 
-def choose_document_attention(device: torch.device, dtype: torch.dtype) -> Choice[DocumentAttention]:
-    """For causal attention within the documents of packed sequences, of queries, keys and values in ``dtype``."""
+def choose_document_attention(device: torch.device, dtype: torch.dtype, width: int) -> Choice[DocumentAttention]:
+    """For causal attention within the documents of packed sequences, of queries, keys and values (..., width)."""
     if device.type != "cuda":
         return Choice("masked", masked_attention, f"PyTorch's variable-length attention does not run on {device.type}")
     if dtype not in (torch.float16, torch.bfloat16):
         return Choice("masked", masked_attention, f"PyTorch's variable-length attention does not compute in {dtype}")
+    if width % 8 or width > 256:  # where scaled_dot_product_attention would pad, or choose another kernel
+        return Choice("masked", masked_attention, f"PyTorch's variable-length attention has no heads of width {width}")
     return Choice("varlen", varlen_attention, "pairs of tokens in different documents cost nothing")

@@ -181,7 +181,7 @@ class Attention(nn.Module):
         keys = rotate(self._normed(self.k_proj(x), self.k_norm), *angles, values.dtype)
         if documents is not None:
             assert cache is None, "the model checks this before it computes anything"
-            attend = choose_document_attention(x.device, values.dtype).impl
+            attend = choose_document_attention(x.device, values.dtype, self.head_dim).impl
             return self.o_proj(attend(queries, keys, values, documents).flatten(2))
         queries, keys, values = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
         mask, causal = None, True
