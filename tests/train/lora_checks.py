@@ -15,9 +15,10 @@ from distributed_checkpoint_checks import (
     step,
     whole_state,
 )
+from helpers import raises_one_line
 
 from tilemoe.config import MoEConfig, ParallelConfig
-from tilemoe.layers.lora import adapter_names
+from tilemoe.layers.lora import LoRAExperts, adapter_names, merge_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import save_hf
 from tilemoe.parallel.mesh import build_meshes
@@ -117,8 +118,21 @@ def check_begin_from_checkpoints_without_adapters() -> None:
     assert_equal(found, {name: expected[name] for name in plain.state_dict()} | drawn)
 
 
+def check_shared_adapters_are_not_merged() -> None:
+    """An expert of a shared weight is a copy: adding to it would change nothing, and the adapter would be gone."""
+    for config in (EXACT, replace(EXACT, expert=2)):
+        model, _ = make(config, 5)
+        expected = whole_state((model, make_optimizer(model, OptimConfig(lr=0.1))))
+        experts = next(module for module in model.modules() if isinstance(module, LoRAExperts))
+        for merge in (lambda model=model: merge_lora(model), experts.merge):
+            with raises_one_line("adapters cannot be merged while processes share the model; save a checkpoint"):
+                merge()
+        assert not experts.is_merged
+        assert_equal(whole_state((model, make_optimizer(model, OptimConfig(lr=0.1)))), expected)
+
+
 ON_FOUR = (
     check_save_on_four, check_resume_on_the_same_mesh, check_resume_on_other_meshes,
     check_begin_from_checkpoints_without_adapters,
 )  # fmt: skip
-ON_TWO = (check_resume_on_two,)
+ON_TWO = (check_resume_on_two, check_shared_adapters_are_not_merged)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tilemoe.checks import require_finite, require_int
 from tilemoe.dispatch.base import LocalDispatcher
@@ -98,8 +99,11 @@ class LoRAExperts(Experts):
         """Add the adapters to the base's weights, in place, one expert at a time; then the forward is `Experts`'.
 
         The sum is computed in fp32 or better and rounded to the weights' dtype. Nothing happens if it is merged.
+
+        ValueError: processes share the experts.
         """
         if not self.is_merged:
+            _require_whole(self)
             self._add(self.scale)
             self.is_merged = True
 
@@ -188,11 +192,22 @@ def merge_lora(model: nn.Module) -> None:
     """Merge every adapter into its weight and take it off: the model is as before `add_lora`, but for the values.
 
     All stays frozen: ``model.requires_grad_(True)`` to train it.
+
+    ValueError: processes share the model; then nothing has changed.
     """
+    _require_whole(model)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, (LoRAExperts, LoRALinear)):
                 setattr(module, name, child.merged())
+
+
+def _require_whole(module: nn.Module) -> None:
+    """ValueError if processes divide a parameter: an expert of it would be a copy, and adding to that lost."""
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ValueError(
+            "adapters cannot be merged while processes share the model; save a checkpoint, and merge by tilemoe export"
+        )
 
 
 def has_lora(model: nn.Module) -> bool:
