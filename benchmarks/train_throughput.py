@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES
+from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, to_dict
 from tilemoe.data import Prepared, TokenShards, load_tokenizer
 from tilemoe.data.corpus import SPLITS
 from tilemoe.data.shards import ShardWriter, token_dtype, write_index
@@ -104,7 +104,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 @contextmanager
 def meeting(job: Job, device: torch.device, recipe: Recipe, shard_alone: bool) -> Iterator[None]:
     """torch.distributed, also for one process where that is to shard its model over itself."""
-    with joined(job, device, recipe.train.timeout):
+    with joined(job, device, recipe.train.timeout, to_dict(recipe)):
         if job.is_alone and shard_alone:
             backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
