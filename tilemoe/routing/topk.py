@@ -131,7 +131,7 @@ def router_entropy(logits: Tensor, router: RouterConfig) -> Tensor:
     """
     logits = logits.detach().float()
     scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
-    probabilities = scores / (scores.sum(dim=-1, keepdim=True) + _EPSILON)
+    probabilities = scores if router.score == "softmax" else _probabilities(logits, scores, router)
     return torch.special.entr(probabilities).sum(dim=-1).mean() / math.log(max(logits.shape[1], 2))
 
 
