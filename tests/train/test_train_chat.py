@@ -237,6 +237,11 @@ def test_the_command_line_fine_tunes_and_evaluates(
     assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
     assert main(["eval", "--checkpoint", str(tmp_path / "run"), "--seq-len", "48"]) == 0
     assert "changed since training" not in capsys.readouterr().out  # more examples are too long
+    other = ["eval", "--checkpoint", str(tmp_path / "base"), "--corpus", recipe.data.corpus, "--format", "chat"]
+    assert main([*other, "--seq-len", "64", "--heldout-every", "4"]) == 2
+    assert "data.too_long to skip or truncate" in capsys.readouterr().err
+    assert main([*other, "--seq-len", "64", "--heldout-every", "4", "--too-long", "skip"]) == 0
+    capsys.readouterr()
     with Path(recipe.data.corpus).open("a") as file:
         file.write('{"messages": []}\n')
     assert main([*command, "--data.too-long", "skip", "--train.out-dir", str(tmp_path / "other")]) == 2
