@@ -248,6 +248,17 @@ def test_the_command_line_fine_tunes_and_evaluates(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_run_on_text_is_evaluated_on_conversations(
+    recipe: Recipe, moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the BPE that it trained, which no run on conversations could train."""
+    data = replace(moe_recipe.data, tokenizer="bpe:300", cache_dir=str(tmp_path / "cache"))
+    model = replace(recipe.model, vocab_size=300)
+    train(replace(moe_recipe, model=model, data=data, train=replace(moe_recipe.train, steps=1, sample_tokens=0)))
+    command = ["eval", "--checkpoint", moe_recipe.train.out_dir, "--corpus", recipe.data.corpus, "--format", "chat"]
+    assert main([*command, "--seq-len", "64", "--too-long", "skip"]) == 0, capsys.readouterr().err
+
+
 def test_settings_that_chat_cannot_have() -> None:
     with raises_one_line("data.tokenizer 'bpe:400' is trained on text, which data.format chat has none of"):
         DataConfig(8, 1, tokenizer="bpe:400", format="chat")

@@ -83,12 +83,13 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     restored = restore(folder, options.device)
     state = restored.checkpoint.state
     recipe = state.recipe
-    settings = options.settings(recipe.data, recipe.model.max_seq_len)
     tokenizer = restored.checkpoint.tokenizer_spec
+    trained = replace(recipe.data, tokenizer=tokenizer)  # one that was trained on text may serve a chat
+    settings = options.settings(trained, recipe.model.max_seq_len)
     # Somebody else may have made the checkpoint: where it says that its shards are, nothing is written.
     data = prepare_data(settings, tokenizer, default_cache_dir())
-    seq_len = settings.seq_len if settings.format == "text" else recipe.data.seq_len  # what a chat is cut to
-    is_same_text = settings == replace(recipe.data, batch_size=settings.batch_size, seq_len=seq_len)
+    seq_len = settings.seq_len if settings.format == "text" else trained.seq_len  # what a chat is cut to
+    is_same_text = settings == replace(trained, batch_size=settings.batch_size, seq_len=seq_len)
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
         print(f"note: {settings.named} changed since training, which may have seen what is held out now")
     precision = options.precision or recipe.train.precision
