@@ -30,7 +30,7 @@ class MoEOutput(NamedTuple):
     router_logits       (T, E) fp32 or fp64, or as a router of one's own gave them; differentiable. None where it gave
                         a `Routing`
     pairs_per_expert    (E,) int32 rows before they were rounded
-    expert_ids          (T, K) integers, each token's top-K experts before any rounding, or those replayed; E for a
+    expert_ids          (T, K) int32, each token's top-K experts before any rounding, or those replayed; E for a
                         token left out. A record of the routing, to be replayed. None where a `Routing` had none
     """
 

@@ -40,7 +40,7 @@ class Routing:
     tokens_per_expert (E,) int32    rows really computed, on this rank
     aux_loss ()  fp32               balancing loss and z-loss, coefficients applied; 0 when the config has neither
     pairs_per_expert (E,) int32     what top-K chose, before the rows were rounded; None: ``tokens_per_expert``
-    expert_ids (T, K) or None       integers, the top-K selection or the one replayed, E for a token left out: before
+    expert_ids (T, K) or None       int32, the top-K selection or the one replayed, E for a token left out: before
                                     any rounding. None where a router of one's own has no such thing
     """
 
@@ -120,7 +120,7 @@ def route(
         plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
         tokens_per_expert = pairs_of_expert = plan.rows_per_expert
     aux_loss = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
-    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert, chosen.expert_ids)
+    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert, chosen.expert_ids.int())
 
 
 @torch.no_grad()
