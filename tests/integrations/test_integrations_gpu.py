@@ -47,7 +47,7 @@ def test_generate_in_bf16_calls_nothing_else() -> None:
 def test_one_call_for_inference_gives_what_the_operators_give(family: str, count: int) -> None:
     """To the last bit: run, recorded and repeated. With gradients on, though of nothing, operators are called."""
     model = FAMILIES[family].make().to("cuda", torch.bfloat16).requires_grad_(False)
-    (module, *_) = integration._experts_modules(model)
+    ((_, module), *_) = integration.experts_modules(model)
     experts = module.get_parameter("down_proj").shape[0]
     width: int = model.config.hidden_size
     for seed in range(4):

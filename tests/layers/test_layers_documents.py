@@ -82,7 +82,7 @@ def test_no_bit_of_a_document_depends_on_another(dtype: torch.dtype) -> None:
     with torch.no_grad():
         for x in other:
             x[0, 3:4] = torch.randn(x[0, 3:4].shape, generator=torch.Generator().manual_seed(2)) * 30
-    out, changed = (masked_attention(*x, packed()) for x in (given, other))
+    out, changed = (masked_attention(q, k, v, packed()) for q, k, v in (given, other))
     assert not torch.equal(out[0, 3:4], changed[0, 3:4])
     for row, tokens in places():
         assert (row, tokens.start) == (0, 3) or torch.equal(out[row, tokens], changed[row, tokens])
@@ -132,10 +132,11 @@ def test_which_attention_is_chosen() -> None:
 
 @pytest.mark.gpu
 def test_variable_length_attention_on_a_gpu_is_the_masked_one() -> None:
-    bf16 = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in inputs()]
-    exact = [x.detach().double().requires_grad_() for x in bf16]
+    q, k, v = bf16 = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in inputs()]
+    exact_q, exact_k, exact_v = exact = [x.detach().double().requires_grad_() for x in bf16]
     documents = Documents(*(tensor.cuda() for tensor in packed()))
-    out, expected = varlen_attention(*bf16, documents), masked_attention(*exact, documents)
+    out = varlen_attention(q, k, v, documents)
+    expected = masked_attention(exact_q, exact_k, exact_v, documents)
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
     out.sum().backward()
     expected.sum().backward()
