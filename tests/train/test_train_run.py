@@ -227,6 +227,7 @@ def test_the_sequences_of_a_step_depend_on_their_number_alone(dense_recipe: Reci
         assert len(steps) == 1
 
 
+@pytest.mark.usefixtures("interrupt_is_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_after_the_set_up_is_answered(
     dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
