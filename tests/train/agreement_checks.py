@@ -22,8 +22,8 @@ FOLDER = "TILEMOE_TEST_FOLDER"
 def check_one_folder_is_shared() -> None:
     rank, run = dist.get_rank(), Path(os.environ[FOLDER]) / "run"
     require_shared(run, Job(rank, 2), 10)
-    dist.barrier()
-    assert not any(run.iterdir())
+    if rank == 0:  # the rank that clears up, and the next to write there
+        assert not any(run.iterdir())
 
 
 def check_a_rank_that_cannot_write_is_named() -> None:
