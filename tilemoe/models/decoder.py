@@ -5,6 +5,7 @@ B sequences · S tokens each · d model width · V vocabulary · E experts · K 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,8 +51,8 @@ class LMOutput(NamedTuple):
 
 class BlockOutput(NamedTuple):
     """hidden (B, S, d), and of a MoE block the fp32 auxiliary loss (), the (E,) rows computed and those before they
-    were rounded, the fp32 entropy () and the (B*S, K) expert ids; None when dense. Flat, for checkpointing that looks
-    into no tuple.
+    were rounded, the fp32 entropy (), None in evaluation, and the (B*S, K) expert ids; all None when dense.
+    Flat, for checkpointing that looks into no tuple.
     """
 
     hidden: Tensor
@@ -60,6 +61,14 @@ class BlockOutput(NamedTuple):
     pairs_per_expert: Tensor | None
     router_entropy: Tensor | None
     expert_ids: Tensor | None
+
+
+class _Routed(NamedTuple):
+    """Of `BlockOutput`, without what would keep a block's hidden states: (E,) twice, and the entropy () or None."""
+
+    tokens_per_expert: Tensor
+    pairs_per_expert: Tensor
+    router_entropy: Tensor | None
 
 
 class Block(nn.Module):
@@ -124,7 +133,7 @@ class Block(nn.Module):
         if not isinstance(self.mlp, MoE):
             return BlockOutput(x + self.mlp(normed), None, None, None, None, None)
         out = self.mlp(normed, expert_ids=expert_ids)
-        entropy = torch.zeros((), device=x.device)
+        entropy = None
         if self.training and out.router_logits is not None:
             entropy = router_entropy(out.router_logits, self.mlp.cfg.router)
         hidden = x + out.hidden
@@ -212,7 +221,8 @@ class DecoderLM(nn.Module):
         self._check(input_ids, labels, cache)
         self._check_documents(input_ids, cache, documents)
         self._check_expert_ids(input_ids, expert_ids)
-        hidden, aux_loss, routed = self._hidden(input_ids, cache, documents, expert_ids, record)
+        hidden, aux_loss, layers = self._hidden(input_ids, cache, documents, expert_ids, record)
+        routed = _of_layers(layers, hidden.device)
         if labels is None:
             return LMOutput(None, aux_loss, F.linear(hidden, self._head_weight()), *routed)
         loss = chunked_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
@@ -262,8 +272,8 @@ class DecoderLM(nn.Module):
         documents: Documents | None,
         expert_ids: Tensor | None,
         record: RoutingRecord | None,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """(normalised hidden (B, S, d), auxiliary loss (), and of each layer what `LMOutput` ends with)."""
+    ) -> tuple[Tensor, Tensor, list[_Routed]]:
+        """(normalised hidden (B, S, d), auxiliary loss (), what each MoE block says of its routing)."""
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -274,20 +284,16 @@ class DecoderLM(nn.Module):
             angles = angles_of(documents.positions, *rotary, dtype)
         layer_caches = [None] * config.num_layers if cache is None else list(cache)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        layers: list[tuple[Tensor, ...]] = []
+        layers: list[_Routed] = []
         for number, (block, layer_cache) in enumerate(zip(self.blocks, layer_caches, strict=True)):
             replayed = None if expert_ids is None or not isinstance(block.mlp, MoE) else expert_ids[len(layers)]
             hidden, block_aux_loss, *routed, chosen = block(hidden, angles, layer_cache, documents, replayed)
             if block_aux_loss is not None:
                 aux_loss = aux_loss + block_aux_loss
-                layers.append(routed)
+                layers.append(_Routed(*routed))
                 if record is not None:
                     record.add(number, chosen)
-        if not layers:
-            none = torch.zeros(0, 0, dtype=torch.int32, device=hidden.device)
-            return self.norm(hidden), aux_loss, (none, none, aux_loss.new_zeros(0))
-        counts, pairs, entropy = map(torch.stack, zip(*layers, strict=True))
-        return self.norm(hidden), aux_loss, (counts, pairs, entropy)
+        return self.norm(hidden), aux_loss, layers
 
     def _head_weight(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
@@ -344,6 +350,17 @@ class DecoderLM(nn.Module):
                 f"labels must be {tuple(input_ids.shape)} torch.int64, got {tuple(labels.shape)} {labels.dtype}"
             )
         _check_ids("labels", labels, self.config.vocab_size, lowest=IGNORED)
+
+
+def _of_layers(layers: Sequence[_Routed], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What `LMOutput` ends with."""
+    if not layers:
+        none = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        return none, none, torch.zeros(0, device=device)
+    counts, pairs, entropies = zip(*layers, strict=True)
+    known = [entropy for entropy in entropies if entropy is not None]
+    entropy = torch.stack(known) if len(known) == len(layers) else torch.zeros(len(layers), device=device)
+    return torch.stack(counts), torch.stack(pairs), entropy
 
 
 def _check_ids(name: str, ids: Tensor, vocab_size: int, *, lowest: int) -> None:
