@@ -147,7 +147,7 @@ def train(
         try:
             with sigterm_interrupts():
                 data = _prepare(recipe, checkpoint, reporter, cache_dir)
-                settings = settings_of_process(recipe, checkpoint, init_from, data, device)
+                settings = {} if job.is_alone else settings_of_process(recipe, checkpoint, init_from, data, device)
                 progress = stack.enter_context(joined(job, device, recipe.train.timeout, settings))
                 model = build_model(recipe, device) if job.is_alone else build_shared_model(recipe, device, job)
                 if init_from is not None and checkpoint is None:
