@@ -177,7 +177,6 @@ def _of_transformers(tokenizer: Tokenizer, template: ChatTemplate) -> Any:
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend, chat_template=template.source, **dict(template.special_tokens)
     )
-    # It would add the special tokens that nobody wants here, and may trim whitespace from the offsets, by which is told
-    # what is learnt.
+    # It would add special tokens again, and may trim whitespace from the offsets, which the loss mask is made of.
     theirs.backend_tokenizer.post_processor = processors.Sequence([])
     return theirs

@@ -176,7 +176,7 @@ def _select(
     if replayed is None:
         expert_ids = _choose(logits.detach(), all_scores.detach(), cfg, selection_bias)
         scores = _kept_scores(all_scores, expert_ids, router)
-    else:  # clamped: an id that nobody could check must not be read outside of the scores
+    else:  # clamped: values are unchecked on a GPU, and gather must not read out of bounds
         expert_ids = replayed
         scores = _kept_scores(all_scores, replayed.long().clamp(0, cfg.num_experts - 1), router)
     if padding is not None:
