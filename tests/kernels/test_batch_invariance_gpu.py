@@ -4,8 +4,6 @@ import pytest
 import torch
 from invariance_checks import Sizes, assert_tokens_keep_their_bits, make_batch
 
-from tilemoe.kernels.experts.registry import backend_named
-
 pytestmark = pytest.mark.gpu
 
 SIZES = {
@@ -19,10 +17,6 @@ SIZES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernels", ["triton", "hopper"])
 def test_experts_of_any_batch(kernels: str, dtype: torch.dtype, name: str) -> None:
-    sizes = SIZES[name]
-    why = backend_named(kernels).why_unsupported(
-        torch.device("cuda"), dtype, (sizes.hidden_size, sizes.intermediate_size)
-    )
-    if why is not None:
-        pytest.skip(why)
-    assert_tokens_keep_their_bits(make_batch(sizes, dtype, "cuda"), kernels)
+    if kernels == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for compute capability 9.0")
+    assert_tokens_keep_their_bits(make_batch(SIZES[name], dtype, "cuda"), kernels)
