@@ -154,15 +154,14 @@ def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows = write_lines(tmp_path / "a.jsonl", [CHAT] * 2)
     with raises_one_line(r"a\.jsonl:1: .*messages\[1\] otherwise when more turns follow.*mark it .*{% generation %}"):
         prepared(rows, tmp_path, str(path))
-    (path.parent / "chat_template.jinja").write_text("{{ raise_exception('no\nsystem') }}")
-    with raises_one_line(r"a\.jsonl:1: the chat template does not take it \(no system\)"):
-        prepared(rows, tmp_path, str(path))
-    (path.parent / "chat_template.jinja").write_text("{{ 1 / 0 }}")
-    with raises_one_line(r"a\.jsonl:1: the chat template does not take it \(division by zero\)"):
-        prepared(rows, tmp_path, str(path))
-    (path.parent / "chat_template.jinja").write_text("ab{% generation %}{% endgeneration %}c")
-    with raises_one_line(r"a\.jsonl:1: no token to learn"):
-        prepared(rows, tmp_path, str(path))
+    for template, message in (
+        ("{{ raise_exception('no\nsystem') }}", r"the chat template does not take it \(no system\)"),
+        ("{{ 1 / 0 }}", r"the chat template does not take it \(division by zero\)"),
+        ("ab{% generation %}{% endgeneration %}c", "no token to learn"),
+    ):
+        (path.parent / "chat_template.jinja").write_text(template)
+        with raises_one_line(rf"a\.jsonl:1: {message}"):
+            prepared(rows, tmp_path, str(path))
     (path.parent / "tokenizer_config.json").write_text("[1]")
     with raises_one_line(r"tokenizer_config\.json: no chat template can be read"):
         read_chat_template(path.parent)

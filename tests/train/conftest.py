@@ -1,9 +1,11 @@
 """A small corpus and a recipe over it that trains in well under a second."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from distributed_checkpoint_checks import RUN
 from helpers import write_corpus
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
@@ -34,3 +36,12 @@ def moe_recipe(corpus: Path, tmp_path: Path) -> Recipe:
 @pytest.fixture
 def dense_recipe(moe_recipe: Recipe) -> Recipe:
     return replace(moe_recipe, model=replace(moe_recipe.model, moe=None, dense_intermediate_size=32))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder that the jobs of a module share; their checks find it as `distributed_checkpoint_checks.run_dir`."""
+    folder: Path = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN, str(folder))
+        yield folder

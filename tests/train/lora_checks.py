@@ -10,6 +10,7 @@ from distributed_checkpoint_checks import (
     MODEL,
     Training,
     assert_state,
+    resumed,
     run_dir,
     save_state,
     step,
@@ -24,7 +25,7 @@ from tilemoe.models.huggingface import save_hf
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.testing import assert_equal
-from tilemoe.train.checkpoints.folder import TrainState, open_checkpoint
+from tilemoe.train.checkpoints.folder import TrainState
 from tilemoe.train.checkpoints.initial import load_initial
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import LoRAConfig, OptimConfig, Recipe, load_recipe
@@ -79,26 +80,18 @@ def check_resume_on_the_same_mesh() -> None:
     """The step after a resumption is that of the run that was not interrupted, random numbers and all."""
     training = make(MESHES["EP 2 x FSDP 2"], 5)
     torch.manual_seed(0)
-    open_checkpoint(run_dir() / "step_00000002").load_training(*training)
-    assert_state(training, "state_2.pt")
-    step(training, 3)
+    step(resumed(training), 3)
     assert_state(training, "state_3.pt")
 
 
 def check_resume_on_other_meshes() -> None:
     for name in ("FSDP", "HSDP 2 x 2", "EP 4"):
-        training = make(MESHES[name], 5)
-        open_checkpoint(run_dir() / "step_00000002").load_training(*training)
-        assert_state(training, "state_2.pt")
-        step(training, 3)
+        step(resumed(make(MESHES[name], 5)), 3)
 
 
 def check_resume_on_two() -> None:
     for config in (EXACT, replace(EXACT, expert=2)):
-        training = make(config, 5)
-        open_checkpoint(run_dir() / "step_00000002").load_training(*training)
-        assert_state(training, "state_2.pt")
-        step(training, 3)
+        step(resumed(make(config, 5)), 3)
 
 
 def check_begin_from_checkpoints_without_adapters() -> None:

@@ -1,6 +1,5 @@
 """A checkpoint that four processes wrote goes on, bit for bit, on four, two or one, with expert parallelism or not."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import distributed_checkpoint_checks as checks
@@ -17,14 +16,6 @@ from tilemoe.train.config import OptimConfig
 from tilemoe.train.optim import make_optimizer
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder: Path = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(checks.RUN, str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """Adapters on several processes: what one process trains, and a checkpoint that any number of them goes on from."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import lora_checks as checks
 import pytest
 import torch
-from distributed_checkpoint_checks import RUN, assert_state
+from distributed_checkpoint_checks import assert_state
 from peft import PeftModel
 from test_train_distributed import losses, torchrun, written
 from test_train_initial import write_model
@@ -25,14 +24,6 @@ from tilemoe.train.optim import make_optimizer
 from tilemoe.train.run import train
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder: Path = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(RUN, str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,15 @@
 """Muon on two and four processes: the weights of one, and a state that any number of processes goes on from."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import muon_checks as checks
 import pytest
-from distributed_checkpoint_checks import RUN, assert_state
+from distributed_checkpoint_checks import assert_state
 
 from tilemoe.testing.ranks import run_on_ranks
 from tilemoe.train.checkpoints.folder import open_checkpoint
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder: Path = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(RUN, str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="module")
