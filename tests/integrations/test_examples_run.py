@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hf_models import FAMILIES
+from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tilemoe
+from tilemoe.integrations import transformers as integration
 from tilemoe.kernels.experts import registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -69,6 +71,26 @@ def test_a_model_of_a_folder_learns_a_text(script: str, family: str, options: tu
     assert (tuned.config.model_type, tuned.dtype) == (family, torch.float32)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tuned")
     assert theirs("a b h").input_ids == tokenizer("a b h").input_ids
+
+
+@pytest.mark.usefixtures("registered")
+def test_trl_sft_learns_and_its_adapters_load_without_tilemoe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, calls = example("trl_sft.py"), []
+    monkeypatch.setattr(
+        integration, "moe", lambda *given, real=integration.moe, **more: calls.append(1) or real(*given, **more)
+    )
+    torch.manual_seed(0)
+    base = script["small_model"]()[0]
+    torch.manual_seed(0)
+    losses = script["main"](["--out", str(tmp_path), "--steps", "30"])
+    assert losses[-1] < 0.8 * losses[0]
+    assert len(calls) == 30 * 2 * 2  # steps, layers, and TRL recomputes the activations
+    base.set_experts_implementation("eager")
+    ids = torch.tensor([[65, 66, 67]])
+    before = base(input_ids=ids).logits
+    tuned = PeftModel.from_pretrained(base, tmp_path)
+    assert not torch.allclose(tuned(input_ids=ids).logits, before, atol=0.1)
+    assert len(calls) == 30 * 2 * 2
 
 
 @pytest.mark.usefixtures("unregistered_after")
