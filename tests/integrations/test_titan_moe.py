@@ -8,68 +8,25 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line, saved_tensors
+from titan_checks import CHECKS
+from titan_layers import TARGET, D, E, F, K, config, filled, run
 from torch import Tensor, nn
 from torchtitan.config.override import OverrideConfig, apply_overrides
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.qwen3 import qwen3_configs
 
 from tilemoe.integrations import torchtitan as integration
-from tilemoe.testing import assert_equal, relative_error
-
-E, K, D, F = 6, 2, 32, 24
-TARGET = "tilemoe.integrations.torchtitan.tilemoe_experts"
-
-
-def linear(inputs: int, outputs: int) -> Any:
-    return Linear.Config(in_features=inputs, out_features=outputs, bias=False)
-
-
-def config(inner: Any = None) -> Any:
-    return MoE.Config(
-        num_experts=E,
-        routed_experts=RoutedExperts.Config(
-            inner_experts=inner or GroupedExperts.Config(dim=D, hidden_dim=F, num_experts=E),
-            token_dispatcher=LocalTokenDispatcher.Config(num_experts=E, top_k=K),
-        ),
-        router=TokenChoiceTopKRouter.Config(num_experts=E, gate=linear(D, E), top_k=K, route_norm=True),
-        shared_experts=FeedForward.Config(w1=linear(D, F), w2=linear(F, D), w3=linear(D, F)),
-    )
+from tilemoe.testing import relative_error
+from tilemoe.testing.ranks import run_on_ranks
 
 
 def layers() -> tuple[nn.Module, nn.Module]:
-    """The stock layer and the overridden one with its weights, loaded from its checkpoint."""
-    stock = config().build()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in stock.parameters():
-        nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
-    nn.init.zeros_(stock.expert_bias_E)
+    """The stock layer and the overridden one with its weights."""
     overridden = config()
     apply_overrides(OverrideConfig(imports=[TARGET]), overridden)
-    ours = overridden.build()
-    assert isinstance(ours.routed_experts, integration.TileMoERoutedExperts)
-    nn.init.zeros_(ours.expert_bias_E)
-    ours.load_state_dict(stock.state_dict())
-    assert_equal(ours.state_dict(), stock.state_dict())
-    for layer in (stock, ours):
-        layer.tokens_per_expert_E.zero_()
-    return stock, ours
-
-
-def run(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient under the stock layer's names."""
-    x = x.clone().requires_grad_()
-    out = layer(x)
-    (out * torch.linspace(-1.0, 1.5, out.numel()).view_as(out)).sum().backward()
-    results = {"out": out.detach(), "x": x.grad}
-    results |= {name: parameter.grad for name, parameter in layer.named_parameters()}
-    for name in [name for name in results if name.endswith(".w13")]:
-        w13 = results.pop(name)
-        results |= {name.replace("w13", part): w13[:, :, i] for i, part in enumerate(("w1_EFD", "w3_EFD"))}
-    return results
+    return filled(config().build(), overridden.build())
 
 
 def test_errs_no_more_than_the_stock_layer() -> None:
@@ -172,3 +129,8 @@ def test_the_example_takes_some_layers(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(apply_overrides(importlib.import_module("of_my_own").overrides, model)) == 10
     kinds = [type(layer.moe.routed_experts) is integration.TileMoERoutedExperts.Config for layer in model.layers]
     assert [number for number, ours in enumerate(kinds) if ours] == list(range(10, 20))
+
+
+@pytest.mark.dist
+def test_two_processes_with_torchtitans_expert_parallelism(tmp_path: Path) -> None:
+    assert run_on_ranks(CHECKS, 2, tmp_path) == {"check_expert_parallelism": ""}
