@@ -26,7 +26,7 @@ from tilemoe.config import EXCHANGES, MoEConfig
 from tilemoe.dispatch.choose import Transports
 from tilemoe.layers.moe import MoE
 from tilemoe.ops.moe import moe
-from tilemoe.parallel.expert import apply_expert_parallel
+from tilemoe.parallel.expert import divide_experts
 from tilemoe.routing.topk import route
 from tilemoe.shape import MoEShape
 
@@ -83,7 +83,7 @@ def measure(
     expected = _step(layer, x, do)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     transports = Transports(mesh.get_group(), exchange)
-    apply_expert_parallel(layer, mesh, transports)
+    divide_experts([layer.experts], mesh, transports)
     for got, want in zip(_step(layer, x, do), expected, strict=True):
         error = float((got.float() - want.float()).norm() / want.float().norm())
         assert error < _GATE, f"the layer is off by {error}: not timed"

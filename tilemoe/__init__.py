@@ -33,6 +33,7 @@ _HOME = {
     "DecoderLM": "tilemoe.models.decoder",
     "load_hf": "tilemoe.models.huggingface",
     "build_meshes": "tilemoe.parallel.mesh",
+    "expert_parallel": "tilemoe.parallel.expert",
     "parallelize": "tilemoe.parallel.model",
 }
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from tilemoe.models.presets import model_preset as model_preset
     from tilemoe.models.presets import moe_preset as moe_preset
     from tilemoe.ops.moe import moe as moe
+    from tilemoe.parallel.expert import expert_parallel as expert_parallel
     from tilemoe.parallel.mesh import build_meshes as build_meshes
     from tilemoe.parallel.model import parallelize as parallelize
     from tilemoe.plan import RoutingPlan as RoutingPlan

@@ -28,7 +28,7 @@ from tilemoe.dispatch.choose import Transports
 from tilemoe.dispatch.pull import Pull
 from tilemoe.dispatch.transport import Arrival, Collective, Way
 from tilemoe.layers.moe import MoE
-from tilemoe.parallel.expert import apply_expert_parallel
+from tilemoe.parallel.expert import divide_experts
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing.ranks import device_of_rank
 
@@ -351,7 +351,7 @@ def make_layers(cfg: MoEConfig, dtype: torch.dtype, recompute: str | None = None
     for _ in range(2):
         torch.manual_seed(0)
         layers.append(MoE(cfg, dtype=dtype, recompute=recompute).to(device_of_rank()))
-    apply_expert_parallel(layers[1], init_device_mesh(device_of_rank().type, (world(),)), transports())
+    divide_experts([layers[1].experts], init_device_mesh(device_of_rank().type, (world(),)), transports())
     return layers[0], layers[1]
 
 
@@ -423,7 +423,7 @@ def check_errors() -> None:
         AllToAllDispatcher(transports(), 7)
     layer = MoE(MoEConfig(D, N, 7, K))
     with pytest.raises(ValueError, match=message):
-        apply_expert_parallel(layer, init_device_mesh(device_of_rank().type, (world(),)))
+        divide_experts([layer.experts], init_device_mesh(device_of_rank().type, (world(),)), transports())
     assert not isinstance(layer.experts.w1, DTensor)
 
 

@@ -6,9 +6,12 @@ E experts · d model width
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from tilemoe.dispatch.base import Dispatched
@@ -27,13 +30,13 @@ class AllToAllDispatcher:
     index for each of these. There the experts' outputs are summed with their scores, and that sum alone comes back.
     The host reads the sizes once in the forward, which waits for the device; the backward uses them again. A process
     may have no tokens, and a process' experts may get none. The gradient of an expert is that of all W processes'
-    tokens, summed.
+    tokens, summed and divided by ``gradient_divide_factor``.
 
     Memory, beside that of `tilemoe.moe` for M tokens: M d elements received, kept for backward as the layer's x, and
     for a moment the copies sent and, in backward, those that come back (docs/lab/distributed.md).
     """
 
-    def __init__(self, transports: Transports, num_experts: int) -> None:
+    def __init__(self, transports: Transports, num_experts: int, gradient_divide_factor: float = 1.0) -> None:
         """``transports``: a group's, which the layers of a model share.
 
         ValueError: the group's ranks do not divide ``num_experts``.
@@ -45,6 +48,7 @@ class AllToAllDispatcher:
                 "choose an expert-parallel size that divides it"
             )
         self.transports, self.num_experts, self.ranks = transports, num_experts, ranks
+        self.gradient_divide_factor = gradient_divide_factor
         self.experts_per_rank, self.here = num_experts // ranks, dist.get_rank(transports.group)
 
     # Sizes that the host reads are no part of a graph, and an exchange would end one anyway.
@@ -71,4 +75,22 @@ class AllToAllDispatcher:
         return out
 
     def local_weight(self, weight: Tensor) -> Tensor:
-        return weight.to_local() if isinstance(weight, DTensor) else weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if self.gradient_divide_factor == 1 or not local.requires_grad:
+            return local
+        divided: Tensor = _DivideGradient.apply(local, self.gradient_divide_factor)
+        return divided
+
+
+class _DivideGradient(torch.autograd.Function):
+    """The weight as it is; in place of its gradient, which the experts have just made for it alone, the quotient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.div_(ctx.factor), None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
 from tilemoe.integrations.gates import recognised_activation
 from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.ops.inference import Activation
@@ -92,8 +93,8 @@ def use(model: nn.Module) -> int:
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What transformers calls in place of an experts module's forward: (..., d) like hidden_states.
 
-    hidden_states (..., d); top_k_index (T, K) of this rank's experts, one past the last of them for a pair that is
-    another rank's, which is skipped; top_k_weights (T, K).
+    hidden_states (..., d); top_k_index (T, K) of all experts under `tilemoe.expert_parallel`, else of this rank's, one
+    past the last of them for a pair that is another rank's, which is skipped; top_k_weights (T, K).
 
     Raises:
         ValueError: tilemoe does not compute these experts.
@@ -101,15 +102,18 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     weights = _check(self)
     activation = _activation_of(self)
     x = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
-    out = infer_experts(x, *weights, top_k_index, top_k_weights, activation)
+    dispatcher, out = _dispatcher_of(self), None
+    if isinstance(dispatcher, LocalDispatcher):
+        out = infer_experts(x, *weights, top_k_index, top_k_weights, activation)
     if out is None:
-        plan = plan_topk(top_k_index, weights.w2.shape[0])
+        down_proj: Any = self.down_proj  # of all experts, where `weights` are those of this process
+        here = dispatcher.dispatch(x, plan_topk(top_k_index, down_proj.shape[0]), top_k_weights)
         out = moe(
-            x,
+            here.x,
             weights.w1,
             weights.w2,
-            plan,
-            top_k_weights,
+            here.plan,
+            here.scores,
             activation=activation.name,
             gate_up=activation.gate_up,
             b1=weights.b1,
@@ -117,9 +121,41 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
             activation_limit=activation.limit,
             activation_alpha=activation.alpha,
         )
+        out = dispatcher.combine(out, here)
     if out.dtype != hidden_states.dtype:
         out = out.to(hidden_states.dtype)
     return out if hidden_states.ndim == 2 else out.view(hidden_states.shape)
+
+
+def check_experts(module: nn.Module) -> None:
+    """Of `experts_modules`. ValueError: something else computes them or divides them, or tilemoe cannot."""
+    implementation = module.config._experts_implementation  # type: ignore[union-attr]
+    if implementation != NAME:
+        raise ValueError(
+            f"{_name(module)} computes its experts by {implementation!r}, which does not dispatch tokens; call "
+            "tilemoe.integrations.transformers.use(model) first"
+        )
+    if getattr(module, "_is_expert_parallel", False):
+        raise ValueError(
+            f"{_name(module)} is divided by transformers' own expert parallelism; load it without distributed_config"
+        )
+    _check(module)
+    _activation_of(module)
+
+
+# Attribute of a module whose experts are divided over processes: what brings tokens to them.
+_DISPATCHER = "_tilemoe_dispatcher"
+_NOTHING_MOVES = LocalDispatcher()
+
+
+def set_dispatcher(module: nn.Module, dispatcher: Dispatcher) -> None:
+    """Have ``dispatcher`` bring tokens to these experts, whose parameters it has the local part of."""
+    vars(module)[_DISPATCHER] = dispatcher
+
+
+def _dispatcher_of(module: nn.Module) -> Dispatcher:
+    dispatcher: Dispatcher = vars(module).get(_DISPATCHER, _NOTHING_MOVES)
+    return dispatcher
 
 
 class _Weights(NamedTuple):
@@ -149,6 +185,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     tensor = getattr(module, name, None)
     if not isinstance(tensor, Tensor):
         raise _refusal(module, f"it has no weight {name}; quantised weights are not computed")
+    tensor = _dispatcher_of(module).local_weight(tensor)
     # A tensor that stands for others, too: some quantised ones say bf16 of themselves.
     if tensor.dtype not in FLOAT_DTYPES or bool(is_traceable_wrapper_subclass(tensor)):
         why = "quantised weights are not computed"

@@ -1,40 +1,125 @@
-"""Expert parallelism applied to a model: each process keeps its share of every layer's experts.
+"""Expert parallelism of any module: each process keeps its share of every layer's experts.
+
+The stacked parameters (E, ...) of each experts module become DTensors sharded on E over one dimension of a mesh, and an
+all-to-all dispatcher brings the module its tokens. What a process is left with is sharded by FSDP2 over the mesh's
+other dimensions, each experts module by itself, so that whoever shards the rest passes over it. An expert's gradient
+is a sum over the dimension's processes and is divided by their number, so that FSDP's mean over the others makes it the
+mean over all, as it makes every other parameter's.
 
 E experts · e experts of a process
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tilemoe.checks import require_finite
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.choose import Transports
+from tilemoe.integrations import transformers as integration
 from tilemoe.layers.experts import Experts
 
+_FSDP = "fsdp"  # of a dimension that is added to a mesh without one
 
-def apply_expert_parallel(module: nn.Module, mesh: DeviceMesh, transports: Transports | None = None) -> None:
-    """Divide the experts of every MoE layer in ``module`` over the 1-D ``mesh``, evenly and in order.
 
-    Their parameters, the same (E, ...) in every process, become DTensors sharded on E: checkpoints that know DTensors
-    can load them on another mesh. From then on the mesh's processes call every layer together, each with tokens of
-    its own, and an expert's gradient is the sum over all of them.
-    ``transports``: the mesh's, which all layers of a model should share; None: one for ``module``.
+def expert_parallel(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    dim: str = "expert",
+    gradient_divide_factor: float | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    exchange: str | Transports = "auto",
+) -> None:
+    """Divide the experts of every MoE layer in ``module``, in place: of `tilemoe.MoE`, with adapters or without, and
+    of transformers' models under ``experts_implementation="tilemoe"``.
 
-    ValueError: the mesh does not divide a layer's experts; then nothing has changed.
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("fsdp", "expert"))
+        expert_parallel(model, mesh)
+        for layer in model.model.layers:
+            fully_shard(layer)  # the rest of it, over all processes
+        fully_shard(model)
+
+    Before this the weights are the same in every process, or on the meta device; afterwards comes the optimiser. From
+    then on all processes of ``dim`` call every layer together, each with tokens of its own, or with none. A dimension
+    of one process leaves everything as it is.
+
+    Args:
+        mesh: of all processes that train ``module``. It has the dimension ``dim``, over which experts are divided,
+            evenly and in order; beside it none, one, over which FSDP2 shards each process' share, or two, of copies
+            and of shards.
+        gradient_divide_factor: of an expert's gradient, which is the sum over the processes of ``dim``. None: their
+            number, for FSDP, or whatever sums over the other processes, takes a mean. 1 where that is a sum.
+        reshard_after_forward, mp_policy, offload_policy: `fully_shard`'s, of the experts. Their inputs are never cast:
+            scores stay as precise as the router made them.
+        exchange: how tokens cross: "collective", "symmetric" or "auto", see `ParallelConfig`; or the `Transports` of
+            the group, which calls for parts of one model should share.
+
+    Raises:
+        ValueError: there is no MoE layer, or none that can be divided; the mesh has no dimension ``dim``, or not all
+            processes, or does not divide the experts. Then nothing has changed.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, Experts)]
-    transports = transports or Transports(mesh.get_group())
-    dispatchers = [AllToAllDispatcher(transports, layer.cfg.num_experts) for layer in layers]
+    layers = _layers(module)
+    group_mesh, shares = _meshes(mesh, dim)
+    if gradient_divide_factor is None:
+        gradient_divide_factor = group_mesh.size()
+    require_finite("gradient_divide_factor", gradient_divide_factor, positive=True)
+    transports = exchange if isinstance(exchange, Transports) else Transports(group_mesh.get_group(), exchange)
+    if group_mesh.size() == 1:
+        return
+    divide_experts(layers, group_mesh, transports, gradient_divide_factor)
+    policy = dataclasses.replace(mp_policy or MixedPrecisionPolicy(), cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(
+            layer,
+            mesh=shares,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=even_placements(layer, shares.size(shares.ndim - 1)).get,
+            mp_policy=policy,
+            offload_policy=offload_policy or OffloadPolicy(),
+        )
+
+
+def divide_experts(
+    layers: list[nn.Module], mesh: DeviceMesh, transports: Transports, gradient_divide_factor: float = 1.0
+) -> None:
+    """Divide these experts modules over the 1-D ``mesh``, and nothing more.
+
+    ``transports``: the mesh's. ValueError: the mesh does not divide a layer's experts; then nothing has changed.
+    """
+    dispatchers = [AllToAllDispatcher(transports, _num_experts(layer), gradient_divide_factor) for layer in layers]
     for layer, dispatcher in zip(layers, dispatchers, strict=True):
         first = mesh.get_local_rank() * dispatcher.experts_per_rank
         for name, parameter in list(layer.named_parameters()):
             share = parameter.detach()[first : first + dispatcher.experts_per_rank].clone()
             divided = DTensor.from_local(share, mesh, [Shard(0)], run_check=False)
             layer.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-        layer.dispatcher = dispatcher
+        if isinstance(layer, Experts):
+            layer.dispatcher = dispatcher
+        else:
+            integration.set_dispatcher(layer, dispatcher)
+
+
+def even_placements(experts: nn.Module, ranks: int) -> dict[nn.Parameter, Shard]:
+    """The dimension of each expert parameter for FSDP to shard: whole experts where they come out even, else their
+    rows. Not there: the first.
+
+    A rank without an expert would gather as much and hold nothing; the rows of w1 and w2, w and d, divide more often.
+    """
+    placements: dict[nn.Parameter, Shard] = {}
+    for parameter in experts.parameters(recurse=False):
+        here, rows = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[:2]
+        if here % ranks and rows % ranks == 0:
+            placements[parameter] = Shard(1)
+    return placements
 
 
 def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
@@ -48,3 +133,53 @@ def rows_of_experts(module: nn.Module, tokens_per_expert: Tensor) -> Tensor:
     rows = tokens_per_expert.clone()
     dist.all_reduce(rows, group=groups[0])
     return rows
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The experts modules of ``module``. ValueError: there are none, or one cannot be divided."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, Experts)]
+    theirs = list(integration.experts_modules(module))
+    if not found and not theirs:
+        raise ValueError(
+            f"module ({type(module).__name__}) has no MoE layer to divide: no tilemoe.MoE, and no experts of "
+            "transformers whose implementation can be chosen; shard it by fully_shard alone"
+        )
+    for name, layer in found + theirs:
+        if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+            raise ValueError(
+                f"module has experts that are sharded already ({name}); call expert_parallel once, before fully_shard"
+            )
+    for _, layer in theirs:
+        integration.check_experts(layer)
+    return [layer for _, layer in found + theirs]
+
+
+def _meshes(mesh: DeviceMesh, dim: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """The 1-D mesh that divides experts and the one, 1-D or 2-D, over which FSDP shards a process' share."""
+    names = mesh.mesh_dim_names or ()
+    if dim not in names:
+        raise ValueError(
+            f"mesh has no dimension {dim!r} (it has {', '.join(map(repr, names)) or 'no names'}); pass "
+            "init_device_mesh(device_type, sizes, mesh_dim_names=('fsdp', 'expert')), or name its dimension by dim="
+        )
+    others = tuple(name for name in names if name != dim)
+    if len(others) > 2:
+        raise ValueError(
+            f"mesh has {len(others)} dimensions beside {dim!r}, and FSDP takes two, of copies and of shards; pass a "
+            "part of it, mesh[...], or flatten it"
+        )
+    if not others:
+        if mesh.size() != (job := dist.get_world_size()):
+            raise ValueError(
+                f"mesh has the dimension {dim!r} alone, and {mesh.size()} of the job's {job} processes; pass one that "
+                "has all of them, with a second dimension over which FSDP shards the experts"
+            )
+        mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(0), mesh_dim_names=(_FSDP, dim))
+        others = (_FSDP,)
+    return mesh[dim], mesh[others]
+
+
+def _num_experts(layer: nn.Module) -> int:
+    return next(layer.parameters()).shape[0]

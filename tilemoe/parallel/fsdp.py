@@ -11,24 +11,35 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard
 
 from tilemoe.config import ParallelConfig
+from tilemoe.dispatch.choose import Transports
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import Block, DecoderLM
+from tilemoe.parallel.expert import even_placements, expert_parallel
 from tilemoe.parallel.mesh import Meshes
 
 
-def shard_block(block: Block, meshes: Meshes, *, is_last: bool) -> None:
+def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, is_last: bool) -> None:
     """One gather for a block; where its experts are divided over processes, one more for these.
+
+    ``transports``: of the processes that share a layer's experts, None where each has all of them.
 
     The last block stays gathered after its forward: its backward comes next.
     """
     reshard = meshes.config.reshard_after_forward and not is_last
     experts = block.mlp.experts if isinstance(block.mlp, MoE) else None
-    if meshes.expert_fsdp is not None and experts is not None:
-        _shard(experts, meshes.expert_fsdp, meshes.config, reshard, experts)
+    if meshes.experts is not None and transports is not None and experts is not None:
+        expert_parallel(
+            block,
+            meshes.experts,
+            gradient_divide_factor=1.0,
+            reshard_after_forward=reshard,
+            mp_policy=_policy(meshes.config),
+            exchange=transports,
+        )
+        _sum_gradients(experts)
         experts = None
     _shard(block, meshes.fsdp, meshes.config, reshard, experts)
 
@@ -37,7 +48,7 @@ def shard_rest(model: DecoderLM, meshes: Meshes) -> None:
     """The embeddings, the head and the last norm, gathered from the forward to the end of the backward."""
     _shard(model, meshes.fsdp, meshes.config, False, None)
     register_fsdp_forward_method(model, "next_logits")
-    if meshes.expert_fsdp is not None:
+    if meshes.experts is not None:
         _prefetch(model)
 
 
@@ -54,33 +65,27 @@ def begin_micro_batch(model: nn.Module, config: ParallelConfig, *, is_last: bool
 
 def _shard(module: nn.Module, mesh: DeviceMesh, config: ParallelConfig, reshard: bool, experts: Experts | None) -> None:
     """``experts``: those whose parameters are among the module's that are not sharded yet."""
-    # Inputs are not cast: the embeddings make the blocks' activations, and the rotary angles stay in fp32.
-    policy = MixedPrecisionPolicy(_dtype(config.param_dtype), _dtype(config.reduce_dtype), cast_forward_inputs=False)
-    sharded = fully_shard(
+    placements = {} if experts is None else even_placements(experts, mesh.size(mesh.ndim - 1))
+    fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=reshard,
-        shard_placement_fn=_placements(experts, mesh.size(mesh.ndim - 1)).get,
-        mp_policy=policy,
+        shard_placement_fn=placements.get,
+        mp_policy=_policy(config),
     )
-    # Sums and no means: an expert's gradient is already that of several processes.
+    _sum_gradients(module)
+
+
+def _policy(config: ParallelConfig) -> MixedPrecisionPolicy:
+    """Inputs are not cast: the embeddings make the blocks' activations, and the rotary angles stay in fp32."""
+    return MixedPrecisionPolicy(_dtype(config.param_dtype), _dtype(config.reduce_dtype), cast_forward_inputs=False)
+
+
+def _sum_gradients(sharded: nn.Module) -> None:
+    """Sums and no means: the loss is scaled instead, which can weigh processes differently."""
+    assert isinstance(sharded, FSDPModule)
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _placements(experts: Experts | None, ranks: int) -> dict[nn.Parameter, Shard]:
-    """The dimension of each expert parameter to shard: whole experts where they come out even, else their rows.
-
-    A rank without an expert would gather as much and hold nothing; the rows of w1 and w2, w and d, divide more often.
-    """
-    placements: dict[nn.Parameter, Shard] = {}
-    if experts is None:
-        return placements
-    for parameter in experts.parameters(recurse=False):
-        here, rows = experts.dispatcher.local_weight(parameter).shape[:2]
-        if here % ranks and rows % ranks == 0:
-            placements[parameter] = Shard(1)
-    return placements
 
 
 def _prefetch(model: DecoderLM) -> None:

@@ -22,14 +22,13 @@ class Meshes:
 
     config          with its sizes filled in
     fsdp            shards parameters that all processes share: 1-D, or 2-D (replicate, fsdp) where a model has copies
-    expert          divides each layer's experts: 1-D; None where every process has all of them
-    expert_fsdp     shards the experts of a process: 1-D or 2-D as ``fsdp``; None as ``expert``
+    experts         `expert_parallel`'s: its dimension "expert" divides each layer's experts, the others shard and copy
+                    the share of a process; None where every process has all of them
     """
 
     config: ParallelConfig
     fsdp: DeviceMesh
-    expert: DeviceMesh | None
-    expert_fsdp: DeviceMesh | None
+    experts: DeviceMesh | None
 
     @property
     def world_size(self) -> int:
@@ -52,6 +51,6 @@ def build_meshes(config: ParallelConfig, model: ModelConfig, device_type: str) -
     )
     fsdp = whole if copies else whole[FSDP]
     if config.expert == 1:
-        return Meshes(config, fsdp, None, None)
+        return Meshes(config, fsdp, None)
     divided = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, EXPERT))
-    return Meshes(config, fsdp, divided[EXPERT], divided[REPLICATE, SHARD] if copies else divided[SHARD])
+    return Meshes(config, fsdp, divided if copies else divided[SHARD, EXPERT])

@@ -7,9 +7,8 @@ from torch import nn
 
 from tilemoe.dispatch.choose import Transports
 from tilemoe.models.decoder import Block, DecoderLM
-from tilemoe.parallel.expert import apply_expert_parallel
 from tilemoe.parallel.fsdp import shard_block, shard_rest
-from tilemoe.parallel.mesh import Meshes
+from tilemoe.parallel.mesh import EXPERT, Meshes
 
 
 def parallelize(
@@ -39,16 +38,14 @@ def parallelize(
         model.reset_embeddings(generator)
     model.set_checkpointing(config.checkpointing)
     blocks = [block for block in model.blocks if isinstance(block, Block)]
-    transports = None if meshes.expert is None else Transports(meshes.expert.get_group(), config.exchange)
+    transports = None if meshes.experts is None else Transports(meshes.experts.get_group(EXPERT), config.exchange)
     for block in blocks:
         if is_meta:
             _materialise(block, device)
             block.reset_parameters(generator)
-        if meshes.expert is not None:
-            apply_expert_parallel(block, meshes.expert, transports)
         if compile_backend is not None:
             block.compile_body(compile_backend)
-        shard_block(block, meshes, is_last=block is blocks[-1])
+        shard_block(block, meshes, transports, is_last=block is blocks[-1])
     if is_meta:
         _materialise(model.norm, device)
         model.norm.reset_parameters()
