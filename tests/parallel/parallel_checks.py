@@ -4,14 +4,14 @@ B sequences of a rank · S tokens each · L MoE layers · E experts · K experts
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +30,7 @@ from tilemoe.testing import assert_equal
 from tilemoe.testing.compare import ERROR_CAPS
 from tilemoe.testing.ranks import device_of_rank
 
+Model = TypeVar("Model", bound=nn.Module)
 E, K = 8, 2
 ROUTER = RouterConfig(selection_bias=True, aux_loss_coef=0.1, z_loss_coef=0.01)
 MOE = MoEConfig(16, 8, E, K, router=ROUTER, initializer_range=0.3, expert_bias=True, shared_intermediate_size=8)
@@ -159,7 +160,9 @@ def assert_within(errors: Mapping[str, tuple[float, float]]) -> None:
     assert not beyond, "; ".join(beyond)
 
 
-def limits_by_noise(model: ModelConfig, experts: slice, sequences: tuple[int, ...]) -> dict[str, float]:
+def limits_by_noise(
+    make: Callable[[torch.dtype], Model], gradients_of: Callable[[Model], dict[str, Tensor]]
+) -> dict[str, float]:
     """What rounding alone does to each gradient in fp32, by one process against fp64: twice that may be the error.
 
     A norm's weight of 8 elements is a sum over all tokens in which most cancels: fp32 gives it to 4e-7 to 3e-6, and two
@@ -167,7 +170,7 @@ def limits_by_noise(model: ModelConfig, experts: slice, sequences: tuple[int, ..
     with many: so it is the worst of four computations, three of them with weights off by 0.1 %, and a margin for few
     numbers as in `tilemoe.testing.compare`. The cap is that of every fp32 result.
     """
-    weights = {name: p.detach() for name, p in make_model(torch.float32, model).named_parameters()}
+    weights = {name: p.detach() for name, p in make(torch.float32).named_parameters()}
     generator = torch.Generator().manual_seed(2)
     noise: dict[str, float] = {}
     for distance in (0.0, 1e-3, 1e-3, 1e-3):
@@ -175,10 +178,9 @@ def limits_by_noise(model: ModelConfig, experts: slice, sequences: tuple[int, ..
         factors = {name: 1 + distance * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
         near = {name: w * factors[name].to(w.device) for name, w in weights.items()}
         for dtype in (torch.float64, torch.float32):
-            one = make_model(dtype, model)
+            one = make(dtype)
             one.load_state_dict({name: near.get(name, kept) for name, kept in one.state_dict().items()})
-            send_all_to(one, experts)
-            results.append(whole_batch(one, sequences).gradients)
+            results.append(gradients_of(one))
         exact, rounded = results
         for name, gradient in rounded.items():
             noise[name] = max(noise.get(name, 0.0), error(gradient, exact[name]))
@@ -198,12 +200,16 @@ def assert_as_one_process(
     meshes = meshes_of(config, model)
     for dtype, limit in ((torch.float64, LIMIT_64), (torch.float32, LIMIT_32)):
         for experts in experts_of_all:
-            one, many = (make_model(dtype, model) for _ in range(2))
-            for each in (one, many):
-                send_all_to(each, experts)
+
+            def make(dtype: torch.dtype, experts: slice = experts) -> DecoderLM:
+                made = make_model(dtype, model)
+                send_all_to(made, experts)
+                return made
+
+            one, many = make(dtype), make(dtype)
             limits = None
             if dtype == torch.float32 and device_of_rank().type == "cuda":
-                limits = limits_by_noise(model, experts, SEQUENCES)
+                limits = limits_by_noise(make, lambda near: whole_batch(near, SEQUENCES).gradients)
             parallelize(many, meshes, **options)
             assert all(isinstance(block, FSDPModule) for block in many.blocks)
             assert_same(shared_batch(many, SEQUENCES), whole_batch(one, SEQUENCES), limit, limits)

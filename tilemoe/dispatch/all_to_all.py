@@ -76,9 +76,11 @@ class AllToAllDispatcher:
 
     def local_weight(self, weight: Tensor) -> Tensor:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        if self.gradient_divide_factor == 1 or not local.requires_grad:
-            return local
-        divided: Tensor = _DivideGradient.apply(local, self.gradient_divide_factor)
+        return local if self.gradient_divide_factor == 1 else self._with_divided_gradient(local)
+
+    @torch.compiler.disable  # which would trace a Function that changes its gradient in place otherwise than it runs
+    def _with_divided_gradient(self, weight: Tensor) -> Tensor:
+        divided: Tensor = _DivideGradient.apply(weight, self.gradient_divide_factor)
         return divided
 
 
