@@ -1,5 +1,6 @@
 """What the tests of several folders share: tiny models, errors, saved tensors, processes and threads, corpora."""
 
+import os
 import random
 import subprocess
 import sys
@@ -65,6 +66,21 @@ def run_python(code: str, *arguments: object, timeout: float = 120) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def torchrun(folder: Path, processes: int, *command: object, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    """``command`` on several processes of one thread each, run in ``folder``."""
+    options = ["--nproc-per-node", processes, "--max-restarts", restarts]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *map(str, [*options, *command])],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 def assert_near(found: Iterable[Tensor], expected: Iterable[Tensor], limit: float) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import torchrun
 from hf_models import FAMILIES
 from peft import PeftModel
 from tokenizers import Tokenizer
@@ -97,6 +99,18 @@ def test_trl_sft_learns_and_its_adapters_load_without_tilemoe(tmp_path: Path, mo
 def test_hf_finetune_of_few_steps_ends_with_a_loss(tmp_path: Path) -> None:
     losses = example("hf_finetune.py")["main"](["--out", str(tmp_path), "--steps", "5", "--seq-len", "64"])
     assert len(losses) == 1
+
+
+@pytest.mark.dist
+def test_expert_parallel_learns_and_leaves_a_model_that_loads_without_tilemoe(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, 4, EXAMPLES / "expert_parallel.py", "--out", "tuned", "--steps", 31, "--seq-len", 64)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.7 * losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    ids = torch.tensor([list(EXAMPLES.joinpath("lora.py").read_bytes()[:256])])
+    assert model(input_ids=ids, labels=ids).loss < 0.8 * losses[0]
 
 
 def test_custom_router_learns_with_every_expert_full() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreement_checks import CHECKS, FOLDER
-from helpers import run_in_threads, write_corpus
-from test_train_distributed import said, torchrun, written
+from helpers import run_in_threads, torchrun, write_corpus
+from test_train_distributed import said, written
 
 from tilemoe.data import prepare
 from tilemoe.testing.ranks import run_on_ranks

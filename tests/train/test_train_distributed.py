@@ -1,10 +1,8 @@
 """Jobs of several processes as users start them: the run of one process, and what happens when one of them fails."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_one_line
+from helpers import raises_one_line, torchrun
 
 from tilemoe.cli.main import main
 from tilemoe.cli.train import run as run_command
@@ -60,20 +58,6 @@ def hurt(trainer):
 Trainer._accumulate = hurt
 sys.exit(main(sys.argv[3:]))
 """
-
-
-def torchrun(folder: Path, processes: int, *command: object, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    options = ["--nproc-per-node", processes, "--max-restarts", restarts]
-    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *map(str, [*options, *command])],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -7,8 +7,9 @@ import lora_checks as checks
 import pytest
 import torch
 from distributed_checkpoint_checks import assert_state
+from helpers import torchrun
 from peft import PeftModel
-from test_train_distributed import losses, torchrun, written
+from test_train_distributed import losses, written
 from test_train_initial import write_model
 from transformers import AutoModelForCausalLM
 
