@@ -27,6 +27,7 @@ from parallel_checks import (
     whole,
     world,
 )
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -371,6 +372,8 @@ def check_errors() -> None:
     grouped.set_experts_implementation("grouped_mm")
     theirs = make_theirs("qwen3_moe", torch.float32)
     theirs.model.layers[1].mlp.experts._is_expert_parallel = True
+    adapted = make_theirs("qwen3_moe", torch.float32)
+    adapted = get_peft_model(adapted, LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj"]))
     sharded, divided = make_net(torch.float32), make_net(torch.float32)
     fully_shard(sharded)
     expert_parallel(divided, mesh)
@@ -387,6 +390,7 @@ def check_errors() -> None:
         (nn.Sequential(net, odd), mesh, {}, rf"num_experts \({2 * ranks + 1}\) must be divisible by the {ranks}"),
         (grouped, mesh, {}, r"Qwen3MoeExperts \(qwen3_moe\) computes its experts by 'grouped_mm', .*use\(model\)"),
         (theirs, mesh, {}, "divided by transformers' own expert parallelism; load it without distributed_config"),
+        (adapted, mesh, {}, r"wraps \(base_model.model.model.layers.0.mlp.experts.base_layer\), .*; merge it"),
         (sharded, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
         (divided, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
     ]  # fmt: skip

@@ -151,7 +151,12 @@ def _layers(module: nn.Module) -> list[nn.Module]:
             raise ValueError(
                 f"module has experts that are sharded already ({name}); call expert_parallel once, before fully_shard"
             )
-    for _, layer in theirs:
+    for name, layer in theirs:
+        if name.endswith("base_layer"):
+            raise ValueError(
+                f"module has experts that an adapter of PEFT wraps ({name}), which stays whole; merge it, or "
+                "shard the model by fully_shard alone"
+            )
         integration.check_experts(layer)
     return [layer for _, layer in found + theirs]
 
