@@ -113,6 +113,34 @@ def test_expert_parallel_learns_and_leaves_a_model_that_loads_without_tilemoe(tm
     assert model(input_ids=ids, labels=ids).loss < 0.8 * losses[0]
 
 
+# accelerate has FSDP for GPUs and their like alone; on a CPU it is told that this is one.
+AS_ON_GPUS = """
+import runpy, sys
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+PartialState(cpu=True).distributed_type = DistributedType.MULTI_XPU
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.dist
+def test_accelerate_trains_alike_with_divided_experts_and_without(tmp_path: Path) -> None:
+    (tmp_path / "as_on_gpus.py").write_text(AS_ON_GPUS)
+    losses: list[list[float]] = []
+    for expert in (1, 2):
+        script = EXAMPLES / "accelerate_fsdp2.py"
+        options = ["--out", f"out_{expert}", "--steps", 21, "--expert", expert]
+        done = torchrun(tmp_path, 2, "as_on_gpus.py", script, *options)
+        assert done.returncode == 0, done.stderr
+        losses.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)])
+        assert (tmp_path / f"out_{expert}" / "state" / "pytorch_model_fsdp_0" / ".metadata").exists()
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"out_{expert}")
+    assert losses[0] == pytest.approx(losses[1], abs=0.002)
+    assert losses[0][-1] < 0.7 * losses[0][0]
+
+
 def test_custom_router_learns_with_every_expert_full() -> None:
     module = example("custom_router.py")
     losses = module["main"](["--steps", "120"])
