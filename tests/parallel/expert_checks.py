@@ -374,7 +374,8 @@ def check_errors() -> None:
     theirs.model.layers[1].mlp.experts._is_expert_parallel = True
     adapted = make_theirs("qwen3_moe", torch.float32)
     adapted = get_peft_model(adapted, LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj"]))
-    sharded, divided = make_net(torch.float32), make_net(torch.float32)
+    common, sharded, divided = (make_net(torch.float32) for _ in range(3))
+    common.first.experts.scale = nn.Parameter(torch.ones(()))
     fully_shard(sharded)
     expert_parallel(divided, mesh)
     part = "pass one that has all of them, with a second dimension"
@@ -382,6 +383,7 @@ def check_errors() -> None:
         (nn.Linear(2, 2), mesh, {}, r"module \(Linear\) has no MoE layer to divide: .*fully_shard alone"),
         (None, mesh, {}, "module must be a torch.nn.Module, got NoneType"),
         (net, mesh_of(1, ranks, names=("a", "ep")), {}, r"mesh has no dimension 'expert' \(it has 'a', 'ep'\); .*dim="),
+        (net, None, {}, "mesh must be a DeviceMesh, got NoneType; make one by init_device_mesh"),
         (net, init_device_mesh("cpu", (ranks,)), {}, r"mesh has no dimension 'expert' \(it has no names\); pass"),
         (net, mesh_of(1, 1, 1, ranks, names=("a", "b", "c", "expert")), {}, "mesh has 3 dimensions beside 'expert'"),
         (net, mesh_of(2, ranks // 2)["expert"], {}, f"alone, and {ranks // 2} of the job's {ranks} processes; {part}"),
@@ -391,6 +393,7 @@ def check_errors() -> None:
         (grouped, mesh, {}, r"Qwen3MoeExperts \(qwen3_moe\) computes its experts by 'grouped_mm', .*use\(model\)"),
         (theirs, mesh, {}, "divided by transformers' own expert parallelism; load it without distributed_config"),
         (adapted, mesh, {}, r"wraps \(base_model.model.model.layers.0.mlp.experts.base_layer\), .*; merge it"),
+        (common, mesh, {}, r"experts \(first.experts\) that share scale, which cannot be divided"),
         (sharded, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
         (divided, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
     ]  # fmt: skip

@@ -147,9 +147,16 @@ def _layers(module: nn.Module) -> list[nn.Module]:
             "transformers whose implementation can be chosen; shard it by fully_shard alone"
         )
     for name, layer in found + theirs:
-        if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+        parameters = dict(layer.named_parameters())
+        if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             raise ValueError(
                 f"module has experts that are sharded already ({name}); call expert_parallel once, before fully_shard"
+            )
+        shared = [key for key, parameter in parameters.items() if parameter.shape[:1] != (_num_experts(layer),)]
+        if shared:
+            raise ValueError(
+                f"module has experts ({name}) that share {shared[0]}, which cannot be divided; move it out of them, or "
+                "shard the model by fully_shard alone"
             )
     for name, layer in theirs:
         if name.endswith("base_layer"):
@@ -163,6 +170,8 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 def _meshes(mesh: DeviceMesh, dim: str) -> tuple[DeviceMesh, DeviceMesh]:
     """The 1-D mesh that divides experts and the one, 1-D or 2-D, over which FSDP shards a process' share."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one by init_device_mesh")
     names = mesh.mesh_dim_names or ()
     if dim not in names:
         raise ValueError(
