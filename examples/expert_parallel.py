@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig
 
 from tilemoe.integrations import transformers as tilemoe_transformers
@@ -56,6 +57,9 @@ def share(model: PreTrainedModel, device_type: str, expert: int) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    # In each layer the host waits for the sizes of an exchange: too long to begin the next layer's gather only then.
+    for layer, following in pairwise(model.model.layers):
+        layer.set_modules_to_forward_prefetch([part for part in following.modules() if isinstance(part, FSDPModule)])
 
 
 def main(arguments: list[str] | None = None) -> None:
