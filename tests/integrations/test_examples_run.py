@@ -137,7 +137,7 @@ def test_accelerate_trains_alike_with_divided_experts_and_without(tmp_path: Path
         losses.append([float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)])
         assert (tmp_path / f"out_{expert}" / "state" / "pytorch_model_fsdp_0" / ".metadata").exists()
         AutoModelForCausalLM.from_pretrained(tmp_path / f"out_{expert}")
-    assert losses[0] == pytest.approx(losses[1], abs=0.002)
+    assert losses[0] == pytest.approx(losses[1], abs=0.01)  # three digits, and sums in another order
     assert losses[0][-1] < 0.7 * losses[0][0]
 
 
