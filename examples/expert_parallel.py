@@ -81,9 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     text = options.text.read_text(encoding="utf-8")
-    ids = torch.tensor(list(text.encode()))
-    if options.model is not None:
-        ids = AutoTokenizer.from_pretrained(options.model)(text, return_tensors="pt").input_ids[0]
+    tokenizer = None if options.model is None else AutoTokenizer.from_pretrained(options.model)
+    ids = torch.tensor(list(text.encode()) if tokenizer is None else tokenizer(text).input_ids)
     model = load(options.model)
     share(model, device.type, options.expert)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr or (3e-3 if options.model is None else 1e-5))
@@ -104,6 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         model.save_pretrained(options.out, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(options.out)
         print(f"wrote {options.out}")
     dist.destroy_process_group()
 
