@@ -21,7 +21,7 @@ _LEAVES = {"checks", "config", "runtime", "activations", "plan", "shape"}
 _BELOW_LAYERS = _LEAVES | {"kernels", "ops", "routing"}
 ALLOWED: dict[str, set[str]] = {
     "checks": set(),
-    "runtime": set(),
+    "runtime": {"checks"},
     "activations": {"checks", "runtime"},
     "config": {"activations", "checks"},
     "plan": set(),

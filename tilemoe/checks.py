@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
+_LONGEST = 120  # characters of a value in a message
 _NONE: Mapping[str, int] = MappingProxyType({})
+
+
+def shown(value: Any) -> str:
+    """``value`` as messages show it: in one line, shortened; of tensors and arrays, which are not read, the type."""
+    if hasattr(type(value), "dtype"):
+        return type(value).__name__
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 def require_int(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {shown(value)}")
     if value >= 1 << 63:  # neither tensors nor random-number generators take it
         raise ValueError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
 
 
 def require_finite(name: str, value: Any, *, positive: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (positive and value == 0):
-        raise ValueError(f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {value!r}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value < float("inf") or (positive and value == 0):
+        raise ValueError(f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {shown(value)}")
+    if isinstance(value, int) and value >= 1 << 63:  # tensors are multiplied by no larger one
+        raise ValueError(f"{name} must be below 2**63 or a float, got an integer of {value.bit_length()} bits")
 
 
 def require_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
 def require_choice(name: str, value: Any, choices: Any) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(sorted(choices))}; got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(sorted(choices))}; got {shown(value)}")
 
 
 def find_named(what: str, name: Any, table: Mapping[str, Value]) -> Value:
     """The entry called ``name``, whatever its case and whether its words are joined by - or _."""
     entries = {_spelled(key): value for key, value in table.items()}
     if not isinstance(name, str) or _spelled(name) not in entries:
-        raise ValueError(f"{what} must be one of {', '.join(sorted(table))}; got {name!r}")
+        raise ValueError(f"{what} must be one of {', '.join(sorted(table))}; got {shown(name)}")
     return entries[_spelled(name)]
 
 
@@ -47,9 +60,24 @@ def _spelled(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
+def require_type(name: str, value: Any, cls: type) -> None:
+    if not isinstance(value, cls):
+        article = "an" if cls.__name__[0] in "AEIOU" else "a"
+        raise ValueError(f"{name} must be {article} {cls.__name__}, got {type(value).__name__}")
+
+
 def require_text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value or "\0" in value:  # no path holds a NUL
-        raise ValueError(f"{name} must be a non-empty text without NUL, got {value!r}")
+        raise ValueError(f"{name} must be a non-empty text without NUL, got {shown(value)}")
+
+
+def require_path(name: str, value: Any) -> Path:
+    """It as a path, of which nothing need be there."""
+    if not isinstance(value, PurePath):
+        require_text(name, value)
+        if len(value.splitlines()) > 1:  # messages are of one line
+            raise ValueError(f"{name} must be a path of one line, got {shown(value)}")
+    return Path(value)
 
 
 def require_fields(

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 from tilemoe.activations import REGISTRY, validate_activation
-from tilemoe.checks import find_named, require_fields, require_int
+from tilemoe.checks import find_named, require_fields, require_int, shown
 
 ACTIVATIONS = frozenset(REGISTRY)
 GATED_ACTIVATIONS = frozenset(name for name in REGISTRY if REGISTRY[name].is_gated)
@@ -241,7 +241,7 @@ class ModelConfig:
                 f"model.moe.hidden_size ({self.moe.hidden_size}) must equal model.hidden_size ({self.hidden_size})"
             )
         if not isinstance(self.dense_layers, tuple):
-            raise ValueError(f"model.dense_layers must be a tuple of layer numbers, got {self.dense_layers!r}")
+            raise ValueError(f"model.dense_layers must be a tuple of layer numbers, got {shown(self.dense_layers)}")
         for layer in self.dense_layers:
             require_int("model.dense_layers: each layer", layer, 0)
             if layer >= self.num_layers:

@@ -23,6 +23,8 @@ _MESSAGES = {
     TOKEN_OUT_OF_RANGE: "token ids must lie in [0, num_tokens); found one out of range",
 }
 
+# The names of `RoutingPlan.arrays`.
+PLAN_ARRAYS = ("token_of_row", "pair_of_row", "row_of_pair", "pair_start_of_token", "row_start_of_expert")
 PlanArrays = tuple[Tensor, Tensor, Tensor, "Tensor | None", Tensor]
 
 

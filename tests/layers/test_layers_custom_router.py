@@ -157,7 +157,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Gives(None), {}, r"router must give logits \(T, E\) or a Routing, got NoneType; return a tensor"),
     (Gives(torch.zeros(T, 5)), {}, r"router must give logits \(T, E\) = \(20, 8\) .* got shape \(20, 5\); let it give"),
     (Gives(torch.zeros(1, T, E)), {}, r"router must give logits .* got shape \(1, 20, 8\); let it give one row for"),
-    (Gives(torch.zeros(T, E, dtype=torch.int64)), {}, "logits must be floating point, got torch.int64"),
+    (
+        Gives(torch.zeros(T, E, dtype=torch.int64)),
+        {},
+        "logits must be bfloat16, float16, float32 or float64, got torch.int64",
+    ),
     (Gives(routing_of(19, E)), {}, "a Routing of 19 tokens and 8 experts, but there are 20 and 8; make its plan for"),
     (Gives(routing_of(T, 9)), {}, "a Routing of 20 tokens and 9 experts, but there are 20 and 8; make its plan for"),
     (ExpertChoice(), {"rounding": TokenRounding("up", 16)}, "cfg.rounding needs a router that gives logits; set it to"),

@@ -79,8 +79,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scores": ones(K, T)}, r"scores must be \(T, K\) with the plan's 10 pairs, got \(2, 5\)"),
     ({"scores": ones(T * K)}, r"scores must be \(T, K\) with the plan's 10 pairs, got \(10,\)"),
     ({"scores": ones(T, K, 1)}, r"scores must be \(T, K\)"),
-    ({"scores": ones(T, K, dtype=torch.int64)}, "scores must be floating point, got torch.int64"),
-    ({"scores": ones(T, K, dtype=torch.bool)}, "scores must be floating point, got torch.bool"),
+    (
+        {"scores": ones(T, K, dtype=torch.int64)},
+        "scores must be bfloat16, .* got torch.int64",
+    ),
+    ({"scores": ones(T, K, dtype=torch.bool)}, "scores must be bfloat16, .* got torch.bool"),
     ({"scores": ones(T, K, device="meta")}, "scores is on meta but x is on cpu"),
     ({"plan": PAIRS}, r"scores must be \(P,\) with the plan's 10 pairs, got \(5, 2\)"),
     ({"plan": PAIRS, "scores": ones(T * K - 1)}, r"scores must be \(P,\) with the plan's 10 pairs, got \(9,\)"),

@@ -131,7 +131,7 @@ def ids(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: plan_topk([[0, 1]], 4), "expert_ids must be a tensor of int32 or int64 ids, got list"),
+        (lambda: plan_topk([[0, 1]], 4), "expert_ids must be a tensor, got list"),
         (lambda: plan_topk(ids(3), 4), r"expert_ids must have 2 dimension\(s\), got shape \(3,\)"),
         (lambda: plan_topk(ids(3, 2, dtype=torch.int16), 4), "expert_ids must be int32 or int64, got torch.int16"),
         (lambda: plan_topk(ids(3, 2).float(), 4), "expert_ids must be int32 or int64, got torch.float32"),

@@ -233,7 +233,7 @@ def with_value(value: float, *columns: int) -> Tensor:
         (lambda: route(LOGITS, PLAIN.router), "cfg must be a MoEConfig, got RouterConfig"),
         (lambda: route(torch.zeros(2, 2, 6), PLAIN), r"logits must be \(T, E\) with E = num_experts = 6, got shape"),
         (lambda: route(torch.zeros(4, 5), PLAIN), r"logits must be \(T, E\) with E = num_experts = 6, got shape"),
-        (lambda: route(LOGITS.long(), PLAIN), "logits must be floating point, got torch.int64"),
+        (lambda: route(LOGITS.long(), PLAIN), "logits must be bfloat16, float16, float32 or float64, got torch.int64"),
         (lambda: route(LOGITS, BIASED), "selection_bias is missing"),
         (lambda: route(LOGITS, PLAIN, selection_bias=torch.zeros(6)), "selection_bias was given, but"),
         (lambda: route(LOGITS, BIASED, selection_bias=torch.zeros(5)), r"selection_bias must be \(6,\) torch.float32"),

@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from tilemoe.checks import require_type, shown
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.expert_parallel import torch as torch_expert_parallel
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
@@ -25,6 +26,7 @@ from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths
 from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
 from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
 from tilemoe.runtime.device import why_no_triton
+from tilemoe.runtime.tensors import device_named
 from tilemoe.runtime.tracing import constant_when_traced
 
 Impl = TypeVar("Impl")
@@ -81,12 +83,11 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
 
     ``cfg`` is None when only the device and the dtype are known. ValueError for a dtype that no backend computes in.
     """
-    if dtype not in FLOAT_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(str(d) for d in FLOAT_DTYPES)}; got {dtype}")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}") from error
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(str(d) for d in FLOAT_DTYPES)}; got {shown(dtype)}")
+    if cfg is not None:
+        require_type("cfg", cfg, MoEConfig)
+    found = device_named(device)
     widths = () if cfg is None else (cfg.hidden_size, cfg.intermediate_size)
     chosen = choose_experts(found, dtype, widths, "bf16" if cfg is None else cfg.precision)
     layer = "".join(f", {letter}={width}" for letter, width in zip("dn", widths, strict=False))

@@ -54,6 +54,9 @@ class KVCache:
         """Tokens held."""
         return self._layers[0].length
 
+    def __len__(self) -> int:
+        return len(self._layers)
+
     def __iter__(self) -> Iterator[LayerCache]:
         return iter(self._layers)
 

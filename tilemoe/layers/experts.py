@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
-from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
 from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.ops.moe import check_options, moe
 from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.tensors import require_factory
 
 
 class Experts(nn.Module):
@@ -32,6 +34,8 @@ class Experts(nn.Module):
         kernels: str | Backend | None = None,
     ) -> None:
         super().__init__()
+        require_type("cfg", cfg, MoEConfig)
+        require_factory(device, dtype, FLOAT_DTYPES)
         check_options(cfg.gate_up, recompute)
         if kernels is not None:
             check_kernels(kernels)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tilemoe.checks import require_finite, require_int
+from tilemoe.checks import require_finite, require_int, require_type, shown
 from tilemoe.dispatch.base import LocalDispatcher
+from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.layers.attention import Attention
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora_linear import LoRALinear, add_product, reset_pair
 from tilemoe.layers.moe import MoE
 from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.tensors import require_factory
 
 EXPERTS, ATTENTION = "experts", "attention"  # what can have adapters
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -38,8 +40,9 @@ class LoRAExperts(Experts):
     """
 
     def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
-        _check_sizes(rank, alpha)
-        _check(base)
+        require_type("base", base, Experts)
+        _check_sizes(rank, alpha, dtype)
+        _check(base, rank)
         super().__init__(base.cfg, device="meta", kernels=base.kernels)
         for name, parameter in base.named_parameters():
             setattr(self, name, parameter.requires_grad_(False))
@@ -131,12 +134,15 @@ class LoRAExperts(Experts):
         return f"{super().extra_repr()}, rank {self.rank}, scale {self.scale:g}"
 
 
-def _check_sizes(rank: int, alpha: float) -> None:
+def _check_sizes(rank: int, alpha: float, dtype: torch.dtype | None) -> None:
     require_int("rank", rank, 1)
+    require_factory(None, dtype, FLOAT_DTYPES)
     require_finite("alpha", alpha, positive=True)
 
 
-def _check(base: Experts) -> None:
+def _check(base: Experts, rank: int) -> None:
+    if rank > base.cfg.hidden_size:
+        raise ValueError(f"rank must be at most hidden_size ({base.cfg.hidden_size}), that of the weights, got {rank}")
     if not isinstance(base.dispatcher, LocalDispatcher):
         raise ValueError(
             "experts under expert parallelism cannot have adapters; add them before the model is parallelized"
@@ -165,6 +171,9 @@ def add_lora(
     Raises:
         ValueError: there is nothing of what is named, there are adapters already, or as `LoRAExperts`.
     """
+    require_type("model", model, nn.Module)
+    if not isinstance(modules, (list, tuple, set, frozenset)) or not modules or set(modules) - {EXPERTS, ATTENTION}:
+        raise ValueError(f"modules must be a list of 'experts', 'attention' or both, got {shown(modules)}")
     layers = [module for module in model.modules() if isinstance(module, MoE)] if EXPERTS in modules else []
     attentions = [m for m in model.modules() if isinstance(m, Attention)] if ATTENTION in modules else []
     for name, kind, found in ((EXPERTS, "tilemoe.MoE", layers), (ATTENTION, "Attention", attentions)):
@@ -172,9 +181,9 @@ def add_lora(
             raise ValueError(f"{type(model).__name__} has no {kind} to put adapters on")
     if has_lora(model):
         raise ValueError("the model has adapters already; call merge_lora first")
-    _check_sizes(rank, alpha)
+    _check_sizes(rank, alpha, dtype)
     for layer in layers:  # before anything changes
-        _check(layer.experts)
+        _check(layer.experts, rank)
     model.requires_grad_(False)
     adapters: list[nn.Parameter] = []
     for layer in layers:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilemoe.activations import activation_spec
+from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
 from tilemoe.layers.experts import Experts
@@ -20,6 +21,7 @@ from tilemoe.layers.mlp import MLP
 from tilemoe.layers.router import Router, checked_output
 from tilemoe.routing.balance import check_group, update_selection_bias
 from tilemoe.routing.topk import Routing, route
+from tilemoe.runtime.tensors import require_tensor, require_tensors
 
 
 class MoEOutput(NamedTuple):
@@ -78,8 +80,7 @@ class MoE(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(cfg, MoEConfig):
-            raise ValueError(f"cfg must be a MoEConfig, got {type(cfg).__name__}")
+        require_type("cfg", cfg, MoEConfig)
         if router is not None and not isinstance(router, nn.Module):
             raise ValueError(
                 "router must be None or a torch.nn.Module that gives logits (T, E) or a Routing, got "
@@ -148,8 +149,7 @@ class MoE(nn.Module):
                 out of range or twice a token's, or the router gave a `Routing` and ``token_mask``, ``expert_ids`` or
                 ``cfg.rounding`` asks for another.
         """
-        if not isinstance(x, Tensor):
-            raise ValueError(f"x must be a tensor, got {type(x).__name__}")
+        require_tensors({"x": x}, {"token_mask": token_mask, "expert_ids": expert_ids})
         if x.ndim == 0 or x.shape[-1] != self.cfg.hidden_size:
             raise ValueError(f"x must be (..., {self.cfg.hidden_size}) as cfg.hidden_size says, got {tuple(x.shape)}")
         if x.dtype not in FLOAT_DTYPES:
@@ -157,7 +157,7 @@ class MoE(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         if token_mask is not None and token_mask.shape == x.shape[:-1]:  # `route` refuses other shapes
             token_mask = token_mask.flatten()
-        if isinstance(expert_ids, Tensor) and expert_ids.ndim == x.ndim and expert_ids.shape[:-1] == x.shape[:-1]:
+        if expert_ids is not None and expert_ids.ndim == x.ndim and expert_ids.shape[:-1] == x.shape[:-1]:
             expert_ids = expert_ids.reshape(flat.shape[0], expert_ids.shape[-1])
         out = checked_output(self.router(flat), flat, self.cfg, token_mask, expert_ids)
         if isinstance(out, Routing):
@@ -200,4 +200,5 @@ class MoE(nn.Module):
         """
         if self.selection_bias is None:
             raise ValueError("this layer has no selection bias; set router.selection_bias=True in its MoEConfig")
+        require_tensor("tokens_per_expert", tokens_per_expert)
         update_selection_bias([self.selection_bias], tokens_per_expert[None], rate, self.group)

@@ -12,9 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
+from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.ops import router as ops
+from tilemoe.plan import RoutingPlan
 from tilemoe.routing.topk import Routing
+from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
 from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
 
@@ -133,6 +137,15 @@ def checked_output(
         raise ValueError(
             f"router must give logits (T, E) or a Routing, got {type(out).__name__}; return a tensor or tilemoe.Routing"
         )
+    require_type("Routing.plan", out.plan, RoutingPlan)
+    require_tensors(
+        {
+            "Routing.scores": out.scores,
+            "Routing.tokens_per_expert": out.tokens_per_expert,
+            "Routing.aux_loss": out.aux_loss,
+        },
+        {"Routing.pairs_per_expert": out.pairs_per_expert, "Routing.expert_ids": out.expert_ids},
+    )
     if out.plan.num_tokens != tokens or out.plan.num_experts != experts:
         raise ValueError(
             f"router gave a Routing of {out.plan.num_tokens} tokens and {out.plan.num_experts} experts, but there are "
@@ -163,6 +176,8 @@ class Router(nn.Module):
         self, cfg: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        require_type("cfg", cfg, MoEConfig)
+        require_factory(device, dtype, FLOAT_DTYPES)
         self.initializer_range = cfg.initializer_range
         self.weight = nn.Parameter(torch.empty(cfg.num_experts, cfg.hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(cfg.num_experts, device=device, dtype=dtype)) if cfg.router.bias else None
@@ -179,8 +194,13 @@ class Router(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> RouterOutput:
-        """x (T, d). ValueError: it is on another device than the weights."""
+        """x (T, d). ValueError: it is on another device than the weights, or its shape or dtype is off."""
+        require_tensor("x", x)
         _refuse_transforms(x, self.weight)
+        if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ValueError(f"x must be (T, d) with d = {self.weight.shape[1]}, got shape {tuple(x.shape)}")
+        if x.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
         if x.device != self.weight.device:
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
         if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):

@@ -14,18 +14,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tilemoe.activations import activation_spec
-from tilemoe.checks import require_choice
+from tilemoe.checks import require_choice, require_type
 from tilemoe.config import CHECKPOINTING_MODES, ModelConfig
-from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
+from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.kernels.lm.documents import Documents
 from tilemoe.layers.attention import Attention, KVCache, LayerCache, angles_of, rotary_angles
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.moe import MoE
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.models.loss import IGNORED, chunked_cross_entropy
+from tilemoe.ops.moe import check_options
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.routing.topk import router_entropy
+from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
 from tilemoe.runtime.tracing import can_be_read
 
 
@@ -170,6 +173,11 @@ class DecoderLM(nn.Module):
         kernels: str | Backend | None = None,
     ) -> None:
         super().__init__()
+        require_type("config", config, ModelConfig)
+        require_factory(device, dtype, FLOAT_DTYPES)
+        check_options("concatenated", recompute)
+        if kernels is not None:
+            check_kernels(kernels)
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
@@ -218,7 +226,7 @@ class DecoderLM(nn.Module):
             ValueError: a shape or device is off, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU)
                 an id is not in the vocabulary or no expert's.
         """
-        self._check(input_ids, labels, cache)
+        self._check(input_ids, labels, cache, record)
         self._check_documents(input_ids, cache, documents)
         self._check_expert_ids(input_ids, expert_ids)
         hidden, aux_loss, layers = self._hidden(input_ids, cache, documents, expert_ids, record)
@@ -232,7 +240,7 @@ class DecoderLM(nn.Module):
         """(B, V) logits of the token after the last of input_ids (B, S), which are added to the cache, their expert ids
         to ``record``.
         """
-        self._check(input_ids, None, cache)
+        self._check(input_ids, None, cache, record)
         hidden, _, _ = self._hidden(input_ids, cache, None, None, record)
         return F.linear(hidden[:, -1], self._head_weight())
 
@@ -304,6 +312,7 @@ class DecoderLM(nn.Module):
     def _check_documents(self, input_ids: Tensor, cache: KVCache | None, documents: Documents | None) -> None:
         if documents is None:
             return
+        require_type("documents", documents, Documents)
         if cache is not None:
             raise ValueError("documents and cache were both given, but a cache holds one text; drop one")
         if documents.positions.shape != input_ids.shape or documents.positions.device != input_ids.device:
@@ -319,14 +328,23 @@ class DecoderLM(nn.Module):
         if moe is None:
             raise ValueError("expert_ids was given to a model without experts (config.moe is None); drop it")
         shape = (self.config.num_layers - self.config.num_dense_layers, *input_ids.shape, moe.num_experts_per_tok)
-        if not isinstance(expert_ids, Tensor) or tuple(expert_ids.shape) != shape:
-            found = tuple(expert_ids.shape) if isinstance(expert_ids, Tensor) else type(expert_ids).__name__
+        require_tensor("expert_ids", expert_ids)
+        if tuple(expert_ids.shape) != shape:
             raise ValueError(
-                f"expert_ids must be (L, B, S, K) = {shape}, got {found}; give K ids of each MoE layer for each of "
-                "input_ids"
+                f"expert_ids must be (L, B, S, K) = {shape}, got {tuple(expert_ids.shape)}; give K ids of each MoE "
+                "layer for each of input_ids"
             )
 
-    def _check(self, input_ids: Tensor, labels: Tensor | None, cache: KVCache | None) -> None:
+    def _check(
+        self, input_ids: Tensor, labels: Tensor | None, cache: KVCache | None, record: RoutingRecord | None
+    ) -> None:
+        require_tensors({"input_ids": input_ids}, {"labels": labels})
+        if cache is not None:
+            require_type("cache", cache, KVCache)
+            if len(cache) != self.config.num_layers:
+                raise ValueError(f"cache must be of {self.config.num_layers} layers, got one of {len(cache)}")
+        if record is not None:
+            require_type("record", record, RoutingRecord)
         if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"input_ids must be (B, S) integers with S >= 1, got {tuple(input_ids.shape)} {input_ids.dtype}"

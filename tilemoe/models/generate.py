@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilemoe.checks import require_finite, require_int, require_type
 from tilemoe.layers.attention import KVCache
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.routing.replay import RoutingRecord
+from tilemoe.runtime.tensors import require_generator, require_tensor
 
 
 @torch.no_grad()
@@ -38,8 +40,11 @@ def generate(
         ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``.
     """
     _check(model, input_ids, max_new_tokens, temperature, top_k)
-    if num_ids is not None and num_ids < 1:
-        raise ValueError(f"num_ids must be None or >= 1, got {num_ids}")
+    require_generator(generator)
+    if num_ids is not None:
+        require_int("num_ids", num_ids, 1)
+    if record is not None:
+        require_type("record", record, RoutingRecord)
     if max_new_tokens == 0:
         return input_ids.long()
     total = input_ids.shape[1] + max_new_tokens
@@ -69,14 +74,16 @@ def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 
 def _check(model: DecoderLM, input_ids: Tensor, max_new_tokens: int, temperature: float, top_k: int) -> None:
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise ValueError(f"input_ids must be (B, S) with a prompt of S >= 1 tokens, got {tuple(input_ids.shape)}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be >= 0, got {max_new_tokens}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be a finite number >= 0, got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be >= 0, got {top_k}")
+    require_type("model", model, DecoderLM)
+    require_tensor("input_ids", input_ids)
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "input_ids must be (B, S) integers with a prompt of S >= 1 tokens, got "
+            f"{tuple(input_ids.shape)} {input_ids.dtype}"
+        )
+    require_int("max_new_tokens", max_new_tokens, 0)
+    require_finite("temperature", temperature)
+    require_int("top_k", top_k, 0)
     prompt, limit = input_ids.shape[1], model.config.max_seq_len
     if prompt > limit:
         raise ValueError(f"input_ids has {prompt} tokens, but model.max_seq_len is {limit}; shorten the prompt")

@@ -20,12 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tilemoe.checks import require_path
 from tilemoe.config import ModelConfig
 from tilemoe.data.files import staged_folder
+from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.layers.lora import has_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import CONFIG_FILE, read_config
 from tilemoe.models.hf_config import ARCHITECTURES, Architecture, hf_config_dict
+from tilemoe.runtime.tensors import require_factory
 
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _SHARD_NAME = r"[^/\\]+\.safetensors"  # a file of the folder itself, whatever the system's separator
@@ -143,7 +146,8 @@ def load_hf(
     Raises:
         ValueError: a file is missing or damaged, or the checkpoint is none that `DecoderLM` implements.
     """
-    path = Path(folder).expanduser()
+    path = require_path("folder", folder).expanduser()
+    require_factory(device, dtype, FLOAT_DTYPES)
     config = read_config(path)
     model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
     parameters = model.state_dict()

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilemoe.checks import require_int
 from tilemoe.kernels.choose import choose_lm
+from tilemoe.kernels.experts.base import FLOAT_DTYPES
+from tilemoe.runtime.tensors import require_tensors
 from tilemoe.runtime.tracing import autocast_dtype, can_be_read, without_autocast
 
 IGNORED = -100
@@ -37,12 +40,23 @@ def chunked_cross_entropy(
         ValueError: a shape is off, or (on CPU, outside torch.compile) a label is no class. On a GPU, which is not
             waited for, a label below 0 other than -100 makes the loss NaN.
     """
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden must be (T, d) and weight (V, d), got {tuple(hidden.shape)}, {tuple(weight.shape)}")
+    require_tensors({"hidden": hidden, "weight": weight, "labels": labels})
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"hidden must be (T, d) and weight (V, d), V >= 1, got {tuple(hidden.shape)}, {tuple(weight.shape)}"
+        )
     if labels.shape != hidden.shape[:1]:
         raise ValueError(f"labels must be ({hidden.shape[0]},) to go with hidden, got {tuple(labels.shape)}")
-    if max_chunk_logits is not None and max_chunk_logits < 1:
-        raise ValueError(f"max_chunk_logits must be >= 1, got {max_chunk_logits}")
+    if max_chunk_logits is not None:
+        require_int("max_chunk_logits", max_chunk_logits, 1)
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {tensor.dtype}")
+    for name, tensor in (("weight", weight), ("labels", labels)):
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device} but hidden is on {hidden.device}; move them to one device")
     _check_labels(labels, weight.shape[0])
     loss, d_hidden, d_weight = _loss_and_gradients(hidden, weight, labels, max_chunk_logits)
     scale = (labels != IGNORED).sum().clamp(min=1).to(loss.dtype).reciprocal()

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec, activation_spec
-from tilemoe.kernels.experts.base import Backend, compute_dtype, empty_weight_grad, is_column_major
+from tilemoe.checks import require_type
+from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype, empty_weight_grad, is_column_major
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices, shape_of
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
 from tilemoe.kernels.experts.torch.backend import rows_to_pairs
 from tilemoe.kernels.experts.torch.grouped import expert_of_row
 from tilemoe.ops.experts import routed_operator, without_derived
-from tilemoe.ops.moe import backend_for, cast_under_autocast
+from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, check_plan, check_tensors
 from tilemoe.plan import RoutingPlan, plan_of
+from tilemoe.runtime.tensors import require_tensors
 
 _LINEAR = ActivationSpec("relu")  # for kernels of which only the product before the activation is used
 
@@ -65,13 +67,19 @@ def moe_lora(
     Raises:
         ValueError: an adapter's shape, dtype or device does not go with the weights, or a frozen tensor is not.
     """
+    check_options(gate_up, recompute=None)
+    require_type("adapters", adapters, Adapters)
+    named = dict(zip(Adapters._fields[:4], adapters[:4], strict=True))
+    require_tensors({"x": x, "w1": w1, "w2": w2, "scores": scores, **named}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
     _check_frozen({"w1": w1, "w2": w2, "b1": b1, "b2": b2})
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
+    check_tensors(x, w1, w2, b1, b2, spec.width_factor)
+    check_plan(x, w1, plan, scores)
+    _check(x, w2, adapters, spec)
     low_rank = [adapter.to(x.dtype) for adapter in adapters[:4]]
-    _check(x, w1, w2, plan, scores, adapters, spec)
     backend = backend_for(kernels, w2, (*w2.shape[1:], adapters.up_a.shape[1]))
-    s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype)))
+    s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
     o: Tensor = _forward(x, w1, w2, s, *low_rank, b1, b2, adapters.scale, plan, spec, backend)[0]
     return o
 
@@ -82,11 +90,12 @@ def _check_frozen(weights: dict[str, Tensor | None]) -> None:
             raise ValueError(f"{name} must be frozen under adapters: {name}.requires_grad_(False)")
 
 
-def _check(
-    x: Tensor, w1: Tensor, w2: Tensor, plan: RoutingPlan, scores: Tensor, adapters: Adapters, spec: ActivationSpec
-) -> None:
-    experts, d, n = w2.shape
-    rank, width = adapters.up_a.shape[1], spec.width_factor * n
+def _check(x: Tensor, w2: Tensor, adapters: Adapters, spec: ActivationSpec) -> None:
+    """ValueError that names the adapter whose shape, dtype or device does not go with the weights."""
+    (experts, d, n), width = w2.shape, spec.width_factor * w2.shape[2]
+    if adapters.up_a.ndim != 3 or adapters.up_a.shape[1] == 0:
+        raise ValueError(f"up_a must be (E, r, d) with r >= 1, got shape {tuple(adapters.up_a.shape)}")
+    rank = adapters.up_a.shape[1]
     wanted = {"up_a": (experts, rank, d), "up_b": (experts, width, rank)}
     wanted |= {"down_a": (experts, rank, n), "down_b": (experts, d, rank)}
     for name, shape in wanted.items():
@@ -95,18 +104,8 @@ def _check(
             raise ValueError(f"{name} must be {shape} to go with w2 {tuple(w2.shape)}, got {tuple(adapter.shape)}")
         if adapter.device != x.device:
             raise ValueError(f"{name} is on {adapter.device} but x is on {x.device}; move them to one device")
-    for name, weight in (("w1", w1), ("w2", w2)):
-        if (weight.dtype, weight.device) != (x.dtype, x.device):
-            raise ValueError(
-                f"{name} is {weight.dtype} on {weight.device} but x is {x.dtype} on {x.device}; make them alike"
-            )
-    if tuple(w1.shape) != (experts, width, d):
-        raise ValueError(f"w1 must be {(experts, width, d)} to go with w2 {tuple(w2.shape)}, got {tuple(w1.shape)}")
-    if plan.num_tokens != x.shape[0] or plan.num_experts != experts or plan.num_pairs != scores.numel():
-        raise ValueError(
-            f"plan is of {plan.num_tokens} tokens, {plan.num_experts} experts and {plan.num_pairs} pairs, which does "
-            f"not go with x {tuple(x.shape)}, w2 {tuple(w2.shape)} and scores {tuple(scores.shape)}"
-        )
+        if adapter.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {adapter.dtype}")
 
 
 def _gathered(backend: Backend, x: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
+from tilemoe.checks import require_choice, shown
 from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
 from tilemoe.kernels.experts.quantize import why_not_quantized
 from tilemoe.kernels.experts.registry import backend_of
 from tilemoe.ops import experts as expert_ops
-from tilemoe.plan import RoutingPlan
+from tilemoe.plan import PLAN_ARRAYS, RoutingPlan
 from tilemoe.runtime.operator import is_differentiable
+from tilemoe.runtime.tensors import require_tensors
 from tilemoe.runtime.tracing import autocast_dtype
-
-_RECOMPUTE = (None, "up_proj")
 
 
 def moe(
@@ -54,7 +54,7 @@ def moe(
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
     """
     check_options(gate_up, recompute, precision)
-    check_types({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
+    require_tensors({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
     check_tensors(x, w1, w2, b1, b2, spec.width_factor)
@@ -102,19 +102,10 @@ def backend_for(kernels: str | Backend | None, w2: Tensor, widths: Sequence[int]
 
 def check_options(gate_up: str, recompute: str | None, precision: str = "bf16") -> None:
     """ValueError for a value that `moe` does not know."""
-    if gate_up not in GATE_UP_LAYOUTS:
-        raise ValueError(f"gate_up must be one of {', '.join(GATE_UP_LAYOUTS)}; got {gate_up!r}")
-    if recompute not in _RECOMPUTE:
-        raise ValueError(f"recompute must be None or 'up_proj', got {recompute!r}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
-
-
-def check_types(tensors: dict[str, Any], optional: dict[str, Any]) -> None:
-    """ValueError that names what is not a tensor; ``optional`` may be None."""
-    for name, value in {**tensors, **optional}.items():
-        if not isinstance(value, Tensor) and not (name in optional and value is None):
-            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    require_choice("gate_up", gate_up, GATE_UP_LAYOUTS)
+    if recompute is not None and not (isinstance(recompute, str) and recompute == "up_proj"):
+        raise ValueError(f"recompute must be None or 'up_proj', got {shown(recompute)}")
+    require_choice("precision", precision, PRECISIONS)
 
 
 def check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, width_factor: int) -> None:
@@ -151,6 +142,11 @@ def check_plan(x: Tensor, w1: Tensor, plan: RoutingPlan, scores: Tensor) -> None
         raise ValueError(
             f"plan must be a RoutingPlan (plan_topk, plan_pairs or route make one), got {type(plan).__name__}"
         )
+    for name, array in zip(PLAN_ARRAYS, plan.arrays, strict=True):
+        if array is not None and (not isinstance(array, Tensor) or array.dtype != torch.int32 or array.ndim != 1):
+            raise ValueError(
+                f"plan.{name} must be a 1-D int32 tensor; let plan_topk, plan_pairs or route make the plan"
+            )
     if plan.num_tokens != x.shape[0]:
         raise ValueError(f"plan was made for {plan.num_tokens} tokens, but x has {x.shape[0]}")
     if plan.num_experts != w1.shape[0]:
@@ -158,8 +154,8 @@ def check_plan(x: Tensor, w1: Tensor, plan: RoutingPlan, scores: Tensor) -> None
     for name, device in (("plan", plan.device), ("scores", scores.device)):
         if device != x.device:
             raise ValueError(f"{name} is on {device} but x is on {x.device}; move them to one device")
-    if not scores.dtype.is_floating_point:
-        raise ValueError(f"scores must be floating point, got {scores.dtype}")
+    if scores.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"scores must be bfloat16, float16, float32 or float64, got {scores.dtype}")
     ndim = 2 if plan.pair_start_of_token is None else 1
     if scores.ndim != ndim or scores.numel() != plan.num_pairs or (ndim == 2 and scores.shape[0] != x.shape[0]):
         form = "(T, K)" if ndim == 2 else "(P,)"

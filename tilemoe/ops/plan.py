@@ -8,14 +8,14 @@ from torch import Tensor
 from tilemoe.kernels.choose import PlanBuilder, choose_inference_plan, choose_plan
 from tilemoe.kernels.plan import torch as torch_plan
 from tilemoe.runtime.operator import Operator
+from tilemoe.runtime.tensors import require_tensor
 
 _INT32_MAX = 2**31 - 1
 
 
 def check_ids(name: str, ids: Tensor, ndim: int) -> None:
     """ValueError unless these are ids of that many dimensions."""
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"{name} must be a tensor of int32 or int64 ids, got {type(ids).__name__}")
+    require_tensor(name, ids)
     if ids.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimension(s), got shape {tuple(ids.shape)}")
     if ids.dtype not in (torch.int32, torch.int64):

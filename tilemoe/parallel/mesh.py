@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tilemoe.checks import require_type, shown
 from tilemoe.config import ModelConfig, ParallelConfig
+from tilemoe.runtime.tensors import device_named
 
 REPLICATE, SHARD, EXPERT, FSDP = "replicate", "shard", "expert", "fsdp"
 
@@ -41,6 +43,10 @@ def build_meshes(config: ParallelConfig, model: ModelConfig, device_type: str) -
 
     ValueError: torch.distributed is not initialised, or `ParallelConfig.for_job` refuses.
     """
+    require_type("config", config, ParallelConfig)
+    require_type("model", model, ModelConfig)
+    if device_named(device_type, "device_type").type != device_type:
+        raise ValueError(f"device_type must be a type such as 'cpu' or 'cuda', got {shown(device_type)}")
     if not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised; start the job with torchrun and init_process_group")
     config = config.for_job(dist.get_world_size(), model)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tilemoe.checks import require_choice, require_type
 from tilemoe.dispatch.choose import Transports
 from tilemoe.models.decoder import Block, DecoderLM
 from tilemoe.parallel.fsdp import shard_block, shard_rest
 from tilemoe.parallel.mesh import EXPERT, Meshes
+from tilemoe.runtime.tensors import device_named, require_generator
 
 
 def parallelize(
@@ -29,6 +31,13 @@ def parallelize(
     ``(out.loss + out.aux_loss) / meshes.world_size`` where all have as many labels. All processes must call forward
     and backward together.
     """
+    require_type("model", model, DecoderLM)
+    require_type("meshes", meshes, Meshes)
+    require_generator(generator)
+    if device is not None:
+        device_named(device)
+    if compile_backend is not None:
+        require_choice("compile_backend", compile_backend, torch.compiler.list_backends(exclude_tags=()))
     config = meshes.config
     is_meta = model.embed.weight.is_meta
     assert not is_meta or device is not None, "a model on the meta device needs a device to be brought to"

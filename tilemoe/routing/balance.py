@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilemoe.checks import require_finite
+from tilemoe.runtime.tensors import require_tensors
+
 
 @torch.no_grad()
 def update_selection_bias(
@@ -56,7 +59,8 @@ def check_group(group: Any) -> None:
     """ValueError unless it is a process group, None, or what ``new_group`` gives to ranks outside a group."""
     if group is None or not dist.is_available():
         return
-    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(group, dist.ProcessGroup) and not (type(group) is type(outside) and group == outside):
         raise ValueError(
             f"group must be None or a torch.distributed process group, got {type(group).__name__}; of a DeviceMesh "
             "give mesh.get_group(), for no other rank torch.distributed.GroupMember.NON_GROUP_MEMBER"
@@ -64,8 +68,10 @@ def check_group(group: Any) -> None:
 
 
 def _check(biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float) -> None:
-    if rate < 0:
-        raise ValueError(f"rate must be >= 0, got {rate!r}")
+    require_finite("rate", rate)
+    if not isinstance(biases, (list, tuple)):
+        raise ValueError(f"biases must be a list of tensors (E,), one for each layer, got {type(biases).__name__}")
+    require_tensors({"tokens_per_expert": tokens_per_expert, **{f"biases[{i}]": bias for i, bias in enumerate(biases)}})
     if tokens_per_expert.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"tokens_per_expert must be int32 or int64 counts, got {tokens_per_expert.dtype}")
     if tokens_per_expert.ndim != 2 or tokens_per_expert.shape[0] != len(biases):
@@ -78,4 +84,11 @@ def _check(biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float) -> 
             raise ValueError(
                 f"biases[{layer}] must be ({tokens_per_expert.shape[1]},) as tokens_per_expert has "
                 f"{tokens_per_expert.shape[1]} experts, got shape {tuple(bias.shape)}"
+            )
+        if not bias.dtype.is_floating_point:
+            raise ValueError(f"biases[{layer}] must be floating point, got {bias.dtype}")
+        if bias.device != tokens_per_expert.device:
+            raise ValueError(
+                f"biases[{layer}] is on {bias.device} but tokens_per_expert is on {tokens_per_expert.device}; move "
+                "them to one device"
             )

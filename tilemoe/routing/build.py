@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilemoe.checks import shown
 from tilemoe.ops import plan as plan_ops
 from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
 
@@ -55,4 +56,4 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
 def _check_count(name: str, value: int, minimum: int) -> None:
     integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not integer or value < minimum or value > _INT32_MAX:
-        raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {value!r}")
+        raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {shown(value)}")

@@ -13,7 +13,9 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from tilemoe.checks import require_int
 from tilemoe.ops.plan import check_ids
+from tilemoe.runtime.tensors import require_tensor
 from tilemoe.runtime.tracing import can_be_read
 
 
@@ -31,6 +33,14 @@ class RoutingRecord:
 
     def add(self, layer: Hashable, expert_ids: Tensor) -> None:
         """One call of a layer: (T, K) or (B, S, K) ids. Layers are in the order of their first calls."""
+        require_tensor("expert_ids", expert_ids)
+        if expert_ids.ndim not in (2, 3) or expert_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "expert_ids must be (T, K) or (B, S, K), int32 or int64, got "
+                f"{tuple(expert_ids.shape)} {expert_ids.dtype}"
+            )
+        if not isinstance(layer, Hashable):
+            raise ValueError(f"layer must be a number or a name, got {type(layer).__name__}")
         self._calls.setdefault(layer, []).append(expert_ids.detach())
 
     def expert_ids(self, batch_size: int) -> Tensor:
@@ -43,16 +53,19 @@ class RoutingRecord:
         ValueError: nothing was recorded, the layers did not record equally many tokens, or ``batch_size`` does not
         divide those of a call.
         """
+        require_int("batch_size", batch_size, 1)
         if not self._calls:
             raise ValueError("the record is empty; pass it as record= to a model that has MoE layers")
         for ids in (ids for calls in self._calls.values() for ids in calls):
-            if batch_size < 1 or ids.shape[:-1].numel() % batch_size:
+            if ids.shape[:-1].numel() % batch_size:
                 raise ValueError(
                     f"batch_size ({batch_size}) must divide the {ids.shape[:-1].numel()} tokens of each recorded call; "
                     "give the number of sequences, 1 for packed ones"
                 )
         layers = [
-            torch.cat([ids.reshape(batch_size, ids.shape[:-1].numel() // batch_size, -1) for ids in calls], dim=1)
+            torch.cat(
+                [ids.reshape(batch_size, ids.shape[:-1].numel() // batch_size, ids.shape[-1]) for ids in calls], dim=1
+            )
             for calls in self._calls.values()
         ]
         if len({layer.shape for layer in layers}) > 1:

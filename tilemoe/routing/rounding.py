@@ -16,6 +16,7 @@ from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.kernels.choose import choose_rounding
 from tilemoe.ops import rounding as rounding_ops
 from tilemoe.plan import RoutingPlan, experts_of_rows
+from tilemoe.runtime.tensors import require_generator
 from tilemoe.runtime.tracing import constant_when_traced, specialised
 
 _DRAWING = ("stochastic", "nearest_score")
@@ -90,11 +91,7 @@ def draw_uniform(
 
 
 def _check_generator(generator: torch.Generator, device: torch.device) -> None:
-    if not isinstance(generator, torch.Generator):
-        raise ValueError(
-            f"generator must be a torch.Generator, got {type(generator).__name__}; "
-            f"make it with torch.Generator(device={device.type!r}).manual_seed(...)"
-        )
+    require_generator(generator)
     is_there = generator.device.type == device.type and None in (generator.device.index, device.index)
     if not is_there and generator.device != device:
         raise ValueError(

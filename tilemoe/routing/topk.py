@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilemoe.checks import require_bool, require_type
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.choose import choose_router
+from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.ops import router as router_ops
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.routing.balance import check_group, num_ranks, sum_over_ranks
 from tilemoe.routing.build import plan_topk
 from tilemoe.routing.replay import check_replayed_ids
 from tilemoe.routing.rounding import round_tokens, rounds
+from tilemoe.runtime.tensors import require_generator, require_tensors
 from tilemoe.runtime.tracing import can_be_read, specialised
 
 _EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
@@ -100,7 +103,10 @@ def route(
     ValueError names the argument that is off. On CPU, outside torch.compile, that includes logits that are NaN, +inf
     or, for some token, all -inf, and expert_ids that are out of range or name an expert twice.
     """
+    require_tensors({"logits": logits}, {"selection_bias": selection_bias, "token_mask": token_mask})
     _check(logits, cfg, selection_bias, token_mask)
+    require_bool("training", training)
+    require_generator(generator)
     check_group(group)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if expert_ids is not None:
@@ -278,16 +284,13 @@ def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> 
 
 
 def _check(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_mask: Tensor | None) -> None:
-    if not isinstance(cfg, MoEConfig):
-        raise ValueError(f"cfg must be a MoEConfig, got {type(cfg).__name__}")
-    if not isinstance(logits, Tensor):
-        raise ValueError(f"logits must be a tensor, got {type(logits).__name__}")
+    require_type("cfg", cfg, MoEConfig)
     if logits.ndim != 2 or logits.shape[1] != cfg.num_experts:
         raise ValueError(
             f"logits must be (T, E) with E = num_experts = {cfg.num_experts}, got shape {tuple(logits.shape)}"
         )
-    if not logits.dtype.is_floating_point:
-        raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    if logits.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"logits must be bfloat16, float16, float32 or float64, got {logits.dtype}")
     if cfg.router.selection_bias and selection_bias is None:
         raise ValueError("selection_bias is missing: cfg.router.selection_bias asks for an fp32 (E,) tensor")
     if selection_bias is not None:

@@ -14,12 +14,11 @@ from traceback import clear_frames
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilemoe.runtime.launch_cache import LaunchCache
-
-_PLAIN = (Tensor, nn.Parameter)
+from tilemoe.runtime.tensors import PLAIN
 
 Args = tuple[Any, ...]
 Save = Callable[[Any, Args, Any], None]
@@ -242,7 +241,11 @@ def _is_unwatched(args: Args) -> bool:
         and not torch._C._is_tracing()  # torch.jit's and ONNX's, which see no kernel that Triton starts
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.autograd.profiler._is_profiler_enabled  # torch.profiler sets it, too
-        and all(type(arg) in _PLAIN and not arg.is_meta for arg in args if isinstance(arg, Tensor))
+        and all(
+            type(arg) in PLAIN and not arg.is_meta and not arg.is_neg()  # a negated view: PyTorch negates it
+            for arg in args
+            if isinstance(arg, Tensor)
+        )
     )
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from tilemoe.checks import shown
 from tilemoe.kernels.experts.base import Backend
 from tilemoe.runtime.device import has_triton
 from tilemoe.runtime.tracing import constant_when_traced
@@ -30,11 +31,11 @@ def register_backend(name: str, cls: type[Backend]) -> None:
     ValueError: the name is taken or is not the class's own, or the class is no `Backend` or leaves a kernel undefined.
     """
     if not isinstance(name, str) or not name.isidentifier():  # it travels in a string, between spaces
-        raise ValueError(f"name must be letters, digits and underscores, got {name!r}")
+        raise ValueError(f"name must be letters, digits and underscores, got {shown(name)}")
     if name in _BACKENDS:
         raise ValueError(f"name {name!r} is taken; the backends are {_names()}")
     if not isinstance(cls, type) or not issubclass(cls, Backend):
-        raise ValueError(f"cls must be a subclass of tilemoe.Backend, got {cls!r}")
+        raise ValueError(f"cls must be a subclass of tilemoe.Backend, got {shown(cls)}")
     if cls.__abstractmethods__:
         raise ValueError(f"cls {cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
     if getattr(cls, "name", None) != name:
@@ -90,7 +91,7 @@ def _made(name: str) -> Backend:
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or name not in _BACKENDS:
-        raise ValueError(f"kernels must be None or one of {_names()}; got {name!r}")
+        raise ValueError(f"kernels must be None or one of {_names()}; got {shown(name)}")
 
 
 def _names() -> str:

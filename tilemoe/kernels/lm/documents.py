@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilemoe.runtime.tensors import require_tensor
+
 _NAMES_GROUPS = torch.__version__ >= "2.12"  # PyTorch 2.11 takes grouped heads, too, but has no word for it
 
 
@@ -30,8 +32,11 @@ class Documents(NamedTuple):
 
         ValueError: they are not those of documents, each sequence beginning with one.
         """
+        require_tensor("positions", positions)
         if positions.ndim != 2 or positions.dtype != torch.int64:
             raise ValueError(f"positions must be (B, S) int64, got {tuple(positions.shape)} {positions.dtype}")
+        if positions.is_meta:
+            raise ValueError("positions must have values, got a meta tensor")
         before = F.pad(positions[:, :-1] + 1, (1, 0))
         if not ((positions == 0) | ((positions == before) & (before > 0))).all():
             raise ValueError("positions must begin with 0 in each sequence and rise by 1 up to the next 0")

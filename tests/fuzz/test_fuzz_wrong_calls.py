@@ -1,0 +1,51 @@
+"""Wrong calls of the public API: every single replacement of an argument, and several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from api import CALLS
+from fuzzing import judge_cases
+from hypothesis import strategies as st
+from wrong_calls import kinds_of, why_wrong
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_job_of_one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_the_calls_that_wrong_ones_are_made_from_are_right(function: str) -> None:
+    assert why_wrong(function, {}) is None
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_one_wrong_argument(function: str, record_property: Callable[..., None]) -> None:
+    changes = [{name: kind} for name, kinds in kinds_of(function).items() for kind in kinds]
+    record_property("cases", len(changes))
+    found = {str(change): why_wrong(function, change) for change in changes}
+    assert {change: why for change, why in found.items() if why is not None} == {}
+
+
+@st.composite
+def wrong_calls(draw: Any) -> tuple[str, dict[str, str]]:
+    """A function, and two or three of its arguments with what takes their place."""
+    function = draw(st.sampled_from([name for name in CALLS if len(kinds_of(name)) > 1]))
+    kinds = kinds_of(function)
+    names = draw(st.lists(st.sampled_from(list(kinds)), min_size=2, max_size=3, unique=True))
+    return function, {name: draw(st.sampled_from(kinds[name])) for name in names}
+
+
+def test_several_wrong_arguments(record_property: Callable[..., None]) -> None:
+    def judge(wrong: tuple[str, dict[str, str]]) -> None:
+        assert why_wrong(*wrong) is None
+
+    record_property("cases", judge_cases(judge, wrong_calls(), short=200, full=10_000))

@@ -1,0 +1,77 @@
+"""What the package takes for a tensor, a device and a dtype of parameters: `ValueError` names what is none.
+
+Nothing of a tensor's values is read; a check is a few attributes, a fraction of a microsecond each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilemoe.checks import shown
+
+PLAIN = (Tensor, nn.Parameter)
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] = _NONE) -> None:
+    """ValueError that names what is no tensor, or whose elements are not in memory by strides; ``optional``: or None.
+
+    Sparse and nested tensors, DTensors and those whose memory was freed are refused. Those without values (fake, meta)
+    and other subclasses pass.
+    """
+    # Kernels, and some of PyTorch's own, would read at address 0. What torch.func wraps has no address.
+    has_address = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+    for name, value in {**tensors, **optional}.items():
+        if type(value) in PLAIN and value.layout is torch.strided and not value.is_nested:
+            if has_address and value.data_ptr() == 0 and value.numel() and not value.is_meta:
+                raise ValueError(f"{name} has no memory: it was freed; gather it again, or keep its storage")
+        elif value is not None or name not in optional:
+            _require_dense(name, value)
+
+
+def require_tensor(name: str, value: Any) -> None:
+    """`require_tensors` of one."""
+    require_tensors({name: value})
+
+
+def require_generator(generator: Any) -> None:
+    """ValueError unless it is a torch.Generator, on whatever device, or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"generator must be a torch.Generator or None, got {type(generator).__name__}; make it with "
+            "torch.Generator(device).manual_seed(...)"
+        )
+
+
+def require_factory(device: Any, dtype: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    """ValueError unless parameters can be made on ``device`` in ``dtype``, one of ``dtypes``; each may be None."""
+    if device is not None:
+        device_named(device)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in dtypes):
+        names = ", ".join(map(str, dtypes))
+        raise ValueError(f"dtype must be None or one of {names}; got {shown(dtype)}")
+
+
+def device_named(device: Any, name: str = "device") -> torch.device:
+    """ValueError that says ``name`` unless it is a device, or what PyTorch knows one by."""
+    if isinstance(device, (str, int, torch.device)) and not isinstance(device, bool):
+        with suppress(RuntimeError, ValueError):
+            return torch.device(device)
+    raise ValueError(f"{name} must be a torch device such as 'cpu' or 'cuda:0', got {shown(device)}")
+
+
+def _require_dense(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.is_nested:
+        raise ValueError(f"{name} must be a dense tensor, got a nested one; pad it, or pass its rows as one")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {value.layout}; pass {name}.to_dense()")
+    if hasattr(value, "to_local"):
+        raise ValueError(f"{name} must be a tensor of this process, got a DTensor; pass {name}.to_local()")
