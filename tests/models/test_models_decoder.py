@@ -332,7 +332,7 @@ def test_fills_the_context_exactly_and_restores_the_mode(model: DecoderLM) -> No
     [
         ({"input_ids": torch.zeros(1, 41, dtype=torch.int64)}, "41 tokens, but model.max_seq_len is 40"),
         ({"max_new_tokens": 36}, "ask for at most 35"),
-        ({"max_new_tokens": -1}, "max_new_tokens must be >= 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be an integer >= 0"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "prompt of S >= 1"),
         ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"input_ids must be \(B, S\)"),
         ({"temperature": -0.5}, "temperature must be"),

@@ -65,6 +65,21 @@ def test_a_watched_call_gives_the_same_bits(name: str, recompute: str | None) ->
     assert_equal(watched, plain)
 
 
+def test_a_negated_view_reaches_kernels_as_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its memory alone, which is what they read, the sign would be wrong."""
+    read = []
+    run = TorchBackend.up_proj_act_inference
+    monkeypatch.setattr(
+        TorchBackend, "up_proj_act_inference", lambda self, x, *rest: (read.append(x.is_neg()), run(self, x, *rest))[1]
+    )
+    plan = PLANS["random"]
+    given = {name: leaf.detach() for name, leaf in leaves_of(plan).items()}
+    view = (-given["x"])._neg_view()
+    assert view.is_neg()
+    assert_equal(moe(plan=plan, **{**given, "x": view}), moe(plan=plan, **given))
+    assert read == [False, False]
+
+
 def test_watching_the_backward_alone_is_enough() -> None:
     o = moe(plan=PLANS["random"], **leaves_of(PLANS["random"]))
     with Seen() as seen:

@@ -59,6 +59,18 @@ def test_any_ids_have_the_references_scores_losses_and_gradients(preset: str, ma
     assert torch.equal(routing.expert_ids, ids if mask is None else ids.masked_fill(~mask[:, None], E))
 
 
+@pytest.mark.parametrize("preset", ["gpt_oss", "olmoe", "glm4_moe"])
+def test_experts_that_are_all_masked_score_zero(preset: str) -> None:
+    cfg, ids = config(RouterConfig.preset(preset)), any_ids()
+    logits = random(T, E, seed=1).index_put(
+        (torch.arange(0, T, 2)[:, None], ids[::2]), torch.tensor(-torch.inf).double()
+    )
+    dense = replayed(logits.requires_grad_(), cfg, ids).dense()
+    assert not dense[::2].any()
+    assert dense[1::2].any(dim=1).all()
+    assert torch.autograd.grad(dense.square().sum(), logits)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("preset", sorted(ROUTER_PRESETS))
 def test_replaying_what_was_chosen_changes_no_bit(preset: str) -> None:
     cfg = config(RouterConfig.preset(preset))
@@ -175,8 +187,8 @@ def test_a_record_that_does_not_fit_is_one_line() -> None:
         RoutingRecord().expert_ids(1)
     record = RoutingRecord()
     record.add("one", any_ids(6))
-    for batch_size in (0, 4):
-        with raises_one_line(rf"batch_size \({batch_size}\) must divide the 6 tokens"):
+    for batch_size, message in ((0, "must be an integer >= 1, got 0"), (4, r"\(4\) must divide the 6 tokens")):
+        with raises_one_line(f"batch_size {message}"):
             record.expert_ids(batch_size)
     record.add("two", any_ids(12))
     with raises_one_line(r"the record's layers have \[3, 6\] tokens of a sequence"):

@@ -302,7 +302,7 @@ def test_a_skewed_router_ends_balanced() -> None:
         ([torch.zeros(4)], torch.zeros(4, dtype=torch.int32), 0.1, r"tokens_per_expert must be \(L, E\)"),
         ([torch.zeros(4)], torch.zeros(2, 4, dtype=torch.int32), 0.1, "one row for each of the 1 biases"),
         ([torch.zeros(3)], torch.zeros(1, 4, dtype=torch.int32), 0.1, r"biases\[0\] must be \(4,\)"),
-        ([torch.zeros(4)], torch.zeros(1, 4, dtype=torch.int32), -0.1, "rate must be >= 0, got -0.1"),
+        ([torch.zeros(4)], torch.zeros(1, 4, dtype=torch.int32), -0.1, "rate must be a finite number >= 0, got -0.1"),
     ],
 )
 def test_bad_arguments_are_named(biases: list[Tensor], counts: Tensor, rate: float, message: str) -> None:

@@ -124,7 +124,9 @@ def _choose(token_logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None)
 
 
 def _scores_of_chosen(token_logits: Tensor, chosen: list[int], router: RouterConfig) -> list[Tensor]:
-    if router.softmax_after_topk:
+    if bool((token_logits[chosen] == float("-inf")).all()):  # only replayed ids can all be masked
+        kept = torch.zeros_like(token_logits[chosen])
+    elif router.softmax_after_topk:
         kept = torch.softmax(token_logits[chosen], dim=0)
     else:
         kept = _score_function(token_logits, router)[chosen]

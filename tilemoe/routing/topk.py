@@ -182,9 +182,8 @@ def _select(
     if replayed is None:
         expert_ids = _choose(logits.detach(), all_scores.detach(), cfg, selection_bias)
         scores = _kept_scores(all_scores, expert_ids, router)
-    else:  # clamped: values are unchecked on a GPU, and gather must not read out of bounds
-        expert_ids = replayed
-        scores = _kept_scores(all_scores, replayed.long().clamp(0, cfg.num_experts - 1), router)
+    else:
+        expert_ids, scores = replayed, _replayed_scores(all_scores, replayed, router)
     if padding is not None:
         expert_ids = expert_ids.masked_fill(padding, cfg.num_experts)
         scores = scores.masked_fill(padding, 0.0)
@@ -241,6 +240,16 @@ def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -
     elif router.normalize:
         kept = kept / (kept.sum(dim=-1, keepdim=True) + _EPSILON)
     return kept if router.scale == 1.0 else kept * router.scale
+
+
+def _replayed_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -> Tensor:
+    """`_kept_scores` of ids that the router did not choose: 0 for a token whose experts are all masked."""
+    # Clamped: values are unchecked on a GPU, and gather must not read out of bounds.
+    expert_ids = expert_ids.long().clamp(0, all_scores.shape[1] - 1)
+    if not router.softmax_after_topk:
+        return _kept_scores(all_scores, expert_ids, router)
+    nothing = (all_scores.gather(1, expert_ids) == float("-inf")).all(dim=1, keepdim=True)  # its softmax is NaN
+    return _kept_scores(all_scores.masked_fill(nothing, 0.0), expert_ids, router).masked_fill(nothing, 0.0)
 
 
 def _aux_loss(
