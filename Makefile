@@ -1,5 +1,6 @@
 # env: the pinned development environment in .venv · demo: train the tiny recipe · test · newest-triton: what can be
 # tested of the kernels on the newest Triton · oldest-transformers: the integration on it · check: all of these, ruff, mypy
+# fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about two hours and a half of one core
 # oldest-torch: what traces, compiles and differentiates on the oldest PyTorch; apart from check, because it downloads 3 GB
 PYTHON ?= python3
 VENV := .venv
@@ -21,6 +22,7 @@ INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py e
 # The tests' processes, of one thread each. One takes over what another has not begun, from the end: a module's fixtures
 # are seldom made twice.
 JOBS ?= 2
+SHARE ?= 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py hopper_layouts.py \
 	hopper_fp8_compiled.py small_m.py triton_router_input.py)
@@ -29,7 +31,7 @@ COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kern
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
 	--no-warn-unused-ignores
 
-.PHONY: env demo test newest-triton oldest-transformers oldest-torch check checks lint types wheel clean
+.PHONY: env demo test fuzz newest-triton oldest-transformers oldest-torch check checks lint types wheel clean
 
 env: $(STAMP)
 
@@ -76,6 +78,9 @@ types: env
 
 test: env
 	$(PYTEST) -m "not gpu"
+
+fuzz: env
+	$(BIN)/python benchmarks/fuzz.py --share $(SHARE) -n $(JOBS) --dist worksteal
 
 # fp16 is left to the other release: it differs from bf16 in little, and this is to take a few minutes. So is the
 # interpreter (test_*_values.py), which in this one refuses a mask made of a vector and a scalar.

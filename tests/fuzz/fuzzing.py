@@ -19,11 +19,23 @@ SEED = int(os.environ.get("FUZZ_SEED", "0"))
 Case = TypeVar("Case")
 
 
-def judge_cases(judge: Callable[[Case], None], strategy: SearchStrategy[Case], *, short: int, full: int) -> int:
-    """``judge`` so many cases and return how many; it raises for one that is wrong, and hypothesis shows the least."""
+def judge_cases(
+    judge: Callable[[Case], None],
+    strategy: SearchStrategy[Case],
+    record_property: Callable[[str, int], None],
+    *,
+    short: int,
+    full: int,
+    each: int = 1,
+    part: int = 0,
+) -> None:
+    """``judge`` so many examples, of ``each`` cases; it raises for one that is wrong, and hypothesis shows the least.
+
+    Each ``part`` of a test draws others. The cases that were judged become the test's property "cases".
+    """
     judged = 0
 
-    @seed(SEED)
+    @seed(SEED + part)
     @settings(
         max_examples=short if SHARE is None else max(1, round(full * float(SHARE))),
         deadline=None,
@@ -34,8 +46,10 @@ def judge_cases(judge: Callable[[Case], None], strategy: SearchStrategy[Case], *
     @given(strategy)
     def run(case: Case) -> None:
         nonlocal judged
-        judged += 1
+        judged += each
         judge(case)
 
-    run()
-    return judged
+    try:
+        run()
+    finally:
+        record_property("cases", judged)

@@ -48,4 +48,4 @@ def test_several_wrong_arguments(record_property: Callable[..., None]) -> None:
     def judge(wrong: tuple[str, dict[str, str]]) -> None:
         assert why_wrong(*wrong) is None
 
-    record_property("cases", judge_cases(judge, wrong_calls(), short=200, full=10_000))
+    judge_cases(judge, wrong_calls(), record_property, short=200, full=10_000)
