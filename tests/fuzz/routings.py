@@ -182,14 +182,17 @@ def _hostile_logits(layer: Layer, generator: torch.Generator) -> Tensor:
     """(T, E) fp64: ties, masked experts, scores that underflow, all tokens on the same experts.
 
     Where rows are rounded tokens compete, too: then two are equal in all logits, or differ by more than the last bit of
-    a score.
+    a score. That bit of PyTorch's fp64 sigmoid depends on the place in memory, but not for whole numbers: so equal
+    logits are such.
     """
     tokens, experts, k = layer.tokens, layer.cfg.num_experts, layer.cfg.num_experts_per_tok
     logits = torch.randn(tokens, experts, generator=generator, dtype=torch.float64) * 2
     compete = layer.kind == "rounded"
     what = _one_of(generator, "as they are", "tied", "equal", "crowded", "masked", "tied" if compete else "wide")
     if what == "tied":
-        logits = logits[torch.randint(0, 3, (tokens,), generator=generator)] if compete else logits.round()
+        is_whole = not compete or layer.cfg.router.score == "sigmoid"
+        logits = logits.round() if is_whole else logits
+        logits = logits[torch.randint(0, 3, (tokens,), generator=generator)] if compete else logits
     elif what == "equal":
         logits = torch.zeros_like(logits)
     elif what == "crowded":
@@ -199,7 +202,7 @@ def _hostile_logits(layer: Layer, generator: torch.Generator) -> Tensor:
         hidden[:, experts - 1] = False  # one is left
         logits = logits.masked_fill(hidden, -INF)
     elif what == "wide":
-        logits *= 128
+        logits = (logits * 16).round().clamp(-32, 32) * 8
     return logits
 
 

@@ -52,7 +52,7 @@ def test_every_float_dtype_has_a_backend_and_a_reason(dtype: torch.dtype) -> Non
     [
         (("cpu", torch.int32), "dtype must be one of torch.bfloat16, .*; got torch.int32"),
         (("cpu", torch.float8_e4m3fn), "dtype must be one of .*; got torch.float8_e4m3fn"),
-        (("cpu", "float32"), "dtype must be one of .*; got float32"),
+        (("cpu", "float32"), "dtype must be one of .*; got 'float32'"),
         (("gpu", torch.float32), "device must be a torch device such as 'cpu' or 'cuda:0', got 'gpu'"),
     ],
     ids=str,
