@@ -87,8 +87,5 @@ def _check(biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float) -> 
             )
         if not bias.dtype.is_floating_point:
             raise ValueError(f"biases[{layer}] must be floating point, got {bias.dtype}")
-        if bias.device != tokens_per_expert.device:
-            raise ValueError(
-                f"biases[{layer}] is on {bias.device} but tokens_per_expert is on {tokens_per_expert.device}; move "
-                "them to one device"
-            )
+        if tokens_per_expert.is_meta and not bias.is_meta:
+            raise ValueError("tokens_per_expert must have values, got a meta tensor")
