@@ -96,7 +96,7 @@ def _dtensor(t: Tensor) -> Tensor:
 
 
 # Tensors like the right one in all but their dtype, their place in memory or their values.
-SAME_VALUES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+SAME_SHAPE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         **{f"of {name}": partial(Tensor.to, dtype=dtype) for name, dtype in DTYPES.items()},
         "strided": _strided,
@@ -113,7 +113,20 @@ SAME_VALUES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "large": partial(_filled, 2**40),
     }
 )
-OTHER_TENSORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+OTHER_SHAPE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "a dimension more": lambda t: t[None],
+        "a dimension less": lambda t: t[0],
+        "0 dimensions": lambda t: t.flatten()[0],
+        "narrower": lambda t: t[..., :-1],
+        "shorter": lambda t: t[:-1],
+        "longer": lambda t: torch.cat([t, t]),
+        "empty": lambda t: t[:0],
+        "without columns": lambda t: t[..., :0],
+        "transposed": lambda t: t.transpose(0, -1),
+    }
+)
+NOT_ORDINARY: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "float4": lambda t: torch.zeros(t.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
         "quantised": _quantised,
@@ -128,22 +141,14 @@ OTHER_TENSORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "jagged rows": lambda t: nested_tensor(list(t), layout=torch.jagged),
         "DTensor": _dtensor,
         "freed": _freed,
-        "a dimension more": lambda t: t[None],
-        "a dimension less": lambda t: t[0],
-        "0 dimensions": lambda t: t.flatten()[0],
-        "narrower": lambda t: t[..., :-1],
-        "shorter": lambda t: t[:-1],
-        "longer": lambda t: torch.cat([t, t]),
-        "empty": lambda t: t[:0],
-        "without columns": lambda t: t[..., :0],
-        "transposed": lambda t: t.transpose(0, -1),
         "list": lambda t: t.tolist(),
         "numpy": lambda t: t.numpy(),
     }
 )
 
 
-FORMS = MappingProxyType({f"its {kind}": form for kind, form in {**SAME_VALUES, **OTHER_TENSORS}.items()})
+_ALL = {**SAME_SHAPE, **OTHER_SHAPE, **NOT_ORDINARY}
+FORMS = MappingProxyType({f"its {kind}": form for kind, form in _ALL.items()})
 
 
 def kinds_for(value: Any) -> list[str]:

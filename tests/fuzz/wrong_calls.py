@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from api import CALLS, Call
-from replacements import ANYTHING, OTHER_TENSORS, kinds_for, plain, replacement
+from replacements import ANYTHING, OTHER_SHAPE, SAME_SHAPE, kinds_for, plain, replacement
 from torch import Tensor
 
 Changes = Mapping[str, str]  # argument -> kind of replacement
 
 _PATIENCE_S = 30
-_SHAPES = {f"its {kind}" for kind in OTHER_TENSORS}
+_SAME_SHAPE, _OTHER_SHAPE = ({f"its {kind}" for kind in kinds} for kinds in (SAME_SHAPE, OTHER_SHAPE))
 _ROWS, _COLUMNS = {"its shorter", "its longer", "its empty"}, {"its narrower", "its transposed"}
 _BOOLS = "softmax_after_topk normalize bias expert_bias tie_embeddings RouterConfig.selection_bias training"
 _NONE_OF_A_CALL = "b1 b2 token_mask group generator labels documents record cache expert_ids select_kernels.cfg"
@@ -83,15 +83,15 @@ def replaced(call: Call, changes: Changes) -> dict[str, Any]:
 
 
 def _may_be(function: str, argument: str, kind: str) -> bool:
-    if kind not in ANYTHING and kind not in _SHAPES:
-        return True  # the same shape: the result says whether it is right
+    if kind in _SAME_SHAPE:
+        return True  # the result says whether it is right
     return bool({(argument, kind), (f"{function}.{argument}", kind)} & VALID)
 
 
 def _why_bad_message(message: str, call: Call, changes: Changes, given: Mapping[str, Any]) -> str | None:
     """It is one line with an argument's name: of those replaced, or where shapes do not go together, any."""
     names = {*changes, *call.called}
-    if _SHAPES & set(changes.values()):
+    if _OTHER_SHAPE & set(changes.values()):
         names |= set(given)
     named = any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in names)
     return None if named and "\n" not in message else f"message {message[:300]!r}"
