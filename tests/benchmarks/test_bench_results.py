@@ -5,9 +5,11 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
+import fuzz
 import gpu_tests
 import kernel_chain
 import plots
@@ -204,6 +206,24 @@ def test_each_outcome_is_counted_and_what_did_not_pass_is_named(tmp_path: Path) 
     assert reasons.keys() == {"test_bad", "test_error", "test_skipped"}
     assert "not here" in reasons["test_skipped"]
     assert "no luck" in out  # said when it happens, not only at the end
+
+
+def test_fuzzing_counts_cases_and_keeps_the_error_with_its_least_case() -> None:
+    counted, text = fuzz.Counted(), "def judge\nE   AssertionError: off\nE   case=Layer(\nE     seed=0)\nfile.py:1"
+    for name, outcome, count in (("f[0]", "passed", 3), ("f[1]", "failed", 5), ("f[interpreter-fp32]", "passed", 2)):
+        counted.pytest_runtest_logreport(
+            SimpleNamespace(
+                nodeid=f"tests/fuzz/test_x.py::test_{name}",
+                when="call",
+                outcome=outcome,
+                failed=outcome == "failed",
+                longrepr="",
+                longreprtext=text if outcome == "failed" else "",
+                user_properties=[("cases", count)],
+            )
+        )
+    assert counted.cases == {"test_f": 8, "test_f_interpreter": 2}
+    assert counted.reasons == {"tests/fuzz/test_x.py::test_f[1]": "AssertionError: off case=Layer( seed=0)"}
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
