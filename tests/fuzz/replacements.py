@@ -96,7 +96,7 @@ def _dtensor(t: Tensor) -> Tensor:
 
 
 # Tensors like the right one in all but their dtype, their place in memory or their values.
-SAME_SHAPE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+SAME_SHAPE: Mapping[str, Callable[[Tensor], Any]] = MappingProxyType(
     {
         **{f"of {name}": partial(Tensor.to, dtype=dtype) for name, dtype in DTYPES.items()},
         "strided": _strided,
@@ -113,7 +113,7 @@ SAME_SHAPE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "large": partial(_filled, 2**40),
     }
 )
-OTHER_SHAPE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+OTHER_SHAPE: Mapping[str, Callable[[Tensor], Any]] = MappingProxyType(
     {
         "a dimension more": lambda t: t[None],
         "a dimension less": lambda t: t[0],
@@ -126,7 +126,7 @@ OTHER_SHAPE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "transposed": lambda t: t.transpose(0, -1),
     }
 )
-NOT_ORDINARY: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+NOT_ORDINARY: Mapping[str, Callable[[Tensor], Any]] = MappingProxyType(
     {
         "float4": lambda t: torch.zeros(t.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
         "quantised": _quantised,
