@@ -64,7 +64,8 @@ def judge_routing(layer: Layer, generator: torch.Generator, dtype: torch.dtype) 
         )[0]
         for scores, loss, leaf in ((found, drawn.loss, drawn.leaf), (drawn.dense, drawn.oracle_loss, drawn.oracle_leaf))
     ]
-    torch.testing.assert_close(gradients[0].cpu(), gradients[1])
+    # As where the router's kernels are tested alone: of logits in the hundreds the last bit of logsumexp is 3e-5.
+    torch.testing.assert_close(gradients[0].cpu(), gradients[1], rtol=2e-5, atol=2e-6)
     cfg, (b1, b2) = layer.cfg, layer.biases
     inputs = make_inputs(
         drawn.plan, cfg.hidden_size, cfg.intermediate_size, cfg.activation, dtype=dtype, bias=True, seed=layer.seed
