@@ -27,12 +27,13 @@ def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] = _N
     """
     # Kernels, and some of PyTorch's own, would read at address 0. What torch.func wraps has no address.
     has_address = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
-    for name, value in {**tensors, **optional}.items():
-        if type(value) in PLAIN and value.layout is torch.strided and not value.is_nested:
-            if has_address and value.data_ptr() == 0 and value.numel() and not value.is_meta:
-                raise ValueError(f"{name} has no memory: it was freed; gather it again, or keep its storage")
-        elif value is not None or name not in optional:
-            _require_dense(name, value)
+    for group in (tensors, optional):
+        for name, value in group.items():
+            if type(value) in PLAIN and value.layout is torch.strided and not value.is_nested:
+                if has_address and value.data_ptr() == 0 and value.numel() and not value.is_meta:
+                    raise ValueError(f"{name} has no memory: it was freed; gather it again, or keep its storage")
+            elif value is not None or group is tensors:
+                _require_dense(name, value)
 
 
 def require_tensor(name: str, value: Any) -> None:
