@@ -55,13 +55,13 @@ def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> Non
     from tilemoe.integrations.peft import save_adapter
     from tilemoe.layers.lora import merge_lora
     from tilemoe.models.folder import is_hf
-    from tilemoe.models.huggingface import save_hf
+    from tilemoe.models.huggingface import write_hf
 
     lora = restored.checkpoint.state.recipe.lora
     if not is_adapter:
         merge_lora(restored.model)
         ends = restored.tokenizer.end_ids
-        save_hf(restored.model, folder, eos_token_id=ends if len(ends) > 1 else ends[0])
+        write_hf(restored.model, folder, eos_token_id=ends if len(ends) > 1 else ends[0])
         return
     if lora is None:
         raise ValueError(f"--adapter: {restored.checkpoint.path} has no adapters; leave it out to export the weights")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -19,15 +20,20 @@ _HASH_CHUNK = 1 << 18  # bytes
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Make ``path`` hold ``content``: at every moment it has its old content or the new one, whole."""
-    temporary = _temporary_beside(path)
+    """Make ``path`` hold ``content``: at every moment it has its old content or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; it names a file.
+    """
     try:
-        temporary.write_bytes(content)
-        fsync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync(path.parent)
+        with _temporary_beside(path, Path.touch) as temporary:
+            temporary.write_bytes(content)
+            fsync(temporary)
+            os.replace(temporary, path)
+        fsync(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not know it
+        raise
 
 
 @contextlib.contextmanager
@@ -36,34 +42,38 @@ def staged_folder(final: Path) -> Iterator[Path]:
 
     Where another process has published ``final`` meanwhile, its folder stays and ours is dropped.
     """
-    temporary = _temporary_beside(final)
-    temporary.mkdir(parents=True)
-    try:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_beside(final, Path.mkdir) as temporary:
         yield temporary
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
         try:
-            os.rename(temporary, final)
+            rename_synced(temporary, final)
         except OSError:
             if not final.is_dir() or not any(final.iterdir()):
                 raise
-        fsync(final.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def rename_synced(source: Path, target: Path) -> None:
+    """Rename a folder for good, or not at all: it has its old name where the new one may not outlive a crash."""
+    os.rename(source, target)
+    try:
+        fsync(target.parent)
+    except OSError:
+        os.rename(target, source)
+        raise
 
 
 @contextlib.contextmanager
 def only_one_process(target: Path) -> Iterator[None]:
     """Hold the lock of ``target`` for the block: who comes second waits, then finds the work done.
 
-    The lock saves work and lets what killed processes left behind be removed. It is not what keeps ``target`` whole:
-    publication is atomic, so systems without such locks only work twice.
+    The lock saves work. It is not what keeps ``target`` whole: publication is atomic, so systems without such locks
+    only work twice.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".lock-{target.name}").open("a") as lock:
-        if _locked(lock.fileno(), waits=True):
-            for leftover in target.parent.glob(f"{_TEMPORARY}{target.name}-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        _locked(lock.fileno(), waits=True)
         yield
 
 
@@ -98,8 +108,49 @@ def _locked(descriptor: int, *, waits: bool) -> bool:
     return True
 
 
-def _temporary_beside(path: Path) -> Path:
-    return path.with_name(f"{_TEMPORARY}{path.name}-{secrets.token_hex(8)}")
+@contextlib.contextmanager
+def _temporary_beside(path: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """What ``make`` makes beside ``path``, for the block; what killed processes have left there is removed.
+
+    Its writer holds the lock of each until it is done with it, so that of another one can tell whether it is alive.
+    """
+    _remove_abandoned(path)
+    while True:
+        temporary = path.with_name(f"{_TEMPORARY}{path.name}-{secrets.token_hex(8)}")
+        make(temporary)
+        descriptor = os.open(temporary, os.O_RDONLY)
+        _locked(descriptor, waits=True)
+        if temporary.exists():  # or another process has found it before it was locked
+            break
+        os.close(descriptor)
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+        os.close(descriptor)
+
+
+def _remove_abandoned(path: Path) -> None:
+    name = re.compile(rf"{re.escape(_TEMPORARY + path.name)}-[0-9a-f]+")
+    for leftover in path.parent.iterdir():
+        if name.fullmatch(leftover.name) is None or leftover.is_symlink():
+            continue
+        with contextlib.suppress(OSError):  # BlockingIOError: its writer is alive
+            descriptor = os.open(leftover, os.O_RDONLY)
+            try:
+                if _locked(descriptor, waits=False):
+                    _remove(leftover)
+            finally:
+                os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """As far as that can be done; who comes next tries again."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def sha256_file(path: Path) -> str:

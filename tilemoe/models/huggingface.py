@@ -126,13 +126,20 @@ def save_hf(
     out = Path(folder).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"folder {out} exists and is not an empty folder; choose another")
+    with staged_folder(out) as partial:
+        write_hf(model, partial, eos_token_id=eos_token_id, max_shard_bytes=max_shard_bytes)
+
+
+def write_hf(
+    model: DecoderLM, folder: Path, *, eos_token_id: int | list[int] | None = None, max_shard_bytes: int = 4 << 30
+) -> None:
+    """`save_hf` into a folder that is there; nothing is synced. ValueError: as of `to_hf_state_dict`."""
     tensors = to_hf_state_dict(model)
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     config = {**hf_config_dict(model.config), "eos_token_id": eos_token_id, "torch_dtype": dtype}
-    with staged_folder(out) as partial:
-        _write_json(partial / CONFIG_FILE, config)
-        _write_json(partial / "generation_config.json", {"do_sample": True, "eos_token_id": eos_token_id})
-        _write_shards(partial, tensors, max_shard_bytes)
+    _write_json(folder / CONFIG_FILE, config)
+    _write_json(folder / "generation_config.json", {"do_sample": True, "eos_token_id": eos_token_id})
+    _write_shards(folder, tensors, max_shard_bytes)
 
 
 def load_hf(

@@ -5,10 +5,12 @@ Needs matplotlib (tilemoe[plot]).
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilemoe.data.files import write_atomic
 from tilemoe.train.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -26,8 +28,10 @@ def draw(run_dir: Path, title: str) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(make_figure(list(read_metrics(run_dir / METRICS_FILE)), title))
+    drawn = io.BytesIO()
+    canvas.print_png(drawn)
     target = run_dir / PLOT_FILE
-    canvas.print_png(str(target))
+    write_atomic(target, drawn.getvalue())
     return target
 
 

@@ -125,7 +125,6 @@ def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, 
     fsync(temporary)
     assert not target.exists(), f"{target} is saved twice: newer checkpoints are set aside before a run goes on"
     publish_folder(temporary, target)
-    fsync(target.parent)
 
 
 def write_error(target: Path, error: BaseException | str) -> CheckpointError:

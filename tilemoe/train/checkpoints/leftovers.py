@@ -12,6 +12,8 @@ import re
 import shutil
 from pathlib import Path
 
+from tilemoe.data.files import rename_synced
+
 MARK_FILE = ".tilemoe"
 _MARK = b"Written by tilemoe, which removes this folder when it finds it.\n"
 _NAME = re.compile(r"\.(tmp|trash)-step_\d{8,}")
@@ -36,8 +38,10 @@ def make_temporary(target: Path) -> None:
 
 
 def publish_folder(temporary: Path, target: Path) -> None:
-    """Give a folder that is complete its name; the mark goes last, for without it nobody may remove the folder."""
-    os.rename(temporary, target)
+    """Give a folder that is complete its name, for good or not at all; the mark goes last, for without it nobody may
+    remove the folder.
+    """
+    rename_synced(temporary, target)
     with contextlib.suppress(OSError):  # the checkpoint is there; nobody reads a mark in it
         (target / MARK_FILE).unlink()
 
