@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tilemoe.activations import REGISTRY, validate_activation
 from tilemoe.checks import find_named, require_fields, require_int, shown
@@ -359,4 +359,6 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     nested = [t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)]
     if nested and (value is not None or type(None) not in get_args(hint)):
         return from_dict(nested[0], value, where)  # type: ignore[arg-type]
+    if get_origin(hint) is tuple and not isinstance(value, (list, tuple)):
+        raise ValueError(f"{where.rstrip('.')}: expected a list, got {value!r}")
     return tuple(value) if isinstance(value, list) else value

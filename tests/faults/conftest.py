@@ -1,13 +1,10 @@
-"""All faults instead of a selection: TILEMOE_FAULTS=all, which `make faults` sets."""
+"""A corpus for all kinds of fault."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers import write_corpus
-
-ALL = os.environ.get("TILEMOE_FAULTS") == "all"
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 from tilemoe.cli.main import one_line
 
+ALL = os.environ.get("TILEMOE_FAULTS") == "all"  # every fault, as `make faults` sets it; else a selection
 KILLED = 77  # the exit code of a process that was ended at a call
 # What may come of each call. "short": a part is written, and the caller told how much. "torn": a part, then ENOSPC.
 ERRORS = {
@@ -222,6 +223,8 @@ def in_fork(work: Callable[[], object]) -> int:
 
 def complaint(error: BaseException, place: Path) -> str | None:
     """What is wrong with an error that the command line is to turn into one line that names a file; None: nothing."""
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return None  # of which the command line makes a line of its own
     if not isinstance(error, (ValueError, OSError)):
         return f"{type(error).__name__}: {error}"
     if "\n" in str(error) or str(place) not in one_line(error):

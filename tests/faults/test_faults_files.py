@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ALL
-from filesystem import FAULTS, KILLED, Call, Fault, complaint, in_fork, watched
+from filesystem import ALL, FAULTS, KILLED, Call, Fault, complaint, in_fork, watched
 from writes import WRITES, Write
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -97,6 +97,7 @@ def checkpoint_read(folder: Path) -> Any:
     found = find_latest(folder)
     if found is None:
         return None
+    found.require_bytes()
     training = Training(found.state.recipe, found.state.step)
     with torch.no_grad():
         for parameter in training.model.parameters():

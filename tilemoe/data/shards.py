@@ -109,7 +109,7 @@ class TokenShards:
             self._shards = [
                 (directory / str(s["file"]), int(s["num_tokens"]), str(s["sha256"])) for s in entry["shards"]
             ]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _bad_index(directory, f"{type(error).__name__}: {error}") from error
         self._maps = [_map_shard(path, dtype, count) for path, count, _ in self._shards]
         self._start_of_shard = np.cumsum([0, *(count for _, count, _ in self._shards)])
@@ -170,7 +170,7 @@ def read_index(directory: Path) -> dict[str, Any]:
         content = json.loads((directory / INDEX).read_text(encoding="utf-8"))
     except OSError as error:
         raise _bad_index(directory, error.strerror or str(error)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _bad_index(directory, "not JSON") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise _bad_index(directory, "not an index of token shards")

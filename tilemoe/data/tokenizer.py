@@ -25,6 +25,7 @@ BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 # The token that ends a document, by the names that public tokenizers give it; the first that is there is used.
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]", "[SEP]", "<0x00>")
+_MOST_IDS = 1 << 24
 _MIN_BPE_VOCAB = 257  # 256 bytes and the separator
 _BPE_SAMPLE_BYTES = 1 << 28  # of files; a larger corpus is thinned evenly, for merges gain nothing beyond
 
@@ -52,6 +53,10 @@ class Tokenizer:
                 f"tokenizer {name!r}: has no token that ends a document; add {END_OF_TEXT!r} to its added_tokens"
             )
         self.vocab_size: int = max(vocabulary.values()) + 1  # ids may have gaps
+        if self.vocab_size > _MOST_IDS:  # the library takes memory for each
+            raise ValueError(
+                f"tokenizer {name!r}: has an id of {self.vocab_size - 1}; correct it, ids must be below {_MOST_IDS}"
+            )
         self.separator_id: int = vocabulary[separator]
         self.fingerprint = hashlib.sha256(self._backend.to_str().encode("utf-8")).hexdigest()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tilemoe.config import ModelConfig
+from tilemoe.models.flops import count_parameters
 from tilemoe.models.hf_config import config_from_hf
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -52,7 +53,22 @@ def read_config(folder: Path) -> ModelConfig:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); give a folder with a model in it") from error
-    return config_from_hf(data)
+    try:
+        config = config_from_hf(data)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    require_bytes(config, sum(file.stat().st_size for file in folder.glob("*.safetensors")), str(path))
+    return config
+
+
+def require_bytes(config: ModelConfig, size: int, where: str) -> None:
+    """ValueError where files of ``size`` bytes, if there are any, cannot hold the parameters that ``where`` claims.
+
+    No parameter is smaller than a byte. To be asked before memory is taken for them, or time to count them out.
+    """
+    parameters = count_parameters(config)
+    if 0 < size < parameters:
+        raise ValueError(f"{where} claims {parameters:,} parameters, and the files have {size:,} bytes; correct it")
 
 
 def hf_tokenizer(folder: Path) -> str:

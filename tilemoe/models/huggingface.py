@@ -213,7 +213,10 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
             for name in sorted(names & file_of.keys()):
                 raise ValueError(f"{file} has {name}, which another file has, too; keep the model's own files alone")
             file_of |= dict.fromkeys(names, handle)
-        yield file_of
+        try:
+            yield file_of
+        except ValueError as error:  # of a tensor, which does not know where it was read
+            raise ValueError(f"{folder}: {error}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:

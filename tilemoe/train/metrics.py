@@ -47,7 +47,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             where, fix = f"{path} line {number}", "move the file away to go on without it"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON ({error}); {fix}") from error
             if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
                 raise ValueError(f"{where} is not a record of a run; {fix}")

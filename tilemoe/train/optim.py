@@ -79,7 +79,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The inverse of ``optimizer_tensors``; hyper-parameters stay as the optimiser was made with."""
+    """The inverse of ``optimizer_tensors``; hyper-parameters stay as the optimiser was made with.
+
+    ValueError: there is state of a parameter that the model lacks.
+    """
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     by_parameter: dict[str, dict[str, Tensor]] = {}
@@ -87,7 +90,8 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         name, _, key = full_name.rpartition(".")
         by_parameter.setdefault(name, {})[key] = tensor
     unknown = set(by_parameter) - set(name_of.values())
-    assert not unknown, f"state of parameters that the model lacks: {sorted(unknown)}"
+    if unknown:
+        raise ValueError(f"the optimiser's state has {min(unknown)}, which is no parameter of the model")
     state = {i: by_parameter[name_of[id(p)]] for i, p in enumerate(order) if name_of[id(p)] in by_parameter}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

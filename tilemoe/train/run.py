@@ -79,6 +79,7 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
     the precision and what is logged may change; so may batch_size and accumulation where a step of all ``processes``
     keeps its number of sequences, for then it keeps the sequences themselves.
     """
+    checkpoint.require_bytes()
     checkpoint.require_model(recipe.model)
     state = checkpoint.state
     is_same_step = recipe.tokens_per_step * processes == state.recipe.tokens_per_step * state.processes

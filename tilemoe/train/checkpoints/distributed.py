@@ -30,7 +30,7 @@ from tilemoe.train.checkpoints.folder import (
 )
 from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.names import step_dir
-from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank
+from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank, first_failure
 from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, seen
 
 _VERIFIED_WITHIN = timedelta(days=1)  # a checkpoint of terabytes takes hours
@@ -101,8 +101,7 @@ class PendingCheckpoint:
                 discard(self._temporary)
             told: BaseException | str = error
             if isinstance(error, CheckpointException):  # the traceback of every process: the first's last line will do
-                rank, (failure, _) = next(iter(error.failures.items()))
-                told = f"rank {rank}: {failure}"
+                told = first_failure(error)
             raise write_error(self._target, told) from error
 
 

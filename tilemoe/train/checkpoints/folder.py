@@ -15,17 +15,18 @@ Either is written under a temporary name, synced, and renamed. Nothing in the fi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors.torch import save_file, save_model
 from torch import nn
 
 from tilemoe.config import ModelConfig, to_dict
@@ -33,6 +34,7 @@ from tilemoe.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from tilemoe.data.files import fsync, sha256_file
 from tilemoe.data.tokenizer import BYTES, Tokenizer
 from tilemoe.layers.lora import adapter_names
+from tilemoe.models.folder import require_bytes
 from tilemoe.train.checkpoints.leftovers import (
     MARK_FILE,
     delete_folder,
@@ -51,7 +53,7 @@ from tilemoe.train.checkpoints.sharded_state import (
     read_whole_model,
 )
 from tilemoe.train.config import Recipe, differences, parse_recipe
-from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
+from tilemoe.train.optim import optimizer_tensors
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "manifest.json"
@@ -224,12 +226,11 @@ class Checkpoint:
         Adapters of ``model`` stay as they are where the checkpoint's has none.
         """
         absent = adapter_names(model) if self.state.recipe.lora is None else set()
-        if self.is_sharded:
-            read_model(self.path, model, absent)
-        elif is_shared(model) or absent:
-            read_whole_model(self.path / MODEL_FILE, model, absent)
-        else:
-            load_model(model, str(self.path / MODEL_FILE))
+        with self._readable():
+            if self.is_sharded:
+                read_model(self.path, model, absent)
+            else:
+                read_whole_model(self.path / MODEL_FILE, model, absent)
 
     def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Weights, optimiser state and torch's random-number generators, bit for bit.
@@ -237,17 +238,31 @@ class Checkpoint:
         Any number of processes can read what one process or a job has written. Random numbers are those of the same
         rank; one that was not there then, and all processes of a job that goes on from one, keep theirs as they are.
         """
-        if self.is_sharded:
-            read_training(self.path, model, optimizer)
-            return
-        if is_shared(model):
+        with self._readable():
+            if self.is_sharded:
+                read_training(self.path, model, optimizer)
+                return
             read_whole(self.path / MODEL_FILE, self.path / OPTIMIZER_FILE, model, optimizer)
-            return
-        self.load_model(model)
-        load_optimizer_tensors(model, optimizer, load_file(str(self.path / OPTIMIZER_FILE)))
-        torch.set_rng_state(_rng_tensor(self.rng_cpu))
-        if self.rng_cuda and torch.cuda.device_count() == len(self.rng_cuda):
-            torch.cuda.set_rng_state_all([_rng_tensor(text) for text in self.rng_cuda])
+            if is_shared(model):
+                return
+            torch.set_rng_state(_rng_tensor(self.rng_cpu))
+            if self.rng_cuda and torch.cuda.device_count() == len(self.rng_cuda):
+                torch.cuda.set_rng_state_all([_rng_tensor(text) for text in self.rng_cuda])
+
+    def require_bytes(self) -> None:
+        """CheckpointError where its model is of more parameters than its files can hold; before memory is taken."""
+        with self._readable():
+            size = sum((self.path / name).stat().st_size for name in self.files)
+            require_bytes(self.state.recipe.model, size, STATE_FILE)
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """What its files, which anybody can have written, say and cannot be is a CheckpointError that names it."""
+        try:
+            yield
+        except (ValueError, SafetensorError, KeyError, TypeError) as error:
+            told = " ".join(str(error).split())
+            raise CheckpointError(f"checkpoint {self.path} cannot be used: {told}") from error
 
 
 def _rng_tensor(text: str) -> torch.Tensor:
@@ -281,6 +296,8 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     if data["format"] != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
     recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
+    if TOKENIZER_FILE not in files and recipe.data.tokenizer != BYTES:
+        raise _damaged(path, f"{TOKENIZER_FILE} is not listed in {MANIFEST_FILE}")
     processes = data.get("processes", 0)  # which releases up to 0.1.0 did not say
     state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"], processes)
     return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], frozenset(files))

@@ -125,6 +125,7 @@ def restore(path: Path, device_name: str) -> Restored:
         CheckpointError: there is none, or it is damaged.
     """
     checkpoint = resolve_checkpoint(path)
+    checkpoint.require_bytes()
     device = select_device(device_name)
     model = make_decoder(checkpoint.state.recipe)
     checkpoint.load_model(model)

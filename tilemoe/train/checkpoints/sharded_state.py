@@ -124,8 +124,13 @@ def _read(reader: MetadataReader, tensors: Mapping[str, Tensor]) -> None:
         try:
             load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as error:  # which is no Exception; it has the traceback of every process
-            rank, (failure, _) = next(iter(error.failures.items()))
-            raise ValueError(f"checkpoint {reader.path}: it cannot be read (rank {rank}: {failure})") from error
+            raise ValueError(f"it cannot be read ({first_failure(error)})") from error
+
+
+def first_failure(error: CheckpointException) -> str:
+    """One line of what may be the tracebacks of all processes."""
+    rank, (failure, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {' '.join(str(failure).split())[:200]}"
 
 
 def _rank() -> int:
@@ -151,8 +156,23 @@ def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimiz
 
 @torch.no_grad()
 def _fill(targets: Mapping[str, Tensor], path: Path) -> None:
+    """ValueError: a tensor is missing, of another shape, or of no target. Of tied ones the file has one."""
     with safe_open(str(path), "pt") as file:
-        for name, target in targets.items():
+        held = set(file.keys())
+        place_of = {
+            name: (target.to_local() if isinstance(target, DTensor) else target).data_ptr()
+            for name, target in targets.items()
+        }
+        tied = {place for name, place in place_of.items() if name in held}
+        wanted = {name: t for name, t in targets.items() if name in held or place_of[name] not in tied}
+        if differing := sorted(held ^ wanted.keys()):
+            raise ValueError(
+                f"{path.name} and the model differ in {differing[0]}; use the settings it was trained with"
+            )
+        for name, target in wanted.items():
+            shape = tuple(file.get_slice(name).get_shape())
+            if shape != tuple(target.shape):
+                raise ValueError(f"{path.name} has {name} of shape {shape}, the model of {tuple(target.shape)}")
             if isinstance(target, DTensor):
                 copy_part(target, file.get_slice(name).__getitem__)
             else:

@@ -1,0 +1,162 @@
+"""Whatever becomes of a file that is read, it gives what was written, or one line says which file is wrong.
+
+Each case reads in a copy of this process that may take so much time and memory, and that must neither run what a file
+names nor write anywhere: an audit hook of Python's sees it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filesystem import ALL, complaint
+from mutations import mutate, ways
+from reads import READS, Read
+
+from tilemoe.train.checkpoints.metadata import _ADMITTED
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUMBERS = 320  # mutations of each kind
+SECONDS, MORE_MEMORY = 60, 4 << 30  # that a reading may take
+_RUNS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect"})
+_CHANGES = frozenset(
+    {
+        "os.mkdir",
+        "os.rename",
+        "os.remove",
+        "os.rmdir",
+        "os.link",
+        "os.symlink",
+        "os.chmod",
+        "os.truncate",
+        "shutil.rmtree",
+    }
+)
+
+
+def cases() -> list[Any]:
+    """Every way of every file in turn, until there are enough; of the selection each way once."""
+    found = []
+    for kind, read in READS.items():
+        of_files = [(name, way) for name in read.files for way in ways(name)]
+        chosen = of_files[:: 1 if ALL else max(len(of_files) // 8, 1)]
+        for number in range(max(NUMBERS, len(of_files)) if ALL else len(chosen)):
+            name, way = chosen[number % len(chosen)]
+            found.append(pytest.param(kind, name, way, number, id=f"{kind}-{name}-{way}-{number}"))
+    return found
+
+
+class Intact:
+    def __init__(self, read: Read, corpus: Path, folder: Path) -> None:
+        self.folder, self.read = folder / "intact", read
+        self.folder.mkdir()
+        read.make(self.folder, corpus)
+        self.content = read.read(self.folder)
+        assert read.read(self.folder) == self.content
+
+
+@pytest.fixture(scope="module")
+def intact(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Intact]:
+    made: dict[str, Intact] = {}
+
+    def of(kind: str) -> Intact:
+        if kind not in made:
+            made[kind] = Intact(READS[kind], corpus, tmp_path_factory.mktemp("reads"))
+        return made[kind]
+
+    return of
+
+
+def spoil(folder: Path, read: Read, name: str, way: str, number: int) -> None:
+    file = folder / name
+    content = file.read_bytes()
+    others = [other for other in read.files if other != name]
+    file.unlink()
+    if way == "folder":
+        file.mkdir()
+    elif way == "of another":
+        file.write_bytes((folder / others[number % len(others)]).read_bytes() if others else b"PK\3\4")
+    elif way != "deleted":
+        file.write_bytes(b"" if way == "empty" else mutate(content, way, number))
+    if read.sign is not None:
+        read.sign(folder)
+
+
+def is_admitted(module: str, name: str) -> bool:
+    return (module, name) in _ADMITTED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+
+
+def forbidden(seen: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
+    """A hook that notes what no reading may do."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _RUNS | _CHANGES:
+            seen.append(f"{event} {arguments[:2]}")
+        elif (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        ):
+            seen.append(f"open for writing {arguments[0]}")
+        elif event == "pickle.find_class" and not is_admitted(*arguments[:2]):
+            seen.append(f"unpickles {arguments[:2]}")
+
+    return hook
+
+
+def read_apart(folder: Path, intact: Intact) -> tuple[str, str]:
+    """What comes of reading: "same", "other" or "refused" with the line; "wrong" with what is wrong."""
+    mine, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer = ("wrong", "no answer")
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(SECONDS)
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * os.sysconf("SC_PAGE_SIZE") + MORE_MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            answer = _answer(folder, intact)
+        finally:
+            os.write(theirs, pickle.dumps(answer))
+            os._exit(0)
+    os.close(theirs)
+    with open(mine, "rb") as pipe:
+        raw = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found: tuple[str, str] = pickle.loads(raw) if raw else ("wrong", f"it crashed or hung: exit code {code}")
+    return found
+
+
+def _answer(folder: Path, intact: Intact) -> tuple[str, str]:
+    seen: list[str] = []
+    sys.addaudithook(forbidden(seen))
+    try:
+        content = intact.read.read(folder)
+        outcome = ("same" if content == intact.content else "other", "")
+    except Exception as error:
+        outcome = ("refused", str(error))
+        if wrong := complaint(error, folder):
+            outcome = ("wrong", wrong)
+    return ("wrong", f"it did {seen[0]}") if seen else outcome
+
+
+@pytest.mark.parametrize(("kind", "name", "way", "number"), cases())
+def test_mutated(kind: str, name: str, way: str, number: int, intact: Callable[[str], Intact], tmp_path: Path) -> None:
+    whole = intact(kind)
+    folder = tmp_path / "files"
+    shutil.copytree(whole.folder, folder)
+    spoil(folder, whole.read, name, way, number)
+    outcome, line = read_apart(folder, whole)
+    assert outcome != "wrong", line
+    if whole.read.is_sealed:
+        assert outcome != "other", "it gives other content than was written"
+    if outcome == "refused" and len(whole.read.files) > 1:
+        assert Path(name).name in line or whole.read.sign is not None or not whole.read.is_sealed, line
