@@ -31,7 +31,7 @@ COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kern
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
 	--no-warn-unused-ignores
 
-.PHONY: env demo test fuzz newest-triton oldest-transformers oldest-torch check checks lint types wheel clean
+.PHONY: env demo test fuzz faults newest-triton oldest-transformers oldest-torch check checks lint types wheel clean
 
 env: $(STAMP)
 
@@ -81,6 +81,10 @@ test: env
 
 fuzz: env
 	$(BIN)/python benchmarks/fuzz.py --share $(SHARE) -n $(JOBS) --dist worksteal
+
+# Every fault of tests/faults, of which the tests have a selection; recorded in results/faults.jsonl. MINUTES.
+faults: env
+	TILEMOE_FAULTS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py -n $(JOBS) --dist worksteal
 
 # fp16 is left to the other release: it differs from bf16 in little, and this is to take a few minutes. So is the
 # interpreter (test_*_values.py), which in this one refuses a mask made of a vector and a scalar.

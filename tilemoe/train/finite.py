@@ -1,12 +1,16 @@
-"""Whether what a checkpoint is to hold is finite."""
+"""Whether what a checkpoint is to hold is finite, and where in a model what is not began."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from tilemoe.train.optim import optimizer_tensors
 
@@ -35,3 +39,32 @@ def _largest(tensor: Tensor) -> Tensor:
     """The largest absolute value, a NaN where there is one."""
     norm: Tensor = torch.linalg.vector_norm(tensor, math.inf)
     return norm
+
+
+@contextlib.contextmanager
+def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
+    """The name of the first module of which, in the block, an output was not finite, or the forward failed."""
+    found: list[str] = []
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: Any, output: Any) -> None:  # output: None where the forward failed
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            if not found and (output is None or not all(bool(tensor.isfinite().all()) for tensor in tensors)):
+                found.append(name)
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                stack.enter_context(module.register_forward_hook(hook_of(name), always_call=True))
+        yield found
+
+
+def worst_gradient(model: nn.Module) -> str:
+    """The name of the last parameter, which the backward comes to first, whose gradient is not finite; or of the one
+    with the largest.
+    """
+    largest = {name: float(_largest(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
+    bad = [name for name, value in largest.items() if not math.isfinite(value)]
+    return bad[-1] if bad else max(largest, key=lambda name: largest[name])

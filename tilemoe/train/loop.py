@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +38,7 @@ from tilemoe.train.checkpoints.sharded_state import is_shared
 from tilemoe.train.config import Recipe
 from tilemoe.train.datasets import DeviceBatch, device_batch, make_sampler
 from tilemoe.train.evaluate import Evaluation, evaluate
-from tilemoe.train.finite import find_non_finite
+from tilemoe.train.finite import find_non_finite, first_bad_output, worst_gradient
 from tilemoe.train.job.collective import any_process, objects_of_processes, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.watch import Progress
@@ -224,9 +224,8 @@ class Trainer:
                 if not abs(row[index]) < float("inf"):
                     self.finish_save()
                     whose = "" if self.job.is_alone else f" of rank {rank}"
-                    raise NonFiniteLossError(
-                        f"the {name}{whose} became {row[index]} in step {self.step + 1}; {self._remedy()}"
-                    )
+                    what = f"the {name}{whose} became {row[index]}{self._origin()}"
+                    raise NonFiniteLossError(f"{what} in step {self.step + 1}; {self._remedy()}")
 
     @contextmanager
     def _logits_in(self, where: str) -> Iterator[None]:
@@ -234,7 +233,17 @@ class Trainer:
         try:
             yield
         except NonFiniteLogitsError as error:  # this process alone is here: no word with others about a checkpoint
-            raise NonFiniteLossError(f"{str(error).partition(';')[0]} in {where}; {self._remedy()}") from error
+            what = f"{str(error).partition(';')[0]}{self._origin()}"
+            raise NonFiniteLossError(f"{what} in {where}; {self._remedy()}") from error
+
+    def _origin(self) -> str:
+        """Where the next step's first value that is not finite is: a process alone computes its gradients once more."""
+        if not self.job.is_alone:
+            return ""
+        self.optimizer.zero_grad(set_to_none=True)
+        with first_bad_output(self.model) as found, suppress(NonFiniteLogitsError):
+            self._accumulate()
+        return f", by the output of {found[0]}," if found else f", by the gradient of {worst_gradient(self.model)},"
 
     def _require_finite_weights(self) -> None:
         for rank, name in enumerate(objects_of_processes(find_non_finite(self.model, self.optimizer), self.job)):

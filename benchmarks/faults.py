@@ -1,0 +1,58 @@
+"""Run every fault of tests/faults, and record how many of each kind there were in results/faults.jsonl.
+
+    TILEMOE_FAULTS=all python benchmarks/faults.py [further arguments of pytest]
+
+`make faults` does that. Exits as pytest does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from gpu_tests import Outcomes
+from record import ROOT, append
+
+
+class Faults(Outcomes):
+    """What came of each test, and how many faults it was: one, or those that it says it has enumerated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        super().pytest_runtest_logreport(report)
+        if report.when == "call":
+            file, _, name = report.nodeid.rpartition("::")
+            kind = name.partition("[")[2].partition("-")[0] or name
+            self.faults[f"{file.rpartition('test_faults_')[2].removesuffix('.py')}: {kind}"] += dict(
+                report.user_properties
+            ).get("cases", 1)
+
+
+def main(arguments: list[str]) -> int:
+    outcomes = Faults()
+    start = time.perf_counter()
+    command = [f"--rootdir={ROOT}", "-m", "not gpu", "-p", "no:cacheprovider", "-W", "ignore"]
+    code = pytest.main([*command, *arguments, str(ROOT / "tests" / "faults")], plugins=[outcomes])
+    found = outcomes.summary()
+    row = {
+        "selection": os.environ.get("TILEMOE_FAULTS", "short"),
+        "faults": sum(outcomes.faults.values()),
+        "faults_of_kind": dict(sorted(outcomes.faults.items())),
+        **{name: found[name] for name in ("passed", "failed", "skipped", "not_passed")},
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        row["unfinished"] = f"pytest exited with {int(code)}"
+    print(f"{row}\nrecorded in {append('faults', [row])}")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
