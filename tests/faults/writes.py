@@ -44,7 +44,7 @@ class Write:
     again: Callable[[Path], None]
     context: Callable[[], Any] = nullcontext
     spared: int | None = None  # what is read from here on may stay as it was, and the write succeeds
-    elsewhere: tuple[str, ...] = ()  # beginnings of paths whose calls another kind of write has
+    elsewhere: tuple[str, ...] = ("\0",)  # beginnings of paths whose calls another kind of write has
 
 
 def digest(tensors: Any) -> str:

@@ -74,23 +74,24 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 class MetricsWriter:
-    """Appends records to ``metrics.jsonl``, each flushed at once, and tells ``trackers`` their numbers: each, and of a
+    """Appends records to ``metrics.jsonl``, each at once, and tells ``trackers`` their numbers: each, and of a
     list that of each MoE layer, has a name of its own.
     """
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
-        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        # Unbuffered: what a full disk has refused is not written again, after a part of it, when the file closes.
+        self._file = (run_dir / METRICS_FILE).open("ab", buffering=0)
         self._trackers = trackers
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
-        self._file.flush()
+        line = json.dumps({"kind": kind, **record}).encode() + b"\n"
+        while line:
+            line = line[self._file.write(line) :]
         for tracker in self._trackers:
             tracker.log(dict(_numbers(kind, record)), record["step"])
 
     def sync(self) -> None:
         """Force what was written to the disk; a checkpoint must never be ahead of its metrics."""
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
