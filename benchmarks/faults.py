@@ -46,6 +46,7 @@ def main(arguments: list[str]) -> int:
         "faults": sum(outcomes.faults.values()),
         "faults_of_kind": dict(sorted(outcomes.faults.items())),
         **{name: found[name] for name in ("passed", "failed", "skipped", "not_passed")},
+        "arguments": arguments,
         "seconds": round(time.perf_counter() - start, 1),
     }
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
