@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from tilemoe.data.files import rename_synced
+from tilemoe.train.checkpoints.names import list_checkpoints
 
 MARK_FILE = ".tilemoe"
 _MARK = b"Written by tilemoe, which removes this folder when it finds it.\n"
@@ -74,6 +75,9 @@ def clean_stale(run_dir: Path) -> None:
         if not _is_ours(path):
             raise FileExistsError(errno.EEXIST, "tilemoe did not make it and needs its name: move it away", str(path))
         _remove(path)
+    for path in list_checkpoints(run_dir):  # that got its name when the disk was gone or full
+        with contextlib.suppress(OSError):
+            (path / MARK_FILE).unlink()
 
 
 def _is_ours(path: Path) -> bool:
