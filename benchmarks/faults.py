@@ -27,12 +27,11 @@ class Faults(Outcomes):
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         super().pytest_runtest_logreport(report)
-        if report.when == "call":
-            file, _, name = report.nodeid.rpartition("::")
-            kind = name.partition("[")[2].partition("-")[0] or name
-            self.faults[f"{file.rpartition('test_faults_')[2].removesuffix('.py')}: {kind}"] += dict(
-                report.user_properties
-            ).get("cases", 1)
+        file, _, name = report.nodeid.rpartition("::")
+        kind, is_case, _ = name.partition("[")[2].partition("-")
+        if report.when == "call" and is_case:  # the others look at what is enumerated
+            topic = file.rpartition("test_faults_")[2].removesuffix(".py")
+            self.faults[f"{topic}: {kind}"] += dict(report.user_properties).get("cases", 1)
 
 
 def main(arguments: list[str]) -> int:
