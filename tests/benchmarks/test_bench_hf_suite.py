@@ -1,11 +1,12 @@
-"""A tree with the form of transformers' source and four tests of a tiny model stands in for a checkout of it."""
+"""A tree with the form of transformers' source and tests of a tiny model stands in for a checkout of it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import hf_suite
 import pytest
 import transformers
-from hf_suite import Outcome
+from hf_suite import Outcome, Run
 
 TESTS = """
 import pytest
@@ -24,37 +25,51 @@ class TinyTest:
     def test_name(self):
         assert self.model().config._experts_implementation == "grouped_mm", "another"
 
-    def test_once(self, pytestconfig):
-        seen = pytestconfig.rootpath / "seen"
-        assert self.model().config._experts_implementation == "grouped_mm" or seen.exists() or seen.touch()
-
     @pytest.mark.skip(reason="as ever")
     def test_skipped(self):
         pass
 """
+FILE = "tests/models/tiny/test_modeling_tiny.py"
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
-    tests = folder / "tests" / "models" / "tiny"
-    tests.mkdir(parents=True)
-    (tests / "test_modeling_tiny.py").write_text(TESTS)
+    (folder / FILE).parent.mkdir(parents=True)
+    (folder / FILE).write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\npython_classes = *Test\n")
     (folder / "src").mkdir()
     (folder / "src" / "transformers").symlink_to(Path(transformers.__file__).parent)
     return folder
 
 
-def test_what_passes_without_tilemoe_alone_is_reported(checkout: Path) -> None:
+def test_models_without_a_choice_take_tilemoe(checkout: Path) -> None:
+    found = hf_suite.run(checkout, [FILE], jobs=0, plugins=[hf_suite.PLUGIN])
+    assert {test.removeprefix(f"{FILE}::TinyTest::"): outcome for test, outcome in found.outcomes.items()} == {
+        "test_forward": Outcome("passed", ""),
+        "test_name": Outcome("failed", "AssertionError: another"),
+        "test_skipped": Outcome("skipped", "as ever"),
+    }
+    assert found.calls == 2  # the layers of one forward
+
+
+def test_what_passes_without_tilemoe_alone_is_reported(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a second look at it."""
+    well, ill = Outcome("passed", ""), Outcome("failed", "no")
+    first = [{"a": well, "b": well, "c": well, "d": ill}, {"a": well, "b": ill, "c": ill, "d": ill}]
+    answers = iter([*first, {"b": well, "c": well}, {"b": well, "c": ill}])
+    asked = []
+
+    def run(checkout: Path, tests: Sequence[str], jobs: int, plugins: Sequence[str]) -> Run:
+        asked.append((list(tests), list(plugins)))
+        return Run(next(answers), 3 * len(plugins))
+
+    monkeypatch.setattr(hf_suite, "run", run)
     row = hf_suite.compare(checkout, ["tiny"], jobs=0)
-    of_class = "tests/models/tiny/test_modeling_tiny.py::TinyTest::"
-    assert row["transformers"] == transformers.__version__
-    assert row["without"] == {"passed": 3, "skipped": 1}
-    assert row["with"] == {"passed": 1, "failed": 2, "skipped": 1}
-    assert row["calls"] == 2  # the layers of one forward
-    assert row["differed_once"] == [of_class + "test_once"]
-    assert row["differences"] == {of_class + "test_name": "failed: AssertionError: another"}
+    assert asked == [(tests, plugins) for tests in ([FILE], ["b", "c"]) for plugins in ([], [hf_suite.PLUGIN])]
+    assert (row["without"], row["with"]) == ({"passed": 3, "failed": 1}, {"passed": 1, "failed": 3})
+    assert (row["transformers"], row["calls"]) == (transformers.__version__, 3)
+    assert (row["differed_once"], row["differences"]) == (["b"], {"c": "failed: no"})
 
 
 def test_a_folder_without_such_tests(checkout: Path) -> None:
