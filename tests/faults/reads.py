@@ -36,7 +36,7 @@ class Read:
     """``make`` fills a folder; ``files`` are those that are changed there; ``read`` gives what they say.
 
     is_sealed: checksums promise that nothing but the content that was written is ever read.
-    sign: makes the checksums fit again, as whoever made the file can.
+    sign: recomputes the checksums after a change, as an attacker can.
     """
 
     make: Callable[[Path, Path], object]

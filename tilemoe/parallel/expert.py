@@ -2,7 +2,7 @@
 
 The stacked parameters (E, ...) of each experts module become DTensors sharded on E over one dimension of a mesh, and an
 all-to-all dispatcher brings the module its tokens. What a process is left with is sharded by FSDP2 over the mesh's
-other dimensions, each experts module by itself, so that whoever shards the rest passes over it. An expert's gradient
+other dimensions, each experts module by itself, so that a later fully_shard of the rest skips it. An expert's gradient
 is a sum over the dimension's processes and is divided by their number, so that FSDP's mean over the others makes it the
 mean over all, as it makes every other parameter's.
 
