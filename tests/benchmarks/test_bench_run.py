@@ -73,6 +73,15 @@ def test_layer_records_each_case_mode_and_contestant(capsys: pytest.CaptureFixtu
     assert "OLMoE: " in printed
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise"])
+def test_a_precision_is_a_contestant(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    monkeypatch.setattr(cases, "MAIN", {"multiples of 128": MoEShape(128, 256, 128, 8, 2)})
+    names = ["tilemoe", f"tilemoe[torch_{precision}]"]
+    torch.manual_seed(0)
+    run.each_case(arguments("layer", peers=",".join(names), modes="burst"))
+    assert [row["contestant"] for row in record.rows("layer")] == names
+
+
 def test_a_wrong_contestant_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = peers.tilemoe_layer
 

@@ -27,12 +27,12 @@ def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] = _N
     """
     # Kernels, and some of PyTorch's own, would read at address 0. What torch.func wraps has no address.
     has_address = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
-    for group in (tensors, optional):
+    for group, may_be_none in ((tensors, False), (optional, True)):
         for name, value in group.items():
             if type(value) in PLAIN and value.layout is torch.strided and not value.is_nested:
                 if has_address and value.data_ptr() == 0 and value.numel() and not value.is_meta:
                     raise ValueError(f"{name} has no memory: it was freed; gather it again, or keep its storage")
-            elif value is not None or group is tensors:
+            elif value is not None or not may_be_none:
                 _require_dense(name, value)
 
 
