@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S = 60  # a rank that waits for one that does not call fails the check
+_PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "tilemoe",
+]  # imported once, by the process that all ranks are forked from
 
 Check = Callable[[], None]
 
@@ -30,12 +37,14 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
         raise ValueError(f"these checks need {ranks} GPUs of one host, which has {torch.cuda.device_count()}")
     results: dict[str, str] = {}
     left = list(checks)
+    mp.set_forkserver_preload(_PRELOADED)
     while left:
         problem = ""
         attempt = folder / f"attempt_{len(results)}"
         attempt.mkdir()
         try:
-            spawn(_worker, args=(left, ranks, attempt, device_type), nprocs=ranks)
+            arguments = (left, ranks, attempt, device_type, dict(os.environ))
+            mp.start_processes(_worker, arguments, ranks, start_method="forkserver")
         except (ProcessRaisedException, ProcessExitedException) as error:
             problem = str(error)
         passed = [check for check in left if all(_passed(attempt, check, rank).exists() for rank in range(ranks))]
@@ -59,7 +68,11 @@ def _passed(folder: Path, check: Check, rank: int) -> Path:
     return folder / f"{check.__name__}.{rank}"
 
 
-def _worker(rank: int, checks: list[Check], ranks: int, folder: Path, device_type: str) -> None:
+def _worker(
+    rank: int, checks: list[Check], ranks: int, folder: Path, device_type: str, environment: dict[str, str]
+) -> None:
+    os.environ.clear()  # it is as it was when the first process of all was forked
+    os.environ |= environment
     torch.set_num_threads(1)
     if device_type == "cuda":
         torch.cuda.set_device(rank)
