@@ -1,7 +1,7 @@
 """Hostile routings through the Triton kernels, in Triton's interpreter and on a GPU.
 
 The plan, the router and the rounding are the kernels', too; scores and rows are those of the oracle's loops, and the
-experts are compared as every backend is (`tilemoe.testing.assert_moe_matches_reference`).
+experts are compared as every backend is, the routings of a layer together (`tilemoe.testing`).
 
 T tokens · E experts
 """
@@ -19,7 +19,7 @@ from triton_checks import DEVICE, INTERPRETED
 
 from tilemoe.kernels import choose
 from tilemoe.ops.moe import moe
-from tilemoe.testing import assert_moe_matches_reference, make_inputs
+from tilemoe.testing import against_reference, assert_all_close_to_reference, make_inputs
 
 pytestmark = [
     pytest.mark.process("interpreter"),
@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of padding that is computed and not used
 ]
 
+Found = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 AT_ONCE = 4 if INTERPRETED else 20  # routings of a layer: hypothesis draws the layer
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 
@@ -43,15 +44,18 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_triton_backends(dtype: torch.dtype, record_property: Callable[..., None]) -> None:
     def judge(layer: Layer) -> None:
-        for generator in layer.generators(AT_ONCE):
-            judge_routing(layer, generator, dtype)
+        found = [
+            judge_routing(layer, number, generator, dtype) for number, generator in enumerate(layer.generators(AT_ONCE))
+        ]
+        assert_all_close_to_reference(found, dtype)
 
     strategy = layers((8, 16, 24), most_tokens=9)
     full = 10_000 // AT_ONCE // len(DTYPES)
     judge_cases(judge, strategy, record_property, short=3, full=full, each=AT_ONCE)
 
 
-def judge_routing(layer: Layer, generator: torch.Generator, dtype: torch.dtype) -> None:
+def judge_routing(layer: Layer, number: int, generator: torch.Generator, dtype: torch.dtype) -> Found:
+    """Judges plan, router and rounding; returns what the experts give, to be judged together with other routings'."""
     drawn = draw_routing(layer, generator, torch.float32, DEVICE)
     assert drawn.plan.rows_per_expert.tolist() == drawn.rows
     found = drawn.found_dense
@@ -68,11 +72,17 @@ def judge_routing(layer: Layer, generator: torch.Generator, dtype: torch.dtype) 
     torch.testing.assert_close(gradients[0].cpu(), gradients[1], rtol=2e-5, atol=2e-6)
     cfg, (b1, b2) = layer.cfg, layer.biases
     inputs = make_inputs(
-        drawn.plan, cfg.hidden_size, cfg.intermediate_size, cfg.activation, dtype=dtype, bias=True, seed=layer.seed
+        drawn.plan,
+        cfg.hidden_size,
+        cfg.intermediate_size,
+        cfg.activation,
+        dtype=dtype,
+        bias=True,
+        seed=layer.seed + number,
     )
     for name, wanted in (("b1", b1), ("b2", b2)):
         if not wanted:
             del inputs[name]
     # In fp32 the choice would be PyTorch's own products.
     ours = partial(moe, recompute=layer.recompute, kernels="triton" if dtype == torch.float32 else None)
-    assert_moe_matches_reference(inputs, drawn.plan, ours, **layer.options)
+    return against_reference(inputs, drawn.plan, ours, **layer.options)

@@ -17,6 +17,7 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import (
     ERROR_CAPS,
+    assert_all_close_to_reference,
     assert_close_to_reference,
     assert_moe_matches_reference,
     hostile_routings,
@@ -74,6 +75,18 @@ def changed(at: tuple[int, int], by: float) -> Tensor:
 def test_comparison_refuses(actual: Tensor, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         compare(actual)
+
+
+def test_several_are_compared_as_one() -> None:
+    parts = [{"o": EXACT[3 * i : 3 * i + 3, 0]} for i in range(8, 13)]
+    right = [{"o": part["o"].float()} for part in parts]
+    unlucky = {"o": right[0]["o"] * (1 + 1e-6)}
+    found = list(zip(right, right, parts, strict=True))
+    with pytest.raises(AssertionError, match="RMS-relative error"):
+        assert_all_close_to_reference([(unlucky, right[0], parts[0])], torch.float32)
+    assert_all_close_to_reference([(right[0], *found[0][1:]), *found[1:]], torch.float32)
+    with pytest.raises(AssertionError, match="RMS-relative error"):
+        assert_all_close_to_reference([({"o": one[0]["o"] * (1 + 1e-6)}, *one[1:]) for one in found], torch.float32)
 
 
 def test_comparison_refuses_a_single_element_that_the_mean_hides() -> None:
