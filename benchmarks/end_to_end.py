@@ -107,9 +107,9 @@ def chat_loss(folder: Path, chats: Path, seq_len: int) -> str:
     return found.strip()
 
 
-def measure(args: argparse.Namespace, more: list[str], out: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, more: list[str], out: Path, row: dict[str, Any]) -> None:
+    """Fill ``row``: what was measured before a step that fails stays."""
     pretrained, exported, chats, tuned = out / "pretrain", out / "exported", out / "chats.jsonl", out / "tuned"
-    row: dict[str, Any] = {"recipe": args.recipe, "steps": args.steps, "arguments": more}
     _, row["pretrain_seconds"] = tilemoe(
         "train", "--recipe", args.recipe, "--data.corpus", args.corpus, "--train.steps", args.steps,
         "--train.out-dir", pretrained, *more,
@@ -134,7 +134,6 @@ def measure(args: argparse.Namespace, more: list[str], out: Path) -> dict[str, A
         tilemoe("generate", "--checkpoint", run, "--prompt", prompt, "--max-new-tokens", 80, "--temperature", 0.5)[0]
         for run, prompt in asked
     ]
-    return row
 
 
 def main() -> None:
@@ -146,10 +145,13 @@ def main() -> None:
     parser.add_argument("--tune-seq-len", type=int, default=512)
     parser.add_argument("--out", type=Path, help="a folder to keep what is written; default: a temporary one")
     args, more = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        row = measure(args, more, args.out or Path(temporary))
-    print(json.dumps(row, indent=1))
-    print("appended to", record.append(NAME, [row]))
+    row: dict[str, Any] = {"recipe": args.recipe, "steps": args.steps, "arguments": more}
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            measure(args, more, args.out or Path(temporary), row)
+    finally:
+        print(json.dumps(row, indent=1))
+        print("appended to", record.append(NAME, [row]))
 
 
 if __name__ == "__main__":
