@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder to keep what is written; default: a temporary one")
     args, more = parser.parse_known_args()
     row: dict[str, Any] = {"recipe": args.recipe, "steps": args.steps, "arguments": more}
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a time limit's, too
     try:
         with tempfile.TemporaryDirectory() as temporary:
             measure(args, more, args.out or Path(temporary), row)
