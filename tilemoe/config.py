@@ -20,14 +20,14 @@ ACTIVATIONS = frozenset(REGISTRY)
 GATED_ACTIVATIONS = frozenset(name for name in REGISTRY if REGISTRY[name].is_gated)
 UNGATED_ACTIVATIONS = ACTIVATIONS - GATED_ACTIVATIONS
 GATE_UP_LAYOUTS = ("concatenated", "interleaved")
-PRECISIONS = ("bf16", "fp8", "fp8_rowwise")
+PRECISIONS = ("bf16", "fp8")
 CHECKPOINTING_MODES = ("none", "attention", "block")
 EXCHANGES = ("auto", "collective", "symmetric")
 KEPT_BETWEEN_MICRO_BATCHES = ("nothing", "weights", "weights_and_gradients")
 ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
 
 GateUp = Literal["concatenated", "interleaved"]
-Precision = Literal["bf16", "fp8", "fp8_rowwise"]
+Precision = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class MoEConfig:
 
     ``activation_limit`` and ``activation_alpha`` belong to ``swiglu_oai`` alone (defaults 7.0 and 1.702).
     ``shared_intermediate_size`` 0 means no shared expert; ``shared_gate`` multiplies it by a sigmoid of the token.
-    ``precision`` of the routed experts' GEMMs: "bf16" reads operands in their own dtype, "fp8" and "fp8_rowwise"
-    quantise them where a backend can (`tilemoe doctor` says where, and why not; docs/fp8.md how).
+    ``precision`` of the routed experts' GEMMs: "bf16" reads operands in their own dtype, "fp8" quantises them where a
+    backend can (`tilemoe doctor` says where, and why not; docs/fp8.md how).
     """
 
     hidden_size: int

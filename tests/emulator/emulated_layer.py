@@ -187,12 +187,6 @@ def quantize_rows(args: dict[str, Any], constants: dict[str, Any]) -> None:
     args["scale"].copy_(found.scale)
 
 
-def quantize_lines(args: dict[str, Any], constants: dict[str, Any]) -> None:
-    found = quantize(args["values"], (1, args["width"]))
-    args["data"].copy_(found.data)
-    args["scale"].copy_(found.scale)
-
-
 def quantize_weight(args: dict[str, Any], constants: dict[str, Any]) -> None:
     found = quantize(args["weight"], WEIGHTS)
     for name in ("data", "turned"):
@@ -206,6 +200,5 @@ IN_PYTORCH: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "score_grad_kernel": sum_score_grads,
     "bias_products_kernel": multiply_bias,
     "quantize_rows_kernel": quantize_rows,
-    "quantize_lines_kernel": quantize_lines,
     "quantize_weight_kernel": quantize_weight,
 }

@@ -19,8 +19,7 @@ FOUR_STEPS = replace(SWIGLU, hidden_size=512)
 
 RELEASE = "mbarrier.arrive(empty.index(stage), count=1)"
 WAIT = "product = warpgroup_mma_wait(0, deps=(product,))"
-STEP = "gl.minimum(k // BK, scales_of_row - 1)"
-COPY = f"cp_async(scale_smem.index(stage), first_scale + {STEP})"
+COPY = "cp_async(scale_smem.index(stage), first_scale + k // BK)"
 TOKENS = "scale_token = load_tokens(token_of_row, next_row, next_end, gl.arange(0, BM, THREAD_LAYOUT))"
 MAINLOOP, F1, F2 = "scaled_mainloop", "hopper_fp8.gemm.act_consumer", "rows_consumer"
 B1, STORE_ACT = "hopper_fp8.gemm.dact_consumer", "hopper_fp8.gemm.store_act"
@@ -29,7 +28,7 @@ OF_ROWS = "row_scale.index(stage).slice(CONSUMER * WARPGROUP_M"
 FAULTS: dict[str, tuple[Case, Fault]] = {
     "nobody copies the rows' scales": (SWIGLU, ("load_gathered", COPY, "pass", NUMBERS)),
     "the rows' scales in another stage": (SWIGLU, ("load_gathered", COPY, COPY.replace("stage", "0"), NUMBERS)),
-    "the rows' scales of the first step": (SWIGLU, ("load_gathered", COPY, COPY.replace(f" + {STEP}", ""), NUMBERS)),
+    "the rows' scales of the first step": (SWIGLU, ("load_gathered", COPY, COPY.replace(" + k // BK", ""), NUMBERS)),
     "the rows' scales of the step before": (
         SWIGLU, ("load_gathered", COPY, COPY.replace("k // BK", "gl.maximum(k // BK - 1, 0)"), NUMBERS),
     ),
@@ -54,7 +53,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
         SWIGLU, ("scale_pointers", "gl.minimum(right_column // BLOCK, width // BLOCK - 1)", "right_column // BLOCK",
                  "outside the tensor"),
     ),
-    "gate's weight scale for up": (SWIGLU, (F1, "col + apart, w, (stride_se", "col, w, (stride_se", NUMBERS)),
+    "gate's weight scale for up": (SWIGLU, (F1, "col + apart, w, stride_se", "col, w, stride_se", NUMBERS)),
     "the next columns' weight scale for up": (
         SWIGLU, (F1, 'n if GATE_UP == "concatenated" else BLOCK', "BLOCK", NUMBERS),
     ),
@@ -121,38 +120,3 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
         BIAS, ("hopper_fp8.mainloop.add_bias", ", mask=columns < width, other=0.0", "", "past the tensor"),
     ),
 }  # fmt: skip
-
-ONCE = "scaled_once_mainloop"
-FAULTS_BY_ROWS: dict[str, tuple[Case, Fault]] = {
-    "nobody copies the rows' scales": (SWIGLU, ("load_gathered", COPY, "pass", NUMBERS)),
-    "a scale for each step": (
-        SWIGLU,
-        ("load_gathered", COPY, COPY.replace(STEP, "k // BK"), "past the tensor"),
-    ),
-    "the first consumer's scales": (
-        SWIGLU,
-        (ONCE, "slice(CONSUMER * WARPGROUP_M", "slice(0 * WARPGROUP_M", NUMBERS),
-    ),
-    "the next stage's rows' scales": (
-        SWIGLU,
-        (ONCE, "index(step % row_scale", "index((step + 1) % row_scale", NUMBERS),
-    ),
-    "another slice's columns": (SWIGLU, (ONCE, "rows * columns[1]", "rows * columns[0]", NUMBERS)),
-    "gate's columns for up": (
-        SWIGLU,
-        ("column_scales", "third, fourth = right_column", "third, fourth = left_column", NUMBERS),
-    ),
-    "another expert's columns": (SWIGLU, ("column_scales", "scale + expert", "scale + 0 * expert", NUMBERS)),
-    "a stage is released before it is read": (
-        SWIGLU,
-        (ONCE, "acc = warpgroup_mma_wait(1, deps=(acc,))\n        consumer", "consumer", NUMBERS),
-    ),
-    "the last stage is not released": (
-        SWIGLU,
-        (ONCE, "(ring, step)\n    rows", "(ring, step, False)\n    rows", PROTOCOL),
-    ),
-    "the first product adds": (
-        SWIGLU,
-        (ONCE, "zero_tile(), False", "zero_tile() + 1e6, True", NUMBERS),
-    ),
-}

@@ -15,7 +15,7 @@ from torch import Tensor
 import tilemoe
 from tilemoe import reference
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
-from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend, HopperFp8RowwiseBackend
+from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, hostile_routings, relative_error
 
@@ -25,7 +25,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 LIMITS = {BF16: 3e-3, FP16: 1e-3}
 LAYOUTS = [(name, "concatenated") for name in sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS)]
 LAYOUTS += [(name, "interleaved") for name in sorted(GATED_ACTIVATIONS)]
-both_recipes = pytest.mark.parametrize("kernels", [HopperFp8Backend(), HopperFp8RowwiseBackend()], ids=["", "by rows"])
 T, D, N, E, K = 777, 512, 384, 8, 2
 
 
@@ -51,24 +50,21 @@ def step(layer: tilemoe.MoE, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("case", [
     Fp8Case(), Fp8Case(dtype=FP16, hidden_size=384, intermediate_size=256), Fp8Case("relu2", bias=True),
 ], ids=str)  # fmt: skip
-@both_recipes
-def test_hostile_routings(kernels: HopperFp8Backend, case: Fp8Case) -> None:
+def test_hostile_routings(case: Fp8Case) -> None:
     for routing in hostile_routings(tile=128, device="cuda"):
-        assert_gemms_agree(kernels, routing.plan, case, LIMITS)
+        assert_gemms_agree(HopperFp8Backend(), routing.plan, case, LIMITS)
 
 
-@both_recipes
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias, turned"])
 @pytest.mark.parametrize(("activation", "gate_up"), LAYOUTS)
-def test_every_layout(activation: str, bias: bool, gate_up: str, kernels: HopperFp8Backend) -> None:
+def test_every_layout(activation: str, bias: bool, gate_up: str) -> None:
     torch.manual_seed(0)
     plan = plan_topk(torch.rand(T, E, device="cuda").topk(K, 1).indices, E)
     case = Fp8Case(activation, gate_up, bias, bias, BF16 if bias else FP16, D, N)
-    assert_gemms_agree(kernels, plan, case, LIMITS)
+    assert_gemms_agree(HopperFp8Backend(), plan, case, LIMITS)
 
 
-@both_recipes
-def test_wide_outputs_are_swizzled(kernels: HopperFp8Backend) -> None:
+def test_wide_outputs_are_swizzled() -> None:
     """Over 32 column tiles in F1 and in B3."""
     plan = plan_topk(torch.rand(300, 4, device="cuda").topk(2, 1).indices, 4)
     for sizes in ((8704, 128), (256, 4352)):

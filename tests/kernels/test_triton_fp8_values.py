@@ -21,7 +21,7 @@ from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.triton_fp8 import backend as fp8_backend
 from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
-from tilemoe.kernels.experts.triton_fp8.quantize import lines_launch, rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import rows_launch, weight_launch
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, hostile_routings, make_inputs
@@ -89,19 +89,6 @@ def test_rows_are_quantized(count: int, dtype: torch.dtype) -> None:
     launch, found = rows_launch(values)
     launch.run()
     assert_quantized(found, values, ROWS)
-
-
-@pytest.mark.parametrize("shape", [(33, D), (2, 40, D)], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
-def test_lines_are_quantized(turned: bool, shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    values = (torch.randn(shape, device=DEVICE) * torch.rand(*shape[:-1], 1, device=DEVICE).exp()).to(DTYPE)
-    values[..., 0, :] = 0
-    given = values.transpose(-2, -1).contiguous().transpose(-2, -1) if turned else values
-    launch, found = lines_launch(given)
-    launch.run()
-    assert found.data.is_contiguous()
-    assert_quantized(found, values, (1, D))
 
 
 def test_rows_that_are_not_finite() -> None:

@@ -37,7 +37,6 @@ _SERVES: MappingProxyType[str, str] = MappingProxyType(
     {
         "torch": "plain PyTorch runs on any device, for",
         "torch_fp8": "plain PyTorch with FP8 operands serves",
-        "torch_fp8_rowwise": "plain PyTorch with FP8 operands serves",
         "triton": "Triton kernels serve",
         "hopper": "warp-specialised kernels serve",
         "hopper_fp8": "warp-specialised kernels with FP8 operands serve",
@@ -45,8 +44,8 @@ _SERVES: MappingProxyType[str, str] = MappingProxyType(
 )
 _WHY_FP8: MappingProxyType[str, str] = MappingProxyType(
     {
-        "cpu": "FP8 is asked for; it is no faster than the layer's own dtype here",
-        "cuda": "FP8 is asked for, and the GPU has compute capability 9.0",
+        "torch_fp8": "FP8 is asked for; it is no faster than the layer's own dtype here",
+        "hopper_fp8": "FP8 is asked for, and the GPU has compute capability 9.0",
     }
 )
 
@@ -99,29 +98,25 @@ def choose_experts(
 ) -> Choice[Backend]:
     """For a layer with these values of d and n, or none of them. Traceable, widths may be symbolic.
 
-    ``precision`` is a wish: where FP8 cannot be had, the choice is that of "bf16", and its reason begins with why.
+    ``precision`` is a wish: where "fp8" cannot be had, the choice is that of "bf16", and its reason begins with why.
     """
-    if precision != "bf16":
-        why_not = why_not_fp8(device, dtype, widths, precision)
+    if precision == "fp8":
+        why_not = why_not_fp8(device, dtype, widths)
         if why_not is None:
-            name = ("torch_" if device.type == "cpu" else "hopper_") + precision
-            return Choice(name, backend_named(name), _WHY_FP8[device.type])
+            name = "torch_fp8" if device.type == "cpu" else "hopper_fp8"
+            return Choice(name, backend_named(name), _WHY_FP8[name])
         chosen = choose_experts(device, dtype, widths)
         return Choice(chosen.name, chosen.impl, f"not in FP8 ({why_not}); {chosen.reason}")
     return _experts_on(device, dtype, why_widths_unsupported(*widths))
 
 
-def why_not_fp8(
-    device: torch.device, dtype: torch.dtype, widths: Sequence[int] = (), precision: str = "fp8"
-) -> str | None:
+def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
     """Why no backend computes in FP8 here, in a few words; None if one does. Traceable, widths may be symbolic."""
     if device.type == "cpu":
         return why_not_quantized(dtype, *widths)
     chosen = choose_experts(device, dtype, widths)
     if chosen.name != "hopper":
         return "of the FP8 kernels those for Hopper alone are measured; kernels='triton_fp8' is there to try"
-    if precision == "fp8_rowwise":
-        return "its kernels are not measured yet; kernels='hopper_fp8_rowwise' is there to try, and precision='fp8'"
     return why_not_quantized(dtype, *widths)
 
 

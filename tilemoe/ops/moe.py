@@ -94,9 +94,9 @@ def backend_for(kernels: str | Backend | None, w2: Tensor, widths: Sequence[int]
             f"kernels={backend.name!r} computes in {computes_in}, but precision is {precision!r}: change one, or "
             "leave kernels out"
         )
-    why = why_not_quantized(w2.dtype, *widths) if precision != "bf16" else None
+    why = why_not_quantized(w2.dtype, *widths) if precision == "fp8" else None
     if why is not None:
-        raise ValueError(f"kernels={backend.name!r} cannot serve precision={precision!r}: {why}; leave one of them out")
+        raise ValueError(f"kernels={backend.name!r} cannot serve precision='fp8': {why}; leave one of them out")
     return backend
 
 

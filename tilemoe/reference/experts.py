@@ -5,9 +5,6 @@ T tokens · d hidden_size · n expert width · E experts · K experts per token 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -37,9 +34,9 @@ def moe(
     Arguments as in ``tilemoe.moe``: x (T, d), w1 (E, 2n or n, d), w2 (E, d, n), b1 (E, 2n or n), b2 (E, d), scores
     (T, K) or (P,). Computed in fp32, or fp64 when x is fp64, whatever autocast says. ``recompute`` and ``kernels``
     are accepted so that the two calls are interchangeable: here there is nothing to recompute or to choose.
-    ``precision="fp8"`` and "fp8_rowwise": as `tilemoe.reference.fp8` says.
+    ``precision="fp8"``: as `tilemoe.reference.fp8` says.
     """
-    up_proj, down_proj = _PRODUCTS[precision]
+    up_proj, down_proj = (fp8.up_proj, fp8.down_proj) if precision == "fp8" else (_up_proj, _down_proj)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     score_of_pair = scores.reshape(-1)
     out = x.new_zeros(x.shape, dtype=torch.promote_types(dtype, scores.dtype))
@@ -66,13 +63,6 @@ def _up_proj(x: Tensor, w1: Tensor) -> Tensor:
 
 def _down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
     return score * (a @ w2.T)
-
-
-_PRODUCTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "bf16": (_up_proj, _down_proj),
-    "fp8": (partial(fp8.up_proj, scales="blocks"), partial(fp8.down_proj, scales="blocks")),
-    "fp8_rowwise": (partial(fp8.up_proj, scales="rows"), partial(fp8.down_proj, scales="rows")),
-}
 
 
 def shared_expert(

@@ -1,45 +1,34 @@
-"""One expert's products with FP8 operands, block by block: what ``precision="fp8"`` and "fp8_rowwise" mean.
+"""One expert's products with FP8 operands, block by block: what ``precision="fp8"`` means.
 
 R rows · d hidden_size · n intermediate_size · w = 2n gated, n ungated
 
 A block's scale is its largest magnitude / 448 in fp32, 1 for a block of zeros. Every value becomes the nearest of
-e4m3's to value * (1 / scale), ties to even, times the scale. Sums are in fp32. Blocks are 1 x 128 of rows, 128 x 128 of
-a weight; of ``h = x w1^T`` and ``da' = do w2`` with "fp8_rowwise" a row of x and of do, and what of a weight makes one
-column of the product.
+e4m3's to value * (1 / scale), ties to even, times the scale. Blocks are 1 x 128 of rows, 128 x 128 of a weight. Sums
+are in fp32.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Scales = Literal["blocks", "rows"]
-
 _BLOCK, _LARGEST = 128, 448.0
 
 
-def rounded(values: Tensor, rows: int, columns: int) -> Tensor:
-    """``values`` (R, p), fp32, as FP8 keeps them, with a scale for each block of ``rows`` x ``columns``."""
+def rounded(values: Tensor, rows_of_block: int) -> Tensor:
+    """``values`` (R, p), fp32, as FP8 keeps them, with a scale for each ``rows_of_block`` x 128."""
     out = torch.empty_like(values)
-    for row in range(0, values.shape[0], rows):
-        for column in range(0, values.shape[1], columns):
-            place = (slice(row, row + rows), slice(column, column + columns))
+    for row in range(0, values.shape[0], rows_of_block):
+        for column in range(0, values.shape[1], _BLOCK):
+            place = (slice(row, row + rows_of_block), slice(column, column + _BLOCK))
             block = values[place]
             largest = block.abs().max()
             scale = largest / _LARGEST if largest != 0 else torch.ones_like(largest)
             scale = torch.maximum(scale, torch.full_like(scale, torch.finfo(torch.float32).tiny))
             out[place] = _e4m3(block * (1 / scale)) * scale
     return out
-
-
-def product(rows: Tensor, weight: Tensor, scales: Scales) -> Tensor:
-    """``rows weight^T`` (R, out) of rows (R, in) and weight (out, in), rounded."""
-    if scales == "rows":
-        width = rows.shape[1]
-        return rounded(rows, 1, width) @ rounded(weight, 1, width).T
-    return rounded(rows, 1, _BLOCK) @ rounded(weight, _BLOCK, _BLOCK).T
 
 
 def _e4m3(values: Tensor) -> Tensor:
@@ -52,45 +41,44 @@ def _e4m3(values: Tensor) -> Tensor:
 
 class _UpProj(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w1: Tensor, scales: Scales) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w1: Tensor) -> Tensor:
         ctx.save_for_backward(x, w1)
-        return product(x, w1, scales)
+        return rounded(x, 1) @ rounded(w1, _BLOCK).T
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor]:
         x, w1 = ctx.saved_tensors
-        return product(dh, w1.T, "blocks"), dh.T @ x, None
+        return rounded(dh, 1) @ rounded(w1, _BLOCK), dh.T @ x
 
 
 class _DownProj(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, w2: Tensor, score: Tensor, scales: Scales) -> Tensor:
-        ctx.scales = scales
+    def forward(ctx: Any, a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
         ctx.save_for_backward(a, w2, score)
-        return score * product(a, w2, "blocks")
+        return score * (rounded(a, 1) @ rounded(w2, _BLOCK).T)
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, w2, score = ctx.saved_tensors
-        da_unscaled = product(do, w2.T, ctx.scales)
+        da_unscaled = rounded(do, 1) @ rounded(w2, _BLOCK)
         ds = (da_unscaled * a).sum(1, keepdim=True).to(score.dtype)
-        return score * da_unscaled, do.T @ (score * a), ds, None
+        return score * da_unscaled, do.T @ (score * a), ds
 
 
-def up_proj(x: Tensor, w1: Tensor, scales: Scales) -> Tensor:
+def up_proj(x: Tensor, w1: Tensor) -> Tensor:
     """``h = x w1^T`` (R, w) of one expert, x (R, d) and w1 (w, d) rounded; fp32.
 
-    ``dx = dh w1`` of dh and w1 rounded in blocks; ``dw1 = dh^T x`` as they are.
+    ``dx = dh w1`` of dh and w1 rounded; ``dw1 = dh^T x`` as they are.
     """
-    h: Tensor = _UpProj.apply(x, w1, scales)
+    h: Tensor = _UpProj.apply(x, w1)
     return h
 
 
-def down_proj(a: Tensor, w2: Tensor, score: Tensor, scales: Scales) -> Tensor:
-    """``score a w2^T`` (R, d) of one expert, a (R, n) and w2 (d, n) rounded in blocks, score (R, 1); fp32.
+def down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
+    """``score a w2^T`` (R, d) of one expert, a (R, n) and w2 (d, n) rounded, score (R, 1); fp32.
 
     ``da' = do w2`` of do and w2 rounded; ``da = score da'``, ``dscore = <da', a>``, ``dw2 = do^T (score a)`` as they
     are.
     """
-    y: Tensor = _DownProj.apply(a, w2, score, scales)
+    y: Tensor = _DownProj.apply(a, w2, score)
     return y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,8 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S = 60  # a rank that waits for one that does not call fails the check
@@ -37,14 +37,14 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type:
         raise ValueError(f"these checks need {ranks} GPUs of one host, which has {torch.cuda.device_count()}")
     results: dict[str, str] = {}
     left = list(checks)
-    mp.set_forkserver_preload(_PRELOADED)
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     while left:
         problem = ""
         attempt = folder / f"attempt_{len(results)}"
         attempt.mkdir()
         try:
             arguments = (left, ranks, attempt, device_type, dict(os.environ))
-            mp.start_processes(_worker, arguments, ranks, start_method="forkserver")
+            start_processes(_worker, arguments, ranks, start_method="forkserver")
         except (ProcessRaisedException, ProcessExitedException) as error:
             problem = str(error)
         passed = [check for check in left if all(_passed(attempt, check, rank).exists() for rank in range(ranks))]

@@ -71,8 +71,7 @@ def load_gathered(
 ):  # fmt: skip
     """Producer: stages of the contraction from ``k_from`` to ``k_to``; A's rows at ``upper`` and ``lower`` (64, BK).
 
-    scales: None, or pointers to the first of each row's scales (BM), where they go (S, BM), and how many a row has: one
-    for each BK, or one.
+    scales: None, or pointers to the first of each row's scales (BM), one for each BK, and where they go (S, BM).
     Returns the next step and the advanced pointers, which spares an addition of row and column per step.
     """
     a_smem, _b_smem, full, _empty = ring
@@ -90,8 +89,8 @@ def load_gathered(
             cp_async(buffer.slice(0, WARPGROUP_M), upper, mask=inside)
             cp_async(buffer.slice(WARPGROUP_M, WARPGROUP_M), lower, mask=inside)
         if scales is not None:
-            first_scale, scale_smem, scales_of_row = scales
-            cp_async(scale_smem.index(stage), first_scale + gl.minimum(k // BK, scales_of_row - 1))
+            first_scale, scale_smem = scales
+            cp_async(scale_smem.index(stage), first_scale + k // BK)
         producer_commit(ring, step)
         step += 1
         upper, lower = upper + BK, lower + BK
@@ -154,7 +153,7 @@ def gather_producer(
 
     tile_info: (expert, first row, end of the expert's rows, first column); expert -1 ends the consumers.
 
-    row_scale: None, or the rows' scales (T, .) that follow A to shared memory, that (S, BM), and how many a row has.
+    row_scale: None, or the scales (T, width_in / BK) that follow A to shared memory (S, BM), and that.
     row_start_of_expert: for `swizzled_tile_coords`, else None.
     extra: B1's (h, pair_of_row, pairs), else None. h follows A and B; the rows' pairs go to pairs (S, BM).
     """
@@ -173,7 +172,7 @@ def gather_producer(
     upper_token = load_tokens(token_of_row, row, end, rows)
     lower_token = load_tokens(token_of_row, row + WARPGROUP_M, end, rows)
     if row_scale is not None:
-        scale_table, scale_smem, scales_of_row = row_scale
+        scale_table, scale_smem = row_scale
         scale_token = load_tokens(token_of_row, row, end, gl.arange(0, BM, THREAD_LAYOUT))
     while index < total:
         next_expert, next_row, next_end, next_col = scheduled_tile(
@@ -181,10 +180,7 @@ def gather_producer(
         )
         upper = source + (upper_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
         lower = source + (lower_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
-        if row_scale is None:
-            scales = None
-        else:
-            scales = (scale_table + scale_token.to(gl.int64) * scales_of_row, scale_smem, scales_of_row)
+        scales = None if row_scale is None else (scale_table + scale_token.to(gl.int64) * (width_in // BK), scale_smem)
         prefetched = scheduler_prefetch(num_tiles, next_index < total)
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, row, end, col)

@@ -21,12 +21,7 @@ from tilemoe.kernels.experts.hopper_fp8 import host
 from tilemoe.kernels.experts.quantize import why_not_quantized
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.experts.triton_fp8.operands import (
-    quantized_lines,
-    quantized_rows,
-    quantized_weight,
-    quantized_weight_lines,
-)
+from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 
@@ -66,10 +61,9 @@ class HopperFp8Backend(HopperBackend):
             return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
         device = _device(do)
         tiles = listed_tiles(plan, host.TILE.block_m)
-        do = aligned_rows(do)
-        rows, weight = self._gathered(do, w2, 1)
+        do, weight = aligned_rows(do), quantized_weight(w2, 1).transposed()
         launch, dh, a_scaled, partial = host.dgrad_dact_launch(
-            rows, weight.transposed(), h.contiguous(), s, plan, tiles, spec, device
+            quantized_rows(do), weight, h.contiguous(), s, plan, tiles, spec, device
         )
         launch.run()
         return dh, score_grad(partial, do, b2, s, plan, tiles, host.TILE.block_m), a_scaled
@@ -81,15 +75,11 @@ class HopperFp8Backend(HopperBackend):
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
         device = _device(x)
         tiles = listed_tiles(plan, host.TILE.block_m)
-        operands = self._gathered(aligned_rows(x), w1, 2)
+        operands = (quantized_rows(aligned_rows(x)), quantized_weight(w1, 2))
         bias = None if b1 is None else aligned_rows(b1)
         launch, a, h = host.up_proj_act_launch(*operands, bias, plan, tiles, spec, keep_h, device)
         launch.run()
         return a, h
-
-    def _gathered(self, rows: Tensor, weight: Tensor, contracted: int) -> tuple[Operand, Operand]:
-        """F1's and B1's operands: rows by token, and a weight whose dimension ``contracted`` is the sum's."""
-        return quantized_rows(rows), quantized_weight(weight, contracted)
 
     def _rows_times(self, rows: Given, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2 and B3: (R_max, q) of rows (R_max, p) and a weight (E, q, p) that is contiguous along p."""
@@ -101,16 +91,6 @@ class HopperFp8Backend(HopperBackend):
         launch, out = host.rows_launch(operand, weight, bias, plan, tiles, device)
         launch.run()
         return out
-
-
-class HopperFp8RowwiseBackend(HopperFp8Backend):
-    """F1 and B1 with a scale for each row of x and do, and for each column of the product."""
-
-    name = "hopper_fp8_rowwise"
-    precision = "fp8_rowwise"
-
-    def _gathered(self, rows: Tensor, weight: Tensor, contracted: int) -> tuple[Operand, Operand]:
-        return quantized_lines(rows), quantized_weight_lines(weight, contracted)
 
 
 def _device(rows: Tensor) -> Device:

@@ -5,8 +5,7 @@ parts = 2 where gate and up are two halves of a tile, else 1 · BM, BN tile · S
 
 Operands are e4m3, contiguous along the contraction, seen as half as many elements of the layer's 16-bit dtype: x and
 do (T, d / 2), rows (R_max, in / 2), weight descriptors (E, parts, out, in / 2). Scales are fp32: (., in / 128) of rows,
-(E, out / 128, in / 128) of weights with the strides given; of F1 and B1 with SCALES "rows" (., 1) and (E, out, 1).
-Output descriptors are ragged.
+(E, out / 128, in / 128) of weights with the strides given. Output descriptors are ragged.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -34,7 +33,6 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 from tilemoe.kernels.experts.hopper_fp8.mainloop import (
     BLOCK,
     add_bias_to_slices,
-    gathered_mainloop,
     scale_pointers,
     scaled_mainloop,
     store_quantized,
@@ -120,7 +118,7 @@ def gemm_rows_kernel(
                              width_out, ring, row_scale, tile_info, staging, 0)),
             (rows_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
                              width_out, ring, row_scale, tile_info, staging, 1)),
-            (gather_producer, (rows, (rows_scale, row_scale, width_in // BK), width_in, None, weight, tiles, num_tiles,
+            (gather_producer, (rows, (rows_scale, row_scale), width_in, None, weight, tiles, num_tiles,
                                row_start_of_expert, width_in, width_out, ring, tile_info, scheduler_smem, None, BN,
                                True, True, "none")),
         ],
@@ -170,8 +168,7 @@ def store_act(
 def act_consumer(
     a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in, n, limit, alpha,
     ring, row_scale, tile_info, staging,
-    CONSUMER: gl.constexpr, SCALES: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
-    KEEP_H: gl.constexpr,
+    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
 ):  # fmt: skip
     """Consumer of F1. Epilogue: add the bias, store h and act(h)."""
     steps = width_in // BK
@@ -182,10 +179,8 @@ def act_consumer(
     while expert >= 0:
         row += CONSUMER * WARPGROUP_M
         if row < end:
-            slices, step = gathered_mainloop(
-                ring, row_scale, weight_scale, expert, col, col + apart, w, (stride_se, stride_sout, stride_sin),
-                step, steps, False, CONSUMER, SCALES,
-            )  # fmt: skip
+            scales = scale_pointers(weight_scale, expert, col, col + apart, w, stride_se, stride_sout)
+            slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, False, CONSUMER)
             if bias is not None:
                 slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + apart, w)
             tma.store_wait(0)  # of the tile before: its last store may be of the buffer that comes first
@@ -222,7 +217,6 @@ def up_proj_act_kernel(
     stride_bias,
     limit,
     alpha,
-    SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATE_UP: gl.constexpr,
     KEEP_H: gl.constexpr,
@@ -237,7 +231,6 @@ def up_proj_act_kernel(
     dtype: gl.constexpr = x.dtype.element_ty
     COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
     width_out = 2 * n if GATE_UP == "interleaved" else n
-    scales_of_row = width_in // BK if SCALES == "blocks" else 1
     ring, row_scale = new_ring(weight, dtype, STAGES)
     staging = new_staging(dtype)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
@@ -245,12 +238,12 @@ def up_proj_act_kernel(
     gl.warp_specialize(
         [
             (act_consumer, (a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin,
-                            width_in, n, limit, alpha, ring, row_scale, tile_info, staging, 0, SCALES, GATE_UP,
-                            ACTIVATION, KEEP_H)),
+                            width_in, n, limit, alpha, ring, row_scale, tile_info, staging, 0, GATE_UP, ACTIVATION,
+                            KEEP_H)),
             (act_consumer, (a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin,
-                            width_in, n, limit, alpha, ring, row_scale, tile_info, staging, 1, SCALES, GATE_UP,
-                            ACTIVATION, KEEP_H)),
-            (gather_producer, (x, (x_scale, row_scale, scales_of_row), width_in, token_of_row, weight, tiles, num_tiles,
+                            width_in, n, limit, alpha, ring, row_scale, tile_info, staging, 1, GATE_UP, ACTIVATION,
+                            KEEP_H)),
+            (gather_producer, (x, (x_scale, row_scale), width_in, token_of_row, weight, tiles, num_tiles,
                                row_start_of_expert, width_in, width_out, ring, tile_info, scheduler_smem, None,
                                COLUMNS, True, True, GATE_UP)),
         ],
@@ -263,8 +256,7 @@ def up_proj_act_kernel(
 def dact_consumer(
     dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity, width_in, n, limit, alpha,
     ring, row_scale, tile_info, pairs,
-    CONSUMER: gl.constexpr, BN: gl.constexpr, SCALES: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
-    ROLLED: gl.constexpr,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
 ):  # fmt: skip
     """Consumer of B1: as `hopper.gemm_dgrad_dact.dact_consumer`, of scaled products."""
     steps = width_in // BK
@@ -276,10 +268,8 @@ def dact_consumer(
         if first < end:
             pair = pairs.index(step % pairs.shape[0]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(layout)
             score = gl.load(s + pair).to(gl.float32)
-            slices, step = gathered_mainloop(
-                ring, row_scale, weight_scale, expert, col, col + BLOCK, n, (stride_se, stride_sout, stride_sin),
-                step, steps, pending_release, CONSUMER, SCALES,
-            )  # fmt: skip
+            scales = scale_pointers(weight_scale, expert, col, col + BLOCK, n, stride_se, stride_sout)
+            slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, pending_release, CONSUMER)
             ds = dact_slices(
                 slices, score, dh, a_scaled, end, first, col, limit, alpha, ring, step,
                 CONSUMER, GATE_UP, ACTIVATION, ROLLED,
@@ -321,7 +311,6 @@ def gemm_dgrad_dact_kernel(
     stride_sin,
     limit,
     alpha,
-    SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATE_UP: gl.constexpr,
     ROLLED: gl.constexpr,
@@ -334,7 +323,6 @@ def gemm_dgrad_dact_kernel(
 
     width_in is d in elements of 16 bits.
     """
-    scales_of_row = width_in // BK if SCALES == "blocks" else 1
     ring, row_scale = new_ring(weight, do.dtype.element_ty, STAGES)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -342,13 +330,13 @@ def gemm_dgrad_dact_kernel(
     gl.warp_specialize(
         [
             (dact_consumer, (dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity,
-                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 0, BN, SCALES, GATE_UP,
-                             ACTIVATION, ROLLED)),
+                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 0, BN, GATE_UP, ACTIVATION,
+                             ROLLED)),
             (dact_consumer, (dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity,
-                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 1, BN, SCALES, GATE_UP,
-                             ACTIVATION, ROLLED)),
-            (gather_producer, (do, (do_scale, row_scale, scales_of_row), width_in, token_of_row, weight, tiles,
-                               num_tiles, row_start_of_expert, width_in, n, ring, tile_info, scheduler_smem,
+                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 1, BN, GATE_UP, ACTIVATION,
+                             ROLLED)),
+            (gather_producer, (do, (do_scale, row_scale), width_in, token_of_row, weight, tiles, num_tiles,
+                               row_start_of_expert, width_in, n, ring, tile_info, scheduler_smem,
                                (h, pair_of_row, pairs), BN, True, True, GATE_UP)),
         ],
         [4, 4],

@@ -76,7 +76,7 @@ def up_proj_act_launch(
     operands = (*_rows(x, dtype), right, w1.scale, b1, to_a, a.scale, to_h, plan.token_of_row, *tiles)
     bias_stride = 0 if b1 is None else b1.stride(0)
     sizes = (d // 2, n, *_strides(w1), bias_stride, spec.limit, spec.alpha)
-    constants = {**_constants(w1, spec), "KEEP_H": keep_h}
+    constants = {"ACTIVATION": spec.name, "GATE_UP": gate_up_layout(spec) or "none", "KEEP_H": keep_h}
     args = (*operands, swizzle_of(plan, column_tiles), *sizes)
     return _launch(up_proj_act_kernel, tiles.capacity * column_tiles, args, constants, device), a, h
 
@@ -100,7 +100,11 @@ def dgrad_dact_launch(
     outputs = (from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles, swizzle_of(plan, column_tiles))
     sizes = (plan.capacity, d // 2, n, *_strides(w2), spec.limit, spec.alpha)
-    constants = {**_constants(w2, spec), "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP}
+    constants = {
+        "ACTIVATION": spec.name,
+        "GATE_UP": gate_up_layout(spec) or "none",
+        "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP,
+    }
     args = (*_rows(do, h.dtype), right, w2.scale, *outputs, *indices, *sizes)
     launch = _launch(gemm_dgrad_dact_kernel, tiles.capacity * column_tiles, args, constants, device)
     return launch, dh, a_scaled, partial
@@ -122,9 +126,3 @@ def _rows(rows: Operand, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 def _strides(weight: Operand) -> tuple[int, ...]:
     assert weight.scale is not None
     return weight.scale.stride()
-
-
-def _constants(weight: Operand, spec: ActivationSpec) -> dict[str, Any]:
-    """Of F1 and B1; SCALES and GATE_UP as the kernels say."""
-    scales = "rows" if weight.block[0] == 1 else "blocks"
-    return {"SCALES": scales, "ACTIVATION": spec.name, "GATE_UP": gate_up_layout(spec) or "none"}

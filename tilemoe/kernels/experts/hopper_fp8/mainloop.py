@@ -24,7 +24,6 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     WARPGROUP_M,
     consumer_release_previous,
     consumer_wait,
-    epilogue_slices,
     fence_and_store,
     halves,
     store_slice,
@@ -91,92 +90,6 @@ def scaled_mainloop(ring, row_scale, weight_scales, stride_in, step, steps, pend
         right += product * (scale * right_weight)[:, None]
         step += 1
     return halves(left, WARPGROUP_M, BLOCK) + halves(right, WARPGROUP_M, BLOCK), step
-
-
-@gluon.jit
-def column_scales(scale, expert, left_column, right_column, width, stride_e, stride_out):
-    """Four slices' scales (EPILOGUE_N) of a weight's columns, two from each column on; scale (E, width, 1). 1 past
-    ``width``. Issued before a tile's mainloop, which hides the loads.
-    """
-    of_slice: gl.constexpr = epilogue_slices(zero_tile(), 2 * BLOCK)[0].type.layout
-    columns = gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, of_slice))
-    of_expert = scale + expert.to(gl.int64) * stride_e
-    first, second = left_column + columns, left_column + EPILOGUE_N + columns
-    third, fourth = right_column + columns, right_column + EPILOGUE_N + columns
-    return (
-        gl.load(of_expert + first * stride_out, mask=first < width, other=1.0),
-        gl.load(of_expert + second * stride_out, mask=second < width, other=1.0),
-        gl.load(of_expert + third * stride_out, mask=third < width, other=1.0),
-        gl.load(of_expert + fourth * stride_out, mask=fourth < width, other=1.0),
-    )
-
-
-@gluon.jit
-def zero_tile():
-    """(WARPGROUP_M, 2 * BLOCK) fp32: the accumulator of a whole tile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK, 32])
-    return gl.zeros([WARPGROUP_M, 2 * BLOCK], gl.float32, layout)
-
-
-@gluon.jit
-def issue_tile(ring, step, acc, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr):
-    """As `pipeline.issue_mma`, of FP8 operands."""
-    a_smem, b_smem, _full, _empty = ring
-    stage = consumer_wait(ring, step)
-    a = operand(a_smem.index(stage), a_smem.shape[1]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M)
-    b = operand(b_smem.index(stage), 2 * BLOCK).permute([1, 0])
-    return warpgroup_mma(a, b, acc, use_acc=ACCUMULATE, is_async=True)
-
-
-@gluon.jit
-def scaled_once_mainloop(ring, row_scale, columns, step, steps, pending_release, CONSUMER: gl.constexpr):
-    """As `scaled_mainloop`, with a scale for each row, the same in every stage, and ``columns`` of `column_scales`.
-
-    The tensor cores add over all of the contraction.
-    """
-    acc = issue_tile(ring, step, zero_tile(), False, CONSUMER)
-    if pending_release:
-        tma.store_wait(0)
-    acc = warpgroup_mma_wait(1, deps=(acc,))  # waits for nothing: makes acc a value that the loop can carry
-    consumer_release_previous(ring, step, pending_release)
-    for _ in range(1, steps):
-        step += 1
-        acc = issue_tile(ring, step, acc, True, CONSUMER)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        consumer_release_previous(ring, step)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    first, second, third, fourth = epilogue_slices(acc, 2 * BLOCK)
-    of_rows: gl.constexpr = gl.SliceLayout(1, first.type.layout)
-    scale = row_scale.index(step % row_scale.shape[0]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(of_rows)
-    step += 1
-    consumer_release_previous(ring, step)
-    rows = scale[:, None]
-    slices = (
-        first * (rows * columns[0][None, :]),
-        second * (rows * columns[1][None, :]),
-        third * (rows * columns[2][None, :]),
-        fourth * (rows * columns[3][None, :]),
-    )
-    return slices, step
-
-
-@gluon.jit
-def gathered_mainloop(
-    ring, row_scale, scale, expert, left_column, right_column, width, strides, step, steps, pending_release,
-    CONSUMER: gl.constexpr, SCALES: gl.constexpr,
-):  # fmt: skip
-    """F1's and B1's mainloop. SCALES "blocks": of 1 x 128 and 128 x 128; "rows": of rows, and of the weight's columns.
-
-    scale (E, width / BLOCK, in / BLOCK) or (E, width, 1) with ``strides``.
-    """
-    stride_e, stride_out, stride_in = strides
-    if SCALES == "blocks":
-        scales = scale_pointers(scale, expert, left_column, right_column, width, stride_e, stride_out)
-        slices, step = scaled_mainloop(ring, row_scale, scales, stride_in, step, steps, pending_release, CONSUMER)
-    else:
-        columns = column_scales(scale, expert, left_column, right_column, width, stride_e, stride_out)
-        slices, step = scaled_once_mainloop(ring, row_scale, columns, step, steps, pending_release, CONSUMER)
-    return slices, step
 
 
 # Epilogue

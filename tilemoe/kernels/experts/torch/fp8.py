@@ -32,7 +32,7 @@ class TorchFp8Backend(TorchBackend):
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
         """F1: (a (R_max, n), h (R_max, w))."""
-        a, h = super().up_proj_act(*self._gathered(x, w1, 2), _fp32(b1), plan, spec)
+        a, h = super().up_proj_act(_rows(x), _weight(w1), _fp32(b1), plan, spec)
         return a.to(x.dtype), h.to(x.dtype)
 
     def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
@@ -50,7 +50,7 @@ class TorchFp8Backend(TorchBackend):
         spec: ActivationSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n)); b2's term of ds is of do as it is."""
-        dh, ds, a_scaled = super().down_proj_dgrad_dact(*self._gathered(do, w2, 1), None, h, s, plan, spec)
+        dh, ds, a_scaled = super().down_proj_dgrad_dact(_rows(do), _weight(w2), None, h, s, plan, spec)
         if b2 is not None:
             ds += rows_to_pairs(rows_dot_bias(do, b2, plan).to(s.dtype), s, plan)
         return dh, ds, a_scaled.to(h.dtype)
@@ -58,22 +58,6 @@ class TorchFp8Backend(TorchBackend):
     def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
         """B3: dx_rows (R_max, d), or the columns of d that w1 has: a multiple of 128 of them."""
         return super().up_proj_dgrad(_rows(dh), _weight(w1), plan).to(dh.dtype)
-
-    def _gathered(self, rows: Tensor, weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
-        """What FP8 keeps of F1's and B1's operands, in fp32: the weight's dimension ``contracted`` is the sum's."""
-        return _rows(rows), _weight(weight)
-
-
-class TorchFp8RowwiseBackend(TorchFp8Backend):
-    """F1 and B1 with a scale for each row of x and do, and for each column of the product."""
-
-    name = "torch_fp8_rowwise"
-    precision = "fp8_rowwise"
-
-    def _gathered(self, rows: Tensor, weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
-        width = rows.shape[1]
-        block = (1, width) if contracted == 2 else (width, 1)
-        return quantize(rows, (1, width)).dense(torch.float32), quantize(weight, block).dense(torch.float32)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ E experts
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,11 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import WEIGHTS
-from tilemoe.kernels.experts.triton_fp8.quantize import lines_launch, rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import rows_launch, weight_launch
 from tilemoe.runtime.launch_trace import recorder
 from tilemoe.runtime.precompile import withholds_values
-
-Key = tuple[str, int]  # what shares a scale, and the dimension that is contracted
 
 
 class _Kept(NamedTuple):
@@ -29,7 +26,7 @@ class _Kept(NamedTuple):
     version: int
     address: int
     stream: int
-    operands: dict[Key, Operand]
+    operands: dict[int, Operand]  # by the dimension that is contracted
 
 
 # A cache: an entry ends with its weight, and counts only while the weight's version counter stands.
@@ -46,14 +43,6 @@ def quantized_rows(rows: Tensor | Operand) -> Operand:
     return operand
 
 
-def quantized_lines(rows: Tensor) -> Operand:
-    """Rows (R, p) with a scale for each."""
-    launch, operand = lines_launch(rows)
-    if rows.shape[0]:
-        launch.run()
-    return operand
-
-
 def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """A weight (E, p, q) as what is contiguous along ``contracted``, 1 or 2, unless it is quantised already.
 
@@ -62,59 +51,33 @@ def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """
     if isinstance(weight, Operand):
         return weight
-    return _found(weight, partial(_in_blocks, contracted=contracted), WEIGHTS)
-
-
-def quantized_weight_lines(weight: Tensor, contracted: int) -> Operand:
-    """As `quantized_weight`, with a scale for each column of the product: all along ``contracted``."""
-    width = weight.shape[contracted]
-    block = (1, width) if contracted == 2 else (width, 1)
-    return _found(weight, partial(_in_lines, contracted=contracted), block)
-
-
-def _found(weight: Tensor, find: Callable[[Tensor], tuple[Tensor, Tensor]], block: tuple[int, int]) -> Operand:
-    """The operand whose data and scale ``find`` gives; a recording of launches finds them again."""
-    watcher = recorder()
+    find, watcher = partial(_data_and_scale, contracted=contracted), recorder()
     data, scale = find(weight) if watcher is None or not _can_be_kept(weight) else watcher.kept(find, weight)
-    return Operand(data, scale, block, weight.dtype)
+    return Operand(data, scale, WEIGHTS, weight.dtype)
 
 
-def _in_blocks(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
-    # fp32 in both orders came out wrong once (H200, Triton 3.6.0), which was not found again.
-    both = weight.requires_grad and weight.element_size() == 2 and _can_be_kept(weight)
-    return _kept_or_made(weight, ("blocks", contracted), lambda: _quantize(weight, (1, 2) if both else (contracted,)))
-
-
-def _in_lines(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
-    return _kept_or_made(weight, ("lines", contracted), lambda: _quantize_lines(weight, contracted))
-
-
-def _kept_or_made(weight: Tensor, key: Key, make: Callable[[], dict[Key, Operand]]) -> tuple[Tensor, Tensor]:
-    """Data and scale of what is kept under ``key``, or made now."""
+def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
+    """Those that are kept, or made now."""
     if not _can_be_kept(weight):
-        operand = make()[key]
+        operand = _quantize(weight, (contracted,))[contracted]
         return operand.data, operand.scale
     kept, now = _KEPT.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
     if kept is None or kept[:3] != now:
         kept = _Kept(*now, {})
-    if key not in kept.operands:
-        kept.operands.update(make())
+    if contracted not in kept.operands:
+        # fp32 in both orders came out wrong once (H200, Triton 3.6.0), which was not found again.
+        both = weight.requires_grad and weight.element_size() == 2
+        kept.operands.update(_quantize(weight, (1, 2) if both else (contracted,)))
         if not withholds_values():
             _KEPT[weight] = kept
-    operand = kept.operands[key]
+    operand = kept.operands[contracted]
     return operand.data, operand.scale
 
 
-def _quantize(weight: Tensor, contracted: tuple[int, ...]) -> dict[Key, Operand]:
+def _quantize(weight: Tensor, contracted: tuple[int, ...]) -> dict[int, Operand]:
     launch, operands = weight_launch(weight, contracted)
     launch.run()
-    return {("blocks", dim): operand for dim, operand in operands.items()}
-
-
-def _quantize_lines(weight: Tensor, contracted: int) -> dict[Key, Operand]:
-    launch, operand = lines_launch(weight if contracted == 2 else weight.transpose(1, 2))
-    launch.run()
-    return {("lines", contracted): operand if contracted == 2 else operand.transposed()}
+    return operands
 
 
 def _stream_of(weight: Tensor) -> int:

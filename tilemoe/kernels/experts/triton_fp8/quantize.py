@@ -48,17 +48,6 @@ def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, di
     return launch, {dim: Operand(of_dim, scale, WEIGHTS, weight.dtype) for dim, of_dim in data.items()}
 
 
-def lines_launch(values: Tensor) -> tuple[Launch, Operand]:
-    """Of values (..., q, p) of any strides, with a scale for each line of p, a multiple of 128; data is contiguous."""
-    *batch, count, width = values.shape
-    batches, strides = (1, (0,)) if not batch else (batch[0], (values.stride(0),))
-    data = values.new_empty(values.shape, dtype=torch.float8_e4m3fn)
-    scale = values.new_empty(*batch, count, 1, dtype=torch.float32)
-    args = (values, data, scale, count, width, *strides, *values.stride()[-2:])
-    launch = launch_of(quantize_lines_kernel, (ceil_div(count, _ROWS), batches), args, {"BLOCK_M": _ROWS})
-    return launch, Operand(data, scale, (1, width), values.dtype)
-
-
 @triton.jit
 def _scale_of(largest, has_nan):
     scale = tl.where(largest == 0, 1.0, tl.maximum(largest / _LARGEST, _SMALLEST_SCALE))
@@ -107,25 +96,3 @@ def quantize_weight_kernel(weight, data, turned, scale, p, q, stride_e, stride_p
     if turned is not None:
         tl.store(turned + first + column.to(tl.int64)[:, None] * p + line[None, :], tile.trans())
     tl.store(scale + (expert * (p // _BLOCK) + block_p) * (q // _BLOCK) + block_q, scale_of_block)
-
-
-@triton.jit
-def quantize_lines_kernel(values, data, scale, count, width, stride_e, stride_q, stride_p, BLOCK_M: tl.constexpr):
-    """data (E, q, p) and scale (E, q) of values (E, q, p); a program reads its lines twice, the second time from L2."""
-    batch = tl.program_id(1).to(tl.int64)
-    line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = (line < count)[:, None]
-    step = tl.arange(0, _BLOCK)
-    pointers = values + batch * stride_e + line.to(tl.int64)[:, None] * stride_q + step.to(tl.int64)[None, :] * stride_p
-    largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    has_nan = tl.zeros((BLOCK_M,), dtype=tl.int32)
-    for block in range(width // _BLOCK):
-        tile = tl.load(pointers + block * _BLOCK * stride_p, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(tile), axis=1))
-        has_nan = tl.maximum(has_nan, tl.max((tile != tile).to(tl.int32), axis=1))
-    scale_of_line = _scale_of(largest, has_nan)
-    first = (batch * count + line)[:, None] * width + step[None, :]
-    for block in range(width // _BLOCK):
-        tile = tl.load(pointers + block * _BLOCK * stride_p, mask=inside, other=0.0).to(tl.float32)
-        tl.store(data + first + block * _BLOCK, _rounded(tile, scale_of_line[:, None]), mask=inside)
-    tl.store(scale + batch * count + line, scale_of_line, mask=line < count)
