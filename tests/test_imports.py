@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": _BELOW_LAYERS | {"dispatch", "layers", "models", "integrations"},
     "data": {"checks"},
     "recipes": set(),
-    "perf": {"shape", "kernels"},
+    "perf": {"shape", "kernels", "config", "models"},
     "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf"},
     "integrations": _BELOW_LAYERS | {"dispatch", "layers", "models"},
     "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf", "integrations"},

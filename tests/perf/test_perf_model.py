@@ -28,7 +28,7 @@ from tilemoe.kernels.experts.memory import (
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
-from tilemoe.perf.costs import BACKWARD, FORWARD, Cost, kernel_costs, layer_roofline_ms, router_costs
+from tilemoe.perf.costs import BACKWARD, FORWARD, IN_FP8, Cost, kernel_costs, layer_roofline_ms, router_costs
 from tilemoe.perf.hardware import GPUS, Ceilings, find_gpu
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
@@ -172,6 +172,31 @@ def test_costs_by_hand() -> None:
     assert router_costs(MoEShape(2, 4, 3, 5, 2)) == (Cost(80, 16 + 40, 40), Cost(160, 80 + 56, 56))
 
 
+def test_costs_of_fp8_by_hand() -> None:
+    """Elements: x 8, w1 120, w2 60, h 24, a 12, y 16. Of x, do and dh two bytes are read, one written and read."""
+    costs, wide = (kernel_costs(MoEShape(2, 4, 3, 5, 2), precision) for precision in ("fp8", "bf16"))
+    assert costs["up_proj_act"] == Cost(wide["up_proj_act"].flops, 24 + 120 + 16, 8 + 48 + 12)
+    assert costs["down_proj"] == Cost(wide["down_proj"].flops, 12 + 60, 32)
+    assert costs["down_proj_dgrad_dact"] == Cost(
+        wide["down_proj_dgrad_dact"].flops, 24 + 60 + 48 + 48, 8 + 48 + 24 + 16
+    )
+    assert costs["up_proj_dgrad"] == Cost(wide["up_proj_dgrad"].flops, 72 + 120, 24 + 32)
+    for name in set(costs) - set(IN_FP8):
+        assert costs[name] == wide[name]
+
+
+@pytest.mark.parametrize(
+    ("flops", "bound"),
+    [(89, "memory"), (90, "balanced"), (100, "balanced"), (110, "balanced"), (111, "arithmetic"), (0, "memory")],
+)
+def test_a_kernel_within_a_tenth_of_the_ridge_is_balanced(flops: int, bound: str) -> None:
+    assert Cost(flops, 1, 0).bound(Ceilings(200, 2, is_measured=False)) == bound
+
+
+def test_a_kernel_of_963_flop_per_byte_is_not_memory_bound_on_an_a100() -> None:
+    assert Cost(963, 1, 0).bound(GPUS["A100"].ceilings()) == "arithmetic"
+
+
 def test_roofline_is_the_larger_of_two_times() -> None:
     ceilings = Ceilings(tflops=2.0, tbps=0.5, is_measured=True)
     assert Cost(10**12, 10, 10).roofline_ms(ceilings) == pytest.approx(500)
@@ -222,7 +247,8 @@ def test_intensity_is_flops_over_bytes(shape: MoEShape) -> None:
 
 def test_gpus() -> None:
     assert find_gpu("NVIDIA H200").name == "H200"
-    assert find_gpu("NVIDIA GeForce RTX 4090").name == "RTX 4090"
+    assert find_gpu("NVIDIA GeForce RTX 4090").name == find_gpu("rtx-4090").name == "RTX 4090"
+    assert list(GPUS) == ["A100", "H100", "H200", "B200", "B300", "RTX 4090", "RTX 5090", "MI300X"]
     with pytest.raises(ValueError, match="no figures for GPU 'Voodoo 2'; known are A100, H100"):
         find_gpu("Voodoo 2")
     assert GPUS["H200"].ceilings() == Ceilings(778, 4.295, is_measured=True)
@@ -230,6 +256,8 @@ def test_gpus() -> None:
     assert GPUS["A100"].ceilings("tf32") == Ceilings(156, 2.039, is_measured=False)
     with pytest.raises(ValueError, match="dtype must be one of bf16"):
         GPUS["A100"].ceilings("int8")
+    with pytest.raises(ValueError, match="dtype 'fp8': the A100 has no such matrix unit; choose bf16"):
+        GPUS["A100"].ceilings("fp8")
     for gpu in GPUS.values():
         best = gpu.ceilings()
         assert best.tflops <= gpu.bf16_tflops

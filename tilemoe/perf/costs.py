@@ -1,4 +1,4 @@
-"""FLOPs and bytes of the eight kernels, and the time they cannot go below.
+"""FLOPs and bytes of the eight kernels (docs/kernels.md), and the time they cannot go below.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows · w = 2n gated, n not
 
@@ -15,8 +15,10 @@ from tilemoe.shape import MoEShape
 
 FORWARD = ("up_proj_act", "down_proj", "combine")
 BACKWARD = ("down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad", "combine_grad")
+IN_FP8 = ("up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_dgrad")  # of a layer in FP8; the others are not
 _INDEX_BYTES = 4  # of an entry of the plan
 _SCORE_BYTES = 4
+BALANCED = 0.1  # of the ridge: ceilings move by more from one machine and clock to another
 
 
 @dataclass(frozen=True)
@@ -31,26 +33,47 @@ class Cost:
     def bytes(self) -> int:
         return self.read + self.written
 
+    @property
+    def intensity(self) -> float:
+        """FLOP/byte; 0 where nothing is moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
     def roofline_ms(self, ceilings: Ceilings) -> float:
         """The larger of the time to compute and the time to move the bytes, in milliseconds."""
         return 1e3 * max(self.flops / (ceilings.tflops * 1e12), self.bytes / (ceilings.tbps * 1e12))
 
+    def bound(self, ceilings: Ceilings) -> str:
+        """ "memory" or "arithmetic", whichever takes longer at the ceilings, or "balanced": within `BALANCED` alike."""
+        if abs(self.intensity - ceilings.ridge) <= BALANCED * ceilings.ridge:
+            return "balanced"
+        return "memory" if self.intensity < ceilings.ridge else "arithmetic"
 
-def kernel_costs(shape: MoEShape) -> dict[str, Cost]:
-    """Kernel to cost, in the order they run; `FORWARD` writes h, as training does."""
+
+def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
+    """Kernel to cost, in the order they run; `FORWARD` writes h, as training does.
+
+    ``precision`` "fp8": what F1, F2, B1 and B3 read has a byte an element, and x, do and dh are read and written once
+    more to be quantised (docs/fp8.md); their scales, a byte for 32 elements, are not counted. Weights count as kept.
+    """
     tokens, d, n = shape.num_tokens, shape.hidden_size, shape.intermediate_size
     rows, w, size = shape.num_rows, shape.width, shape.element_bytes
+    narrow = 1 if precision == "fp8" else size
     x, h, a, y = (size * count for count in (tokens * d, rows * w, rows * n, rows * d))
-    w1, w2 = size * shape.num_experts * w * d, size * shape.num_experts * d * n
+    weights = shape.num_experts * w * d, shape.num_experts * d * n
+    w1, w2 = (size * count for count in weights)
+    narrow_w1, narrow_w2 = (narrow * count for count in weights)
+    quantised_x, quantised_h = (tokens * d, rows * w) if precision == "fp8" else (0, 0)
     index, score = _INDEX_BYTES * rows, _SCORE_BYTES * rows
     up, down = 2 * rows * d * w, 2 * rows * d * n
     return {
-        "up_proj_act": Cost(up, x + w1 + index, h + a),
-        "down_proj": Cost(down, a + w2, y),
+        "up_proj_act": Cost(up, x + quantised_x + narrow_w1 + index, quantised_x + h + narrow * rows * n),
+        "down_proj": Cost(down, narrow * rows * n + narrow_w2, y),
         "combine": Cost(0, y + score + index, x),
-        "down_proj_dgrad_dact": Cost(down, x + w2 + h + score + 2 * index, h + a + score),
+        "down_proj_dgrad_dact": Cost(
+            down, x + quantised_x + narrow_w2 + h + score + 2 * index, quantised_x + h + a + score
+        ),
         "down_proj_wgrad": Cost(down, x + a + index, w2),
-        "up_proj_dgrad": Cost(up, h + w1, y),
+        "up_proj_dgrad": Cost(up, h + quantised_h + narrow_w1, quantised_h + y),
         "up_proj_wgrad": Cost(up, x + h + index, w1),
         "combine_grad": Cost(0, y + index, x),
     }

@@ -1,12 +1,12 @@
-"""GPUs: what their makers state and, where it was measured, what a plain matrix product and a plain copy reach."""
+"""GPUs: what their makers state and, where it was measured, what kernels reach there. Nothing is measured here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# Dense rates, without structured sparsity. A matrix unit's fp16 rate is its bf16 rate, accumulated in fp32.
-DTYPE_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4})
+# Bytes of an element of x and h. Of FP8, which quantises operands, x and h stay in 16 bits.
+DTYPE_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp8": 2, "tf32": 4, "fp32": 4})
 
 
 @dataclass(frozen=True)
@@ -17,52 +17,100 @@ class Ceilings:
     tbps: float
     is_measured: bool
 
+    @property
+    def ridge(self) -> float:
+        """FLOP/byte at which computing takes as long as moving the bytes."""
+        return self.tflops / self.tbps
+
 
 @dataclass(frozen=True)
 class Gpu:
-    """Stated figures: TFLOP/s dense by dtype, memory in TB/s and GB (1e9 bytes); ``source`` says whose.
+    """Stated figures: TFLOP/s dense by dtype (fp8_tflops 0: none), memory in TB/s and GB (1e9 bytes), the link to other
+    GPUs of the host in GB/s, one way; ``source`` says whose.
 
+    ``capability`` (10 * major + minor; 0: no NVIDIA GPU) and ``shared_bytes`` of a CTA say which tiles kernels have.
     ``measured_bf16_tflops`` (8192^3 matrix product) and ``measured_tbps`` (device copy) are None where nobody measured.
     """
 
     name: str
     bf16_tflops: float
+    fp8_tflops: float
     tf32_tflops: float
     fp32_tflops: float
     tbps: float
     memory_gb: int
+    link_gbps: float
+    multiprocessors: int
+    capability: int
+    shared_bytes: int
     source: str
     measured_bf16_tflops: float | None = None
     measured_tbps: float | None = None
 
-    def ceilings(self, dtype: str = "bf16") -> Ceilings:
-        """Measured ceilings of 16-bit types where there are any, else stated ones. ValueError for another dtype."""
+    @property
+    def is_measured(self) -> bool:
+        return self.measured_bf16_tflops is not None
+
+    @property
+    def interpreted(self) -> bool:
+        """As of `tilemoe.runtime.device.Device`: never."""
+        return False
+
+    def stated_tflops(self, dtype: str = "bf16") -> float:
+        """ValueError for a dtype that is none, or that the GPU has not."""
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {dtype!r}")
+        others = {"fp8": self.fp8_tflops, "tf32": self.tf32_tflops, "fp32": self.fp32_tflops}
+        stated = others.get(dtype, self.bf16_tflops)  # a matrix unit's fp16 rate is its bf16 rate, fp32 accumulators
+        if stated == 0:
+            raise ValueError(f"dtype {dtype!r}: the {self.name} has no such matrix unit; choose bf16")
+        return stated
+
+    def ceilings(self, dtype: str = "bf16") -> Ceilings:
+        """Measured ceilings of 16-bit types where there are any, else stated ones. ValueError: see `stated_tflops`."""
+        stated = self.stated_tflops(dtype)
         if dtype in ("bf16", "fp16") and self.measured_bf16_tflops is not None and self.measured_tbps is not None:
             return Ceilings(self.measured_bf16_tflops, self.measured_tbps, is_measured=True)
-        stated = {"tf32": self.tf32_tflops, "fp32": self.fp32_tflops}.get(dtype, self.bf16_tflops)
         return Ceilings(stated, self.tbps, is_measured=False)
 
 
+_KB = 1024
 GPUS = MappingProxyType(
     {
         gpu.name: gpu
         for gpu in (
-            Gpu("A100", 312, 156, 19.5, 2.039, 80, "NVIDIA A100 80GB SXM datasheet"),
-            Gpu("H100", 989.4, 494.7, 66.9, 3.35, 80, "NVIDIA H100 SXM datasheet"),
-            Gpu("H200", 989.4, 494.7, 66.9, 4.8, 141, "NVIDIA H200 SXM datasheet; ceilings measured", 778, 4.295),
-            Gpu("B200", 2250, 1125, 75, 8.0, 180, "NVIDIA HGX B200 datasheet, per GPU"),
-            Gpu("RTX 4090", 165.2, 82.6, 82.6, 1.008, 24, "NVIDIA Ada GPU architecture whitepaper"),
-            Gpu("RTX 5090", 209.5, 104.8, 104.8, 1.792, 32, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
+            Gpu("A100", 312, 0, 156, 19.5, 2.039, 80, 300, 108, 80, 163 * _KB, "NVIDIA A100 80GB SXM datasheet"),
+            Gpu("H100", 989.4, 1978.9, 494.7, 66.9, 3.35, 80, 450, 132, 90, 227 * _KB, "NVIDIA H100 SXM datasheet"),
+            Gpu(
+                "H200", 989.4, 1978.9, 494.7, 66.9, 4.8, 141, 450, 132, 90, 227 * _KB,
+                "NVIDIA H200 SXM datasheet; ceilings measured", 778, 4.295,
+            ),
+            Gpu("B200", 2250, 4500, 1125, 75, 8.0, 180, 900, 148, 100, 227 * _KB, "NVIDIA HGX B200 datasheet, per GPU"),
+            Gpu("B300", 2250, 4500, 1125, 75, 8.0, 288, 900, 148, 103, 227 * _KB, "NVIDIA HGX B300 datasheet, per GPU"),
+            Gpu(
+                "RTX 4090", 165.2, 330.3, 82.6, 82.6, 1.008, 24, 32, 128, 89, 99 * _KB,
+                "NVIDIA Ada GPU architecture whitepaper",
+            ),
+            Gpu(
+                "RTX 5090", 209.5, 419, 104.8, 104.8, 1.792, 32, 64, 170, 120, 99 * _KB,
+                "NVIDIA RTX Blackwell GPU architecture whitepaper",
+            ),
+            Gpu(
+                "MI300X", 1307.4, 2614.9, 653.7, 163.4, 5.3, 192, 448, 304, 0, 64 * _KB,
+                "AMD Instinct MI300X datasheet; no kernel of this package has run there",
+            ),
         )
     }
-)
+)  # fmt: skip
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of the table whose name occurs in ``name`` ("NVIDIA H200" finds "H200"). ValueError lists them."""
+    """The GPU of the table whose name occurs in ``name``, in any case, words joined by a space, - or _.
+
+    "NVIDIA H200" and "h200" find "H200", "rtx-4090" "RTX 4090". ValueError lists them.
+    """
+    spelled = name.lower().replace("-", " ").replace("_", " ")
     for known in sorted(GPUS, key=len, reverse=True):
-        if known.lower() in name.lower():
+        if known.lower() in spelled:
             return GPUS[known]
     raise ValueError(f"no figures for GPU {name!r}; known are {', '.join(GPUS)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 if TYPE_CHECKING:  # it imports torch, which arithmetic alone needs not
     from tilemoe.runtime.device import Device
@@ -48,6 +48,17 @@ class TileConfig:
     flatten: bool = False
     tma_stores: bool = True
     load_ahead: bool = False
+
+
+class Limits(Protocol):
+    """What a tile is chosen by, of a `tilemoe.runtime.device.Device` or of a GPU that is not there."""
+
+    @property
+    def capability(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def interpreted(self) -> bool: ...
 
 
 # Measured on an H200 (132 SMs, 227 KB of shared memory). The others follow from shared memory and registers: the
@@ -94,7 +105,7 @@ def why_unsupported(*widths: int) -> str | None:
 
 
 def choose_tile(
-    kernel: Kernel, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None = None
+    kernel: Kernel, rows_width: int, out_width: int, itemsize: int, device: Limits, gate_up: str | None = None
 ) -> TileConfig:
     """The tile of ``kernel`` for elements of ``itemsize`` bytes, no wider than the widths' next power of two.
 
@@ -207,7 +218,7 @@ def _parts(kernel: Kernel, gate_up: str | None) -> int:
     return 2 if kernel == "up_proj_act" and gate_up is not None else 1
 
 
-def _base_tile(kernel: Kernel, itemsize: int, device: Device) -> TileConfig:
+def _base_tile(kernel: Kernel, itemsize: int, device: Limits) -> TileConfig:
     if device.interpreted:
         return _INTERPRETED
     if itemsize == 4:

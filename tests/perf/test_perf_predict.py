@@ -1,0 +1,160 @@
+"""Predicted times against recorded ones, fitted and not; padding against enumeration; what other designs keep."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cases
+import fit_planner
+import pytest
+
+from tilemoe.perf.costs import kernel_costs
+from tilemoe.perf.hardware import GPUS
+from tilemoe.perf.padding import expected_units, padded_rows, padding_waste
+from tilemoe.perf.predict import (
+    LAUNCH_MS,
+    LAUNCHES,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    RATES,
+    costs,
+    is_measured,
+    layer_ms,
+    step_ms,
+)
+from tilemoe.perf.styles import STYLES
+from tilemoe.shape import MoEShape
+
+RESULTS = Path(__file__).parents[2] / "results"
+H200 = GPUS["H200"]
+WITHIN = 0.2
+STEPS = (LAYER_FORWARD, LAYER_BACKWARD)
+
+
+def newest(name: str, key: Iterable[str], **wanted: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The last row of results/<name>.jsonl for each value of ``key`` among those that have ``wanted``."""
+    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    kept = [row for row in rows if all(row[field] == value for field, value in wanted.items())]
+    return {tuple(row[field] for field in key): row for row in kept}
+
+
+def shape_of(row: dict[str, Any]) -> MoEShape:
+    sizes = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+    return MoEShape(*(row[size] for size in sizes))
+
+
+LAYER = newest("layer", ("case",), mode="sustained", contestant="tilemoe", gpu="NVIDIA H200")
+FP8 = newest("fp8_layer", ("case",), mode="sustained", contestant="tilemoe[hopper_fp8]")
+# Sizes of other tokens, widths and expert counts, none of which is fitted.
+OTHERS = {
+    name: row
+    for (name,), row in newest(
+        "token_rounding", ("case",), mode="sustained", contestant="top-K", kernel_set="hopper"
+    ).items()
+    if shape_of(row) not in cases.MAIN.values()
+}
+EXPERTS = newest("layouts", ("size",), mode="gpu", cell="plain")
+
+
+def test_the_rates_are_those_that_the_fit_gives() -> None:
+    found = fit_planner.fit()
+    assert list(found) == list(RATES)
+    for kind, rate in found.items():
+        assert (rate.first, rate.second) == (
+            pytest.approx(RATES[kind].first, rel=1e-3),
+            pytest.approx(RATES[kind].second, rel=1e-3),
+        )
+
+
+def test_some_cases_are_held_out() -> None:
+    assert set(cases.MAIN) - set(fit_planner.FITTED) == {"7B-n1024", "1.4B-n256", "OLMoE"}
+    assert len(OTHERS) >= 10
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [
+        *(pytest.param(LAYER[name,], "bf16", id=name) for name in cases.MAIN),
+        *(pytest.param(FP8[name,], "fp8", id=f"{name}, FP8") for name in cases.MAIN),
+        *(pytest.param(row, "bf16", id=name) for name, row in OTHERS.items()),
+    ],
+)
+def test_a_layer_s_time_is_near_the_recorded_one(row: dict[str, Any], dtype: str) -> None:
+    forward, backward = layer_ms(shape_of(row), H200, dtype)
+    assert forward == pytest.approx(row["forward_ms"]["median"], rel=WITHIN)
+    assert backward == pytest.approx(row["backward_ms"]["median"], rel=WITHIN)
+
+
+@pytest.mark.parametrize("row", EXPERTS.values(), ids=[size for (size,) in EXPERTS])
+def test_the_experts_time_is_near_the_recorded_one(row: dict[str, Any]) -> None:
+    """Of public models' layers, without their routers."""
+    shape = shape_of(row)
+    for time, steps, key in zip(layer_ms(shape, H200), STEPS, ("plain_fwd_ms", "plain_bwd_ms"), strict=True):
+        router = sum(step_ms(step, shape, H200) for step in steps if step not in kernel_costs(shape))
+        assert time - router == pytest.approx(row[key]["median"], rel=WITHIN)
+
+
+def test_a_prediction_is_never_below_the_memory_s_time_and_grows() -> None:
+    shapes = [MoEShape(tokens, 2048, 1024, 64, 8) for tokens in (1, 64, 4096, 262144)]
+    for gpu in GPUS.values():
+        times = [sum(layer_ms(shape, gpu)) for shape in shapes]
+        assert times == sorted(times)
+        for shape in shapes:
+            for step, cost in costs(shape, "bf16").items():
+                assert step_ms(step, shape, gpu) > cost.bytes / gpu.ceilings().tbps / 1e9
+
+
+def test_rates_elsewhere_are_scaled_by_what_is_stated() -> None:
+    shape = MoEShape(32768, 2048, 1024, 64, 8)
+    twice = replace(H200, name="H400", bf16_tflops=2 * H200.bf16_tflops, tbps=2 * H200.tbps, measured_tbps=None)
+    assert [is_measured(gpu, "bf16") for gpu in (H200, twice)] == [True, False]
+    for steps in STEPS:
+        for step in steps:
+            launch = LAUNCH_MS * LAUNCHES.get(step, 1)
+            halved = launch + (step_ms(step, shape, H200) - launch) / 2
+            assert step_ms(step, shape, twice) == pytest.approx(halved, rel=0.03)  # combine: copies reach 0.9 of stated
+
+
+def test_expected_units_enumerated() -> None:
+    """Every subset of K of E experts for each of T tokens, all alike."""
+    tokens, experts, k, unit = 3, 4, 2, 2
+    choices = list(itertools.product(itertools.combinations(range(experts), k), repeat=tokens))
+    padded = sum(
+        unit * math.ceil(sum(expert in chosen for chosen in each) / unit)
+        for each in choices
+        for expert in range(experts)
+    )
+    shape = MoEShape(tokens, 8, 8, experts, k)
+    assert padded_rows(shape, unit) == pytest.approx(padded / len(choices), rel=1e-12)
+    assert padding_waste(shape, unit) == pytest.approx(padded / len(choices) / (tokens * k) - 1)
+
+
+def test_padding_at_its_limits() -> None:
+    assert expected_units(100, 1.0, 64) == 2
+    assert expected_units(10**6, 1e-3, 1) == pytest.approx(1000, rel=1e-9)  # the mean
+    assert padding_waste(MoEShape(0, 8, 8, 4, 2), 128) == 0
+    assert padding_waste(MoEShape(256, 8, 8, 4, 4), 128) == 0
+
+
+@pytest.mark.parametrize("row", OTHERS.values(), ids=OTHERS)
+def test_padding_is_that_of_recorded_routings(row: dict[str, Any]) -> None:
+    """Drawn once each: within two points, of 3 to 23."""
+    expected = 100 * padding_waste(shape_of(row), row["tile"])
+    assert expected == pytest.approx(row["waste_percent"], abs=2)
+
+
+PEERS = {key: row for key, row in newest("layer", ("contestant", "case"), mode="sustained").items() if key[0] in STYLES}
+
+
+@pytest.mark.parametrize("row", PEERS.values(), ids=map(" ".join, PEERS))
+def test_what_other_designs_keep_is_what_they_were_recorded_to_keep(row: dict[str, Any]) -> None:
+    style = STYLES[row["contestant"]](shape_of(row))
+    assert style.saved_bytes == pytest.approx(row["saved_bytes"], abs=512)  # the allocator's step
+    assert style.forward_peak_bytes == pytest.approx(row["forward_peak_bytes"], abs=512)
+    ceilings = H200.ceilings()
+    for steps, part in ((style.forward, "forward_ms"), (style.backward, "backward_ms")):
+        assert sum(cost.roofline_ms(ceilings) for cost in steps.values()) < row[part]["median"]

@@ -1,0 +1,112 @@
+"""The planner's whole model against recorded training runs and exchanges."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+
+from tilemoe.config import MoEConfig
+from tilemoe.kernels.experts.memory import saved_bytes
+from tilemoe.perf.hardware import GPUS
+from tilemoe.perf.predict import layer_ms
+from tilemoe.perf.training import (
+    USABLE,
+    Setup,
+    exchange_bytes,
+    fewest_gpus,
+    largest_micro_batch,
+    memory_parts,
+    reached,
+    router_saved_bytes,
+    tokens_per_day,
+)
+from tilemoe.train.config import load_recipe
+
+RESULTS = Path(__file__).parents[2] / "results"
+H200 = GPUS["H200"]
+
+
+def recorded(name: str, **wanted: Any) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def setup_of(recipe: str, gpus: int, expert_parallel: int = 1) -> Setup:
+    settings = load_recipe(recipe)
+    return Setup(settings.model, H200, gpus, expert_parallel, settings.data.seq_len)
+
+
+RUNS = recorded("train_throughput", contestant="tilemoe", between_micro_batches="nothing")
+
+
+@pytest.mark.parametrize("row", RUNS, ids=[f"{row['recipe']}-{row['processes']}-{row['time']}" for row in RUNS])
+def test_memory_and_speed_are_those_of_recorded_runs(row: dict[str, Any]) -> None:
+    setup = setup_of(row["recipe"], row["processes"])
+    parts = memory_parts(setup, row["batch_size"])
+    assert sum(parts.values()) == pytest.approx(max(row["peak_bytes"]), rel=0.03)
+    daily = tokens_per_day(setup, row["batch_size"], row["mfu"])
+    assert daily / 86400 / row["processes"] == pytest.approx(row["tokens_per_second"], rel=1e-3)
+
+
+def layer_of(name: str) -> MoEConfig:
+    shape = cases.MAIN[name]
+    return MoEConfig(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.num_experts_per_tok)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("7B-n256", 2), ("7B-n256", 4), ("Qwen3-Next", 2), ("Qwen3-Next", 4)])
+def test_exchanged_bytes_are_those_recorded(name: str, ranks: int) -> None:
+    (*_, row) = recorded("expert_parallel", case=name, ranks=ranks)
+    assert exchange_bytes(layer_of(name), cases.MAIN[name].num_tokens, ranks) == pytest.approx(row["bytes"], rel=2e-3)
+
+
+def test_reached_by_hand() -> None:
+    """Two of four experts on two processes: both on one in 2 of the 6 choices, else on both."""
+    assert reached(MoEConfig(8, 8, 4, 2), 2) == pytest.approx((2 * 1 + 4 * 2) / 6)
+    assert reached(MoEConfig(8, 8, 4, 2), 1) == 1
+    assert exchange_bytes(MoEConfig(8, 8, 4, 2), 10, 1) == 0
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    setup = setup_of("7b", 4)
+    most = largest_micro_batch(setup)
+    room = USABLE * 141e9
+    assert most > 1
+    assert sum(memory_parts(setup, most).values()) <= room < sum(memory_parts(setup, most + 1).values())
+
+
+def test_fewest_gpus_is_the_least_that_holds_a_sequence() -> None:
+    setup = replace(setup_of("7b", 1), gpu=GPUS["RTX 4090"])
+    fewest = fewest_gpus(setup)
+    assert fewest is not None
+    assert largest_micro_batch(replace(setup, gpus=fewest)) > 0 == largest_micro_batch(replace(setup, gpus=fewest // 2))
+    wide = replace(setup.model, vocab_size=10**8)
+    assert fewest_gpus(replace(setup, model=wide)) is None  # the gathered embedding alone
+
+
+def test_fp8_and_shared_experts_change_what_they_should() -> None:
+    plain, shared = setup_of("7b", 8), setup_of("7b", 8, expert_parallel=8)
+    fp8 = replace(plain, dtype="fp8")
+    parts = memory_parts(plain, 4)
+    assert memory_parts(shared, 4)["gathered"] < parts["gathered"] < memory_parts(fp8, 4)["gathered"]
+    assert memory_parts(shared, 4)["activations"] > parts["activations"]
+    tokens, speed = 4 * plain.seq_len, tokens_per_day(plain, 4, 0.35)
+    moe = plain.model.moe
+    assert moe is not None
+    seconds = {name: 8 * 86400 / tokens_per_day(setup, 4, 0.35) for name, setup in (("fp8", fp8), ("shared", shared))}
+    shape = replace(cases.MAIN["7B-n256"], num_tokens=tokens)
+    gained = sum(layer_ms(shape, H200)) - sum(layer_ms(shape, H200, "fp8"))
+    assert seconds["fp8"] == pytest.approx(8 * 86400 / speed - plain.model.num_layers * gained / 1e3 / tokens)
+    moved = exchange_bytes(moe, tokens, 8) / 370e9
+    assert seconds["shared"] == pytest.approx(8 * 86400 / speed + plain.model.num_layers * moved / tokens)
+
+
+@pytest.mark.parametrize("name", cases.MAIN)
+def test_what_a_layer_keeps_is_what_was_recorded(name: str) -> None:
+    """The operator's bytes and the router's, beside the allocator's on the GPU."""
+    shape = cases.MAIN[name]
+    (*_, row) = recorded("layer", case=name, contestant="tilemoe", mode="sustained")
+    found = saved_bytes(shape) + router_saved_bytes(layer_of(name), shape.num_tokens)
+    assert found == pytest.approx(row["saved_bytes"], rel=0.01)

@@ -1,0 +1,182 @@
+"""The time that a kernel takes, from its FLOPs, its bytes and constants fitted to recorded times.
+
+A GEMM runs here at the board's power limit, where time is energy: so much for a FLOP, so much for a byte
+(docs/lab/power.md). So
+
+    t = launch + max(F / f + B / b, B / copy)
+
+F  FLOPs with the rows that tiles pad (`padding`) and the SMs that the last wave leaves idle
+B  bytes, each operand once (`costs`)
+f, b  TFLOP/s and TB/s of a kind of kernel: a byte that hides behind products costs less than its time, so b may exceed
+      the memory's bandwidth; copy is that bandwidth
+
+Choosing experts and planning take launches and a time for each logit (T E) and for each pair (R).
+
+Fitted on an H200 by benchmarks/fit_planner.py, which says on which cases; on another GPU f and b are scaled by what the
+makers state, and nobody has checked them ("spec").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tilemoe.kernels.experts.hopper import configs as hopper
+from tilemoe.kernels.experts.memory import backward_slices, forward_slices
+from tilemoe.kernels.experts.triton.configs import KERNELS, WEIGHT_GRADS, Kernel, choose_tile
+from tilemoe.perf.costs import BACKWARD, FORWARD, IN_FP8, Cost, kernel_costs, router_costs
+from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu
+from tilemoe.perf.padding import padded_rows
+from tilemoe.shape import MoEShape
+
+# Steps of the layer with its router, in the order they run.
+LAYER_FORWARD = ("logits", "route", *FORWARD)
+LAYER_BACKWARD = (*BACKWARD, "route_grad", "logits_grad")
+LAUNCH_MS = 0.005
+LAUNCHES = MappingProxyType({"route": 3, "logits_grad": 3})  # every other step is one
+SLICE_MS = 0.02  # of each slice of d beyond the first (tilemoe/kernels/experts/slicing.py)
+FITTED_ON = "H200"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a kind of step does in a millisecond: GFLOP (f, in TFLOP/s) and GB (b, in TB/s), one at the other's expense.
+
+    Of choosing experts, millions of logits and of pairs. Infinite where an amount costs nothing.
+    """
+
+    first: float
+    second: float
+
+
+KINDS = MappingProxyType(
+    {
+        "gather_act": ("up_proj_act",),
+        "rows": ("down_proj", "up_proj_dgrad"),
+        "dgrad_dact": ("down_proj_dgrad_dact",),
+        "wgrad": ("down_proj_wgrad", "up_proj_wgrad"),
+        "combine": ("combine", "combine_grad"),
+        "router": ("logits", "logits_grad"),
+        "route": ("route",),
+        "route_grad": ("route_grad",),
+    }
+)
+KIND_OF = MappingProxyType({step: kind for kind, steps in KINDS.items() for step in steps})
+# As benchmarks/fit_planner.py prints them, from results/kernels.jsonl and results/fp8_rates.jsonl.
+RATES = MappingProxyType(
+    {
+        "gather_act": Rate(626.9, 9.438),
+        "rows": Rate(652.7, 14.57),
+        "dgrad_dact": Rate(559.7, 10.09),
+        "wgrad": Rate(642.8, 7.959),
+        "combine": Rate(math.inf, 4.4),
+        "router": Rate(938.5, 5.286),
+        "route": Rate(215.2, 12.17),
+        "route_grad": Rate(276.1, 61.43),
+        "fp8 gather_act": Rate(1051, 4.694),
+        "fp8 rows": Rate(1060, 5.681),
+        "fp8 dgrad_dact": Rate(946.2, 6.018),
+    }
+)
+
+
+def operand_dtype(step: str, dtype: str) -> str:
+    """What a step's products are in: of a layer in FP8 all but the weight gradients and the router."""
+    return "bf16" if dtype == "fp8" and step not in IN_FP8 else dtype
+
+
+def costs(shape: MoEShape, dtype: str) -> dict[str, Cost]:
+    """Cost of each kernel and of the router's products, by step."""
+    logits, logits_grad = router_costs(shape)
+    precision = "fp8" if dtype == "fp8" else "bf16"
+    return {"logits": logits, **kernel_costs(shape, precision), "logits_grad": logits_grad}
+
+
+def amounts(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[float, float]:
+    """What `Rate` divides: F in GFLOP, B in GB; of choosing experts, millions of logits and of pairs."""
+    if step.startswith("route"):
+        return shape.num_tokens * shape.num_experts / 1e6, shape.num_rows / 1e6
+    cost = costs(shape, dtype)[step]
+    flops = _padded_flops(step, shape, gpu) if step in KERNELS else cost.flops
+    return flops / 1e9, cost.bytes / 1e9
+
+
+def _padded_flops(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> float:
+    """FLOPs of all tiles, expected for random routing, and of as many more as fill the last wave of SMs."""
+    tile_rows, unit, tile_columns = _tile(kernel, shape, gpu)
+    d, n, w = shape.hidden_size, shape.intermediate_size, shape.width
+    if kernel in WEIGHT_GRADS:
+        columns = n if kernel == "down_proj_wgrad" else w
+        tiles = float(shape.num_experts * math.ceil(d / tile_rows) * math.ceil(columns / tile_columns))
+        contraction = padded_rows(shape, unit) / shape.num_experts
+    else:
+        contraction, columns = _widths(kernel, d, n, w)
+        tiles = padded_rows(shape, unit) / tile_rows * math.ceil(columns / tile_columns)
+    waves = math.ceil(tiles / gpu.multiprocessors)
+    return 2 * waves * gpu.multiprocessors * tile_rows * tile_columns * contraction
+
+
+def _widths(kernel: Kernel, d: int, n: int, w: int) -> tuple[int, int]:
+    """(contraction, output's columns) of a row GEMM."""
+    return {"up_proj_act": (d, w), "down_proj": (n, d), "down_proj_dgrad_dact": (d, n), "up_proj_dgrad": (w, d)}[kernel]
+
+
+def _tile(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> tuple[int, int, int]:
+    """(rows, rows that an expert's are rounded up to, columns) of the kernel's tile there.
+
+    Of a weight gradient the rows are the output's, and an expert's rows are the contraction.
+    """
+    d, n, w = shape.hidden_size, shape.intermediate_size, shape.width
+    if kernel in WEIGHT_GRADS:
+        width_in, width_out = d, n if kernel == "down_proj_wgrad" else w
+    else:
+        width_in, width_out = _widths(kernel, d, n, w)
+    parts = 2 if kernel == "up_proj_act" and shape.is_gated else 1  # gate and up have the tile's columns each
+    takes_hopper = gpu.capability == hopper.CAPABILITY and shape.element_bytes == 2
+    if takes_hopper and hopper.is_faster(kernel, width_in, width_out // parts):
+        tile = hopper.TILES[kernel]
+        unit = hopper.WARPGROUP_M if tile.block_m == hopper.PINGPONG_M else tile.block_m
+        return tile.block_m, hopper.BLOCK_K if kernel in WEIGHT_GRADS else unit, tile.block_n
+    gate_up = "concatenated" if shape.is_gated else None
+    portable = choose_tile(kernel, width_in, width_out // parts, shape.element_bytes, gpu, gate_up)
+    unit = portable.block_k if kernel in WEIGHT_GRADS else portable.block_m
+    return portable.block_m, unit, portable.block_n * parts
+
+
+def row_tile(shape: MoEShape, gpu: Gpu) -> int:
+    """Rows that up_proj_act rounds an expert's up to."""
+    return _tile("up_proj_act", shape, gpu)[1]
+
+
+def step_ms(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> float:
+    """Predicted milliseconds of a step of `LAYER_FORWARD` or `LAYER_BACKWARD`; of a kernel in one slice."""
+    rate, first, second = _rate(step, gpu, dtype), *amounts(step, shape, gpu, dtype)
+    at_least = 0.0 if step.startswith("route") else second / gpu.ceilings(operand_dtype(step, dtype)).tbps
+    return LAUNCH_MS * LAUNCHES.get(step, 1) + max(first / rate.first + second / rate.second, at_least)
+
+
+def layer_ms(shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> tuple[float, float]:
+    """Predicted milliseconds of (forward, backward) of the layer with its router."""
+    forward, backward = (
+        sum(step_ms(step, shape, gpu, dtype) for step in steps) for steps in (LAYER_FORWARD, LAYER_BACKWARD)
+    )
+    slices = forward_slices(shape), backward_slices(shape)
+    return forward + SLICE_MS * (len(slices[0]) - 1), backward + SLICE_MS * (len(slices[1]) - 1)
+
+
+def is_measured(gpu: Gpu, dtype: str) -> bool:
+    """Whether the rates were fitted on that GPU and for that dtype; otherwise they are the makers' figures scaled."""
+    return gpu.name == FITTED_ON and DTYPE_BYTES.get(dtype) == 2
+
+
+def _rate(step: str, gpu: Gpu, dtype: str) -> Rate:
+    """The fitted rate, scaled by the figures that the makers state for both GPUs and dtypes."""
+    product = operand_dtype(step, dtype)
+    kind = f"fp8 {KIND_OF[step]}" if product == "fp8" else KIND_OF[step]
+    fitted, on = RATES[kind], GPUS[FITTED_ON]
+    bytes_rate = gpu.tbps / on.tbps
+    if step.startswith("route"):
+        return Rate(fitted.first * bytes_rate, fitted.second * bytes_rate)
+    of = "fp8" if product == "fp8" else "bf16"
+    return Rate(fitted.first * gpu.stated_tflops(product) / on.stated_tflops(of), fitted.second * bytes_rate)

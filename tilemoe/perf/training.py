@@ -1,0 +1,180 @@
+"""A whole model in training: memory by part on each GPU, the micro-batch that fits, and tokens a day at a stated MFU.
+
+T tokens of a GPU's micro-batch · d model width · H, H_kv, D heads and their width · n intermediate_size · E experts ·
+K experts per token · V vocabulary · P parameters · N GPUs · X GPUs that share a layer's experts
+
+As `tilemoe train` does it: FSDP2 over N GPUs, fp32 weights and AdamW, blocks gathered and computed in bf16, gradients
+reduced in fp32, the loss in chunks, nothing checkpointed, nothing kept between micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
+from tilemoe.models.flops import count_parameters, flops_per_token
+from tilemoe.perf.hardware import Gpu
+from tilemoe.perf.predict import layer_ms
+from tilemoe.shape import MoEShape
+
+USABLE = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's and what the allocator cannot hand out
+LINK_SHARE = 370 / 450  # of a stated link that a GPU read from its peers (results/expert_parallel.jsonl, docs/lab)
+LOSS_CHUNK_BYTES = 1 << 29  # tilemoe/models/loss.py
+MOST_GPUS = 1 << 14
+_BF16, _FP32 = 2, 4
+_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained: N GPUs of which X share the experts, sequences of ``seq_len`` tokens, bf16 or fp8."""
+
+    model: ModelConfig
+    gpu: Gpu
+    gpus: int
+    expert_parallel: int
+    seq_len: int
+    dtype: str = "bf16"
+
+
+def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
+    """Bytes on each GPU by part, at the peak of a step with micro-batches of ``sequences``."""
+    model, tokens = setup.model, sequences * setup.seq_len
+    parameters = count_parameters(model)
+    share = math.ceil(parameters / setup.gpus)
+    block, experts = _block_parameters(setup)
+    head = model.vocab_size * model.hidden_size
+    root = head * (1 if model.tie_embeddings else 2)
+    gathered = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
+    if setup.dtype == "fp8":  # both layouts of a byte each: of all blocks where they are kept, of one where not
+        layers = model.num_layers - model.num_dense_layers if setup.gpus == 1 else 1
+        gathered += 2 * layers * experts
+    return {
+        "weights": _FP32 * share,
+        "gradients": _FP32 * share,
+        "AdamW": 2 * _FP32 * share,
+        "gathered": gathered,
+        "activations": sum(_activation_bytes(setup, tokens)),
+        "working": max(_moe_working_bytes(setup, tokens), LOSS_CHUNK_BYTES + _FP32 * head),
+    }
+
+
+def largest_micro_batch(setup: Setup) -> int:
+    """The most sequences of a micro-batch that fit; 0 where not even one does."""
+
+    def fits(sequences: int) -> bool:
+        return sum(memory_parts(setup, sequences).values()) <= USABLE * setup.gpu.memory_gb * 1e9
+
+    low, high = 0, 1
+    while fits(high) and high < 1 << 20:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fewest_gpus(setup: Setup) -> int | None:
+    """The least power of two of GPUs, at least X, on which one sequence fits; None where `MOST_GPUS` are too few."""
+    gpus = setup.expert_parallel
+    while gpus <= MOST_GPUS:
+        if largest_micro_batch(replace(setup, gpus=gpus)):
+            return gpus
+        gpus *= 2
+    return None
+
+
+def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
+    """Of all GPUs, for micro-batches of ``sequences``.
+
+    ``flops / (mfu * stated bf16 rate)`` seconds a token; in FP8 less what the experts' predicted time gains, with the
+    experts shared more by what the tokens' way takes, of which nothing is hidden.
+    """
+    model, tokens = setup.model, sequences * setup.seq_len
+    seconds = flops_per_token(model, setup.seq_len) / (mfu * 1e12 * setup.gpu.stated_tflops())
+    moe_layers = model.num_layers - model.num_dense_layers
+    if model.moe is not None:
+        shape = _shape(setup, model.moe, tokens)
+        if setup.dtype == "fp8":
+            gain = sum(layer_ms(shape, setup.gpu)) - sum(layer_ms(shape, setup.gpu, "fp8"))
+            seconds -= moe_layers * gain / 1e3 / tokens
+        moved = exchange_bytes(model.moe, tokens, setup.expert_parallel)
+        seconds += moe_layers * moved / (LINK_SHARE * setup.gpu.link_gbps * 1e9) / tokens
+    return _DAY * setup.gpus / seconds
+
+
+def reached(moe: MoEConfig, processes: int) -> float:
+    """Of X processes with E / X experts each, how many a token's K random experts are on: hypergeometric.
+
+    ``X (1 - C(E - E/X, K) / C(E, K))``
+    """
+    elsewhere = moe.num_experts - moe.num_experts // processes
+    missed = math.comb(elsewhere, moe.num_experts_per_tok) / math.comb(moe.num_experts, moe.num_experts_per_tok)
+    return processes * (1 - missed)
+
+
+def exchange_bytes(moe: MoEConfig, tokens: int, processes: int) -> float:
+    """Bytes that a GPU sends in a layer's forward and backward: there, back, and both again; none to itself.
+
+    A token crosses once to each process that holds any of its experts.
+    """
+    remote = reached(moe, processes) * (processes - 1) / processes
+    return 4 * _BF16 * moe.hidden_size * tokens * remote
+
+
+def _block_parameters(setup: Setup) -> tuple[int, int]:
+    """(parameters of a block that a GPU gathers, those of its routed experts among them): the widest block's."""
+    model, moe = setup.model, setup.model.moe
+    attention = 2 * model.hidden_size * model.head_dim * (model.num_heads + model.num_kv_heads)
+    dense = 3 * model.hidden_size * model.dense_intermediate_size if model.num_dense_layers else 0
+    if moe is None:
+        return attention + dense, 0
+    experts = moe.num_experts // setup.expert_parallel * (moe.up_rows + moe.intermediate_size) * moe.hidden_size
+    shared = moe.shared_intermediate_size * (3 if moe.is_gated else 2) * moe.hidden_size
+    return attention + max(dense, experts + shared + moe.num_experts * moe.hidden_size), experts
+
+
+def _activation_bytes(setup: Setup, tokens: int) -> Iterator[int]:
+    """Of each block, what is kept for the backward: residuals and normed inputs, attention, the MLP's or the experts'.
+
+    Attention keeps queries and keys as projected and as rotated, values, its output in both orders of heads, and a
+    number for each query and head.
+    """
+    model, moe = setup.model, setup.model.moe
+    heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    common = tokens * (_BF16 * (4 * model.hidden_size + 4 * heads + 3 * kv) + _FP32 * model.num_heads)
+    yield model.num_layers * common
+    yield model.num_dense_layers * tokens * _BF16 * 3 * model.dense_intermediate_size
+    if moe is not None:
+        layer = saved_bytes(_shape(setup, moe, tokens)) + router_saved_bytes(moe, tokens)
+        layer += tokens * _BF16 * (3 if moe.is_gated else 2) * moe.shared_intermediate_size
+        if setup.expert_parallel > 1:  # the tokens that came from the others
+            layer += math.ceil(tokens * reached(moe, setup.expert_parallel)) * _BF16 * moe.hidden_size
+        yield (model.num_layers - model.num_dense_layers) * layer
+
+
+def router_saved_bytes(moe: MoEConfig, tokens: int) -> int:
+    """What the router keeps: logits (T, E) in fp32 and the chosen ids (T, K), int32."""
+    return 4 * tokens * (moe.num_experts + moe.num_experts_per_tok)
+
+
+def _moe_working_bytes(setup: Setup, tokens: int) -> int:
+    """Of one layer's backward beside what is kept, of which h is freed in it."""
+    if setup.model.moe is None:
+        return 0
+    shape = _shape(setup, setup.model.moe, tokens)
+    return backward_peak_bytes(shape) - _BF16 * shape.num_rows * shape.width
+
+
+def _shape(setup: Setup, moe: MoEConfig, tokens: int) -> MoEShape:
+    """A GPU's share of a layer: as many rows as alone, of fewer experts and of the tokens that reach it."""
+    sizes: dict[str, Any] = {name: getattr(moe, name) for name in ("hidden_size", "intermediate_size", "is_gated")}
+    if setup.expert_parallel == 1:
+        return MoEShape(tokens, num_experts=moe.num_experts, num_experts_per_tok=moe.num_experts_per_tok, **sizes)
+    here = math.ceil(tokens * reached(moe, setup.expert_parallel))
+    experts, rows = moe.num_experts // setup.expert_parallel, tokens * moe.num_experts_per_tok
+    return MoEShape(here, num_experts=experts, num_experts_per_tok=1, rows=rows, is_topk=False, **sizes)
