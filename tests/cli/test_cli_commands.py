@@ -17,10 +17,6 @@ from helpers import run_python
 import tilemoe
 from tilemoe.cli.main import COMMANDS, main
 from tilemoe.cli.parsing import condense
-from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
-from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
-from tilemoe.perf.hardware import find_gpu
-from tilemoe.shape import MoEShape
 
 RECIPE = "the recipe file of the fixtures"
 Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
@@ -399,92 +395,6 @@ def test_a_boxed_report_becomes_one_line() -> None:
     rows = ["╭─ Oops ─────╮", "│ It is \x1b[31mbad\x1b[0m │", "│ and long.  │", "│ ────────── │", "│ more       │"]
     box = "\n".join([*rows, "╰────────────╯"])
     assert condense(box) == "It is bad and long"
-
-
-def test_plan_shows_what_the_arithmetic_says(run: Run) -> None:
-    status, out, _ = run("plan", "--layer", "olmoe-1b-7b", "--tokens", 32768, "--gpu", "H200")
-    assert status == 0
-    shape = MoEShape(32768, 2048, 1024, 64, 8)
-    assert f"{saved_bytes(shape) / 2**30:.2f} GiB   between forward and backward" in out
-    assert f"{backward_peak_bytes(shape) / 2**30:.2f} GiB   with all gradients" in out
-    forward, backward = layer_roofline_ms(shape, find_gpu("H200").ceilings())
-    assert f"{forward:.3f} ms forward and {backward:.3f} ms backward" in out
-    (combine,) = [line for line in out.splitlines() if line.startswith("combine ")]
-    assert combine.endswith("memory")
-    (up_proj,) = [line for line in out.splitlines() if line.startswith("up_proj_act ")]
-    assert up_proj.endswith("arithmetic")
-    assert f"{kernel_costs(shape)['up_proj_act'].flops / 1e9:,.1f}" in up_proj
-
-
-def test_plan_takes_other_widths(run: Run) -> None:
-    _, out, _ = run("plan", "--hidden-size", 4096, "--num-experts", 256, "--num-experts-per-tok", 16)
-    assert "d=4096 n=1024 E=256 K=16" in out
-
-
-@pytest.mark.parametrize(
-    ("settings", "sizes"),
-    [
-        ({"model_type": "olmoe", "intermediate_size": 24, "num_experts": 16}, "d=64 n=24 E=16 K=2"),
-        ({"model_type": "qwen3_moe", "moe_intermediate_size": 40, "num_experts": 8}, "d=64 n=40 E=8 K=2"),
-        ({"model_type": "mixtral", "intermediate_size": 56, "num_local_experts": 4}, "d=64 n=56 E=4 K=2"),
-    ],
-)
-def test_plan_takes_a_folder_of_which_it_needs_config_json(
-    settings: dict[str, object], sizes: str, tmp_path: Path
-) -> None:
-    """Quickly, and without torch."""
-    common = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-              "num_experts_per_tok": 2, "max_position_embeddings": 64}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(common | settings))
-    code = (
-        "import sys, time\nstart = time.perf_counter()\nfrom tilemoe.cli.main import main\n"
-        "assert main(['plan', '--checkpoint', sys.argv[1]]) == 0\n"
-        "print('torch' in sys.modules, time.perf_counter() - start < 1.5)"
-    )
-    first, *_, last = run_python(code, str(tmp_path)).splitlines()
-    assert sizes in first
-    assert last == "False True"
-
-
-def test_plan_takes_a_checkpoint_and_the_hub(finished: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def hub(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(finished)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
-    for folder in (finished, finished / "step_00000030", "org/name"):
-        status, out, _ = run("plan", "--checkpoint", folder, "--num-experts", 8)
-        assert status == 0
-        assert "d=32 n=32 E=8 K=2" in out
-    assert asked == [("org/name", ["config.json"])]
-
-
-def test_plan_names_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
-    assert "--checkpoint nowhere: no such folder" in fails("plan", "--checkpoint", "nowhere")
-    assert f"{tmp_path}: no model can be read from it; give a run" in fails("plan", "--checkpoint", tmp_path)
-    assert "leave one of them out" in fails("plan", "--checkpoint", tmp_path, "--layer", "olmoe-1b-7b")
-    names = ("vocab_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size")
-    dense = {"model_type": "qwen3_moe", "decoder_sparse_step": 0, "hidden_size": 16, **dict.fromkeys(names, 8)}
-    (tmp_path / "config.json").write_text(json.dumps(dense))
-    assert "this model is dense; give one that has experts" in fails("plan", "--checkpoint", tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(dense | {"model_type": "llama"}))
-    assert "model_type must be one of" in fails("plan", "--checkpoint", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--layer", "nope"), "olmoe-1b-7b"),
-        (("--gpu", "V100"), "H200"),
-        (("--dtype", "int8"), "bf16"),
-        (("--num-experts-per-tok", 100), "num_experts"),
-        (("--hidden-size", 0), "hidden_size must be at least 1"),
-    ],
-)
-def test_plan_names_what_is_off(arguments: tuple[str | int, ...], word: str, fails: Fails) -> None:
-    assert word in fails("plan", *map(str, arguments))
 
 
 def test_doctor_says_what_serves_and_why(run: Run, fails: Fails) -> None:

@@ -83,7 +83,13 @@ def test_gpt_oss_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "active"), [("qwen3-30b-a3b", 30.53e9, 3.35e9), ("qwen3-235b-a22b", 235.09e9, 22.19e9)]
+    ("name", "total", "active"),
+    [
+        ("qwen3-30b-a3b", 30.53e9, 3.35e9),
+        ("qwen3-235b-a22b", 235.09e9, 22.19e9),
+        ("olmoe-1b-7b", 6.92e9, 1.28e9),
+        ("mixtral-8x7b", 46.70e9, 12.88e9),
+    ],
 )
 def test_whole_models_have_the_published_size(name: str, total: float, active: float) -> None:
     config = model_preset(name)
@@ -95,11 +101,11 @@ def test_whole_models_have_the_published_size(name: str, total: float, active: f
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"moe preset must be one of .*kimi-k2.*; got 'kimi'"):
         moe_preset("kimi")
-    with pytest.raises(ValueError, match=r"model preset must be one of .*; got 'mixtral-8x7b'"):
-        model_preset("mixtral-8x7b")
+    with pytest.raises(ValueError, match=r"model preset must be one of .*; got 'deepseek-v3'"):
+        model_preset("deepseek-v3")
     with pytest.raises(ValueError, match="moe preset must be one of"):
         moe_preset(["kimi-k2"])
-    assert set(MODEL_PRESETS) == {"qwen3-30b-a3b", "qwen3-235b-a22b"}
+    assert set(MODEL_PRESETS) == {"mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "qwen3-235b-a22b"}
 
 
 ROUTER = RouterConfig(bias=True, selection_bias=True)

@@ -20,7 +20,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 class DoctorOptions:
     """Options of ``tilemoe doctor``."""
 
-    layer: str = "olmoe-1b-7b"  # public model whose layer is asked for
+    preset: str = "olmoe-1b-7b"  # public model whose layer is asked for
     tokens: int = 4096  # of a call
 
 
@@ -28,14 +28,14 @@ def run(arguments: Sequence[str]) -> None:
     options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description="What serves this machine, and why.")
     if options.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
-    cfg = moe_preset(options.layer)
+    cfg = moe_preset(options.preset)
 
     import torch
 
     print(f"tilemoe {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     print("packages: " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    print(f"layer: {options.layer}, {options.tokens} tokens")
+    print(f"layer: {options.preset}, {options.tokens} tokens")
     for device in devices:
         print(f"{device}: {_hardware(device)}")
         for line in _choices(device, cfg, options.tokens):

@@ -1,108 +1,171 @@
-"""``tilemoe plan``: FLOPs, bytes, memory and the time that a GPU cannot go below, of a layer of any size. No torch."""
+"""``tilemoe plan``: what a layer of any size computes, moves, keeps and takes; a whole model in training. No torch."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from tilemoe.checks import shown
 from tilemoe.cli.parsing import parse
-from tilemoe.config import MoEConfig
-from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
-from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_config
-from tilemoe.models.presets import moe_preset
-from tilemoe.perf.costs import BACKWARD, FORWARD, kernel_costs, layer_roofline_ms, router_costs
-from tilemoe.perf.hardware import DTYPE_BYTES, Gpu, find_gpu
+from tilemoe.cli.plan_tables import layer_lines, training_lines
+from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_config, read_settings
+from tilemoe.models.hf_config import config_from_hf, layer_from_hf
+from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
+from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
+from tilemoe.perf.layer import layer_plan
+from tilemoe.perf.training import training_plan
 from tilemoe.shape import MoEShape
 from tilemoe.train.checkpoints.names import read_recipe
 
-_LAYER = "olmoe-1b-7b"
+_PRESET = "olmoe-1b-7b"
+_SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+_SEQ_LEN, _SHARED = 4096, 8
+_MOST = 1 << 31  # the plan's indices are int32
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of ``tilemoe plan``. A width that is given replaces that of ``layer``."""
+    """Options of ``tilemoe plan``. A size that is given replaces that of the preset or the checkpoint."""
 
-    layer: str | None = None  # public model whose layer is planned; default: olmoe-1b-7b, or that of checkpoint
-    checkpoint: str | None = None  # transformers' folder, or a name on the hub, a run or a step_* folder, instead
+    preset: str | None = None  # public model, by its name or the beginning of it; default: olmoe-1b-7b
+    checkpoint: str | None = None  # config.json or folder of transformers, a name on the hub, a run or a step_* folder
     tokens: int = 32768  # of a call, on one GPU
     hidden_size: int | None = None
-    intermediate_size: int | None = None
+    intermediate_size: int | None = None  # of one expert
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
-    dtype: str = "bf16"  # bf16, fp16, tf32 or fp32
-    gpu: str = "H200"  # see tilemoe.perf.hardware
+    dtype: str = "bf16"  # bf16, fp16, fp8, tf32 or fp32
+    gpu: str = "H200"  # in any case
+    train: bool = False  # the whole model in training, too
+    seq_len: int | None = None  # of --train; default: 4096, or the model's longest
+    mfu: float = 0.35  # of --train: the share of the GPU's stated bf16 rate that the model's FLOPs take
+    gpus: int | None = None  # of --train; default: as many as hold the model in each way, a power of two
+    expert_parallel: int | None = None  # of --train: GPUs that share a layer's experts, beside none; default: up to 8
+    tokens_per_day: float | None = None  # of --train: how many GPUs this takes
+    json: bool = False  # print JSON
+    plot: Path | None = None  # draw the steps under the roofline: .png, .svg or .pdf
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where sizes come from: what to call it, its layer, and its whole model where that can be planned."""
+
+    name: str
+    layer: MoEConfig
+    model: ModelConfig | None
 
 
 def run(arguments: Sequence[str]) -> None:
-    options = parse(PlanOptions, arguments, prog="tilemoe plan", description="What a layer costs, by arithmetic.")
-    gpu = find_gpu(options.gpu)
-    shape = shape_of(options, layer_of(options))
-    print("\n".join((*describe(shape, gpu, options.dtype), *kernel_table(shape, gpu, options.dtype))))
+    names = f"Presets: {', '.join(MOE_PRESETS)}. GPUs: {', '.join(GPUS)}. Dtypes: {', '.join(DTYPE_BYTES)}."
+    description = f"What a layer costs, by arithmetic; --train: a whole model. {names}"
+    options = parse(PlanOptions, arguments, prog="tilemoe plan", description=description)
+    gpu, source = find_gpu(options.gpu), source_of(options)
+    shape, overridden = shape_of(options, source.layer)
+    plan: dict[str, Any] = {"source": source.name, "overridden": overridden, **layer_plan(shape, gpu, options.dtype)}
+    if options.train:
+        plan["train"] = _training(options, source, gpu, overridden)
+    if options.plot is not None:
+        from tilemoe.cli.plan_plot import draw
+
+        draw(plan, options.plot)
+    if options.json:
+        print(json.dumps(plan, indent=2, allow_nan=False))
+        return
+    print("\n".join(layer_lines(plan)))
+    if options.train:
+        print("\n" + "\n".join(training_lines(plan["train"])))
 
 
-def layer_of(options: PlanOptions) -> MoEConfig:
-    """The MoE layer of the folder or of the public model that the options name. ValueError: there is none."""
+def source_of(options: PlanOptions) -> Source:
+    """The preset or the checkpoint that the options name. ValueError: there is none, or it has no experts."""
     if options.checkpoint is None:
-        return moe_preset(options.layer or _LAYER)
-    if options.layer is not None:
-        raise ValueError("--checkpoint and --layer name a layer each; leave one of them out")
+        name = preset_named(options.preset or _PRESET)
+        return Source(name, MOE_PRESETS[name], MODEL_PRESETS.get(name))
+    if options.preset is not None:
+        raise ValueError("--checkpoint and --preset name a layer each; leave one of them out")
+    file = Path(options.checkpoint).expanduser()
+    if file.is_file():
+        return _from_hf(file.name, file, None)
     folder = find_folder("--checkpoint", options.checkpoint, files=(CONFIG_FILE,))
-    model = read_config(folder) if is_hf(folder) else read_recipe(folder).model
+    if is_hf(folder):
+        return _from_hf(options.checkpoint, folder / CONFIG_FILE, folder)
+    model = read_recipe(folder).model
+    return Source(options.checkpoint, _experts(options.checkpoint, model), model)
+
+
+def preset_named(name: str) -> str:
+    """The preset called so, or the only one that begins so; case, - and _ make no difference."""
+    spelled = name.lower().replace("_", "-")
+    found = [known for known in MOE_PRESETS if known == spelled]
+    found = found or [known for known in MOE_PRESETS if spelled and known.startswith(spelled)]
+    if len(found) != 1:
+        names = ", ".join(sorted(found or MOE_PRESETS))
+        raise ValueError(f"--preset must be one of {names}, or the beginning of just one; got {shown(name)}")
+    return found[0]
+
+
+def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, list[int]]]:
+    """The layer's size, ``cfg``'s where an option does not say, and [was, is] of what options changed.
+
+    ValueError names what is off.
+    """
+    if options.dtype not in DTYPE_BYTES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}; got {options.dtype!r}")
+    if options.tokens < 1:
+        raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
+    given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
+    sizes = {name: getattr(cfg, name) for name in _SIZES} | given
+    shape = MoEShape(
+        num_tokens=options.tokens, **sizes, is_gated=cfg.is_gated, element_bytes=DTYPE_BYTES[options.dtype]
+    )
+    if shape.num_rows >= _MOST or max(sizes.values()) >= _MOST:
+        raise ValueError("--tokens x --num-experts-per-tok and every size must be below 2**31; lower them")
+    was = {name: getattr(cfg, name) for name in given}
+    return shape, {name: [was[name], value] for name, value in given.items() if was[name] != value}
+
+
+def _from_hf(name: str, file: Path, folder: Path | None) -> Source:
+    """Of a config.json: the whole model where `DecoderLM` implements it, else the layer alone."""
+    data = read_settings(file)
+    try:
+        model = read_config(folder) if folder is not None else config_from_hf(data)
+    except ValueError:
+        return Source(name, layer_from_hf(data), None)
+    return Source(name, _experts(name, model), model)
+
+
+def _experts(name: str, model: ModelConfig) -> MoEConfig:
     if model.moe is None:
-        raise ValueError(f"--checkpoint {options.checkpoint}: this model is dense; give one that has experts")
+        raise ValueError(f"--checkpoint {name}: this model is dense; give one that has experts")
     return model.moe
 
 
-def shape_of(options: PlanOptions, cfg: MoEConfig) -> MoEShape:
-    """The layer's size, ``cfg``'s where an option does not say. ValueError names what is off."""
-    if options.dtype not in DTYPE_BYTES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}; got {options.dtype!r}")
-    names = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
-    given = {name: getattr(options, name) for name in names}
-    return MoEShape(
-        num_tokens=options.tokens,
-        **{name: getattr(cfg, name) if value is None else value for name, value in given.items()},
-        is_gated=cfg.is_gated,
-        element_bytes=DTYPE_BYTES[options.dtype],
-    )
-
-
-def describe(shape: MoEShape, gpu: Gpu, dtype: str) -> list[str]:
-    """The layer, its weights, what it keeps and what it holds at most."""
-    ceilings = gpu.ceilings(dtype)
-    weights = shape.num_experts * shape.hidden_size * (shape.width + shape.intermediate_size)
-    forward, backward = layer_roofline_ms(shape, ceilings)
-    kind = "measured" if ceilings.is_measured else "stated"
-    sizes = f"T={shape.num_tokens} d={shape.hidden_size} n={shape.intermediate_size} E={shape.num_experts}"
-    rates = f"{ceilings.tflops:g} TFLOP/s and {ceilings.tbps:g} TB/s, {kind}"
-    return [
-        f"{sizes} K={shape.num_experts_per_tok}, {dtype}, {gpu.name} ({rates})",
-        f"weights        {_gib(weights * shape.element_bytes)}   {weights / 1e6:,.0f} M parameters, the router's aside",
-        f"saved          {_gib(saved_bytes(shape))}   between forward and backward, beside x",
-        f"peak inference {_gib(inference_peak_bytes(shape))}   beside x and the weights",
-        f"peak forward   {_gib(forward_peak_bytes(shape))}",
-        f"peak backward  {_gib(backward_peak_bytes(shape))}   with all gradients",
-        f"no faster than {forward:.3f} ms forward and {backward:.3f} ms backward",
-    ]
-
-
-def kernel_table(shape: MoEShape, gpu: Gpu, dtype: str) -> list[str]:
-    """One line for each kernel and for the router's products: GFLOP, MiB, FLOP per byte, milliseconds, its bound."""
-    ceilings = gpu.ceilings(dtype)
-    costs = dict(kernel_costs(shape))
-    costs["router, forward"], costs["router, backward"] = router_costs(shape)
-    order = ("router, forward", *FORWARD, *BACKWARD, "router, backward")
-    lines = [f"{'kernel':24}{'GFLOP':>10}{'MiB':>10}{'FLOP/byte':>11}{'ms':>9}  bound by"]
-    for name in order:
-        cost = costs[name]
-        milliseconds = cost.roofline_ms(ceilings)
-        by_memory = milliseconds > 1e3 * cost.flops / (ceilings.tflops * 1e12)
-        lines.append(
-            f"{name:24}{cost.flops / 1e9:10,.1f}{cost.bytes / 2**20:10,.0f}{cost.flops / max(cost.bytes, 1):11,.0f}"
-            f"{milliseconds:9.3f}  {'memory' if by_memory else 'arithmetic'}"
+def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[str, list[int]]) -> dict[str, Any]:
+    """ValueError: an option is off, or there is no whole model to plan."""
+    if source.model is None:
+        names = ", ".join(MODEL_PRESETS)
+        raise ValueError(
+            f"--train needs a whole model that DecoderLM implements, of {source.name} only the layer is known; take "
+            f"--preset {names}, or --checkpoint with a folder of Qwen3-MoE, OLMoE or Mixtral, or a run"
         )
-    return lines
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:8.2f} GiB"
+    if overridden:
+        raise ValueError(f"--train plans {source.name} as it is; leave out {', '.join(overridden)}")
+    for name in ("seq_len", "gpus", "expert_parallel"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value < _MOST:
+            raise ValueError(f"--{name.replace('_', '-')} must be >= 1 and below 2**31, got {shown(value)}")
+    if not 0 < options.mfu <= 1:
+        raise ValueError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
+    if options.tokens_per_day is not None and not 0 < options.tokens_per_day < 1e30:
+        raise ValueError(f"--tokens-per-day must be above 0 and below 1e30, got {options.tokens_per_day}")
+    experts, gpus = source.layer.num_experts, options.gpus
+    shared = options.expert_parallel or math.gcd(_SHARED, experts, gpus or 0)
+    if experts % shared or (gpus or 0) % shared:
+        raise ValueError(f"--expert-parallel must divide the {experts} experts and the GPUs, got {shared}")
+    seq_len = options.seq_len or min(_SEQ_LEN, source.model.max_seq_len)
+    return training_plan(source.model, gpu, seq_len, options.mfu, gpus, shared, options.tokens_per_day)

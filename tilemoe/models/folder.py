@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tilemoe.config import ModelConfig
 from tilemoe.models.flops import count_parameters
@@ -49,16 +50,21 @@ def is_hf(folder: Path) -> bool:
 def read_config(folder: Path) -> ModelConfig:
     """Of the folder's config.json; ValueError where it cannot be read or is none that `DecoderLM` implements."""
     path = folder / CONFIG_FILE
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give a folder with a model in it") from error
+    data = read_settings(path)
     try:
         config = config_from_hf(data)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     require_bytes(config, sum(file.stat().st_size for file in folder.glob("*.safetensors")), str(path))
     return config
+
+
+def read_settings(path: Path) -> Any:
+    """What is in a config.json; ValueError where it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); give a folder with a model in it") from error
 
 
 def require_bytes(config: ModelConfig, size: int, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -224,3 +224,37 @@ def _require_expressible(architecture: Architecture, config: ModelConfig, moe: M
             raise ValueError(
                 f"{name}={value!r} has no place in {architecture.class_name}; only {wanted!r} can be exported"
             )
+
+
+# How models of transformers spell the sizes of their experts, the first that is there counting.
+_SPELLINGS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
+        "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+    }
+)
+
+
+def layer_from_hf(data: Mapping[str, Any]) -> MoEConfig:
+    """Sizes of the routed experts of any model's config.json, whose layer `DecoderLM` need not implement.
+
+    Of a model of several parts the text's. ValueError: there are no experts, or a size is missing or off.
+    """
+    text = data.get("text_config", data) if isinstance(data, Mapping) else data
+    if not isinstance(text, Mapping):
+        raise ValueError(f"config.json must hold a table of settings, got {type(text).__name__}")
+    if not any(text.get(name) for name in _SPELLINGS["num_experts"]):
+        raise ValueError(f"config.json: no experts, which are one of {', '.join(_SPELLINGS['num_experts'])}")
+    sizes: dict[str, Any] = {size: _first(text, names) for size, names in _SPELLINGS.items()}
+    activation = text.get("mlp_hidden_act", text.get("hidden_act"))
+    return MoEConfig(
+        hidden_size=_number(text, "hidden_size", int),
+        activation="relu2" if activation == "relu2" else "swiglu",  # Nemotron's alone has no gate
+        **sizes,
+    )
+
+
+def _first(data: Mapping[str, Any], names: Sequence[str]) -> int:
+    given = next((name for name in names if data.get(name) is not None), names[0])
+    return _number(data, given, int)

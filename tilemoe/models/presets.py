@@ -89,6 +89,31 @@ def _qwen3(layers: int, heads: int, moe: str) -> ModelConfig:
 
 MODEL_PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
+        "mixtral-8x7b": ModelConfig(
+            vocab_size=32_000,
+            hidden_size=4096,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_seq_len=32_768,
+            moe=MOE_PRESETS["mixtral-8x7b"],
+            rope_theta=1_000_000.0,
+            norm_eps=1e-5,
+            qk_norm="none",
+        ),
+        "olmoe-1b-7b": ModelConfig(
+            vocab_size=50_304,
+            hidden_size=2048,
+            num_layers=16,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=128,
+            max_seq_len=4096,
+            moe=MOE_PRESETS["olmoe-1b-7b"],
+            norm_eps=1e-5,
+            qk_norm="full",
+        ),
         "qwen3-30b-a3b": _qwen3(48, 32, "qwen3-30b-a3b"),
         "qwen3-235b-a22b": _qwen3(94, 64, "qwen3-235b-a22b"),
     }

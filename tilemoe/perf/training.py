@@ -16,7 +16,7 @@ from typing import Any
 
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
-from tilemoe.models.flops import count_parameters, flops_per_token
+from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
 from tilemoe.perf.hardware import Gpu
 from tilemoe.perf.predict import layer_ms
 from tilemoe.shape import MoEShape
@@ -178,3 +178,58 @@ def _shape(setup: Setup, moe: MoEConfig, tokens: int) -> MoEShape:
     here = math.ceil(tokens * reached(moe, setup.expert_parallel))
     experts, rows = moe.num_experts // setup.expert_parallel, tokens * moe.num_experts_per_tok
     return MoEShape(here, num_experts=experts, num_experts_per_tok=1, rows=rows, is_topk=False, **sizes)
+
+
+def training_plan(
+    model: ModelConfig,
+    gpu: Gpu,
+    seq_len: int,
+    mfu: float,
+    gpus: int | None,
+    expert_parallel: int,
+    daily_tokens: float | None,
+) -> dict[str, Any]:
+    """The model in bf16 and, where the GPU has it, FP8, with and without experts that X GPUs share, as plain values.
+
+    gpus None: the fewest that hold a sequence in each of these ways, so that they compare.
+    """
+    setups = [
+        Setup(model, gpu, expert_parallel, shared, seq_len, dtype)
+        for dtype in (("bf16", "fp8") if gpu.fp8_tflops else ("bf16",))
+        for shared in dict.fromkeys((1, expert_parallel))
+    ]
+    fewest = [fewest_gpus(setup) for setup in setups]
+    together = gpus or max((count for count in fewest if count), default=expert_parallel)
+    return {
+        "parameters": count_parameters(model),
+        "active_parameters": count_active_parameters(model),
+        "flops_per_token": flops_per_token(model, seq_len),
+        "memory_bytes": gpu.memory_gb * 10**9,
+        "usable": USABLE,
+        "seq_len": seq_len,
+        "mfu": mfu,
+        "stated_tflops": gpu.stated_tflops(),
+        "gpus": together,
+        "tokens_per_day_wanted": daily_tokens,
+        "setups": [
+            {"fewest_gpus": count, **_setup_plan(replace(setup, gpus=together), mfu, daily_tokens)}
+            for setup, count in zip(setups, fewest, strict=True)
+        ],
+    }
+
+
+def _setup_plan(setup: Setup, mfu: float, daily_tokens: float | None) -> dict[str, Any]:
+    """Memory with the largest micro-batch, or with one sequence where even that does not fit, which has no speed."""
+    sequences = largest_micro_batch(setup)
+    row: dict[str, Any] = {
+        "dtype": setup.dtype,
+        "expert_parallel": setup.expert_parallel,
+        "micro_batch": sequences,
+        "memory": memory_parts(setup, max(1, sequences)),
+        "tokens_per_day": tokens_per_day(setup, sequences, mfu) if sequences else None,
+        "gpus_for_tokens_per_day": None,
+    }
+    if sequences and daily_tokens is not None:
+        shared = setup.expert_parallel
+        row["gpus_for_tokens_per_day"] = math.ceil(daily_tokens * setup.gpus / row["tokens_per_day"] / shared) * shared
+    return row

@@ -1,0 +1,241 @@
+"""``tilemoe plan``: its tables and JSON against the arithmetic, what it takes, and what it refuses in one line."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from helpers import run_python
+
+from tilemoe.cli.plan import preset_named
+from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
+from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
+from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
+from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, find_gpu
+from tilemoe.perf.padding import padding_waste
+from tilemoe.perf.predict import layer_ms
+from tilemoe.perf.styles import STYLES
+from tilemoe.shape import MoEShape
+
+OLMOE = MoEShape(32768, 2048, 1024, 64, 8)
+PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
+
+# Sizes that every kind of config.json has, and a few of its own.
+COMMON = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+          "num_experts_per_tok": 2, "max_position_embeddings": 64}  # fmt: skip
+CONFIGS = [
+    ({"model_type": "olmoe", "intermediate_size": 24, "num_experts": 16}, "d=64 n=24 E=16 K=2"),
+    ({"model_type": "qwen3_moe", "moe_intermediate_size": 40, "num_experts": 8}, "d=64 n=40 E=8 K=2"),
+    ({"model_type": "mixtral", "intermediate_size": 56, "num_local_experts": 4}, "d=64 n=56 E=4 K=2"),
+    ({"model_type": "deepseek_v3", "moe_intermediate_size": 48, "n_routed_experts": 4}, "d=64 n=48 E=4 K=2, gated"),
+    ({"model_type": "nemotron_h", "moe_intermediate_size": 48, "n_routed_experts": 4, "mlp_hidden_act": "relu2"},
+     "d=64 n=48 E=4 K=2, ungated"),
+]  # fmt: skip
+
+
+def as_json(run: Run, *arguments: object) -> dict[str, Any]:
+    status, out, _ = run("plan", *arguments, "--json")
+    assert status == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_tables_show_what_the_arithmetic_says(run: Run) -> None:
+    status, out, _ = run("plan", "--preset", "olmoe-1b-7b", "--tokens", 32768, "--gpu", "H200")
+    assert status == 0
+    assert f"{saved_bytes(OLMOE) / 2**30:.2f} GiB   between forward and backward" in out
+    assert f"{backward_peak_bytes(OLMOE) / 2**30:.2f} GiB   with all gradients" in out
+    roofs, predicted = layer_roofline_ms(OLMOE, find_gpu("H200").ceilings()), layer_ms(OLMOE, find_gpu("H200"))
+    for part, roof, milliseconds in zip(("forward ", "backward"), roofs, predicted, strict=True):
+        assert f"{part}  {milliseconds:.3f} ms predicted (measured), no faster than {roof:.3f} ms" in out
+    (combine,) = [line for line in out.splitlines() if line.startswith("combine ")]
+    assert combine.endswith("memory")
+    (up_proj,) = [line for line in out.splitlines() if line.startswith("up_proj_act ")]
+    assert up_proj.endswith("arithmetic")
+    assert f"{kernel_costs(OLMOE)['up_proj_act'].flops / 1e9:,.1f}" in up_proj
+    assert f"{100 * padding_waste(OLMOE, 128):8.1f} %" in out
+    for name, style in STYLES.items():
+        assert re.search(rf"^{name} +{style(OLMOE).saved_bytes / 2**30:.2f} ", out, flags=re.M)
+
+
+def test_json_of_a_preset_in_any_case(run: Run) -> None:
+    plan = as_json(run, "--preset", "qwen3-next", "--gpu", "h200")
+    assert (plan["source"], plan["gpu"]["name"]) == ("qwen3-next-80b-a3b", "H200")
+    shape = MoEShape(32768, 2048, 512, 512, 10)
+    assert plan["memory"]["saved_bytes"] == saved_bytes(shape)
+    steps = {step["step"]: step for step in plan["steps"]}
+    assert {name: steps[name]["flops"] for name in kernel_costs(shape)} == {
+        name: cost.flops for name, cost in kernel_costs(shape).items()
+    }
+    assert set(plan["others"]) == set(STYLES)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_in_each_dtype_that_it_has(gpu: str, run: Run) -> None:
+    for dtype in DTYPE_BYTES:
+        if dtype == "fp8" and not GPUS[gpu].fp8_tflops:
+            continue
+        plan = as_json(run, "--gpu", gpu, "--dtype", dtype)
+        is_fitted = gpu == "H200" and dtype in ("bf16", "fp16", "fp8")
+        assert plan["gpu"]["rates"] == ("measured" if is_fitted else "spec")
+        for times in plan["times"].values():
+            assert times["predicted_ms"] > times["roofline_ms"]
+
+
+def test_sizes_that_are_given_replace_a_preset_s_and_are_named(run: Run) -> None:
+    _, out, _ = run("plan", "--hidden-size", 4096, "--num-experts", 256, "--intermediate-size", 1024)
+    assert "d=4096 n=1024 E=256 K=8" in out
+    assert "not olmoe-1b-7b as published: hidden_size 4096 (was 2048), num_experts 256 (was 64)\n" in out
+
+
+def test_a_preset_is_found_by_a_beginning_that_no_other_has() -> None:
+    assert preset_named("GLM_4.5") == "glm-4.5"
+    assert preset_named("deepseek") == "deepseek-v3"
+    for name in ("qwen3", "", "nope"):
+        with pytest.raises(ValueError, match=r"--preset must be one of .*qwen3-30b-a3b"):
+            preset_named(name)
+
+
+@pytest.mark.parametrize(("settings", "sizes"), CONFIGS, ids=[str(settings["model_type"]) for settings, _ in CONFIGS])
+@pytest.mark.parametrize("name", ["config.json", "other.json"])
+def test_a_folder_or_a_file_of_settings(
+    settings: dict[str, object], sizes: str, name: str, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / name).write_text(json.dumps(COMMON | settings))
+    for given in {tmp_path / name, tmp_path if name == "config.json" else tmp_path / name}:
+        status, out, _ = run("plan", "--checkpoint", given)
+        assert status == 0
+        assert sizes in out.splitlines()[0]
+
+
+def test_the_text_s_layer_of_a_model_of_several_parts(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "many", "text_config": COMMON | CONFIGS[3][0]}))
+    assert CONFIGS[3][1] in run("plan", "--checkpoint", tmp_path)[1]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--train", "--json")], ids=["layer", "model"])
+def test_it_is_quick_and_without_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | CONFIGS[0][0]))
+    code = (
+        "import sys, time\nstart = time.perf_counter()\nfrom tilemoe.cli.main import main\n"
+        "assert main(['plan', '--checkpoint', *sys.argv[1:]]) == 0\n"
+        "print('torch' in sys.modules, time.perf_counter() - start < 1.5)"
+    )
+    assert run_python(code, str(tmp_path), *arguments).splitlines()[-1] == "False True"
+
+
+def test_a_checkpoint_and_the_hub(finished: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def hub(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(finished)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    for folder in (finished, finished / "step_00000030", "org/name"):
+        status, out, _ = run("plan", "--checkpoint", folder, "--num-experts", 8)
+        assert status == 0
+        assert "d=32 n=32 E=8 K=2" in out
+    assert asked == [("org/name", ["config.json"])]
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_a_whole_model_in_training(name: str, run: Run) -> None:
+    arguments = ("--preset", name, "--train", "--gpus", 256, "--tokens-per-day", 1e12)
+    train = as_json(run, *arguments)["train"]
+    assert [(setup["dtype"], setup["expert_parallel"]) for setup in train["setups"]] == [
+        ("bf16", 1), ("bf16", 8), ("fp8", 1), ("fp8", 8),
+    ]  # fmt: skip
+    for setup in train["setups"]:
+        per_gpu = setup["tokens_per_day"] / 256
+        assert per_gpu * setup["gpus_for_tokens_per_day"] >= 1e12
+        assert per_gpu * (setup["gpus_for_tokens_per_day"] - 8) < 1e12
+    table = run("plan", *arguments)[1].split("training: ")[1]
+    assert f"{train['parameters'] / 1e9:.2f} B parameters" in table
+    micro_batches = [str(setup["micro_batch"]) for setup in train["setups"]]
+    assert re.search(rf"^largest micro-batch +{' +'.join(micro_batches)}$", table, flags=re.M)
+
+
+def test_a_model_that_fits_nowhere_says_so(run: Run) -> None:
+    _, out, _ = run("plan", "--preset", "qwen3-235b", "--train", "--gpu", "rtx-4090", "--seq-len", 1 << 20)
+    assert re.search(r"^largest micro-batch( +none fits){4}$", out, flags=re.M)
+    assert re.search(r"^tokens/day, billions( +-){4}$", out, flags=re.M)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_plot(suffix: str, tmp_path: Path, run: Run) -> None:
+    path = tmp_path / f"plan{suffix}"
+    assert run("plan", "--plot", path)[0] == 0
+    content = path.read_bytes()
+    assert content.startswith({".png": b"\x89PNG", ".svg": b"<?xml"}[suffix])
+    assert suffix != ".svg" or b"up_proj_act" in content
+
+
+def test_help_lists_every_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("plan", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for name in (*MOE_PRESETS, *GPUS, *DTYPE_BYTES):
+        assert name in text
+
+
+def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
+    assert "--checkpoint nowhere: no such folder" in fails("plan", "--checkpoint", "nowhere")
+    assert f"{tmp_path}: no model can be read from it; give a run" in fails("plan", "--checkpoint", tmp_path)
+    assert "leave one of them out" in fails("plan", "--checkpoint", tmp_path, "--preset", "olmoe-1b-7b")
+    names = ("vocab_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "intermediate_size")
+    dense = {"model_type": "qwen3_moe", "decoder_sparse_step": 0, "hidden_size": 16, **dict.fromkeys(names, 8)}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(dense))
+    assert "this model is dense; give one that has experts" in fails("plan", "--checkpoint", tmp_path)
+    config.write_text(json.dumps(dense | {"model_type": "llama"}))
+    assert "no experts, which are one of num_local_experts" in fails("plan", "--checkpoint", tmp_path)
+    config.write_text(json.dumps(COMMON | CONFIGS[3][0] | {"hidden_size": "wide"}))
+    assert "hidden_size must be a number, got 'wide'" in fails("plan", "--checkpoint", tmp_path)
+    config.write_text("[]")
+    assert "must hold a table of settings, got list" in fails("plan", "--checkpoint", tmp_path)
+    config.write_text("{")
+    assert "cannot be read" in fails("plan", "--checkpoint", config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--preset", "nope"), "olmoe-1b-7b"),
+        (("--gpu", "V100"), "H200"),
+        (("--dtype", "int8"), "bf16"),
+        (("--dtype", "fp8", "--gpu", "a100"), "choose bf16"),
+        (("--num-experts-per-tok", 100), "num_experts"),
+        (("--hidden-size", 0), "hidden_size must be at least 1"),
+        (("--hidden-size", 10**30), "must be below 2**31"),
+        (("--tokens", 0), "--tokens must be >= 1"),
+        (("--tokens", 1 << 30), "must be below 2**31"),
+        (("--tokens", "many"), "--tokens"),
+        (("--plot", "plan.gif"), "--plot must end in .png, .svg, .pdf"),
+        (("--plot", "nowhere/plan.png"), "no such folder"),
+        (("--train", "--preset", "kimi-k2"), "--train needs a whole model"),
+        (("--train", "--hidden-size", 4096), "as it is; leave out hidden_size"),
+        (("--train", "--mfu", 1.5), "--mfu must be above 0 and at most 1"),
+        (("--train", "--seq-len", 0), "--seq-len must be >= 1"),
+        (("--train", "--gpus", -8), "--gpus must be >= 1"),
+        (("--train", "--expert-parallel", 7), "--expert-parallel must divide the 64 experts"),
+        (("--train", "--gpus", 12, "--expert-parallel", 8), "and the GPUs, got 8"),
+        (("--train", "--tokens-per-day", "nan"), "--tokens-per-day must be above 0"),
+    ],
+)
+def test_nonsense_is_one_sentence(arguments: tuple[str | int, ...], word: str, fails: Fails) -> None:
+    assert word in fails("plan", *map(str, arguments))
+
+
+def test_the_page_shows_what_the_command_prints(run: Run) -> None:
+    """Every block of docs/planner.md that begins with the command."""
+    blocks = re.findall(r"```console\n\$ tilemoe plan ([^\n]*)\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    assert len(blocks) >= 2
+    for arguments, shown in blocks:
+        status, out, _ = run("plan", *arguments.split())
+        assert status == 0
+        assert shown == out

@@ -1,0 +1,133 @@
+"""The tables of ``tilemoe plan``, from the values that its JSON has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_GIB, _MIB = 2**30, 2**20
+_MEMORY = (
+    ("weight_bytes", "weights", "of the experts"),
+    ("saved_bytes", "saved", "between forward and backward, beside x"),
+    ("inference_peak_bytes", "peak inference", "beside x and the weights"),
+    ("forward_peak_bytes", "peak forward", "beside x and the weights"),
+    ("backward_peak_bytes", "peak backward", "with all gradients"),
+)
+_FP8_PEAKS = "               peaks are those of bf16: in FP8 0.89 to 1.15 times as much was measured (docs/fp8.md)"
+
+
+def layer_lines(plan: Mapping[str, Any]) -> list[str]:
+    """The layer, memory, padding, its steps and times, and the other designs."""
+    return [
+        *_head(plan),
+        "",
+        *(f"{label:15}{_gib(plan['memory'][key])}   {note}" for key, label, note in _MEMORY),
+        *([_FP8_PEAKS] if plan["shape"]["dtype"] == "fp8" else []),
+        _padding(plan["padding"]),
+        "",
+        *_step_table(plan["steps"]),
+        *(_time(part, times, plan["gpu"]["rates"]) for part, times in plan["times"].items()),
+        "",
+        *_others(plan),
+    ]
+
+
+def _head(plan: Mapping[str, Any]) -> list[str]:
+    shape, gpu = plan["shape"], plan["gpu"]
+    sizes = (
+        f"T={shape['num_tokens']} d={shape['hidden_size']} n={shape['intermediate_size']} E={shape['num_experts']} "
+        f"K={shape['num_experts_per_tok']}"
+    )
+    changes = ", ".join(f"{name} {is_} (was {was})" for name, (was, is_) in plan["overridden"].items())
+    lines = [f"{plan['source']}: {sizes}, {'gated' if shape['is_gated'] else 'ungated'}, {shape['dtype']}"]
+    if changes:
+        lines.append(f"not {plan['source']} as published: {changes}")
+    ceilings = f"{gpu['tflops']:g} TFLOP/s and {gpu['tbps']:g} TB/s ({gpu['ceilings']})"
+    lines.append(f"{gpu['name']}: {ceilings}, ridge {gpu['ridge_flop_per_byte']:.0f} FLOP/byte; {gpu['source']}")
+    rates = "fitted to recorded times" if gpu["rates"] == "measured" else "an H200's, scaled by what makers state"
+    return [*lines, f"predictions: {gpu['rates']}, {rates}"]
+
+
+def _padding(padding: Mapping[str, Any]) -> str:
+    tile = f"rows beyond the tokens', expected of random routing in tiles of {padding['tile_rows']}"
+    return f"{'padding':15}{100 * padding['waste']:8.1f} %     {tile}"
+
+
+def _step_table(steps: Iterable[Mapping[str, Any]]) -> list[str]:
+    lines = [
+        f"{'step':22}{'dtype':>6}{'GFLOP':>11}{'MiB':>9}{'FLOP/byte':>11}{'roofline ms':>13}{'predicted ms':>14}  bound"
+    ]
+    for step in steps:
+        name, predicted = f"{step['step']:22}{step['dtype']:>6}", f"{step['predicted_ms']:14.3f}"
+        if "flops" not in step:
+            lines.append(f"{name}{'':44}{predicted}  launches")
+            continue
+        lines.append(
+            f"{name}{step['flops'] / 1e9:11,.1f}{step['bytes'] / _MIB:9,.0f}{step['flop_per_byte']:11,.0f}"
+            f"{step['roofline_ms']:13.3f}{predicted}  {step['bound']}"
+        )
+    return lines
+
+
+def _time(part: str, times: Mapping[str, float], rates: str) -> str:
+    return f"{part:9} {times['predicted_ms']:.3f} ms predicted ({rates}), no faster than {times['roofline_ms']:.3f} ms"
+
+
+def _others(plan: Mapping[str, Any]) -> list[str]:
+    """Ours and the other designs: what is kept and moved, and the roofline."""
+    steps = plan["steps"]
+    ours = {
+        "saved_bytes": plan["memory"]["saved_bytes"],
+        "forward_peak_bytes": plan["memory"]["forward_peak_bytes"],
+        "moved_bytes": {
+            part: sum(step.get("bytes", 0) for step in steps if step["part"] == part and not _is_router(step["step"]))
+            for part in plan["times"]
+        },
+    }
+    lines = [f"{'experts alone, GiB':22}{'saved':>9}{'peak forward':>14}{'moved forward':>15}{'moved backward':>16}"]
+    for name, design in {"tilemoe": ours, **plan["others"]}.items():
+        moved = design["moved_bytes"]
+        lines.append(
+            f"{name:22}{design['saved_bytes'] / _GIB:9.2f}{design['forward_peak_bytes'] / _GIB:14.2f}"
+            f"{moved['forward'] / _GIB:15.2f}{moved['backward'] / _GIB:16.2f}"
+        )
+    return lines
+
+
+def _is_router(step: str) -> bool:
+    return step.startswith(("logits", "route"))
+
+
+def training_lines(train: Mapping[str, Any]) -> list[str]:
+    """The model, and a column of memory and speed for each setup."""
+    setups: Sequence[Mapping[str, Any]] = train["setups"]
+    sizes = f"{train['parameters'] / 1e9:.2f} B parameters, {train['active_parameters'] / 1e9:.2f} B active"
+    speed = f"{100 * train['mfu']:g}% MFU of {train['stated_tflops']:g} TFLOP/s"
+    room = f"{100 * train['usable']:g}% of {train['memory_bytes'] / 1e9:g} GB"
+    lines = [
+        f"training: {sizes}, {train['flops_per_token'] / 1e9:.2f} GFLOP per token in sequences of {train['seq_len']}",
+        f"on {train['gpus']} GPUs by FSDP, AdamW; assumed: {speed}, {room} usable; EP: GPUs that share the experts",
+        "",
+        _row("", [f"{setup['dtype']}, EP {setup['expert_parallel']}" for setup in setups]),
+        _row("fewest GPUs", [str(setup["fewest_gpus"] or "none fit") for setup in setups]),
+        _row("largest micro-batch", [str(setup["micro_batch"] or "none fits") for setup in setups]),
+        *(_row(f"{part}, GB", [_gb(setup["memory"][part]) for setup in setups]) for part in setups[0]["memory"]),
+        _row("all, GB", [_gb(sum(setup["memory"].values())) for setup in setups]),
+        _row("tokens/day, billions", [_gb(setup["tokens_per_day"]) for setup in setups]),
+    ]
+    if train["tokens_per_day_wanted"] is not None:
+        label = f"GPUs for {train['tokens_per_day_wanted'] / 1e9:g} billion"
+        lines.append(_row(label, [str(setup["gpus_for_tokens_per_day"] or "-") for setup in setups]))
+    return lines
+
+
+def _row(label: str, cells: Iterable[str]) -> str:
+    return f"{label:22}" + "".join(f"{cell:>13}" for cell in cells)
+
+
+def _gb(count: float | None) -> str:
+    return "-" if count is None else f"{count / 1e9:,.2f}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:8.2f} GiB"

@@ -1,0 +1,126 @@
+"""One layer on one GPU, as a table of plain values: what `tilemoe plan` prints, and gives as JSON.
+
+T tokens · R routed rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tilemoe.kernels.experts.memory import backward_peak_bytes, forward_peak_bytes, inference_peak_bytes, saved_bytes
+from tilemoe.perf.costs import Cost
+from tilemoe.perf.hardware import Ceilings, Gpu
+from tilemoe.perf.padding import padding_waste
+from tilemoe.perf.predict import (
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    costs,
+    is_measured,
+    layer_ms,
+    operand_dtype,
+    row_tile,
+    step_ms,
+)
+from tilemoe.perf.styles import STYLES
+from tilemoe.shape import MoEShape
+
+PARTS = ("forward", "backward")
+MEASURED, SPEC = "measured", "spec"
+
+
+def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
+    """Sizes, the GPU's ceilings and where they are from, memory, padding, steps, times, and the other designs.
+
+    Bytes, milliseconds, FLOP and FLOP/byte. ValueError for a dtype that the GPU has not.
+    """
+    return {
+        "shape": {**asdict(shape), "num_rows": shape.num_rows, "dtype": dtype},
+        "gpu": _gpu(gpu, dtype),
+        "memory": {
+            "weight_bytes": shape.element_bytes
+            * shape.num_experts
+            * shape.hidden_size
+            * (shape.width + shape.intermediate_size),
+            "saved_bytes": saved_bytes(shape),
+            "inference_peak_bytes": inference_peak_bytes(shape),
+            "forward_peak_bytes": forward_peak_bytes(shape),
+            "backward_peak_bytes": backward_peak_bytes(shape),
+        },
+        "padding": {"tile_rows": row_tile(shape, gpu), "waste": padding_waste(shape, row_tile(shape, gpu))},
+        "steps": _steps(shape, gpu, dtype),
+        "times": _times(shape, gpu, dtype),
+        "others": {name: _other(style(shape), gpu.ceilings(_wide(dtype))) for name, style in STYLES.items()},
+    }
+
+
+def _gpu(gpu: Gpu, dtype: str) -> dict[str, Any]:
+    ceilings = gpu.ceilings(dtype)
+    return {
+        "name": gpu.name,
+        "tflops": ceilings.tflops,
+        "tbps": ceilings.tbps,
+        "ridge_flop_per_byte": ceilings.ridge,
+        "ceilings": MEASURED if ceilings.is_measured else SPEC,
+        "rates": MEASURED if is_measured(gpu, dtype) else SPEC,
+        "source": gpu.source,
+    }
+
+
+def _steps(shape: MoEShape, gpu: Gpu, dtype: str) -> list[dict[str, Any]]:
+    """Each step of forward and backward, in order; choosing experts and planning have no FLOPs or bytes to speak of."""
+    known = costs(shape, dtype)
+    return [
+        {
+            "step": step,
+            "part": part,
+            "dtype": operand_dtype(step, dtype),
+            **(_cost(known[step], gpu.ceilings(operand_dtype(step, dtype))) if step in known else {}),
+            "predicted_ms": step_ms(step, shape, gpu, dtype),
+        }
+        for part, steps in zip(PARTS, (LAYER_FORWARD, LAYER_BACKWARD), strict=True)
+        for step in steps
+    ]
+
+
+def _cost(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
+    return {
+        "flops": cost.flops,
+        "bytes": cost.bytes,
+        "flop_per_byte": cost.intensity,
+        "bound": cost.bound(ceilings),
+        "roofline_ms": cost.roofline_ms(ceilings),
+    }
+
+
+def _times(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, dict[str, float]]:
+    known, predicted = costs(shape, dtype), layer_ms(shape, gpu, dtype)
+    rooflines = [
+        sum(known[step].roofline_ms(gpu.ceilings(operand_dtype(step, dtype))) for step in steps if step in known)
+        for steps in (LAYER_FORWARD, LAYER_BACKWARD)
+    ]
+    return {
+        part: {"roofline_ms": roofline, "predicted_ms": milliseconds}
+        for part, roofline, milliseconds in zip(PARTS, rooflines, predicted, strict=True)
+    }
+
+
+def _other(style: Any, ceilings: Ceilings) -> dict[str, Any]:
+    parts: Mapping[str, Mapping[str, Cost]] = {"forward": style.forward, "backward": style.backward}
+    return {
+        "saved_bytes": style.saved_bytes,
+        "forward_peak_bytes": style.forward_peak_bytes,
+        "moved_bytes": {part: sum(cost.bytes for cost in steps.values()) for part, steps in parts.items()},
+        "roofline_ms": {part: sum(c.roofline_ms(ceilings) for c in steps.values()) for part, steps in parts.items()},
+        "steps": [
+            {"step": step, "part": part, **_cost(cost, ceilings)}
+            for part, steps in parts.items()
+            for step, cost in steps.items()
+        ],
+    }
+
+
+def _wide(dtype: str) -> str:
+    """What the other designs compute in where ours computes in FP8."""
+    return "bf16" if dtype == "fp8" else dtype
