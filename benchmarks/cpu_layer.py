@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import record
 import torch
 import transformers
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import tilemoe
+from tilemoe.bench import record
 
 T, D, N, E, K = 2048, 512, 256, 32, 4
 WARM_UP = 3  # rounds

@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
 
 from tilemoe import load_hf
+from tilemoe.bench import record
 from tilemoe.data.corpus import open_corpus
 from tilemoe.train.metrics import read_metrics
 

@@ -31,10 +31,9 @@ from tilemoe.routing.topk import route
 from tilemoe.shape import MoEShape
 
 sys.path.insert(0, str(Path(__file__).parent))
-import cases
 import profiles
-import record
-import timing
+
+from tilemoe.bench import cases, record, timing
 
 Steps = dict[str, Callable[[], object]]
 _GATE = 0.02  # relative, of bf16 sums in another order

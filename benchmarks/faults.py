@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from gpu_tests import Outcomes
-from record import ROOT, append
+
+from tilemoe.bench.record import ROOT, append
 
 
 class Faults(Outcomes):

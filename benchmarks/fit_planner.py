@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import cases
-import record
-
+from tilemoe.bench import cases, record
 from tilemoe.perf.hardware import GPUS
 from tilemoe.perf.predict import KINDS, LAUNCH_MS, LAUNCHES, Rate, amounts
 

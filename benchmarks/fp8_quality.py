@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import record
 import torch
 from rounding_quality import RECIPES, prepared, spread
 from torch import Tensor, nn
 
 import tilemoe
+from tilemoe.bench import record
 from tilemoe.config import PRECISIONS
 from tilemoe.train.checkpoints.restore import build_model, select_device
 from tilemoe.train.config import Recipe, load_recipe

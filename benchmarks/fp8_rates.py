@@ -15,14 +15,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import cases
-import kernel_chain
-import peers
-import record
-import timing
 import torch
 from torch import Tensor
 
+from tilemoe.bench import cases, kernels, peers, record, timing
 from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.triton_fp8.quantize import rows_launch, weight_launch
 from tilemoe.shape import MoEShape
@@ -44,8 +40,8 @@ def steps(shape: MoEShape) -> dict[str, timing.Step]:
     w1 = weights.w1.detach()
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=DEVICE, dtype=DTYPE)
     dh = torch.randn(shape.num_rows, shape.width, device=DEVICE, dtype=DTYPE)
-    wide = kernel_chain.steps(shape, weights, x, "hopper", ahead=lambda: None)
-    narrow = kernel_chain.steps(shape, weights, x, "hopper_fp8", ahead=lambda: None)
+    wide = kernels.kernel_steps(shape, weights, x, "hopper", ahead=lambda: None)
+    narrow = kernels.kernel_steps(shape, weights, x, "hopper_fp8", ahead=lambda: None)
     runs = {
         "cublas": cublas(shape.num_rows, shape.hidden_size, shape.width),
         "quantize x": lambda: rows_launch(x)[0].run(),
@@ -55,7 +51,7 @@ def steps(shape: MoEShape) -> dict[str, timing.Step]:
     return {
         **{f"{name} bf16": wide[name] for name in GEMMS},
         **{f"{name} fp8": narrow[name] for name in GEMMS},
-        **{name: kernel_chain.one_part(run) for name, run in runs.items()},
+        **{name: kernels.one_part(run) for name, run in runs.items()},
     }
 
 

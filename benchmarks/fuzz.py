@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_tests import Outcomes
-from record import ROOT, append
+
+from tilemoe.bench.record import ROOT, append
 
 
 class Counted(Outcomes):

@@ -34,13 +34,14 @@ from typing import Any
 
 import golden_cases
 import golden_large
-import record
 import torch
 import torch.utils.deterministic
 from golden_cases import BF16, FP16, FP32, FP64, Case
 from golden_inputs import Source
 from golden_runs import Found, Where
 from torch import Tensor
+
+from tilemoe.bench import record
 
 BACKENDS = ("torch", "triton", "hopper")
 ENVIRONMENT_OF_CPU = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from record import ROOT, append
+
+from tilemoe.bench.record import ROOT, append
 
 SANITIZER = "test_triton_gpu_sanitizer"
 

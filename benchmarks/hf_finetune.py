@@ -26,10 +26,10 @@ from types import MappingProxyType
 from typing import Any
 
 import hf_cases
-import record
 import torch
 from torch import Tensor, nn
 
+from tilemoe.bench import record
 from tilemoe.data import open_corpus
 from tilemoe.integrations import transformers as integration
 

@@ -26,12 +26,11 @@ from typing import Any
 
 import hf_cases
 import profiles
-import record
-import timing
 import torch
-from gate import Difference
 from torch import Tensor, nn
 
+from tilemoe.bench import record, timing
+from tilemoe.bench.gate import Difference
 from tilemoe.integrations import transformers as integration
 
 NAME, MODE = "hf_step", "step"

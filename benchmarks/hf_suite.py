@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_suite_plugin import CALLS_VARIABLE
-from record import ROOT, append
+
+from tilemoe.bench.record import ROOT, append
 
 MODELS = ["olmoe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "granitemoe", "qwen3_next"]
 PLUGIN = "hf_suite_plugin"

@@ -15,9 +15,9 @@ from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
-from gate import Difference
 from torch import Tensor
 
+from tilemoe.bench.gate import Difference
 from tilemoe.config import UNGATED_ACTIVATIONS
 from tilemoe.testing import ERROR_CAPS
 

@@ -24,16 +24,13 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-import gate
-import gpu_time
 import profiles
-import record
-import timing
 import torch
 from layout_gate import Cell, Operands, Verdict, judge
 from torch import Tensor
 
 import tilemoe
+from tilemoe.bench import gate, gpu_time, record, timing
 from tilemoe.shape import MoEShape
 
 NAME, MODE = "layouts", "gpu"

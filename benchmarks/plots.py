@@ -11,9 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import cases
 import matplotlib.pyplot as plt
-import record
+
+from tilemoe.bench import cases, record
 
 
 def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:

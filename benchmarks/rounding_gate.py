@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import gate
-import peers
 import torch
 from torch import Tensor
 
 import tilemoe
+from tilemoe.bench import gate, peers
 from tilemoe.config import MoEConfig
 from tilemoe.layers.moe import MoE
 from tilemoe.plan import RoutingPlan

@@ -25,11 +25,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import record
 import torch
 from torch import Tensor
 
 import tilemoe
+from tilemoe.bench import record
 from tilemoe.config import ROUNDING_MODES, TokenRounding
 from tilemoe.data import Prepared, prepare
 from tilemoe.train.checkpoints.restore import build_model, select_device

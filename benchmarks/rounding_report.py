@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import record
-
+from tilemoe.bench import record
 from tilemoe.config import ROUNDING_MODES
 
 NAME = "token_rounding"

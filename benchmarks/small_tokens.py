@@ -27,8 +27,7 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.shape import MoEShape
 
 sys.path.insert(0, str(Path(__file__).parent))
-import record
-import timing
+from tilemoe.bench import record, timing
 
 # T is set by --tokens.
 CASES = {"Qwen3-30B-A3B": MoEShape(1, 2048, 768, 128, 8), "OLMoE": MoEShape(1, 2048, 1024, 64, 8)}

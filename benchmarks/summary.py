@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 from typing import Any
 
-import cases
-import record
+from tilemoe.bench import cases, record
 
 TIME = ("forward_ratio", "backward_ratio")
 MEMORY = ("saved_ratio", "forward_peak_ratio", "backward_peak_ratio")

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MappingProxyType
 
-import peers
-import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilemoe
+from tilemoe.bench import peers, record
 from tilemoe.config import ModelConfig
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import record
+from tilemoe.bench import record
 
 KEPT = (
     "heldout_nats_per_byte",

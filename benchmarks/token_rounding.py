@@ -31,16 +31,14 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import peers
-import record
 import rounding_gate
 import rounding_report
-import timing
 import torch
 from rounding_report import CHOSEN, FULL, NAME, PARTS, TOPK, WHOLE
 from torch import Tensor
 
 import tilemoe
+from tilemoe.bench import peers, record, timing
 from tilemoe.config import ROUNDING_MODES, RouterConfig, TokenRounding
 from tilemoe.plan import RoutingPlan
 from tilemoe.shape import MoEShape

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-import record
-
+from tilemoe.bench import record
 from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.metrics import METRICS_FILE, read_metrics

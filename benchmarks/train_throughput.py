@@ -47,12 +47,10 @@ from tilemoe.train.loop import Trainer, peak_flops
 from tilemoe.train.progress import StepStats
 
 sys.path.insert(0, str(Path(__file__).parent))
-import gate
-import peers
 import profiles
-import record
 import swapped_experts
-import timing
+
+from tilemoe.bench import gate, peers, record, timing
 
 NAME, MODE = "train_throughput", "sustained"
 TOKENS = 1 << 22  # of the made-up text

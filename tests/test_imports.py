@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "perf": {"shape", "kernels", "config", "models"},
     "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf"},
     "integrations": _BELOW_LAYERS | {"dispatch", "layers", "models"},
-    "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf", "integrations"},
+    "bench": _BELOW_LAYERS | {"layers", "models", "perf"},
+    "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf", "integrations", "bench", "testing"},
     "testing": _BELOW_LAYERS | {"reference"},
     "__main__": {"cli"},
 }
@@ -55,6 +56,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow", "transformers", "jinja2"},  # the last two for chat templates alone
     "integrations": {"torch", "transformers", "torchtitan", "spmd_types", "safetensors", "peft"},
+    "bench": {"torch", "matplotlib", "sonicmoe", "scattermoe"},  # the last two are peers, where they are installed
     **{part: {"torch"} for part in ("activations", "plan", "routing", "kernels", "ops", "reference")},
     **{part: {"torch"} for part in ("runtime", "dispatch", "layers", "parallel")},
 }

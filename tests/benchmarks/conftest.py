@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-import record
+
+from tilemoe.bench import record
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import json
 
 import fp8_quality
 import pytest
-import record
+
+from tilemoe.bench import record
 
 
 def shrunk() -> dict[str, object]:

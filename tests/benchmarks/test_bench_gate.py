@@ -5,13 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import expert_parallel
-import gate
-import peers
 import pytest
 import small_tokens
 import torch
 from torch import Tensor, nn
 
+from tilemoe.bench import gate, peers
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.integrations import transformers as integration
 from tilemoe.shape import MoEShape

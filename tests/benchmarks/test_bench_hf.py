@@ -9,10 +9,10 @@ import hf_finetune
 import hf_step
 import profiles
 import pytest
-import record
 import torch
 from torch import nn
 
+from tilemoe.bench import record
 from tilemoe.integrations import transformers as integration
 
 CPU = torch.device("cpu")

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_time
 import layouts
 import profiles
 import pytest
-import record
 import torch
 from layout_gate import Cell
 from torch import Tensor
 
 import tilemoe
+from tilemoe.bench import gpu_time, record
 from tilemoe.shape import MoEShape
 
 SHAPE = MoEShape(192, 32, 24, 6, 2)

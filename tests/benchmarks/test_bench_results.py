@@ -8,17 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cases
 import fuzz
 import gpu_tests
-import kernel_chain
 import plots
 import pytest
-import record
-import run
 import summary
-import timing
 
+from tilemoe.bench import cases, kernels, layer, record, timing
 from tilemoe.perf.costs import kernel_costs
 from tilemoe.perf.hardware import Ceilings
 
@@ -33,7 +29,7 @@ def once(saved: int, forward: int, backward: int) -> dict[str, float]:
 def layer_rows() -> list[dict[str, Any]]:
     """Two contestants, three rounds; the second round is slow for both."""
     found = {"tilemoe": [[1.0, 2.0], [2.0, 4.0], [1.0, 2.0]], "peer": [[1.5, 2.0], [3.0, 4.4], [1.5, 2.2]]}
-    return run.layer_rows(
+    return layer.layer_rows(
         found, {"tilemoe": once(GB, 3 * GB, 4 * GB), "peer": once(2 * GB, 4 * GB, 5 * GB)}, (0.5, 1.0)
     )
 
@@ -77,7 +73,7 @@ def test_layer_rows_compare_to_the_first() -> None:
     assert (peer["saved_ratio"], peer["forward_peak_ratio"], peer["backward_peak_ratio"]) == (0.5, 0.75, 0.8)
     assert peer["baseline"]["forward_ms"]["median"] == 1.0
     assert first["forward_of_roofline"] == 0.5
-    line = run.describe({"case": "c", "mode": "burst", **peer})
+    line = layer.describe({"case": "c", "mode": "burst", **peer})
     assert "1.500x 1.100x" in line
     assert "host 0.50 0.75" in line
 
@@ -103,7 +99,7 @@ def test_kernel_rows_hold_each_part_against_its_roofline() -> None:
     roof = kernel_costs(shape)["combine"].roofline_ms(ceilings)
     yardsticks = {"matmul": [[1.0]], "copy": [[1.0]], "copy_as_combine": [[roof]]}
     found = {**yardsticks, "layer": [[3.0, 7.0]], "route": [[0.1, 0.2]], "combine": [[2 * roof]]}
-    rows = {row["kernel"]: row for row in kernel_chain.rows(found, shape, ceilings)}
+    rows = {row["kernel"]: row for row in kernels.kernel_rows(found, shape, ceilings)}
     assert list(rows) == ["layer forward", "layer backward", "route", "route_grad", "combine"]
     assert rows["combine"]["of_roofline"] == pytest.approx(0.5, abs=1e-3)
     assert rows["combine"]["gbps"] == pytest.approx(2000, rel=1e-3)
@@ -111,7 +107,7 @@ def test_kernel_rows_hold_each_part_against_its_roofline() -> None:
     assert rows["route"]["of_roofline"] is None
     assert rows["route"]["of_copy"] is None
     assert rows["route_grad"]["of_layer"] == 0.02
-    described = [kernel_chain.describe(row) for row in rows.values()]
+    described = [kernels.describe(row) for row in rows.values()]
     assert "50.0% of its roofline" in described[-1]
     assert "50.0% of a copy of as many bytes" in described[-1]
     table = summary.share_table([{"case": "c", **row} for row in rows.values()], ("route", "route_grad"))
@@ -153,9 +149,9 @@ def test_latest_keeps_the_last_row_of_each_key(results: Path) -> None:
     rows = [{"case": "a", "mode": "burst", "ms": ms} for ms in (1, 2)] + [{"case": "a", "mode": "sustained", "ms": 3}]
     record.append("layer", rows)
     assert record.latest("layer", "burst", None, "case")[("a",)]["ms"] == 2
-    with pytest.raises(SystemExit, match="no row of mode 'burst' on H1"):
+    with pytest.raises(ValueError, match="no row of mode 'burst' on H1"):
         record.latest("layer", "burst", "H1", "case")
-    with pytest.raises(SystemExit, match=r"kernels\.jsonl is missing"):
+    with pytest.raises(ValueError, match=r"kernels\.jsonl is missing"):
         record.latest("kernels", "burst", None, "case")
 
 

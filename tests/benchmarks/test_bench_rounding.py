@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import peers
 import pytest
-import record
 import rounding_gate
 import rounding_quality
 import rounding_report
@@ -17,6 +15,7 @@ import token_rounding
 import torch
 
 import tilemoe
+from tilemoe.bench import peers, record
 from tilemoe.config import ROUNDING_MODES, TokenRounding
 from tilemoe.routing.topk import Routing, route
 from tilemoe.train.config import load_recipe

@@ -7,17 +7,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import gate
 import numpy as np
-import peers
 import pytest
-import record
 import swapped_experts
 import torch
 import train_agreement
 import train_throughput
 from torch import Tensor
 
+from tilemoe.bench import gate, peers, record
 from tilemoe.config import TokenRounding, to_dict
 from tilemoe.shape import MoEShape
 from tilemoe.train.config import Recipe, load_recipe

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cases
 import fit_planner
 import pytest
 
+from tilemoe.bench import cases
 from tilemoe.perf.costs import kernel_costs
 from tilemoe.perf.hardware import GPUS
 from tilemoe.perf.padding import expected_units, padded_rows, padding_waste

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cases
 import pytest
 
+from tilemoe.bench import cases
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.experts.memory import saved_bytes
 from tilemoe.perf.hardware import GPUS

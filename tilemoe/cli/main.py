@@ -22,7 +22,8 @@ COMMANDS = {
     "generate": ("tilemoe.cli.generate", "continue a prompt with a checkpoint or a model of transformers"),
     "export": ("tilemoe.cli.export", "write a checkpoint as a folder that transformers loads"),
     "verify": ("tilemoe.cli.verify", "read a checkpoint, a run or an exported folder whole: is every byte right"),
-    "plan": ("tilemoe.cli.plan", "FLOPs, bytes, memory and the least time of a layer, by arithmetic"),
+    "plan": ("tilemoe.cli.plan", "FLOPs, bytes, memory and time of a layer or a model, by arithmetic"),
+    "bench": ("tilemoe.cli.bench", "times and memory of the layer and its kernels, against other libraries"),
     "doctor": ("tilemoe.cli.doctor", "what is installed, and which kernels serve which device, and why"),
 }
 

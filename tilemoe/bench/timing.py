@@ -1,4 +1,4 @@
-"""Timing on one GPU: interleaved rounds in changing order, by device events.
+"""Timing on one GPU: interleaved rounds in changing order, by device events; without a GPU by the host's clock.
 
 The clock moves by 10% with what ran before, so every contestant runs in every round, and after different ones.
 "burst" is after idling; "sustained" follows a spell of the same work that lets the clock settle.
@@ -17,15 +17,40 @@ IDLE_SECONDS = 0.3
 SUSTAINED_MS = 120.0  # of the same work before it is measured
 BURST_CALLS, SUSTAINED_CALLS = 3, 10
 
-# One call appends the events around its parts to the list it is given: (start, end) for each part.
-Step = Callable[[], list[tuple[torch.cuda.Event, torch.cuda.Event]]]
+
+class HostEvent:
+    """A moment by the host's clock, where there is no GPU: the work is done when it is launched."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, other: HostEvent) -> float:
+        """Milliseconds until ``other``."""
+        return 1e3 * (other.seconds - self.seconds)
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
 
 
-def event() -> torch.cuda.Event:
-    """An event recorded now, on the current stream."""
+# A moment on the device; what takes two of them takes two of one kind.
+Event = Any
+# One call gives the events around its parts: (start, end) for each part.
+Step = Callable[[], list[tuple[Event, Event]]]
+
+
+def event() -> Event:
+    """A moment: on a GPU recorded now, on the current stream."""
+    if not torch.cuda.is_available():
+        return HostEvent()
     recorded = torch.cuda.Event(enable_timing=True)
     recorded.record()
     return recorded
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[list[float]]]:
@@ -37,12 +62,12 @@ def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[l
     for index in range(count):
         for name in turn(names, index):
             if mode == "burst":
-                torch.cuda.synchronize()
+                synchronize()
                 time.sleep(IDLE_SECONDS)
             for _ in range(settle[name]):
                 steps[name]()
             samples = [steps[name]() for _ in range(calls)]
-            torch.cuda.synchronize()
+            synchronize()
             parts = zip(*([start.elapsed_time(end) for start, end in sample] for sample in samples), strict=True)
             found[name].append([statistics.median(part) for part in parts])
     return found

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from peers import Contestant, Weights
 from torch import Tensor
 
+from tilemoe.bench.peers import Contestant, Weights
 from tilemoe.shape import MoEShape
 
 
@@ -87,8 +87,8 @@ def _errors(
     for expert in range(shape.num_experts):
         token, place = (ids == expert).nonzero(as_tuple=True)
         one = slice(expert, expert + 1)
-        inputs = (x[token], weights.w1[expert].detach(), weights.w2[expert].detach(), scores.detach()[token, place])
-        inputs = tuple(tensor.float().requires_grad_() for tensor in inputs)
+        parts = (x[token], weights.w1[expert].detach(), weights.w2[expert].detach(), scores.detach()[token, place])
+        inputs = [tensor.float().requires_grad_() for tensor in parts]
         part = _expert(*inputs)
         dx_part, dw1, dw2, ds = torch.autograd.grad(part, inputs, do[token])
         out.index_add_(0, token, part.detach())

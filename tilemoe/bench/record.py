@@ -1,9 +1,9 @@
 """Results files: one JSON object a line, each with the commit, the machine and the versions it was measured with.
 
-    python benchmarks/record.py
+    python -m tilemoe.bench.record
 
 prints the commit of this checkout. A copy of it, on another machine say, is told it: ``TILEMOE_COMMIT=...``. The files
-are in ``results``, or in the folder that ``TILEMOE_RESULTS`` names.
+are in the checkout's ``results``, in ``./results`` where the package is installed, or where ``TILEMOE_RESULTS`` says.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(os.environ.get("TILEMOE_RESULTS", ROOT / "results"))
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout
+RESULTS = Path(os.environ.get("TILEMOE_RESULTS", (ROOT if (ROOT / "results").is_dir() else Path.cwd()) / "results"))
 COMMIT_VARIABLE = "TILEMOE_COMMIT"
 
 
@@ -44,13 +44,13 @@ def rows(name: str) -> list[dict[str, Any]]:
 def latest(name: str, mode: str, gpu: str | None, *key: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     """The last row of results/<name>.jsonl for each value of ``key``, of one mode and, unless None, one GPU.
 
-    SystemExit, in one line, where there is no such file or no such row.
+    ValueError where there is no such file or no such row.
     """
     if not (found := rows(name)):
-        raise SystemExit(f"results/{name}.jsonl is missing: run that benchmark first")
+        raise ValueError(f"results/{name}.jsonl is missing; run that benchmark first")
     kept = [row for row in found if row["mode"] == mode and gpu in (None, row["gpu"])]
     if not kept:
-        raise SystemExit(f"results/{name}.jsonl has no row of mode {mode!r}" + (f" on {gpu}" if gpu else ""))
+        raise ValueError(f"results/{name}.jsonl has no row of mode {mode!r}" + (f" on {gpu}" if gpu else ""))
     return {tuple(row[field] for field in key): row for row in kept}
 
 
@@ -84,6 +84,8 @@ def commit() -> str:
     told = os.environ.get(COMMIT_VARIABLE)
     if told:
         return told
+    if not (ROOT / ".git").exists():  # installed: whatever repository is around it is another's
+        return "unknown"
 
     def git(*args: str) -> str:
         return subprocess.run(

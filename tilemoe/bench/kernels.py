@@ -5,20 +5,28 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
-import peers
-import timing
 import torch
 from torch import Tensor
 
-import tilemoe
 from tilemoe.activations import activation_spec
+from tilemoe.bench import peers, timing
+from tilemoe.bench.layer import layer_step
+from tilemoe.bench.settings import Rows, Settings
+from tilemoe.kernels.choose import select_kernels
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.layers.moe import MoE
 from tilemoe.perf.costs import Cost, kernel_costs, layer_roofline_ms, router_costs
 from tilemoe.perf.hardware import Ceilings
+from tilemoe.routing.build import plan_topk
+from tilemoe.routing.topk import route
 from tilemoe.shape import MoEShape
+
+MATMUL = 8192
+COPY_BYTES = 1 << 30
 
 # Steps that are no part of the layer: what the GPU can do, in the same rounds.
 YARDSTICKS = ("matmul", "copy", "copy_as_combine")
@@ -61,7 +69,7 @@ def forward_and_backward(
     return step
 
 
-def steps(
+def kernel_steps(
     shape: MoEShape, weights: peers.Weights, x: Tensor, kernels: str, ahead: Callable[[], Any]
 ) -> dict[str, timing.Step]:
     """The eight kernels by name, SwiGLU, bf16, random routing; the two that move rows alone are quick, so ``ahead``
@@ -72,7 +80,7 @@ def steps(
     do = torch.randn_like(x)
     logits = torch.rand(shape.num_tokens, shape.num_experts, device=x.device)
     scores, ids = logits.topk(shape.num_experts_per_tok, dim=-1)
-    plan, s = tilemoe.plan_topk(ids, shape.num_experts), scores.softmax(dim=-1).flatten()
+    plan, s = plan_topk(ids, shape.num_experts), scores.softmax(dim=-1).flatten()
     spec = activation_spec("swiglu", "concatenated", None, None)
     a, h = ks.up_proj_act(x, w1, None, plan, spec)
     y = ks.down_proj(a, w2, None, plan)
@@ -97,12 +105,12 @@ def router_steps(
     """``logits``: the router's products, one of which adds the experts' dx. ``route``: from logits to scores and plan,
     and back to the logits.
     """
-    moe = tilemoe.MoE(peers.layer_config(shape), device="meta")
+    moe = MoE(peers.layer_config(shape), device="meta")
     moe.router.weight = weights.router
     logits = moe.router(x).logits.detach().requires_grad_()
 
     def scores() -> Tensor:
-        return tilemoe.route(logits, moe.cfg).scores
+        return route(logits, moe.cfg).scores
 
     d_logits, d_scores = torch.randn_like(logits), torch.randn_like(scores())
     return {
@@ -113,7 +121,7 @@ def router_steps(
     }
 
 
-def rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: Ceilings) -> list[dict[str, Any]]:
+def kernel_rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: Ceilings) -> list[dict[str, Any]]:
     """A row for each part of each step but the yardsticks: time, rates, fraction of its roofline (None where nothing
     but launches bounds it) and share of the layer's forward and backward; of the two that only move rows, the time of a
     copy that moves as many bytes over theirs.
@@ -153,3 +161,46 @@ def describe(row: dict[str, Any]) -> str:
     share = f"{100 * row['of_layer']:5.1f}% of the layer"
     copy = "" if row["of_copy"] is None else f"  {100 * row['of_copy']:5.1f}% of a copy of as many bytes"
     return f"  {row['kernel']:22} {row['ms']['median']:8.3f} ms  {share}  {rates}  {roof}{copy}"
+
+
+def copier(count: int, device: torch.device) -> Callable[[], object]:
+    """Copies ``count`` bytes, which reads and writes as many."""
+    source = torch.randn(count // 4, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def each_kernel(settings: Settings, name: str, shape: MoEShape) -> Iterator[Rows]:
+    """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
+    device = settings.device
+    square = torch.randn(MATMUL, MATMUL, device=device, dtype=torch.bfloat16)
+    copy = copier(COPY_BYTES, device)
+    yardsticks = {
+        "matmul": one_part(lambda: square @ square),
+        "copy": one_part(copy),
+        "copy_as_combine": one_part(copier(kernel_costs(shape)["combine"].bytes // 2, device), ahead=copy),
+    }
+    weights = peers.make_weights(shape, device, torch.bfloat16)
+    x = torch.randn(shape.num_tokens, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
+    kernels = settings.kernels or select_kernels(device, torch.bfloat16, peers.layer_config(shape)).name
+    whole = layer_step(peers.tilemoe_layer(shape, weights, kernels), x, torch.randn_like(x))
+    steps = {
+        **yardsticks,
+        "layer": whole,
+        **router_steps(shape, weights, x, ahead=lambda: square @ square),
+        **kernel_steps(shape, weights, x.detach(), kernels, ahead=copy),
+    }
+    for mode in settings.modes:
+        found = timing.rounds(steps, mode, settings.rounds)
+        tflops = 2 * MATMUL**3 / timing.summary([sample[0] for sample in found["matmul"]])["median"] / 1e9
+        tbps = 2 * COPY_BYTES / timing.summary([sample[0] for sample in found["copy"]])["median"] / 1e9
+        ceilings = Ceilings(tflops, tbps, is_measured=True)
+        print(f"{name} {mode}: matmul {tflops:.0f} TFLOP/s, copy {tbps:.3f} TB/s", flush=True)
+        where = {
+            "case": name, **asdict(shape), "mode": mode, "kernels": kernels, "rounds": settings.rounds,
+            "matmul_tflops": round(tflops, 1), "copy_tbps": round(tbps, 4),
+        }  # fmt: skip
+        rows = [{**where, **row} for row in kernel_rows(found, shape, ceilings)]
+        for row in rows:
+            print(describe(row), flush=True)
+        yield rows

@@ -5,10 +5,15 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import MappingProxyType
 
+from tilemoe.checks import require_int
+from tilemoe.config import from_dict
 from tilemoe.shape import MoEShape
 
+_SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 # Seven with recorded figures of other implementations: softmax over the kept scores, SwiGLU, bf16.
 MAIN = MappingProxyType(
     {
@@ -41,10 +46,30 @@ ALL = MappingProxyType({**MAIN, **MORE})
 
 
 def find(names: str) -> dict[str, MoEShape]:
-    """Cases by name from "main", "all" or a comma-separated list. ValueError lists the names."""
+    """Cases by name from "main", "all", a comma-separated list, or a .json file: {name: {"num_tokens": ..., ...}}.
+
+    ValueError lists the names, or says what is off with the file.
+    """
     if names in ("main", "all"):
         return dict(MAIN if names == "main" else ALL)
+    if names.endswith(".json"):
+        return _read(Path(names).expanduser())
     unknown = [name for name in names.split(",") if name not in ALL]
     if unknown:
-        raise ValueError(f"no case called {unknown[0]!r}; known are main, all, {', '.join(ALL)}")
+        raise ValueError(f"no case called {unknown[0]!r}; known are main, all, {', '.join(ALL)}, or a .json file")
     return {name: ALL[name] for name in names.split(",")}
+
+
+def _read(path: Path) -> dict[str, MoEShape]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); give a file of cases") from error
+    if not isinstance(data, dict) or not data:
+        raise ValueError(f"{path}: expected a table of cases, each with its sizes")
+    for name, sizes in data.items():
+        for field, size in sizes.items() if isinstance(sizes, dict) else ():
+            if field not in _SIZES:
+                raise ValueError(f"{path}: {name}.{field} cannot be set; a case has {', '.join(_SIZES)}")
+            require_int(f"{path}: {name}.{field}", size, 1)
+    return {name: from_dict(MoEShape, sizes, f"{path}: {name}.") for name, sizes in data.items()}

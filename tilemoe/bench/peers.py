@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import cast
 
-import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import tilemoe
+from tilemoe import __version__
+from tilemoe.bench import record
+from tilemoe.config import MoEConfig, Precision, RouterConfig
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.layers.moe import MoE
 from tilemoe.shape import MoEShape
 
 # RMS error over RMS value: bf16's own is 3e-3 to 1e-2, that of e4m3 operands 5e-2 to 7e-2.
@@ -59,26 +62,26 @@ def make_weights(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> W
     return Weights(normal(experts, d), normal(experts, 2 * n, d), normal(experts, d, n))
 
 
-def layer_config(shape: MoEShape, precision: str = "bf16") -> tilemoe.MoEConfig:
+def layer_config(shape: MoEShape, precision: Precision = "bf16") -> MoEConfig:
     """The function that all contestants compute, as ours is told it."""
-    return tilemoe.MoEConfig(
+    return MoEConfig(
         shape.hidden_size,
         shape.intermediate_size,
         shape.num_experts,
         shape.num_experts_per_tok,
-        router=tilemoe.RouterConfig(score="softmax", softmax_after_topk=True),
+        router=RouterConfig(score="softmax", softmax_after_topk=True),
         precision=precision,
     )
 
 
 def tilemoe_layer(shape: MoEShape, weights: Weights, kernels: str | None = None) -> Contestant:
     """Ours, as a user builds it; ``kernels`` names a backend, and with it the precision."""
-    precision = "bf16" if kernels is None else backend_named(kernels).precision
-    moe = tilemoe.MoE(layer_config(shape, precision), device="meta", kernels=kernels)
+    precision = cast(Precision, "bf16" if kernels is None else backend_named(kernels).precision)
+    moe = MoE(layer_config(shape, precision), device="meta", kernels=kernels)
     moe.router.weight, moe.experts.w1, moe.experts.w2 = weights.router, weights.w1, weights.w2
     name = "tilemoe" if kernels is None else f"tilemoe[{kernels}]"
     leaves = (weights.router, weights.w1, weights.w2)
-    version, tolerance = tilemoe.__version__, TOLERANCES[precision]
+    version, tolerance = __version__, TOLERANCES[precision]
     return Contestant(name, version, lambda x: moe(x).hidden, leaves, lambda grad: grad, tolerance)
 
 

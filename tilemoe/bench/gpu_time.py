@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import timing
 import torch
+
+from tilemoe.bench import timing
 
 _CYCLES_PER_MS = 1.98e6  # of an H200 at its highest clock; at a lower one the kernel sleeps for longer
 _MARGIN = 1.5  # of the lead, for a host that is slower once

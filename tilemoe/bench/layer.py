@@ -1,0 +1,172 @@
+"""The whole layer, router included: forward and backward of each contestant in the same rounds, saved and peak memory.
+
+A contestant whose output or gradients are wrong is reported and not timed. Mode "alone" is GPU time without the host's
+(`gpu_time`). On a CPU the host's clock stands in, and memory is not measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.bench import gate, gpu_time, peers, timing
+from tilemoe.bench.settings import Rows, Settings
+from tilemoe.perf.costs import layer_roofline_ms
+from tilemoe.perf.hardware import find_gpu
+from tilemoe.shape import MoEShape
+
+HOST_CALLS = 7
+ALONE_MS = 40.0  # of a window without hosts
+PARTS = ("forward", "backward")
+MEMORY = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
+
+
+def layer(settings: Settings, name: str, shape: MoEShape) -> Iterator[Rows]:
+    """One row for each contestant, a list for each mode."""
+    torch.compiler.reset()  # or the eighth size would run uncompiled
+    weights = peers.make_weights(shape, settings.device, torch.bfloat16)
+    contestants = admitted(settings.peers, shape, weights)
+    x = torch.randn(shape.num_tokens, shape.hidden_size, device=settings.device, dtype=torch.bfloat16).requires_grad_()
+    do = torch.randn_like(x)
+    once = {c.name: {**layer_memory(c, x, do), **layer_host(c, x, do)} for c in contestants}
+    versions = {contestant.name: contestant.version for contestant in contestants}
+    for mode in settings.modes if contestants else ():
+        found = layer_rounds(contestants, x, do, mode, settings.rounds)
+        rows = layer_rows(found, once, _rooflines(shape, settings.device))
+        where = {"case": name, **asdict(shape), "mode": mode, "rounds": settings.rounds}
+        rows = [{**where, "version": versions[row["contestant"]], **row} for row in rows]
+        for row in rows:
+            print(describe(row), flush=True)
+        yield rows
+
+
+def _rooflines(shape: MoEShape, device: torch.device) -> tuple[float | None, float | None]:
+    """Milliseconds of forward and backward; None where nobody has the device's figures."""
+    if device.type != "cuda":
+        return None, None
+    try:
+        return layer_roofline_ms(shape, find_gpu(torch.cuda.get_device_name(device)).ceilings())
+    except ValueError:
+        return None, None
+
+
+def layer_rows(
+    found: dict[str, list[list[float]]], once: dict[str, dict[str, Any]], roofs: tuple[float | None, float | None]
+) -> Rows:
+    """A row for each contestant; ``once`` is what was measured once, by contestant: memory, host.
+
+    All but the first also say how they compare to it, ``baseline``: ``forward_ratio`` and ``backward_ratio`` are their
+    time over its time, round by round; memory ratios are its bytes over theirs.
+    """
+    first = next(iter(found))
+    rows: Rows = []
+    for contestant, samples in found.items():
+        row: dict[str, Any] = {"contestant": contestant, **once[contestant]}
+        for part, (label, roof) in enumerate(zip(PARTS, roofs, strict=True)):
+            values = [sample[part] for sample in samples]
+            row[f"{label}_ms"] = timing.summary(values)
+            row[f"{label}_of_roofline"] = None if roof is None else round(roof / row[f"{label}_ms"]["median"], 4)
+            if contestant != first:
+                row[f"{label}_ratio"] = timing.ratio([sample[part] for sample in found[first]], values)
+        if contestant != first:
+            row["baseline"] = {key: rows[0][key] for key in ("contestant", "forward_ms", "backward_ms", *MEMORY)}
+            row |= {key.replace("bytes", "ratio"): _memory_ratio(rows[0][key], row[key]) for key in MEMORY}
+        rows.append(row)
+    return rows
+
+
+def _memory_ratio(ours: int | None, theirs: int | None) -> float | None:
+    return None if ours is None or theirs is None else round(ours / max(1, theirs), 4)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line: medians in milliseconds, memory in MiB, and both against the first contestant."""
+    times = " ".join(f"{row[f'{part}_ms']['median']:8.3f}" for part in PARTS)
+    memory = " ".join("      -" if row[key] is None else f"{row[key] / 2**20:7.0f}" for key in MEMORY)
+    host = " ".join(f"{row[f'{part}_host_ms']:.2f}" for part in PARTS)
+    line = f"{row['case']:12} {row['mode']:9} {row['contestant']:12} {times} ms (host {host}), {memory} MiB"
+    if "baseline" not in row:
+        return line
+    ratios = " ".join("-" if row[key] is None else f"{row[key.replace('bytes', 'ratio')]:.2f}" for key in MEMORY)
+    return f"{line}; {row['forward_ratio']:.3f}x {row['backward_ratio']:.3f}x, memory {ratios}"
+
+
+def admitted(names: Sequence[str], shape: MoEShape, weights: peers.Weights) -> list[peers.Contestant]:
+    """Those that can be imported and compute the right thing; says why the others cannot take part."""
+    contestants = []
+    for name in names:
+        start = time.perf_counter()
+        contestant = peers.build(name, shape, weights)
+        problem = contestant if isinstance(contestant, str) else gate.problem(contestant, shape, weights)
+        if problem is None and isinstance(contestant, peers.Contestant):
+            contestants.append(contestant)
+            print(f"{name}: correct, {time.perf_counter() - start:.1f} s with compilation and tuning", flush=True)
+        else:
+            print(f"{name} is left out: {problem}", flush=True)
+    return contestants
+
+
+def layer_rounds(
+    contestants: list[peers.Contestant], x: Tensor, do: Tensor, mode: str, count: int
+) -> dict[str, list[list[float]]]:
+    """Name to, for each round, the median milliseconds of forward and backward."""
+    if mode == "alone":
+        marked = {contestant.name: marked_step(contestant, x, do) for contestant in contestants}
+        return gpu_time.rounds(marked, gpu_time.clock_of(x.device), count, timing.SUSTAINED_MS, ALONE_MS)
+    steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
+    return timing.rounds(steps, mode, count)
+
+
+def layer_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> timing.Step:
+    """Forward and backward as two parts; every gradient is made anew."""
+    marked = marked_step(contestant, x, do)
+    return lambda: list(itertools.pairwise(marked(timing.event)))
+
+
+def marked_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> gpu_time.Step:
+    """The same, with marks before, between and after the parts."""
+
+    def step(mark: Callable[[], Any]) -> list[Any]:
+        marks = [mark()]
+        out = contestant.run(x)
+        marks.append(mark())
+        torch.autograd.grad(out, [x, *contestant.leaves], do)
+        return [*marks, mark()]
+
+    return step
+
+
+def layer_memory(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str, int | None]:
+    """Bytes beyond x, the weights and the output's gradient: saved (without the output), and at the peaks.
+
+    The forward's peak holds the output, the backward's all four gradients and whatever is still saved.
+    """
+    if x.device.type != "cuda":
+        return dict.fromkeys(MEMORY)
+    layer_step(contestant, x, do)()
+    out, left, forward_peak = timing.memory_of(lambda: contestant.run(x))
+    saved = left - out.nbytes
+    grads, _, backward_peak = timing.memory_of(lambda: torch.autograd.grad(out, [x, *contestant.leaves], do))
+    del grads
+    return dict(zip(MEMORY, (saved, forward_peak, saved + backward_peak), strict=True))
+
+
+def layer_host(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str, float]:
+    """Milliseconds until the host has launched everything: where it exceeds the GPU's time, the GPU waits."""
+    launched: list[tuple[float, float]] = []
+    for _ in range(HOST_CALLS):
+        timing.synchronize()
+        start = time.perf_counter()
+        out = contestant.run(x)
+        middle = time.perf_counter()
+        torch.autograd.grad(out, [x, *contestant.leaves], do)
+        launched.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
+    parts = zip(PARTS, zip(*launched, strict=True), strict=True)
+    return {f"{part}_host_ms": round(statistics.median(values), 3) for part, values in parts}

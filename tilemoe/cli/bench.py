@@ -1,0 +1,51 @@
+"""``tilemoe bench``: times and memory of the layer, its kernels or a training step, against whichever peers import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from tyro.conf import Positional
+
+from tilemoe.bench import cases
+from tilemoe.cli.parsing import parse
+
+_MODES = MappingProxyType({"layer": ("burst", "sustained", "alone"), "kernels": ("burst", "sustained")})
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of ``tilemoe bench``."""
+
+    what: Positional[Literal["layer", "kernels"]]  # what is measured
+    cases: str = "main"  # "main", "all", names of cases separated by commas, or a .json file of sizes
+    # Of tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe and grouped_mm, separated by commas; one that cannot be
+    # imported is left out. The first is what the others are compared to.
+    peers: str = "tilemoe"
+    modes: str = "burst,sustained"  # of burst, sustained and, for layer, alone: GPU time without the host's
+    rounds: int = 7  # interleaved, in changing order
+    kernels: str | None = None  # the backend whose kernels are timed; default: the one that is chosen
+    seconds: float = float("inf")  # begin no case after this many
+
+
+def run(arguments: Sequence[str]) -> None:
+    description = f"Measure, and append to results/. Cases: {', '.join(cases.ALL)}."
+    options = parse(BenchOptions, arguments, prog="tilemoe bench", description=description)
+    modes = options.modes.split(",")
+    if unknown := [mode for mode in modes if mode not in _MODES[options.what]]:
+        raise ValueError(f"--modes of {options.what} are {', '.join(_MODES[options.what])}; got {unknown[0]!r}")
+    if options.rounds < 1:
+        raise ValueError(f"--rounds must be >= 1, got {options.rounds}")
+    shapes = cases.find(options.cases)
+
+    import torch
+
+    from tilemoe.bench.run import each_case
+    from tilemoe.bench.settings import Settings
+
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings = Settings(device, options.peers.split(","), modes, options.rounds, options.kernels)
+    each_case(options.what, shapes, settings, options.seconds)
