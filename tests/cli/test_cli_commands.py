@@ -139,7 +139,6 @@ def test_generate_continues_the_prompt(finished: Path, run: Run) -> None:
 
 
 def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_path: Path, run: Run) -> None:
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tilemoe.train.checkpoints.restore import restore
@@ -395,16 +394,3 @@ def test_a_boxed_report_becomes_one_line() -> None:
     rows = ["╭─ Oops ─────╮", "│ It is \x1b[31mbad\x1b[0m │", "│ and long.  │", "│ ────────── │", "│ more       │"]
     box = "\n".join([*rows, "╰────────────╯"])
     assert condense(box) == "It is bad and long"
-
-
-def test_doctor_says_what_serves_and_why(run: Run, fails: Fails) -> None:
-    status, out, _ = run("doctor")
-    assert status == 0
-    assert f"torch {torch.__version__.partition('+')[0]}" in out
-    assert "experts in bfloat16: torch (plain PyTorch" in out
-    assert "router: torch (Triton does not run on cpu)" in out
-    assert "plan: torch (" in out
-    no = "no, PyTorch's matrix products add in an order that depends on the number of rows"
-    assert f"batch invariance of the experts by torch: {no}" in out
-    assert f"batch invariance of the router's logits: {no}" in out
-    assert "--tokens must be >= 1" in fails("doctor", "--tokens", "0")

@@ -1,4 +1,4 @@
-"""``tilemoe doctor``: what is installed, and which kernels serve a layer on which device, and why."""
+"""``tilemoe doctor``: what is installed, which kernels serve a layer on which device and why, and whether they work."""
 
 from __future__ import annotations
 
@@ -22,24 +22,41 @@ class DoctorOptions:
 
     preset: str = "olmoe-1b-7b"  # public model whose layer is asked for
     tokens: int = 4096  # of a call
+    self_test: bool = True  # compute on each device, about ten seconds
 
 
 def run(arguments: Sequence[str]) -> None:
-    options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description="What serves this machine, and why.")
+    """ValueError: a device cannot be used; what to do about it is printed before."""
+    description = "What serves this machine, and why, and whether it works; exit status 2: it does not."
+    options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description=description)
     if options.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
     cfg = moe_preset(options.preset)
 
     import torch
 
+    from tilemoe.cli import doctor_checks
+
     print(f"tilemoe {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     print("packages: " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
+    driver = doctor_checks.driver()
+    print(f"NVIDIA driver: {driver or 'none'}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     print(f"layer: {options.preset}, {options.tokens} tokens")
     for device in devices:
         print(f"{device}: {_hardware(device)}")
         for line in _choices(device, cfg, options.tokens):
             print(f"  {line}")
+    findings = list(doctor_checks.environment(driver))
+    for device in devices if options.self_test else ():
+        findings += doctor_checks.self_test(torch.device(device))
+    for finding in findings:
+        print(finding.line)
+        if finding.advice is not None:
+            print(f"  what to do: {finding.advice}")
+    if fatal := [finding for finding in findings if finding.is_fatal]:
+        raise ValueError(f"{len(fatal)} of the findings above keep this machine from being used; do what they say")
+    print("usable" if options.self_test else "not tried: leave --no-self-test out to compute on each device")
 
 
 def _version(package: str) -> str:

@@ -24,7 +24,7 @@ COMMANDS = {
     "verify": ("tilemoe.cli.verify", "read a checkpoint, a run or an exported folder whole: is every byte right"),
     "plan": ("tilemoe.cli.plan", "FLOPs, bytes, memory and time of a layer or a model, by arithmetic"),
     "bench": ("tilemoe.cli.bench", "times and memory of the layer and its kernels, against other libraries"),
-    "doctor": ("tilemoe.cli.doctor", "what is installed, and which kernels serve which device, and why"),
+    "doctor": ("tilemoe.cli.doctor", "what is installed, which kernels serve which device and why, and a self-test"),
 }
 
 

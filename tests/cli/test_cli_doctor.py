@@ -1,0 +1,120 @@
+"""``tilemoe doctor``: what it says of this machine, and of one where something is wrong."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemoe.bench import cases, timing
+from tilemoe.cli import doctor_checks
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.shape import MoEShape
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "results"
+Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
+
+
+def test_it_says_what_serves_and_why_and_that_it_works(run: Run, fails: Fails) -> None:
+    status, out, _ = run("doctor")
+    assert status == 0
+    assert f"torch {torch.__version__.partition('+')[0]}" in out
+    assert "experts in bfloat16: torch (plain PyTorch" in out
+    assert "router: torch (Triton does not run on cpu)" in out
+    assert "plan: torch (" in out
+    no = "no, PyTorch's matrix products add in an order that depends on the number of rows"
+    assert f"batch invariance of the experts by torch: {no}" in out
+    assert f"batch invariance of the router's logits: {no}" in out
+    assert "self-test, cpu, torch.float32, kernels torch: output and gradients agree with the reference\n" in out
+    assert out.splitlines()[-1] == "usable"
+    assert "--tokens must be >= 1" in fails("doctor", "--tokens", "0")
+    assert "moe preset must be one of" in fails("doctor", "--preset", "nope")
+
+
+def test_without_the_self_test_nothing_is_computed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "self_test", None)
+    status, out, _ = run("doctor", "--no-self-test")
+    assert status == 0
+    assert "usable" not in out
+
+
+def test_wrong_numbers_end_with_exit_status_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TorchBackend.up_proj_wgrad
+
+    def wrong(self: TorchBackend, *args: Any) -> Tensor:
+        return 1.01 * right(self, *args)
+
+    monkeypatch.setattr(TorchBackend, "up_proj_wgrad", wrong)
+    status, out, err = run("doctor")
+    assert status == 2
+    assert "WRONG (AssertionError: dw1: RMS-relative error" in out
+    assert "what to do: pass kernels='torch'" in out
+    assert err == "tilemoe: error: 1 of the findings above keep this machine from being used; do what they say\n"
+
+
+def test_a_driver_whose_gpu_pytorch_does_not_see(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "driver", lambda: "580.1")
+    status, out, _ = run("doctor", "--no-self-test")
+    assert status == 2
+    assert f"NVIDIA driver 580.1, and PyTorch {torch.__version__}, built " in out
+    assert "what to do: install a PyTorch for the CUDA that nvidia-smi shows, or a newer driver" in out
+
+
+@pytest.mark.parametrize(("printed", "version"), [("580.65.06\n580.65.06\n", "580.65.06"), ("", None), (None, None)])
+def test_the_driver_s_version(printed: str | None, version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nvidia_smi(command: list[str], **options: Any) -> SimpleNamespace:
+        if printed is None:
+            raise OSError("it does not start")
+        return SimpleNamespace(stdout=printed)
+
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor_checks.subprocess, "run", nvidia_smi)
+    assert doctor_checks.driver() == version
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: None)
+    assert doctor_checks.driver() is None
+
+
+def test_what_is_off_on_a_machine_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 with a Triton on which the Hopper kernels have not run, and a cache that cannot be written."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(doctor_checks, "select_kernels", lambda *_: SimpleNamespace(name="triton", reason="3.5"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor_checks, "has_triton", lambda: True)
+    kernels, cache = doctor_checks.environment("580")
+    assert "the Hopper kernels do not serve (3.5)" in kernels.line
+    assert (str(kernels.advice)[:25], kernels.is_fatal) == ("pip install triton==3.6.0", False)
+    assert cache.is_fatal
+    monkeypatch.setattr(doctor_checks, "has_triton", lambda: False)
+    missing, _ = doctor_checks.environment("580")
+    assert missing.line.startswith("Triton is not installed")
+
+
+@pytest.mark.parametrize(("milliseconds", "is_slow"), [(1e-6, True), (1e6, False)])
+def test_speed_beside_the_recorded_one(milliseconds: float, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SUSTAINED_MS", 1.0)
+    monkeypatch.setattr(cases, "ALL", {"little": MoEShape(64, 24, 8, 4, 3)})
+    recorded = {"case": "little", "mode": "sustained", "forward_ms": milliseconds, "backward_ms": milliseconds}
+    found = doctor_checks.speed(CPU, recorded)
+    assert found.line.endswith(": SLOW") == (found.advice is not None) == is_slow
+    assert not found.is_fatal
+
+
+def test_recorded_speeds_are_the_newest_of_the_results() -> None:
+    rows = [json.loads(line) for line in (RESULTS / "layer.jsonl").read_text().splitlines()]
+    for gpu, told in doctor_checks.recorded_speeds().items():
+        *_, row = (
+            row
+            for row in rows
+            if (row["gpu"], row["contestant"], row["case"], row["mode"]) == (gpu, "tilemoe", told["case"], told["mode"])
+        )
+        assert (told["forward_ms"], told["backward_ms"]) == (row["forward_ms"]["median"], row["backward_ms"]["median"])
+        assert told["commit"] == row["commit"]

@@ -1,0 +1,140 @@
+"""What ``tilemoe doctor`` looks for and tries: drivers, folders, the experts against the reference, their speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilemoe.bench import cases, peers, timing
+from tilemoe.bench.layer import PARTS, layer_step
+from tilemoe.kernels.choose import select_kernels
+from tilemoe.perf import __file__ as _perf
+from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.device import has_triton
+from tilemoe.testing import assert_moe_matches_reference, make_inputs
+
+SLOW = 1.25  # times the recorded figure: machines differ by a few percent
+_ROUNDS = 3
+_INSTALL_TRITON = "pip install triton==3.6.0, with which the kernels were measured"
+_TOKENS, _WIDTHS, _EXPERTS, _TOP_K = 1000, (256, 128), 16, 4  # ragged tiles of every kernel, all tokens in a second
+_SPEED_BYTES = 8 << 30  # free memory that the timed case needs
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line; what to do about it, where something is wrong; whether the device cannot be used so."""
+
+    line: str
+    advice: str | None = None
+    is_fatal: bool = False
+
+
+def driver() -> str | None:
+    """The NVIDIA driver's version; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
+
+
+def environment(driver_version: str | None) -> Iterator[Finding]:
+    """What is off with PyTorch, Triton and folders. ``driver_version``: as `driver` says."""
+    if driver_version is not None and not torch.cuda.is_available():
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        yield Finding(
+            f"NVIDIA driver {driver_version}, and PyTorch {torch.__version__}, built {built}, sees no GPU",
+            "install a PyTorch for the CUDA that nvidia-smi shows, or a newer driver",
+            is_fatal=True,
+        )
+    if not torch.cuda.is_available():
+        return
+    if not has_triton():
+        yield Finding(
+            "Triton is not installed: PyTorch's own kernels serve, which are slower", "pip install triton==3.6.0"
+        )
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        chosen = select_kernels(device, torch.bfloat16)
+        if torch.cuda.get_device_capability(device) == (9, 0) and chosen.name != "hopper" and has_triton():
+            yield Finding(f"{device}: the Hopper kernels do not serve ({chosen.reason})", _INSTALL_TRITON)
+    cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        advice = "correct its permissions, or set TRITON_CACHE_DIR to a folder that can be written"
+        yield Finding(f"Triton's cache {cache} cannot be written", advice, is_fatal=True)
+
+
+def correctness(device: torch.device, dtype: torch.dtype) -> Finding:
+    """The experts' output and all their gradients on random inputs, against the reference in fp64."""
+    name = select_kernels(device, dtype).name
+    what = f"self-test, {device}, {dtype}, kernels {name}"
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(_TOKENS, _EXPERTS, generator=generator).topk(_TOP_K).indices
+    try:
+        plan = plan_topk(ids.to(device), _EXPERTS)
+        assert_moe_matches_reference(make_inputs(plan, *_WIDTHS, "swiglu", dtype=dtype), plan)
+    except Exception as error:  # whatever a compiler, a driver or a comparison says
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        advice = "pass kernels='torch' meanwhile, and report this output with the whole message"
+        return Finding(f"{what}: WRONG ({problem[:300]})", advice, is_fatal=True)
+    return Finding(f"{what}: output and gradients agree with the reference")
+
+
+def recorded_speeds() -> dict[str, dict[str, Any]]:
+    """GPU to case, milliseconds and commit."""
+    found: dict[str, dict[str, Any]] = json.loads(Path(_perf).with_name("recorded.json").read_text(encoding="utf-8"))
+    return found
+
+
+def speed(device: torch.device, recorded: Mapping[str, Any]) -> Finding:
+    """The recorded case's layer, forward and backward, sustained, beside the recorded milliseconds."""
+    shape = cases.ALL[recorded["case"]]
+    weights = peers.make_weights(shape, device, torch.bfloat16)
+    x = torch.randn(shape.num_tokens, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
+    step = layer_step(peers.tilemoe_layer(shape, weights), x, torch.randn_like(x))
+    rounds = timing.rounds({"layer": step}, recorded["mode"], _ROUNDS)["layer"]
+    times = [statistics.median(part) for part in zip(*rounds, strict=True)]
+    ratios = [time / recorded[f"{part}_ms"] for part, time in zip(PARTS, times, strict=True)]
+    line = f"self-test, {device}, layer {recorded['case']}: " + ", ".join(
+        f"{part} {time:.2f} ms, {ratio:.2f} of the recorded"
+        for part, time, ratio in zip(PARTS, times, ratios, strict=True)
+    )
+    if max(ratios) <= SLOW:
+        return Finding(line)
+    advice = (
+        "see with nvidia-smi whether another process runs there or the clock is held down; then, how busy the CPU is"
+    )
+    return Finding(f"{line}: SLOW", advice)
+
+
+def self_test(device: torch.device) -> Iterator[Finding]:
+    """Of one device: about ten seconds on a GPU, one on a CPU."""
+    if device.type == "cpu":
+        yield correctness(device, torch.float32)
+        return
+    with torch.cuda.device(device):
+        checked = correctness(device, torch.bfloat16)
+        yield checked
+        name, free = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
+        recorded = recorded_speeds().get(name)
+        if recorded is None:
+            yield Finding(f"self-test, {device}: no speed of {name} is recorded to compare with")
+        elif free < _SPEED_BYTES:
+            yield Finding(
+                f"self-test, {device}: {free / 2**30:.1f} GiB are free, too little to time", "free its memory"
+            )
+        elif not checked.is_fatal:
+            yield speed(device, recorded)
