@@ -10,11 +10,10 @@ from typing import Any
 
 import fuzz
 import gpu_tests
-import plots
 import pytest
-import summary
 
-from tilemoe.bench import cases, kernels, layer, record, timing
+from tilemoe.bench import cases, kernels, layer, plots, record, summary, timing
+from tilemoe.cli.main import main
 from tilemoe.perf.costs import kernel_costs
 from tilemoe.perf.hardware import Ceilings
 
@@ -165,6 +164,33 @@ def test_plots_are_drawn_from_the_results(results: Path) -> None:
         text = path.read_text()
         assert text.count("<svg") == 1
         assert len(text) > 5000
+
+
+def test_the_report_holds_every_table_and_figure(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = results / "out"
+    assert main(["report", "--out", str(out)]) == 2
+    assert "has no rows of mode 'sustained'; run tilemoe bench" in capsys.readouterr().err
+    where = {"case": "a user's <own>", "mode": "sustained"}
+    without_memory = {key: None for key in layer_rows()[1] if key.endswith("_ratio") and "forward_r" not in key}
+    record.append("layer", [{**where, **row} for row in layer_rows()])
+    record.append("layer", [{**where, "case": "OLMoE", **layer_rows()[1], **without_memory, "backward_ratio": 1.0}])
+    record.append(
+        "kernels", [{**where, "kernel": "combine", "of_roofline": 0.9, "of_layer": 0.1, "ms": {"median": 2.0}}]
+    )
+    step = {"contestant": "peer", "step_ms": {"median": 12.34}, "tokens_per_s": 5678, "step_ratio": None}
+    record.append("step", [{**where, **step}])
+    assert main(["report", "--out", str(out)]) == 0
+    names = {path.name for path in out.iterdir()}
+    assert names == {"report.md", "report.html", "layer-sustained.png", "kernels-sustained.png"}
+    markdown, page = ((out / name).read_text() for name in ("report.md", "report.html"))
+    assert "| a user's <own> | peer | 12.3 | 5,678 | - |" in markdown
+    assert "<td>a user&#x27;s &lt;own&gt;</td><td>peer</td><td>12.3</td><td>5,678</td><td>-</td>" in page
+    assert markdown.index("| OLMoE | 1.000 / 2.000") < markdown.index("| a user's <own> | 1.000 / 2.000")
+    for title in ("The layer against peer, sustained", "Kernels, sustained", "A training step, sustained"):
+        assert title in markdown
+        assert title in page
+    assert page.count("data:image/png;base64,") == markdown.count(".png)") == 2
+    assert "| step.jsonl | 1 | " in markdown
 
 
 TESTS = """

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import run
+import torch
 
-from tilemoe.bench import cases, kernels, peers, record, timing
+from tilemoe.bench import cases, kernels, peers, record, step, timing
 from tilemoe.cli.main import main
 from tilemoe.shape import MoEShape
 
@@ -111,6 +112,29 @@ def test_kernels_records_every_kernel_and_the_router(monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     assert {row["kernels"] for row in rows.values()} == {"torch"}
     assert all(row["of_layer"] > 0 for row in rows.values())
+
+
+def test_a_step_of_every_contestant_does_its_work(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "VOCABULARY", 64)
+    assert bench("step", "--cases", file, "--peers", "tilemoe,tilemoe[torch]", "--modes", "burst") == 0
+    rows = record.rows("step")
+    assert [(row["case"], row["contestant"]) for row in rows] == [
+        (case, name) for case in SHAPES for name in ("tilemoe", "tilemoe[torch]")
+    ]
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        assert first["step_ratio"] is None
+        assert second["step_ratio"] > 0
+        assert first["tokens_per_s"] == pytest.approx(1e3 * first["num_tokens"] / first["step_ms"]["median"], rel=0.01)
+
+
+def test_a_step_reaches_every_weight_of_the_contestant() -> None:
+    shape = SHAPES["OLMoE"]
+    weights = [peers.make_weights(shape, torch.device("cpu"), torch.bfloat16) for _ in range(step.LAYERS)]
+    model = step.decoder(shape, torch.device("cpu"))
+    layers = [step.PeerMLP(peers.tilemoe_layer(shape, each)) for each in weights]
+    step._run(model, layers, torch.randint(64, (2, 33)))()
+    for each in weights:
+        assert all(weight.grad is not None and weight.grad.any() for weight in (each.router, each.w1, each.w2))
 
 
 def test_cold_child_times_each_case_and_other_tokens(

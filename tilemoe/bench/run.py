@@ -12,10 +12,11 @@ from tilemoe.bench import record
 from tilemoe.bench.kernels import each_kernel
 from tilemoe.bench.layer import layer
 from tilemoe.bench.settings import Rows, Settings
+from tilemoe.bench.step import step
 from tilemoe.shape import MoEShape
 
 Measure = Callable[[Settings, str, MoEShape], Iterator[Rows]]
-MEASURES: Mapping[str, Measure] = MappingProxyType({"layer": layer, "kernels": each_kernel})
+MEASURES: Mapping[str, Measure] = MappingProxyType({"layer": layer, "kernels": each_kernel, "step": step})
 
 
 def each_case(what: str, shapes: Mapping[str, MoEShape], settings: Settings, seconds: float) -> None:

@@ -12,14 +12,16 @@ from tyro.conf import Positional
 from tilemoe.bench import cases
 from tilemoe.cli.parsing import parse
 
-_MODES = MappingProxyType({"layer": ("burst", "sustained", "alone"), "kernels": ("burst", "sustained")})
+_MODES = MappingProxyType(
+    {"layer": ("burst", "sustained", "alone"), "kernels": ("burst", "sustained"), "step": ("burst", "sustained")}
+)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """Options of ``tilemoe bench``."""
 
-    what: Positional[Literal["layer", "kernels"]]  # what is measured
+    what: Positional[Literal["layer", "kernels", "step"]]  # what is measured
     cases: str = "main"  # "main", "all", names of cases separated by commas, or a .json file of sizes
     # Of tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe and grouped_mm, separated by commas; one that cannot be
     # imported is left out. The first is what the others are compared to.

@@ -23,7 +23,8 @@ COMMANDS = {
     "export": ("tilemoe.cli.export", "write a checkpoint as a folder that transformers loads"),
     "verify": ("tilemoe.cli.verify", "read a checkpoint, a run or an exported folder whole: is every byte right"),
     "plan": ("tilemoe.cli.plan", "FLOPs, bytes, memory and time of a layer or a model, by arithmetic"),
-    "bench": ("tilemoe.cli.bench", "times and memory of the layer and its kernels, against other libraries"),
+    "bench": ("tilemoe.cli.bench", "times and memory of the layer, its kernels or a step, against other libraries"),
+    "report": ("tilemoe.cli.report", "recorded results as Markdown, PNG and one HTML page"),
     "doctor": ("tilemoe.cli.doctor", "what is installed, which kernels serve which device and why, and a self-test"),
 }
 

@@ -48,7 +48,7 @@ class PlanOptions:
     expert_parallel: int | None = None  # of --train: GPUs that share a layer's experts, beside none; default: up to 8
     tokens_per_day: float | None = None  # of --train: how many GPUs this takes
     json: bool = False  # print JSON
-    plot: Path | None = None  # draw the steps under the roofline: .png, .svg or .pdf
+    plot: Path | None = None  # draw the steps' times beside their rooflines: .png, .svg or .pdf
 
 
 @dataclass(frozen=True)

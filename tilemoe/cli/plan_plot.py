@@ -1,13 +1,15 @@
-"""The figure of ``tilemoe plan``: each step under the GPU's roofline. Needs matplotlib (tilemoe[plot])."""
+"""The figure of ``tilemoe plan``: each step's predicted time beside its roofline. Needs matplotlib (tilemoe[plot])."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 _SUFFIXES = (".png", ".svg", ".pdf")
-_MARKERS = {"forward": "o", "backward": "s"}  # apart in grey, too
+_COLOURS = MappingProxyType({"forward": "#a6bddb", "backward": "#3690c0"})  # apart in grey, too
+_SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 
 def draw(plan: Mapping[str, Any], path: Path) -> None:
@@ -20,21 +22,21 @@ def draw(plan: Mapping[str, Any], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install 'tilemoe[plot]'") from error
-    gpu, shape = plan["gpu"], plan["shape"]
+    steps = plan["steps"][::-1]  # matplotlib's bars begin below
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    steps = [step for step in plan["steps"] if step.get("flops")]
-    intensities = [step["flop_per_byte"] for step in steps] + [gpu["ridge_flop_per_byte"]]
-    ends = [min(intensities) / 3, gpu["ridge_flop_per_byte"], 3 * max(intensities)]
-    axes.plot(ends, [min(gpu["tflops"], gpu["tbps"] * at) for at in ends], color="black", label="roofline")
-    for part, marker in _MARKERS.items():
-        here = [step for step in steps if step["part"] == part]
-        rates = [step["flops"] / step["predicted_ms"] / 1e9 for step in here]
-        axes.scatter([s["flop_per_byte"] for s in here], rates, marker=marker, label=f"{part}, predicted", zorder=2)
-        for step, rate in zip(here, rates, strict=True):
-            axes.annotate(step["step"], (step["flop_per_byte"], rate), xytext=(4, -9), textcoords="offset points")
-    axes.set(xscale="log", yscale="log", xlabel="FLOP/byte", ylabel="TFLOP/s")
-    sizes = " ".join(str(shape[name]) for name in ("num_tokens", "hidden_size", "intermediate_size", "num_experts"))
-    axes.set_title(f"{plan['source']} ({sizes} {shape['num_experts_per_tok']}), {shape['dtype']}, {gpu['name']}")
-    axes.legend()
+    places = range(len(steps))
+    colours = [_COLOURS[step["part"]] for step in steps]
+    bars = axes.barh(places, [step["predicted_ms"] for step in steps], color=colours, label="predicted")
+    axes.bar_label(bars, [f" {step['predicted_ms']:.3f}" for step in steps])
+    roofs = [step.get("roofline_ms", 0.0) for step in steps]
+    axes.scatter(roofs, places, marker="|", s=150, color="black", label="roofline", zorder=3)
+    axes.set_yticks(places, [f"{step['step']} ({step['dtype']}, {step.get('bound', 'launches')})" for step in steps])
+    times = ", ".join(f"{part} {plan['times'][part]['predicted_ms']:.2f} ms" for part in _COLOURS)
+    axes.set(xlabel=f"ms, predicted ({plan['gpu']['rates']}); {times}")
+    shape = plan["shape"]
+    sizes = ", ".join(str(shape[size]) for size in _SIZES)
+    axes.set_title(f"{plan['source']} ({sizes}), {shape['dtype']}, {plan['gpu']['name']}")
+    axes.margins(x=0.1)
+    axes.legend(loc="lower right")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,12 +1,12 @@
 """Figures from the recorded results: the whole layer against its peers, and each kernel against its roofline.
 
-python benchmarks/plots.py --what layer kernels --mode sustained --out results/figures
+`tilemoe report` draws them. Needs matplotlib (tilemoe[plot]).
 """
 
 from __future__ import annotations
 
-import argparse
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +16,11 @@ import matplotlib.pyplot as plt
 from tilemoe.bench import cases, record
 
 
-def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:
+def plot_layer(mode: str, gpu: str | None, folder: Path, suffix: str = ".svg") -> Path:
     """Times of the others over ours, forward and backward, one group of bars for each case."""
     rows = record.latest("layer", mode, gpu, "case", "contestant")
     rows = {key: row for key, row in rows.items() if "baseline" in row}
-    names = [name for name in cases.ALL if any(case == name for case, _ in rows)]
+    names = _in_order(case for case, _ in rows)
     contestants = list(dict.fromkeys(contestant for _, contestant in rows))
     figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
     width = 0.8 / max(1, len(contestants))
@@ -36,14 +36,16 @@ def plot_layer(mode: str, gpu: str | None, folder: Path) -> Path:
         axis.set_ylabel(f"{part}: time over ours")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(contestants))
     axes[1].set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names)
-    return save(figure, rows, f"Layer with its router, {mode}: above 1 tilemoe is faster", folder / f"layer-{mode}.svg")
+    return save(
+        figure, rows, f"Layer with its router, {mode}: above 1 tilemoe is faster", folder / f"layer-{mode}{suffix}"
+    )
 
 
-def plot_kernels(mode: str, gpu: str | None, folder: Path) -> Path:
+def plot_kernels(mode: str, gpu: str | None, folder: Path, suffix: str = ".svg") -> Path:
     """Percent of its roofline for each kernel and case."""
     rows = record.latest("kernels", mode, gpu, "case", "kernel")
     rows = {key: row for key, row in rows.items() if row["of_roofline"] is not None}
-    names = [name for name in cases.ALL if any(case == name for case, _ in rows)]
+    names = _in_order(case for case, _ in rows)
     kernels = list(dict.fromkeys(kernel for _, kernel in rows))
 
     def share(case: str, kernel: str) -> float:
@@ -57,32 +59,23 @@ def plot_kernels(mode: str, gpu: str | None, folder: Path) -> Path:
             axis.text(x, y, "" if math.isnan(value) else f"{value:.0f}%", ha="center", va="center")
     axis.set_xticks(range(len(kernels)), kernels, rotation=20)
     axis.set_yticks(range(len(names)), names)
-    return save(figure, rows, f"Share of the roofline, {mode}", folder / f"kernels-{mode}.svg")
+    return save(figure, rows, f"Share of the roofline, {mode}", folder / f"kernels-{mode}{suffix}")
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Each once, as `cases` lists them, the user's own last."""
+    places = {name: place for place, name in enumerate(cases.ALL)}
+    return sorted(dict.fromkeys(names), key=lambda name: places.get(name, len(places)))
 
 
 def save(figure: Any, rows: dict[tuple[Any, ...], dict[str, Any]], title: str, path: Path) -> Path:
     gpus = ", ".join(sorted({str(row["gpu"]) for row in rows.values()}))
     commits = ", ".join(sorted({str(row["commit"]) for row in rows.values()}))
-    figure.suptitle(f"{title} · {gpus} · {commits}")
+    figure.suptitle(f"{title}\n{gpus} · {commits}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
     return path
 
 
 PLOTS = MappingProxyType({"layer": plot_layer, "kernels": plot_kernels})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--what", nargs="+", choices=list(PLOTS), default=list(PLOTS), help="default: both")
-    parser.add_argument("--mode", choices=["burst", "sustained"], default="sustained")
-    parser.add_argument("--gpu", help="only rows of this GPU, by its full name")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "figures")
-    args = parser.parse_args()
-    for name in args.what:
-        print(PLOTS[name](args.mode, args.gpu, args.out))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,123 @@
+"""A training step, forward, loss, backward and AdamW, of a small decoder whose experts each contestant computes.
+
+T tokens · S of a sequence · d hidden_size
+
+Attention, norms, embedding, loss and optimiser are the same modules for all; bf16, `LAYERS` blocks of the case's layer.
+The learning rate is 0: every step does all its work, and every contestant meets the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilemoe.bench import peers, timing
+from tilemoe.bench.kernels import one_part
+from tilemoe.bench.layer import admitted
+from tilemoe.bench.settings import Rows, Settings
+from tilemoe.config import ModelConfig
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.shape import MoEShape
+
+LAYERS = 2
+VOCABULARY, LONGEST, HEAD_DIM = 32768, 4096, 128
+
+
+class PeerMLP(nn.Module):
+    """A block's MLP, x (B, S, d) to the same, by a contestant, whose weights are its parameters."""
+
+    def __init__(self, contestant: peers.Contestant) -> None:
+        super().__init__()
+        self.run = contestant.run
+        self.weights = nn.ParameterList(contestant.leaves)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x.flatten(0, 1)).view_as(x)
+
+
+def step(settings: Settings, name: str, shape: MoEShape) -> Iterator[Rows]:
+    """One row for each contestant, a list for each mode. Tokens that fill no whole sequence are left out."""
+    torch.compiler.reset()
+    weights = [peers.make_weights(shape, settings.device, torch.bfloat16) for _ in range(LAYERS)]
+    contestants = admitted(settings.peers, shape, weights[0])
+    model = decoder(shape, settings.device)
+    length = min(LONGEST, shape.num_tokens)
+    ids = torch.randint(VOCABULARY, (shape.num_tokens // length, length + 1), device=settings.device)
+    runs = {c.name: _run(model, _layers(c, shape, weights), ids) for c in contestants}
+    peaks = {contestant: _peak(run, settings.device) for contestant, run in runs.items()}
+    versions = {contestant.name: contestant.version for contestant in contestants}
+    for mode in settings.modes if runs else ():
+        found = timing.rounds({contestant: one_part(run) for contestant, run in runs.items()}, mode, settings.rounds)
+        where = {"case": name, **asdict(shape), "mode": mode, "rounds": settings.rounds, "layers": LAYERS}
+        rows = [
+            {**where, "sequence": length, "contestant": contestant, "version": versions[contestant], **times}
+            | {"tokens_per_s": round(1e3 * ids.shape[0] * length / times["step_ms"]["median"])}
+            | {"peak_bytes": peaks[contestant]}
+            for contestant, times in _times(found).items()
+        ]
+        for row in rows:
+            print(f"{name} {mode} {row['contestant']}: {row['step_ms']['median']:.2f} ms", flush=True)
+        yield rows
+
+
+def decoder(shape: MoEShape, device: torch.device) -> DecoderLM:
+    """`LAYERS` blocks, whose MLPs are replaced before every step."""
+    heads = max(1, shape.hidden_size // HEAD_DIM)
+    config = ModelConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden_size,
+        num_layers=LAYERS,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=min(HEAD_DIM, shape.hidden_size // 2 * 2),
+        max_seq_len=LONGEST,
+        dense_intermediate_size=1,
+    )
+    model = DecoderLM(config, device=device, dtype=torch.bfloat16)
+    model.reset_parameters()
+    return model
+
+
+def _layers(contestant: peers.Contestant, shape: MoEShape, weights: Sequence[peers.Weights]) -> list[PeerMLP]:
+    """The contestant of each layer; the first is there already, and has passed the gate."""
+    others = [peers.build(contestant.name, shape, each) for each in weights[1:]]
+    return [PeerMLP(each) for each in (contestant, *others) if isinstance(each, peers.Contestant)]
+
+
+def _run(model: DecoderLM, layers: Sequence[PeerMLP], ids: Tensor) -> Callable[[], None]:
+    """A step of the model with these MLPs; every gradient is made anew."""
+    for block, mlp in zip(model.blocks, layers, strict=True):
+        block.mlp = mlp
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=ids.is_cuda)
+
+    def run() -> None:
+        for block, mlp in zip(model.blocks, layers, strict=True):
+            block.mlp = mlp
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(ids[:, :-1], ids[:, 1:]).loss
+        assert loss is not None
+        loss.backward()
+        optimizer.step()
+
+    return run
+
+
+def _peak(run: Callable[[], None], device: torch.device) -> int | None:
+    """Bytes of a step beyond what is alive between steps; None where they cannot be counted."""
+    run()
+    return timing.memory_of(run)[2] if device.type == "cuda" else None
+
+
+def _times(found: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
+    """Contestant to its time, and for all but the first its time over the first's."""
+    first = [sample[0] for sample in next(iter(found.values()))]
+    rows: dict[str, dict[str, Any]] = {}
+    for contestant, samples in found.items():
+        values = [sample[0] for sample in samples]
+        ratio = timing.ratio(first, values) if rows else None
+        rows[contestant] = {"step_ms": timing.summary(values), "step_ratio": ratio}
+    return rows

@@ -1,0 +1,32 @@
+"""``tilemoe report``: the recorded results as Markdown, PNG and one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tilemoe.cli.parsing import parse
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of ``tilemoe report``."""
+
+    out: Path = Path("report")  # folder that the files are written to
+    mode: Literal["burst", "sustained"] = "sustained"
+    gpu: str | None = None  # only rows of this GPU, by its full name
+
+
+def run(arguments: Sequence[str]) -> None:
+    description = "Tables and figures of results/*.jsonl, or of the folder that TILEMOE_RESULTS names."
+    options = parse(ReportOptions, arguments, prog="tilemoe report", description=description)
+    try:
+        from tilemoe.bench.report import write
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise ValueError("tilemoe report needs matplotlib: pip install 'tilemoe[plot]'") from error
+    for path in write(options.out.expanduser(), options.mode, options.gpu):
+        print(path)
