@@ -95,7 +95,7 @@ def test_sizes_that_are_given_replace_a_preset_s_and_are_named(run: Run) -> None
 def test_a_preset_is_found_by_a_beginning_that_no_other_has() -> None:
     assert preset_named("GLM_4.5") == "glm-4.5"
     assert preset_named("deepseek") == "deepseek-v3"
-    for name in ("qwen3", "", "nope"):
+    for name in ("qwen3", "", "nope", "v3"):
         with pytest.raises(ValueError, match=r"--preset must be one of .*qwen3-30b-a3b"):
             preset_named(name)
 

@@ -77,11 +77,13 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     assert sum(memory_parts(setup, most).values()) <= room < sum(memory_parts(setup, most + 1).values())
 
 
-def test_fewest_gpus_is_the_least_that_holds_a_sequence() -> None:
-    setup = replace(setup_of("7b", 1), gpu=GPUS["RTX 4090"])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_fewest_gpus_is_the_least_that_holds_a_sequence(gpu: str) -> None:
+    setup = replace(setup_of("7b", 1), gpu=GPUS[gpu])
     fewest = fewest_gpus(setup)
     assert fewest is not None
-    assert largest_micro_batch(replace(setup, gpus=fewest)) > 0 == largest_micro_batch(replace(setup, gpus=fewest // 2))
+    assert largest_micro_batch(replace(setup, gpus=fewest)) > 0
+    assert fewest == 1 or largest_micro_batch(replace(setup, gpus=fewest // 2)) == 0
     wide = replace(setup.model, vocab_size=10**8)
     assert fewest_gpus(replace(setup, model=wide)) is None  # the gathered embedding alone
 

@@ -36,7 +36,7 @@ def draw(plan: Mapping[str, Any], path: Path) -> None:
     axes.set(xlabel=f"ms, predicted ({plan['gpu']['rates']}); {times}")
     shape = plan["shape"]
     sizes = ", ".join(str(shape[size]) for size in _SIZES)
-    axes.set_title(f"{plan['source']} ({sizes}), {shape['dtype']}, {plan['gpu']['name']}")
+    figure.suptitle(f"{plan['source']} ({sizes}), {shape['dtype']}, {plan['gpu']['name']}")
     axes.margins(x=0.1)
     axes.legend(loc="lower right")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -74,28 +74,29 @@ def _time(part: str, times: Mapping[str, float], rates: str) -> str:
 
 
 def _others(plan: Mapping[str, Any]) -> list[str]:
-    """Ours and the other designs: what is kept and moved, and the roofline."""
-    steps = plan["steps"]
+    """Ours and the other designs: what is kept and moved, and the roofline of forward and backward."""
     ours = {
         "saved_bytes": plan["memory"]["saved_bytes"],
         "forward_peak_bytes": plan["memory"]["forward_peak_bytes"],
-        "moved_bytes": {
-            part: sum(step.get("bytes", 0) for step in steps if step["part"] == part and not _is_router(step["step"]))
-            for part in plan["times"]
-        },
+        "moved_bytes": _sums(plan, "bytes"),
+        "roofline_ms": _sums(plan, "roofline_ms"),
     }
-    lines = [f"{'experts alone, GiB':22}{'saved':>9}{'peak forward':>14}{'moved forward':>15}{'moved backward':>16}"]
+    header = ("saved GiB", "peak forward", "moved forward", "moved backward", "no faster than, ms")
+    lines = [f"{'experts alone':14}" + "".join(f"{title:>{len(title) + 2}}" for title in header)]
     for name, design in {"tilemoe": ours, **plan["others"]}.items():
-        moved = design["moved_bytes"]
+        moved, least = design["moved_bytes"], design["roofline_ms"]
         lines.append(
-            f"{name:22}{design['saved_bytes'] / _GIB:9.2f}{design['forward_peak_bytes'] / _GIB:14.2f}"
+            f"{name:14}{design['saved_bytes'] / _GIB:11.2f}{design['forward_peak_bytes'] / _GIB:14.2f}"
             f"{moved['forward'] / _GIB:15.2f}{moved['backward'] / _GIB:16.2f}"
+            f"{least['forward']:10.3f} {least['backward']:9.3f}"
         )
     return lines
 
 
-def _is_router(step: str) -> bool:
-    return step.startswith(("logits", "route"))
+def _sums(plan: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Of the experts' steps, by part."""
+    steps = [step for step in plan["steps"] if not step["step"].startswith(("logits", "route"))]
+    return {part: sum(step[key] for step in steps if step["part"] == part) for part in plan["times"]}
 
 
 def training_lines(train: Mapping[str, Any]) -> list[str]:
