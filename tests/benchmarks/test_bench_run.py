@@ -172,6 +172,7 @@ def test_what_is_off_is_named(arguments: tuple[str, ...], message: str, capsys: 
         ({"a": {"num_tokens": 8}}, "a.hidden_size: required by MoEShape"),
         ({"a": dict.fromkeys(SIZES, 0)}, "must be"),
         ({"a": {**dict.fromkeys(SIZES, 8), "rows": 4}}, "a.rows cannot be set"),
+        ({"a": {**dict.fromkeys(SIZES, 8), "num_experts": 9}}, "a.num_experts must be at most 8"),
         ({"a": {**dict.fromkeys(SIZES, 8), "num_tokens": "8"}}, "a.num_tokens must be an integer"),
     ],
 )

@@ -196,6 +196,8 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
     assert "no experts, which are one of num_local_experts" in fails("plan", "--checkpoint", tmp_path)
     config.write_text(json.dumps(COMMON | CONFIGS[3][0] | {"hidden_size": "wide"}))
     assert "hidden_size must be a number, got 'wide'" in fails("plan", "--checkpoint", tmp_path)
+    config.write_text(json.dumps(COMMON | CONFIGS[3][0]))
+    assert "(config.json: model_type must be one of 'qwen3_moe'" in fails("plan", "--checkpoint", config, "--train")
     config.write_text("[]")
     assert "must hold a table of settings, got list" in fails("plan", "--checkpoint", tmp_path)
     config.write_text("{")

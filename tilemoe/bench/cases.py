@@ -14,6 +14,7 @@ from tilemoe.config import from_dict
 from tilemoe.shape import MoEShape
 
 _SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+MOST_EXPERTS = 512  # and at most d: `gate` gives each expert a logit of its own in bf16
 # Seven with recorded figures of other implementations: softmax over the kept scores, SwiGLU, bf16.
 MAIN = MappingProxyType(
     {
@@ -72,4 +73,8 @@ def _read(path: Path) -> dict[str, MoEShape]:
             if field not in _SIZES:
                 raise ValueError(f"{path}: {name}.{field} cannot be set; a case has {', '.join(_SIZES)}")
             require_int(f"{path}: {name}.{field}", size, 1)
-    return {name: from_dict(MoEShape, sizes, f"{path}: {name}.") for name, sizes in data.items()}
+    found = {name: from_dict(MoEShape, sizes, f"{path}: {name}.") for name, sizes in data.items()}
+    for name, shape in found.items():
+        if shape.num_experts > (most := min(MOST_EXPERTS, shape.hidden_size)):
+            raise ValueError(f"{path}: {name}.num_experts must be at most {most}: more the gate cannot tell apart")
+    return found

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilemoe.bench.cases import MOST_EXPERTS
 from tilemoe.bench.peers import Contestant, Weights
 from tilemoe.shape import MoEShape
 
@@ -44,7 +45,7 @@ def problem(contestant: Contestant, shape: MoEShape, weights: Weights) -> str | 
 def _inputs(shape: MoEShape, weights: Weights) -> tuple[Tensor, Tensor]:
     """x (T, d) and a router's weight (E, d), such that the logits are x's first E columns: a permutation each."""
     experts, d = shape.num_experts, shape.hidden_size
-    assert experts <= min(512, d), "the logits must be different numbers in bf16"
+    assert experts <= min(MOST_EXPERTS, d), "the logits must be different numbers in bf16"
     like = weights.w1
     x = torch.randn(shape.num_tokens, d, device=like.device, dtype=like.dtype)
     ranks = torch.rand(shape.num_tokens, experts, device=like.device).argsort(dim=1)

@@ -62,9 +62,7 @@ def environment(driver_version: str | None) -> Iterator[Finding]:
     if not torch.cuda.is_available():
         return
     if not has_triton():
-        yield Finding(
-            "Triton is not installed: PyTorch's own kernels serve, which are slower", "pip install triton==3.6.0"
-        )
+        yield Finding("Triton is not installed: PyTorch's own kernels serve, which are slower", _INSTALL_TRITON)
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         chosen = select_kernels(device, torch.bfloat16)
@@ -108,15 +106,12 @@ def speed(device: torch.device, recorded: Mapping[str, Any]) -> Finding:
     rounds = timing.rounds({"layer": step}, recorded["mode"], _ROUNDS)["layer"]
     times = [statistics.median(part) for part in zip(*rounds, strict=True)]
     ratios = [time / recorded[f"{part}_ms"] for part, time in zip(PARTS, times, strict=True)]
-    line = f"self-test, {device}, layer {recorded['case']}: " + ", ".join(
-        f"{part} {time:.2f} ms, {ratio:.2f} of the recorded"
-        for part, time, ratio in zip(PARTS, times, ratios, strict=True)
-    )
+    parts = zip(PARTS, times, ratios, strict=True)
+    shown = ", ".join(f"{part} {time:.2f} ms, {ratio:.2f} of the recorded" for part, time, ratio in parts)
+    line = f"self-test, {device}, layer {recorded['case']}: {shown}"
     if max(ratios) <= SLOW:
         return Finding(line)
-    advice = (
-        "see with nvidia-smi whether another process runs there or the clock is held down; then, how busy the CPU is"
-    )
+    advice = "see with nvidia-smi whether others use the GPU or its clock is held down, then whether the CPU is busy"
     return Finding(f"{line}: SLOW", advice)
 
 
@@ -133,8 +128,7 @@ def self_test(device: torch.device) -> Iterator[Finding]:
         if recorded is None:
             yield Finding(f"self-test, {device}: no speed of {name} is recorded to compare with")
         elif free < _SPEED_BYTES:
-            yield Finding(
-                f"self-test, {device}: {free / 2**30:.1f} GiB are free, too little to time", "free its memory"
-            )
+            line = f"self-test, {device}: {free / 2**30:.1f} GiB are free, too little to time"
+            yield Finding(line, "end what else uses the GPU's memory")
         elif not checked.is_fatal:
             yield speed(device, recorded)

@@ -53,11 +53,12 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Source:
-    """Where sizes come from: what to call it, its layer, and its whole model where that can be planned."""
+    """Where sizes come from: what to call it, its layer, and its whole model, or why that cannot be planned."""
 
     name: str
     layer: MoEConfig
     model: ModelConfig | None
+    why_no_model: str = "DecoderLM does not implement it"
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -134,8 +135,8 @@ def _from_hf(name: str, file: Path, folder: Path | None) -> Source:
     data = read_settings(file)
     try:
         model = read_config(folder) if folder is not None else config_from_hf(data)
-    except ValueError:
-        return Source(name, layer_from_hf(data), None)
+    except ValueError as error:
+        return Source(name, layer_from_hf(data), None, str(error))
     return Source(name, _experts(name, model), model)
 
 
@@ -150,7 +151,7 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
     if source.model is None:
         names = ", ".join(MODEL_PRESETS)
         raise ValueError(
-            f"--train needs a whole model that DecoderLM implements, of {source.name} only the layer is known; take "
+            f"--train needs a whole model, and of {source.name} the layer alone is known ({source.why_no_model}); take "
             f"--preset {names}, or --checkpoint with a folder of Qwen3-MoE, OLMoE or Mixtral, or a run"
         )
     if overridden:
