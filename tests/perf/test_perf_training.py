@@ -51,6 +51,14 @@ def test_memory_and_speed_are_those_of_recorded_runs(row: dict[str, Any]) -> Non
     assert daily / 86400 / row["processes"] == pytest.approx(row["tokens_per_second"], rel=1e-3)
 
 
+def test_queries_and_keys_that_are_not_normalised_are_kept_once() -> None:
+    setup = setup_of("7b", 1)
+    model = setup.model
+    projected = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * model.num_layers * 4 * setup.seq_len
+    plain = memory_parts(replace(setup, model=replace(model, qk_norm="none")), 4)
+    assert memory_parts(setup, 4)["activations"] - plain["activations"] == projected
+
+
 def layer_of(name: str) -> MoEConfig:
     shape = cases.MAIN[name]
     return MoEConfig(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.num_experts_per_tok)

@@ -3,12 +3,12 @@
 A GEMM runs here at the board's power limit, where time is energy: so much for a FLOP, so much for a byte
 (docs/lab/power.md). So
 
-    t = launch + max(F / f + B / b, B / copy)
+    t = launch + max(F / f + B / b, roofline)
 
 F  FLOPs with the rows that tiles pad (`padding`) and the SMs that the last wave leaves idle
 B  bytes, each operand once (`costs`)
 f, b  TFLOP/s and TB/s of a kind of kernel: a byte that hides behind products costs less than its time, so b may exceed
-      the memory's bandwidth; copy is that bandwidth
+      the memory's bandwidth
 
 Choosing experts and planning take launches and a time for each logit (T E) and for each pair (R).
 
@@ -151,8 +151,9 @@ def row_tile(shape: MoEShape, gpu: Gpu) -> int:
 
 def step_ms(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> float:
     """Predicted milliseconds of a step of `LAYER_FORWARD` or `LAYER_BACKWARD`; of a kernel in one slice."""
-    rate, first, second = _rate(step, gpu, dtype), *amounts(step, shape, gpu, dtype)
-    at_least = 0.0 if step.startswith("route") else second / gpu.ceilings(operand_dtype(step, dtype)).tbps
+    rate, (first, second) = _rate(step, gpu, dtype), amounts(step, shape, gpu, dtype)
+    cost = costs(shape, dtype).get(step)  # None of choosing experts
+    at_least = 0.0 if cost is None else cost.roofline_ms(gpu.ceilings(operand_dtype(step, dtype)))
     return LAUNCH_MS * LAUNCHES.get(step, 1) + max(first / rate.first + second / rate.second, at_least)
 
 

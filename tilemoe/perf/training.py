@@ -141,12 +141,13 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
 def _activation_bytes(setup: Setup, tokens: int) -> Iterator[int]:
     """Of each block, what is kept for the backward: residuals and normed inputs, attention, the MLP's or the experts'.
 
-    Attention keeps queries and keys as projected and as rotated, values, its output in both orders of heads, and a
-    number for each query and head.
+    Attention keeps queries and keys as rotated and, where they are normalised, as projected, values, its output in both
+    orders of heads, and a number for each query and head.
     """
     model, moe = setup.model, setup.model.moe
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    common = tokens * (_BF16 * (4 * model.hidden_size + 4 * heads + 3 * kv) + _FP32 * model.num_heads)
+    projected = 0 if model.qk_norm == "none" else heads + kv
+    common = tokens * (_BF16 * (4 * model.hidden_size + 3 * heads + 2 * kv + projected) + _FP32 * model.num_heads)
     yield model.num_layers * common
     yield model.num_dense_layers * tokens * _BF16 * 3 * model.dense_intermediate_size
     if moe is not None:
