@@ -221,6 +221,8 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
         (("--plot", "nowhere/plan.png"), "no such folder"),
         (("--train", "--preset", "kimi-k2"), "--train needs a whole model"),
         (("--train", "--hidden-size", 4096), "as it is; leave out hidden_size"),
+        (("--gpus", 8), "--gpus is for a whole model in training; give --train, too"),
+        (("--mfu", "nan"), "--mfu must be above 0 and at most 1"),
         (("--train", "--mfu", 1.5), "--mfu must be above 0 and at most 1"),
         (("--train", "--seq-len", 0), "--seq-len must be >= 1"),
         (("--train", "--gpus", -8), "--gpus must be >= 1"),

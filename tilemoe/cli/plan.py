@@ -65,6 +65,7 @@ def run(arguments: Sequence[str]) -> None:
     names = f"Presets: {', '.join(MOE_PRESETS)}. GPUs: {', '.join(GPUS)}. Dtypes: {', '.join(DTYPE_BYTES)}."
     description = f"What a layer costs, by arithmetic; --train: a whole model. {names}"
     options = parse(PlanOptions, arguments, prog="tilemoe plan", description=description)
+    _check(options)
     gpu, source = find_gpu(options.gpu), source_of(options)
     shape, overridden = shape_of(options, source.layer)
     plan: dict[str, Any] = {"source": source.name, "overridden": overridden, **layer_plan(shape, gpu, options.dtype)}
@@ -146,16 +147,11 @@ def _experts(name: str, model: ModelConfig) -> MoEConfig:
     return model.moe
 
 
-def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[str, list[int]]) -> dict[str, Any]:
-    """ValueError: an option is off, or there is no whole model to plan."""
-    if source.model is None:
-        names = ", ".join(MODEL_PRESETS)
-        raise ValueError(
-            f"--train needs a whole model, and of {source.name} the layer alone is known ({source.why_no_model}); take "
-            f"--preset {names}, or --checkpoint with a folder of Qwen3-MoE, OLMoE or Mixtral, or a run"
-        )
-    if overridden:
-        raise ValueError(f"--train plans {source.name} as it is; leave out {', '.join(overridden)}")
+def _check(options: PlanOptions) -> None:
+    """ValueError: an option of --train is off, or given without it."""
+    for name in ("seq_len", "gpus", "expert_parallel", "tokens_per_day"):
+        if getattr(options, name) is not None and not options.train:
+            raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
     for name in ("seq_len", "gpus", "expert_parallel"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < _MOST:
@@ -164,6 +160,18 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
         raise ValueError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
     if options.tokens_per_day is not None and not 0 < options.tokens_per_day < 1e30:
         raise ValueError(f"--tokens-per-day must be above 0 and below 1e30, got {options.tokens_per_day}")
+
+
+def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[str, list[int]]) -> dict[str, Any]:
+    """ValueError: there is no whole model to plan as it is, or it cannot be shared so."""
+    if source.model is None:
+        names = ", ".join(MODEL_PRESETS)
+        raise ValueError(
+            f"--train needs a whole model, and of {source.name} the layer alone is known ({source.why_no_model}); take "
+            f"--preset {names}, or --checkpoint with a folder of Qwen3-MoE, OLMoE or Mixtral, or a run"
+        )
+    if overridden:
+        raise ValueError(f"--train plans {source.name} as it is; leave out {', '.join(overridden)}")
     experts, gpus = source.layer.num_experts, options.gpus
     shared = options.expert_parallel or math.gcd(_SHARED, experts, gpus or 0)
     if experts % shared or (gpus or 0) % shared:
