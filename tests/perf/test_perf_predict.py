@@ -72,7 +72,7 @@ def test_the_rates_are_those_that_the_fit_gives() -> None:
 
 def test_some_cases_are_held_out() -> None:
     assert set(cases.MAIN) - set(fit_planner.FITTED) == {"7B-n1024", "1.4B-n256", "OLMoE"}
-    assert len(OTHERS) >= 12
+    assert len(OTHERS) >= 13
 
 
 @pytest.mark.parametrize(
