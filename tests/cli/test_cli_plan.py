@@ -243,3 +243,15 @@ def test_the_page_shows_what_the_command_prints(run: Run) -> None:
         status, out, _ = run("plan", *arguments.split())
         assert status == 0
         assert shown == out
+
+
+def test_the_peaks_in_fp8_are_what_was_recorded(run: Run) -> None:
+    """Over bf16's of the same rounds, as the row's own ratios say: of each case the newest, forward and backward."""
+    rows = [json.loads(line) for line in (PAGE.parents[1] / "results" / "fp8_layer.jsonl").read_text().splitlines()]
+    newest = {row["case"]: row for row in rows if row["contestant"] == "tilemoe[hopper_fp8]"}
+    ratios = [
+        row[f"{part}_peak_bytes"] / row["baseline"][f"{part}_peak_bytes"]
+        for row in newest.values()
+        for part in ("forward", "backward")
+    ]
+    assert f"in FP8 {min(ratios):.2f} to {max(ratios):.2f} times as much" in run("plan", "--dtype", "fp8")[1]
