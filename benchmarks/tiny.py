@@ -1,6 +1,6 @@
 """The `tiny` recipe against its dense twin: equal FLOPs per token, the same tokens in the same order.
 
-    python benchmarks/tiny.py
+    python benchmarks/tiny.py [--seeds 0,1,2]
 
 Each recipe is trained by the command line, as `make demo` does it, and its held-out loss goes to results/tiny.jsonl.
 """
@@ -26,23 +26,25 @@ KEPT = (
 )
 
 
-def train(recipe: str, out_dir: Path) -> dict[str, object]:
+def train(recipe: str, seed: int, out_dir: Path) -> dict[str, object]:
     """Train ``recipe`` in a process of its own; its result, and the seconds from start to exit, evaluation included."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "tilemoe", "train", "--recipe", recipe, "--train.out-dir", str(out_dir)]
-    subprocess.run(command, check=True, cwd=record.ROOT)
+    options = ["--recipe", recipe, "--train.seed", str(seed), "--train.out-dir", str(out_dir)]
+    subprocess.run([sys.executable, "-m", "tilemoe", "train", *options], check=True, cwd=record.ROOT)
     seconds = time.perf_counter() - start
     result = json.loads((out_dir / "result.json").read_text())
-    return {"recipe": recipe, **{key: result[key] for key in KEPT}, "wall_seconds": round(seconds, 1)}
+    return {"recipe": recipe, "seed": seed, **{key: result[key] for key in KEPT}, "wall_seconds": round(seconds, 1)}
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [train(recipe, Path(folder) / recipe) for recipe in ("tiny", "tiny-dense")]
-    for row in rows:
-        print(json.dumps(row))
-    print("appended to", record.append("tiny", rows).relative_to(record.ROOT))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
+    for seed in parser.parse_args().seeds:
+        for recipe in ("tiny", "tiny-dense"):
+            with tempfile.TemporaryDirectory() as folder:
+                row = train(recipe, seed, Path(folder) / recipe)
+            print(json.dumps(row))
+            print("appended to", record.append("tiny", [row]).relative_to(record.ROOT))
 
 
 if __name__ == "__main__":
