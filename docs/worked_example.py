@@ -1,0 +1,93 @@
+"""The worked example of docs/algorithm.md: 8 tokens, 4 experts, 2 per token, tiles of 2 rows, d = 2, n = 1, ReLU.
+
+Prints the page's blocks, each step by the function of the package that computes it in training.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+import tilemoe
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.reference.rounding import round_rows
+
+TILE = 2
+# Softmax gives p / 10, and the two kept scores are 0.75 and 0.25.
+WEIGHTS = [
+    [6, 2, 1, 1], [2, 6, 1, 1], [6, 1, 2, 1], [6, 2, 1, 1], [1, 2, 6, 1], [2, 1, 1, 6], [6, 2, 1, 1], [1, 1, 6, 2],
+]  # fmt: skip
+X = [[1, 2], [2, -1], [0, 3], [4, 0], [1, 1], [3, -2], [-1, 2], [2, 2]]
+W1 = [[[1, 1]], [[2, -1]], [[0, 1]], [[1, 0]]]
+W2 = [[[1], [2]], [[3], [0]], [[-1], [1]], [[2], [2]]]
+DO = [[1, 0], [0, 1], [1, 1], [2, 0], [0, 2], [1, -1], [1, 2], [0, 1]]
+
+
+def line(name: str, values: Tensor | list[int]) -> str:
+    """One tensor: a row of numbers, or rows in brackets, without trailing zeros."""
+    numbers = torch.as_tensor(values, dtype=torch.float64) + 0.0  # no -0
+    rows = [" ".join(f"{value:g}" for value in row) for row in numbers.reshape(-1, numbers.shape[-1])]
+    return f"{name:<22}" + (rows[0] if numbers.ndim == 1 else " ".join(f"[{row}]" for row in rows))
+
+
+def blocks() -> dict[str, str]:
+    """Title of a block to its text."""
+    cfg = tilemoe.MoEConfig(hidden_size=2, intermediate_size=1, num_experts=4, num_experts_per_tok=2, activation="relu")
+    logits = torch.tensor(WEIGHTS, dtype=torch.float64).log()
+    routing = tilemoe.route(logits, cfg)
+    plan, scores = routing.plan, routing.scores.detach().round(decimals=9)  # 0.25 and 0.75 to the last bit
+    x, w1, w2, do = (torch.tensor(values, dtype=torch.float64) for values in (X, W1, W2, DO))
+    kernels, spec, s = TorchBackend(), activation_spec("relu"), scores.flatten()
+
+    counts = plan.rows_per_expert
+    padded = (counts + TILE - 1) // TILE * TILE
+    routed = [
+        line("expert_ids", plan_ids := routing.expert_ids),
+        line("scores", scores),
+        line("rows_per_expert", counts),
+        line("padded to tiles of 2", padded),
+        line("row_start_of_expert", plan.row_start_of_expert),
+        line("token_of_row", plan.token_of_row),
+        line("pair_of_row", plan.pair_of_row),
+    ]
+    a, h = kernels.up_proj_act(x, w1, None, plan, spec)
+    y = kernels.down_proj(a, w2, None, plan)
+    o = torch.empty_like(x)
+    kernels.combine(y, s, plan, o)
+    forward = [line("h (F1)", h.flatten()), line("a (F1)", a.flatten()), line("y (F2)", y), line("o (F3)", o)]
+
+    dh, ds, a_scaled = kernels.down_proj_dgrad_dact(do, w2, None, h, s, plan, spec)
+    dx_rows, dx = kernels.up_proj_dgrad(dh, w1, plan), torch.empty_like(x)
+    kernels.combine_grad(dx_rows, plan, dx)
+    rows = plan.token_of_row.long()
+    da = torch.cat(
+        [do[rows[start:end]] @ w2[e] for e, (start, end) in enumerate(pairwise(plan.row_start_of_expert.tolist()))]
+    )
+    backward = [
+        line("da' = do w2 (B1)", da.flatten()),
+        line("ds of each row (B1)", ds[plan.pair_of_row.long()]),
+        line("dh (B1)", dh.flatten()),
+        line("a_scaled (B1)", a_scaled.flatten()),
+        line("dw2 (B2)", kernels.down_proj_wgrad(do, a_scaled, plan).flatten(1)),
+        line("dx_rows (B3)", dx_rows),
+        line("dw1 (B4)", kernels.up_proj_wgrad(x, dh, plan).flatten(1)),
+        line("dx (B5)", dx),
+    ]
+    naive = [line("<do, y> of each row", (do[rows] * y).sum(dim=1))]
+
+    rounded = []
+    for mode in ("nearest", "up"):
+        rounding = SimpleNamespace(mode=mode, tile=TILE)  # `TokenRounding` itself has no tile below 16
+        tokens = round_rows(logits.softmax(1).round(decimals=9), plan_ids, scores, rounding)
+        rounded += [f"{f'tokens of {e}, {mode}':<22}" + " ".join(map(str, mine)) for e, mine in enumerate(tokens)]
+    named = {"routing": routed, "forward": forward, "backward": backward, "naive": naive, "rounding": rounded}
+    return {title: "\n".join(lines) for title, lines in named.items()}
+
+
+if __name__ == "__main__":
+    for title, text in blocks().items():
+        print(f"{title}\n{text}\n")

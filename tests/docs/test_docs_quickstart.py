@@ -1,0 +1,114 @@
+"""Every code block of the quick starts and of the README runs, as by a reader who takes one page after another.
+
+A block with a title is a file, the same as the one of that name in docs/quickstart. Blocks of sh run in bash, those of
+Python in one process a page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from helpers import write_corpus
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "quickstart"
+BLOCK = re.compile(r'^```(\S+)(?: title="(\S+)")?\n(.*?)^```$', re.M | re.S)
+SCRIPTS = {"train_folder.sh", "finetune.sh", "swap_experts.py", "two_processes.py"}
+# Which are not for a test: what installs, demonstrates for minutes or tests; and what another test runs.
+NOT_RUN = ("make ", "pip install", "tilemoe plan", "tilemoe doctor")
+
+
+class Block(NamedTuple):
+    language: str
+    title: str | None
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(*found) for found in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def run(folder: Path, *command: str) -> str:
+    """What a command prints in ``folder``; it must succeed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def run_blocks(page: Path, folder: Path) -> str:
+    """Of a page, in order; what they print."""
+    python, printed = "", ""
+    for language, title, text in blocks_of(page):
+        assert language in ("sh", "python", "json"), f"{page.name} has a block of {language}, which no test runs"
+        if title:
+            (folder / title).write_text(text, encoding="utf-8")
+            assert title not in SCRIPTS or text == (PAGES / title).read_text(encoding="utf-8"), title
+        elif language == "python":
+            python += text
+        else:
+            lines = [line for line in text.splitlines() if not line.startswith(NOT_RUN)]
+            printed += run(folder, "bash", "-euo", "pipefail", "-c", "\n".join(lines)) if lines else ""
+    return printed + (run(folder, sys.executable, "-c", python) if python else "")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder in which the first page has been followed, and what its commands printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    (folder / "texts").mkdir()
+    write_corpus(folder / "texts", seed=0)
+    return folder, run_blocks(PAGES / "pretrain.md", folder)
+
+
+def test_pretrain(pretrained: tuple[Path, str]) -> None:
+    folder, printed = pretrained
+    losses = [float(loss) for loss in re.findall(r"step \d+/30  loss ([\d.]+)", printed)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert (folder / "exported" / "model.safetensors").is_file()
+
+
+def test_finetune(pretrained: tuple[Path, str]) -> None:
+    printed = run_blocks(PAGES / "finetune.md", pretrained[0])
+    losses = [float(loss) for loss in re.findall(r"step \d+/30  loss ([\d.]+)", printed)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert (pretrained[0] / "tuned" / "tokenizer.json").is_file()
+
+
+def test_transformers(pretrained: tuple[Path, str]) -> None:
+    printed = run_blocks(PAGES / "transformers.md", pretrained[0])
+    found = re.search(r"2 MoE layers: loss [\d.]+ nats/token, (\S+) from", printed)
+    assert found, printed
+    assert float(found[1]) < 1e-5
+
+
+def test_module(tmp_path: Path) -> None:
+    assert run_blocks(PAGES / "module.md", tmp_path).startswith("torch because")
+
+
+@pytest.mark.dist
+def test_several_gpus(pretrained: tuple[Path, str]) -> None:
+    printed = run_blocks(PAGES / "several-gpus.md", pretrained[0])
+    assert (pretrained[0] / "runs" / "two" / "result.json").is_file()
+    first, last = (float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", printed, re.M))
+    assert last < 0.5 * first
+
+
+def test_readme(tmp_path: Path) -> None:
+    run_blocks(ROOT / "README.md", tmp_path)
+    assert (tmp_path / "exported" / "config.json").is_file()
+
+
+def test_every_page_and_script_is_run() -> None:
+    pages = {page.stem.replace("-", "_") for page in PAGES.glob("*.md")}
+    assert {f"test_{page}" for page in pages} <= globals().keys()
+    assert {path.name for path in PAGES.iterdir() if path.suffix != ".md"} == SCRIPTS
