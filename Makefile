@@ -31,7 +31,7 @@ COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kern
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
 	--no-warn-unused-ignores
 
-.PHONY: env demo test fuzz faults newest-triton oldest-transformers oldest-torch check checks lint types wheel clean
+.PHONY: env demo test fuzz faults newest-triton oldest-transformers oldest-torch check checks lint types docs wheel clean
 
 env: $(STAMP)
 
@@ -71,6 +71,7 @@ demo: env
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
 types: env
 	$(BIN)/mypy
@@ -105,7 +106,11 @@ oldest-torch: env $(OLD_TORCH)
 check: checks test
 
 checks: env
-	$(MAKE) --jobs 2 --output-sync lint types newest-triton oldest-transformers
+	$(MAKE) --jobs 2 --output-sync lint types docs newest-triton oldest-transformers
+
+# The site, from docs/ and the docstrings, in build/site. A broken link or a page outside the nav fails.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: env
 	$(BIN)/python -m build --wheel --outdir dist .

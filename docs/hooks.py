@@ -1,0 +1,58 @@
+"""For mkdocs: pages link to files of the repository as a code host serves them; the site gets a copy of each.
+
+A relative link that leaves docs/ is turned into one within the site. CONTRIBUTING.md and CHANGELOG.md become pages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, InclusionLevel
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+OUTSIDE_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
+UNLISTED = InclusionLevel.NOT_IN_NAV
+LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that lie outside docs/, and every file that a page links to."""
+    for name in OUTSIDE_PAGES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for page in list(files.documentation_pages()):
+        for link in LINK.findall(Path(page.abs_src_path).read_text(encoding="utf-8")):
+            target = linked(page, link)
+            if target is not None and target.is_file() and files.get_file_from_path(place(target)) is None:
+                files.append(File.generated(config, place(target), abs_src_path=str(target), inclusion=UNLISTED))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Point links that leave docs/ to the copies."""
+
+    def inside(match: re.Match[str]) -> str:
+        target = linked(page.file, match[0])
+        if target is None:
+            return match[0]
+        here = os.path.dirname(page.file.src_uri)
+        return os.path.relpath(place(target), here or ".")
+
+    return LINK.sub(inside, markdown)
+
+
+def linked(page: File, link: str) -> Path | None:
+    """What a link leads to where mkdocs would not find it: out of docs/, or from a page that lies outside."""
+    if "://" in link or link.startswith(("#", "mailto:")):
+        return None
+    target = (Path(page.abs_src_path).parent / link).resolve()
+    moved = page.src_uri in OUTSIDE_PAGES
+    return target if target.exists() and (moved or DOCS not in target.parents) else None
+
+
+def place(target: Path) -> str:
+    """Where the site has a file of the repository: its path below docs/, or below the root."""
+    return (target.relative_to(DOCS) if DOCS in target.parents else target.relative_to(ROOT)).as_posix()
