@@ -43,6 +43,15 @@ class RouterConfig:
                               worth the sum of its two best biased scores (DeepSeek-V3).
     ``bias``                  the router's linear map has a trainable bias (gpt-oss).
     ``aux_loss_coef``         Switch load-balancing loss; ``z_loss_coef`` the router z-loss. 0 leaves them out.
+
+    Raises:
+        ValueError: a setting is out of range, or two contradict each other; the message names them.
+
+    Examples:
+        >>> tilemoe.RouterConfig.preset("qwen3_moe")  # doctest: +ELLIPSIS
+        RouterConfig(score='softmax', softmax_after_topk=False, normalize=True, ...)
+        >>> tilemoe.RouterConfig(score="sigmoid", selection_bias=True, num_groups=8, top_groups=4).top_groups
+        4
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -117,6 +126,17 @@ class TokenRounding:
     "nearest" to the nearer multiple, down at one half; "stochastic" up with probability remainder / tile;
     "nearest_score" up with the share of the scores that rounding down would lose; "balance" so that the rows of all
     experts deviate by at most half a tile; "up" and "down" always. ``tile`` is a power of two, 128 for GPUs.
+
+    Source: arXiv 2512.14080, section 5.
+
+    Raises:
+        ValueError: the mode is unknown, or the tile is no power of two from 16 on.
+
+    Examples:
+        >>> rounding = tilemoe.TokenRounding("nearest", tile=16)
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2, rounding=rounding))
+        >>> (layer(torch.randn(64, 32)).tokens_per_expert % 16).tolist()
+        [0, 0, 0, 0]
     """
 
     # Drops an expert's least sure tokens, or adds the likeliest others, so that its GEMMs have no ragged tile: for
@@ -138,6 +158,17 @@ class MoEConfig:
     ``shared_intermediate_size`` 0 means no shared expert; ``shared_gate`` multiplies it by a sigmoid of the token.
     ``precision`` of the routed experts' GEMMs: "bf16" reads operands in their own dtype, "fp8" quantises them where a
     backend can (`tilemoe doctor` says where, and why not; docs/fp8.md how).
+
+    Raises:
+        ValueError: a size or a setting is out of range, or two contradict each other; the message names them.
+
+    Examples:
+        >>> cfg = tilemoe.MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+        >>> cfg.is_gated, cfg.up_rows
+        (True, 64)
+        >>> tilemoe.MoEConfig(64, 32, num_experts=2, num_experts_per_tok=4)
+        Traceback (most recent call last):
+        ValueError: num_experts_per_tok (4) must not exceed num_experts (2)
     """
 
     hidden_size: int
@@ -206,6 +237,16 @@ class ModelConfig:
     normalised over each "head" (Qwen3-MoE), over all heads at once ("full", OLMoE), or not ("none", Mixtral).
     ``moe=None`` makes every block dense, with ``dense_intermediate_size``; otherwise the blocks listed in
     ``dense_layers`` are dense.
+
+    Raises:
+        ValueError: a size is out of range, or two contradict each other; the message names them.
+
+    Examples:
+        >>> moe = tilemoe.MoEConfig(64, 32, num_experts=8, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(256, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        ...                              max_seq_len=128, moe=moe, dense_layers=(0,), dense_intermediate_size=128)
+        >>> config.is_moe_layer(0), config.is_moe_layer(1)
+        (False, True)
     """
 
     vocab_size: int
@@ -281,6 +322,14 @@ class ParallelConfig:
     ``exchange``               how tokens reach the experts of other processes: "collective", by ``all_to_all_single``;
                                "symmetric", by reading the memory of the other GPUs of one host; or "auto", the latter
                                where it is possible.
+
+    Raises:
+        ValueError: a setting is out of range, or two contradict each other; the message names them.
+
+    Examples:
+        >>> model = tilemoe.model_preset("qwen3-30b-a3b")
+        >>> tilemoe.ParallelConfig(expert=2).for_job(8, model).shard  # as many as the others leave
+        4
     """
 
     replicate: int = 1

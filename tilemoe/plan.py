@@ -41,6 +41,12 @@ class RoutingPlan:
     derived                        what kernels have worked out from these arrays, to be used again with this plan
 
     Rows are sorted by expert, stable in token. Entries of the row arrays past R are 0 and are never used.
+    `plan_topk`, `plan_pairs` and `route` make plans. ValueError: `check` found an id that was out of range.
+
+    Examples:
+        >>> plan = tilemoe.plan_topk(torch.tensor([[0, 2], [2, 1], [0, 1]]), num_experts=3)
+        >>> plan.token_of_row.tolist(), plan.row_start_of_expert.tolist()
+        ([0, 2, 1, 2, 0, 1], [0, 2, 4, 6])
     """
 
     token_of_row: Tensor

@@ -34,6 +34,17 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     those of the same sequences in their places: no beam search.
 
     ValueError: the model has no experts that transformers dispatches.
+
+    Examples:
+        >>> from tilemoe.integrations.replay import record_routing
+        >>> from transformers import AutoModelForCausalLM, OlmoeConfig
+        >>> config = OlmoeConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+        ...                      num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+        >>> model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+        >>> with record_routing(model) as record:
+        ...     logits = model(input_ids=torch.randint(64, (3, 5))).logits
+        >>> record.expert_ids(3).shape  # (L, B, S, K) int32
+        torch.Size([2, 3, 5, 2])
     """
     record = RoutingRecord()
 
@@ -71,6 +82,16 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
 
     ValueError: the model has no experts that transformers dispatches; the ids do not fit it, as for `tilemoe.route`; or
     a router does not choose by the top K of E values, or more than once.
+
+    Examples:
+        >>> from tilemoe.integrations.replay import replay_routing
+        >>> from transformers import AutoModelForCausalLM, OlmoeConfig
+        >>> config = OlmoeConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+        ...                      num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+        >>> model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+        >>> tokens, expert_ids = torch.randint(64, (3, 5)), torch.rand(2, 3, 5, 4).topk(2).indices
+        >>> with replay_routing(model, expert_ids):
+        ...     model(input_ids=tokens, labels=tokens).loss.backward()
     """
     layers = _layers(model)
     if not isinstance(expert_ids, Tensor) or expert_ids.ndim not in (3, 4) or expert_ids.shape[0] != len(layers):

@@ -84,6 +84,16 @@ def tilemoe_experts(cfg: Any) -> Any:
 
     Raises:
         ValueError: experts that are not torchtitan's stock ones (gpt-oss's, or quantised ones).
+
+    Examples:
+        >>> from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+        >>> from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+        >>> from tilemoe.integrations.torchtitan import tilemoe_experts
+        >>> experts = GroupedExperts.Config(dim=32, hidden_dim=16, num_experts=4)
+        >>> dispatcher = LocalTokenDispatcher.Config(num_experts=4, top_k=2)
+        >>> cfg = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher)
+        >>> type(tilemoe_experts(cfg)).__qualname__
+        'TileMoERoutedExperts.Config'
     """
     if type(cfg.inner_experts) is not GroupedExperts.Config:
         raise ValueError(

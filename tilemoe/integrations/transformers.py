@@ -42,6 +42,14 @@ def register() -> None:
 
     Raises:
         ValueError: transformers is missing or older than that.
+
+    Examples:
+        >>> from tilemoe.integrations import transformers as tilemoe_transformers
+        >>> from transformers import AutoModelForCausalLM, OlmoeConfig
+        >>> config = OlmoeConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+        ...                      num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+        >>> tilemoe_transformers.register()
+        >>> model = AutoModelForCausalLM.from_config(config, experts_implementation="tilemoe")
     """
     tables = _tables()
     tables[0][NAME] = experts_forward
@@ -50,7 +58,15 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`; transformers is as it was. A model still set to "tilemoe" then raises its unknown-name error."""
+    """Undo `register`; transformers is as it was. A model still set to "tilemoe" then raises its unknown-name error.
+
+    ValueError: as `register`.
+
+    Examples:
+        >>> from tilemoe.integrations import transformers as tilemoe_transformers
+        >>> tilemoe_transformers.register()
+        >>> tilemoe_transformers.unregister()
+    """
     for table in _tables():
         if NAME in table:
             del table[NAME]
@@ -66,6 +82,14 @@ def use(model: nn.Module) -> int:
     Raises:
         ValueError: as `register`, or this is no model, or a part of one, or it has no experts that transformers
             dispatches, or tilemoe does not compute them; the message names the model and what works instead.
+
+    Examples:
+        >>> from tilemoe.integrations import transformers as tilemoe_transformers
+        >>> from transformers import AutoModelForCausalLM, OlmoeConfig
+        >>> config = OlmoeConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+        ...                      num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+        >>> tilemoe_transformers.use(AutoModelForCausalLM.from_config(config))
+        2
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"use takes a model that is loaded, got {type(model).__name__}; load it, or call register()")

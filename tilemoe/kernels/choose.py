@@ -81,6 +81,11 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
     """The backend that computes experts on this device, in this dtype and for this layer, and why.
 
     ``cfg`` is None when only the device and the dtype are known. ValueError for a dtype that no backend computes in.
+
+    Examples:
+        >>> choice = tilemoe.select_kernels("cpu", torch.bfloat16)
+        >>> choice.name, choice.reason
+        ('torch', 'plain PyTorch runs on any device, for cpu, torch.bfloat16: Triton does not run on cpu')
     """
     if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(str(d) for d in FLOAT_DTYPES)}; got {shown(dtype)}")

@@ -170,6 +170,15 @@ def add_lora(
 
     Raises:
         ValueError: there is nothing of what is named, there are adapters already, or as `LoRAExperts`.
+
+    Source: arXiv 2106.09685. For w1 (E, 2n, d) of rank r, A (E, r, d) and B (E, 2n, r).
+
+    Examples:
+        >>> from tilemoe.layers.lora import add_lora
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
+        >>> adapters = add_lora(layer, rank=2, alpha=4.0)
+        >>> [tuple(adapter.shape) for adapter in adapters]
+        [(4, 2, 16), (4, 16, 2), (4, 2, 8), (4, 16, 2)]
     """
     require_type("model", model, nn.Module)
     if not isinstance(modules, (list, tuple, set, frozenset)) or not modules or set(modules) - {EXPERTS, ATTENTION}:
@@ -203,6 +212,14 @@ def merge_lora(model: nn.Module) -> None:
     All stays frozen: ``model.requires_grad_(True)`` to train it.
 
     ValueError: processes share the model; then nothing has changed.
+
+    Examples:
+        >>> from tilemoe.layers.lora import add_lora, merge_lora
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
+        >>> adapters = add_lora(layer, rank=2, alpha=4.0)
+        >>> merge_lora(layer)
+        >>> sorted(layer.experts.state_dict())
+        ['w1', 'w2']
     """
     _require_whole(model)
     for module in list(model.modules()):

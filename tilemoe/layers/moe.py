@@ -34,6 +34,12 @@ class MoEOutput(NamedTuple):
     pairs_per_expert    (E,) int32 rows before they were rounded
     expert_ids          (T, K) int32, each token's top-K experts before any rounding, or those replayed; E for a
                         token left out. A record of the routing, to be replayed. None where a `Routing` had none
+
+    Examples:
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
+        >>> out = layer(torch.randn(3, 5, 16))
+        >>> out.hidden.shape, int(out.tokens_per_expert.sum()), out.aux_loss.item()
+        (torch.Size([3, 5, 16]), 30, 0.0)
     """
 
     hidden: Tensor
@@ -49,7 +55,8 @@ class MoE(nn.Module):
 
     Args:
         cfg: the layer.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters: bf16, fp16, fp32 or fp64.
         recompute: "up_proj" keeps no pre-activations for backward and repeats one GEMM there.
         kernels: a `Backend`, or the name of one; None chooses by device, dtype and shape.
         router: None for a linear one; or any module that is called with x (T, d) and gives logits (T, E) of a float
@@ -67,6 +74,17 @@ class MoE(nn.Module):
     ``experts.b1``, ``experts.b2`` · ``shared.w1`` (2m or m, d), ``shared.w2`` (d, m), m the shared width, in the
     experts' activation and gate_up layout · ``shared_gate.weight`` (1, d). Weights start as normal(0,
     cfg.initializer_range), biases at 0.
+
+    Raises:
+        ValueError: an argument is off; the message names it.
+
+    Examples:
+        >>> router = tilemoe.RouterConfig(aux_loss_coef=0.01)
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2, router=router))
+        >>> out = layer(torch.randn(3, 5, 16, requires_grad=True))
+        >>> (out.hidden.square().mean() + out.aux_loss).backward()
+        >>> layer.experts.w1.grad.shape
+        torch.Size([4, 16, 16])
     """
 
     def __init__(

@@ -159,8 +159,25 @@ class DecoderLM(nn.Module):
     """The language model of a `ModelConfig`, kept as ``.config``; its blocks are ``.blocks``.
 
     Args:
-        device, dtype: of the parameters. Under autocast over fp32 parameters the residual stream stays fp32.
-        recompute, kernels: of every MoE layer, see `tilemoe.MoE`.
+        config: sizes, and which blocks have experts.
+        device: of the parameters.
+        dtype: of the parameters. Under autocast over fp32 parameters the residual stream stays fp32.
+        recompute: of every MoE layer, see `tilemoe.MoE`.
+        kernels: likewise.
+
+    Raises:
+        ValueError: an argument is off; the message names it.
+
+    Examples:
+        >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(64, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...                              max_seq_len=16, moe=moe)
+        >>> model = tilemoe.DecoderLM(config)
+        >>> tokens = torch.randint(64, (2, 9))
+        >>> out = model(tokens[:, :-1], labels=tokens[:, 1:])
+        >>> (out.loss + out.aux_loss).backward()
+        >>> model(tokens).logits.shape
+        torch.Size([2, 9, 64])
     """
 
     def __init__(

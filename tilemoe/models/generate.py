@@ -38,6 +38,14 @@ def generate(
 
     Raises:
         ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``.
+
+    Examples:
+        >>> from tilemoe.models.generate import generate
+        >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(64, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...                              max_seq_len=16, moe=moe)
+        >>> generate(tilemoe.DecoderLM(config), torch.tensor([[1, 2, 3]]), max_new_tokens=4, temperature=0).shape
+        torch.Size([1, 7])
     """
     _check(model, input_ids, max_new_tokens, temperature, top_k)
     require_generator(generator)

@@ -122,6 +122,15 @@ def save_hf(
 
     Raises:
         ValueError: the folder is in use, the architecture cannot express the configuration, or the model has adapters.
+
+    Examples:
+        >>> from tilemoe.models.huggingface import save_hf
+        >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(64, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...                              max_seq_len=16, moe=moe)
+        >>> save_hf(tilemoe.DecoderLM(config), "exported")
+        >>> sorted(path.name for path in Path("exported").iterdir())
+        ['config.json', 'generation_config.json', 'model.safetensors']
     """
     out = Path(folder).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -152,6 +161,15 @@ def load_hf(
 
     Raises:
         ValueError: a file is missing or damaged, or the checkpoint is none that `DecoderLM` implements.
+
+    Examples:
+        >>> from tilemoe.models.huggingface import save_hf
+        >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(64, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...                              max_seq_len=16, moe=moe)
+        >>> save_hf(tilemoe.DecoderLM(config), "folder")
+        >>> tilemoe.load_hf("folder", dtype=torch.bfloat16).embed.weight.shape
+        torch.Size([64, 32])
     """
     path = require_path("folder", folder).expanduser()
     require_factory(device, dtype, FLOAT_DTYPES)

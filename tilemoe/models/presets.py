@@ -14,12 +14,23 @@ from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 
 def moe_preset(name: str) -> MoEConfig:
-    """The MoE layer of a public model; ValueError that lists the names otherwise."""
+    """The MoE layer of a public model, of its published config.json; ValueError that lists the names otherwise.
+
+    Examples:
+        >>> cfg = tilemoe.moe_preset("qwen3-next-80b-a3b")
+        >>> cfg.num_experts, cfg.num_experts_per_tok, cfg.shared_gate
+        (512, 10, True)
+    """
     return find_named("moe preset", name, MOE_PRESETS)
 
 
 def model_preset(name: str) -> ModelConfig:
-    """The decoder of a public model; ValueError that lists the names otherwise."""
+    """The decoder of a public model, of its published config.json; ValueError that lists the names otherwise.
+
+    Examples:
+        >>> tilemoe.model_preset("qwen3-30b-a3b").num_layers
+        48
+    """
     return find_named("model preset", name, MODEL_PRESETS)
 
 

@@ -52,6 +52,14 @@ def moe(
     and is "bf16", operands as they are, where none can; with ``kernels`` it is a ValueError there.
 
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
+
+    Examples:
+        >>> x, w1, w2 = torch.randn(5, 16), torch.randn(4, 2 * 8, 16), torch.randn(4, 16, 8)
+        >>> scores, expert_ids = torch.randn(5, 4).softmax(-1).topk(2)
+        >>> plan = tilemoe.plan_topk(expert_ids, num_experts=4)
+        >>> o = tilemoe.moe(x, w1, w2, plan, scores)
+        >>> torch.allclose(o, tilemoe.reference.moe(x, w1, w2, plan, scores), rtol=1e-4, atol=1e-4)
+        True
     """
     check_options(gate_up, recompute, precision)
     require_tensors({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})

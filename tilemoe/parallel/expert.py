@@ -58,14 +58,25 @@ def expert_parallel(
             and of shards.
         gradient_divide_factor: of an expert's gradient, which is the sum over the processes of ``dim``. None: their
             number, for FSDP, or whatever sums over the other processes, takes a mean. 1 where that is a sum.
-        reshard_after_forward, mp_policy, offload_policy: `fully_shard`'s, of the experts. Their inputs are never cast:
-            scores stay as precise as the router made them.
+        reshard_after_forward: `fully_shard`'s, of the experts.
+        mp_policy: likewise. Their inputs are never cast: scores stay as precise as the router made them.
+        offload_policy: likewise.
         exchange: how tokens cross: "collective", "symmetric" or "auto", see `ParallelConfig`; or the `Transports` of
             the group, which calls for parts of one model should share.
 
     Raises:
         ValueError: there is no MoE layer, or none that can be divided; the mesh has no dimension ``dim``, or not all
             processes, or does not divide the experts. Then nothing has changed.
+
+    Examples:
+        In a job of one process; with more, each keeps its share of w1, w2 (E, ., .).
+
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
+        >>> mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("expert",))
+        >>> tilemoe.expert_parallel(layer, mesh)
+        >>> layer(torch.randn(5, 16)).hidden.shape
+        torch.Size([5, 16])
     """
     layers = _layers(module)
     group_mesh, shares = _meshes(mesh, dim)

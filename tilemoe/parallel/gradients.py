@@ -20,6 +20,14 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     PyTorch's own takes one mesh at a time; here each mesh's parameters give their norm, and all get the same scale.
     It would scale DTensors one by one, too, which takes the host longer than a GPU; the pieces here go in one call.
+    Gradients keep their dtype and shape (E, ...) or any other. Nothing is checked, so there is no ValueError.
+
+    Examples:
+        >>> from tilemoe.parallel import clip_gradients
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> weight.square().sum().div(2).backward()
+        >>> clip_gradients([weight], max_norm=1.0).item(), [round(g, 3) for g in weight.grad.tolist()]
+        (5.0, [0.6, 0.8])
     """
     groups: dict[_Sharing, list[Tensor]] = {}
     for parameter in parameters:

@@ -42,6 +42,14 @@ def build_meshes(config: ParallelConfig, model: ModelConfig, device_type: str) -
     checked the sizes.
 
     ValueError: torch.distributed is not initialised, or `ParallelConfig.for_job` refuses.
+
+    Examples:
+        >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(64, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...                              max_seq_len=16, moe=moe)
+        >>> meshes = tilemoe.build_meshes(tilemoe.ParallelConfig(), config, "cpu")  # in a job of one process
+        >>> meshes.world_size, meshes.experts
+        (1, None)
     """
     require_type("config", config, ParallelConfig)
     require_type("model", model, ModelConfig)

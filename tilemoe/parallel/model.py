@@ -30,6 +30,19 @@ def parallelize(
     Gradients are summed over the processes, not averaged: scale each process' loss to its share of the whole batch's,
     ``(out.loss + out.aux_loss) / meshes.world_size`` where all have as many labels. All processes must call forward
     and backward together.
+
+    ValueError: an argument is off; the message names it.
+
+    Examples:
+        >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(64, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...                              max_seq_len=16, moe=moe)
+        >>> meshes = tilemoe.build_meshes(tilemoe.ParallelConfig(param_dtype=None), config, "cpu")
+        >>> model = tilemoe.DecoderLM(config, device="meta")
+        >>> tilemoe.parallelize(model, meshes, device="cpu", generator=torch.Generator().manual_seed(0))
+        >>> tokens = torch.randint(64, (2, 9))
+        >>> out = model(tokens[:, :-1], labels=tokens[:, 1:])
+        >>> ((out.loss + out.aux_loss) / meshes.world_size).backward()
     """
     require_type("model", model, DecoderLM)
     require_type("meshes", meshes, Meshes)

@@ -2,6 +2,10 @@
 
 Plain loops in plain PyTorch, differentiable (any number of times) by autograd, in fp64 for fp64 inputs. They share no
 code with the kernels, with the table of activations or with the routers.
+
+Examples:
+    >>> tilemoe.reference.activation(torch.tensor([[0.0, 3.0]]), "swiglu").tolist()  # silu(0) * 3
+    [[0.0]]
 """
 
 from __future__ import annotations

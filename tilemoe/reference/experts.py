@@ -34,7 +34,14 @@ def moe(
     Arguments as in ``tilemoe.moe``: x (T, d), w1 (E, 2n or n, d), w2 (E, d, n), b1 (E, 2n or n), b2 (E, d), scores
     (T, K) or (P,). Computed in fp32, or fp64 when x is fp64, whatever autocast says. ``recompute`` and ``kernels``
     are accepted so that the two calls are interchangeable: here there is nothing to recompute or to choose.
-    ``precision="fp8"``: as `tilemoe.reference.fp8` says.
+    ``precision="fp8"``: as `tilemoe.reference.fp8` says. Nothing is checked: what `tilemoe.moe` calls a ValueError
+    fails here somewhere, or not at all.
+
+    Examples:
+        >>> plan = tilemoe.plan_topk(torch.tensor([[0], [1]]), num_experts=2)
+        >>> x, w1, w2 = torch.tensor([[2.0], [3.0]]), torch.ones(2, 1, 1), torch.tensor([[[10.0]], [[100.0]]])
+        >>> tilemoe.reference.moe(x, w1, w2, plan, torch.ones(2, 1), activation="relu").tolist()
+        [[20.0], [300.0]]
     """
     up_proj, down_proj = (fp8.up_proj, fp8.down_proj) if precision == "fp8" else (_up_proj, _down_proj)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

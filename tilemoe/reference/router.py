@@ -37,7 +37,15 @@ def route(
     selection_bias (E,): added to the scores for the choice of experts only. token_mask (T,) bool: False leaves a
     token out of everything. Ties go to the lower expert id. The losses are those of one process, and count the
     experts' tokens before ``cfg.rounding``, which is for training and for at least a tile of tokens.
-    replayed_ids (T, K): the experts, where they are given; then nothing is rounded.
+    replayed_ids (T, K): the experts, where they are given; then nothing is rounded. Nothing is checked: what
+    `tilemoe.route` calls a ValueError fails here somewhere, or not at all.
+
+    Examples:
+        >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=3, num_experts_per_tok=2)
+        >>> logits = torch.tensor([[2.0, 0.0, 1.0]])
+        >>> theirs, ours = tilemoe.reference.route(logits, cfg).scores, tilemoe.route(logits, cfg).dense()
+        >>> torch.allclose(theirs, ours)
+        True
     """
     router, num_experts = cfg.router, cfg.num_experts
     logits = logits if logits.dtype == torch.float64 else logits.float()

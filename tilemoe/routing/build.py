@@ -20,6 +20,10 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
 
     An id >= num_experts is a sentinel: its pair is skipped. A negative id is a ValueError, at once on CPU, by
     ``plan.check()`` on a GPU. Capacity R_max = T*K; no host sync.
+
+    Examples:
+        >>> tilemoe.plan_topk(torch.tensor([[0, 1], [0, 3]]), num_experts=3).rows_per_expert.tolist()  # 3 is skipped
+        [2, 1, 0]
     """
     plan_ops.check_topk_ids(expert_ids)
     _check_count("num_experts", num_experts, minimum=1)
@@ -37,6 +41,11 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
 
     token, expert (P,) int32 or int64, on one device. A repeated pair counts twice; an expert id >= num_experts is a
     sentinel and is skipped; a negative one, or a token outside [0, num_tokens), is a ValueError as in `plan_topk`.
+
+    Examples:
+        >>> token, expert = torch.tensor([4, 0, 0]), torch.tensor([1, 1, 0])
+        >>> tilemoe.plan_pairs(token, expert, num_tokens=5, num_experts=2).token_of_row.tolist()
+        [0, 0, 4]
     """
     plan_ops.check_ids("token", token, ndim=1)
     plan_ops.check_ids("expert", expert, ndim=1)

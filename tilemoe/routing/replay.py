@@ -25,7 +25,17 @@ class RoutingRecord:
     A layer returns its ids (`MoEOutput.expert_ids`) and a model adds them here, once it has them: so what activation
     checkpointing computes again is not recorded again, torch.compile sees tensors alone, and a record that is passed,
     and not a mode of the process, cannot be left on. What comes out is what engines return beside the tokens they
-    sampled, a layer's ids for each token, and what ``expert_ids=`` takes.
+    sampled, a layer's ids (B, S, K) int32 for each token, and what ``expert_ids=`` takes.
+
+    ValueError: as `add` and `expert_ids` say. Source: arXiv 2510.11370.
+
+    Examples:
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
+        >>> record, x = tilemoe.RoutingRecord(), torch.randn(2, 5, 16)
+        >>> record.add("layer", layer(x).expert_ids)
+        >>> ids = record.expert_ids(batch_size=2)  # (L, B, S, K)
+        >>> ids.shape, torch.equal(layer(x, expert_ids=ids[0]).hidden, layer(x).hidden)
+        (torch.Size([1, 2, 5, 2]), True)
     """
 
     def __init__(self) -> None:

@@ -45,6 +45,12 @@ class Routing:
     pairs_per_expert (E,) int32     what top-K chose, before the rows were rounded; None: ``tokens_per_expert``
     expert_ids (T, K) or None       int32, the top-K selection or the one replayed, E for a token left out: before
                                     any rounding. None where a router of one's own has no such thing
+
+    Examples:
+        >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=3, num_experts_per_tok=2)
+        >>> routing = tilemoe.route(torch.tensor([[2.0, 0.0, 1.0]]), cfg)
+        >>> routing.expert_ids.tolist(), routing.dense().shape
+        ([[0, 2]], torch.Size([1, 3]))
     """
 
     plan: RoutingPlan
@@ -102,6 +108,13 @@ def route(
 
     ValueError names the argument that is off. On CPU, outside torch.compile, that includes logits that are NaN, +inf
     or, for some token, all -inf, and expert_ids that are out of range or name an expert twice.
+
+    Examples:
+        >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2)
+        >>> logits = torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log()
+        >>> routing = tilemoe.route(logits, cfg)
+        >>> routing.expert_ids.tolist(), [round(s, 4) for s in routing.scores[0].tolist()]
+        ([[0, 1]], [0.75, 0.25])
     """
     require_tensors({"logits": logits}, {"selection_bias": selection_bias, "token_mask": token_mask})
     _check(logits, cfg, selection_bias, token_mask)

@@ -79,6 +79,17 @@ class Backend(ABC):
 
     Operands and results are tensors of the layer's dtype. A backend that multiplies in a narrower precision makes an
     `Operand` of each inside its methods; what F2 and B3 read a slice of d at a time it may make once for all slices.
+
+    ValueError: a method's, as above. Shapes and dtypes: the legend of `tilemoe.kernels.experts.base` and each method.
+
+    Examples:
+        >>> from tilemoe.kernels.experts.torch.backend import TorchBackend
+        >>> class Doubled(TorchBackend):
+        ...     name = "doubled"
+        ...     def combine(self, y, s, plan, o):  # F3
+        ...         super().combine(2 * y, s, plan, o)
+        >>> issubclass(Doubled, tilemoe.Backend)
+        True
     """
 
     name: ClassVar[str]  # that it is registered by

@@ -27,6 +27,13 @@ def register_backend(name: str, cls: type[Backend]) -> None:
     """From now on ``kernels=name`` computes the experts by ``cls``, of which one instance is made, without arguments.
 
     ValueError: the name is taken or is not the class's own, or the class is no `Backend` or leaves a kernel undefined.
+
+    Examples:
+        >>> from tilemoe.kernels.experts.torch.backend import TorchBackend
+        >>> class Mine(TorchBackend):
+        ...     name = "mine"
+        >>> tilemoe.register_backend("mine", Mine)
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2), kernels="mine")
     """
     if not isinstance(name, str) or not name.isidentifier():  # it travels in a string, between spaces
         raise ValueError(f"name must be letters, digits and underscores, got {shown(name)}")

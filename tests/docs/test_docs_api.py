@@ -1,0 +1,99 @@
+"""Every public name has a docstring with shapes, dtypes, errors and an example that runs.
+
+Public is what `tilemoe` exports and what the pages of docs/api name.
+"""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilemoe
+from tilemoe.integrations import transformers as integration
+from tilemoe.kernels.experts import registry
+
+DOCS = Path(__file__).parents[2] / "docs"
+NAMES = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in sorted(DOCS.glob("api/*.md"))), re.M)
+EXPORTED = {name: getattr(tilemoe, name) for name in tilemoe.__all__ if name != "__version__"}
+RESULTS = ("MoEOutput", "Routing")  # which nobody makes, so that nothing can be wrong with them
+SHAPE = re.compile(r"\((?:T|B|E|L|P|R_max|\.\.\.)[,)]")
+DTYPE = re.compile(r"\b(?:bf16|fp32|fp64|int32|int64|bool|dtypes?|integers)\b")
+
+
+def found(name: str) -> Any:
+    """What a dotted name is."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def takes_tensors(thing: Any) -> bool:
+    members = inspect.signature(thing).parameters.values()
+    return any(re.search(r"\bTensor\b", str(member.annotation)) for member in members)
+
+
+def lacking(thing: Any, name: str) -> list[str]:
+    """What the docstring of ``thing`` has not."""
+    text = inspect.getdoc(thing) or ""
+    needed = {"an example": ">>>" in text, "errors": name in RESULTS or "ValueError" in text}
+    if takes_tensors(thing):
+        needed |= {"shapes": bool(SHAPE.search(text)), "dtypes": bool(DTYPE.search(text))}
+    return [what for what, has in needed.items() if not has]
+
+
+@pytest.fixture
+def for_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder and a job of this process alone; what examples register is gone after."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    integration.unregister()
+
+
+def failures(thing: Any, name: str) -> str:
+    """What doctest prints of the examples of ``thing`` that go wrong."""
+    given = {"torch": torch, "tilemoe": tilemoe, "Path": Path}
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(thing) or "", given, name, None, None)
+    printed: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=printed.append)
+    return "".join(printed)
+
+
+def test_the_pages_have_every_exported_name() -> None:
+    named = [found(name) for name in NAMES]
+    missing = [name for name, thing in EXPORTED.items() if thing not in named and not inspect.ismodule(thing)]
+    assert missing == []
+    assert any(name.startswith("tilemoe.reference.") for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_has_a_docstring_with_all_that_belongs_in_it(name: str) -> None:
+    assert lacking(found(name), name.rpartition(".")[2]) == []
+
+
+@pytest.mark.usefixtures("for_examples")
+@pytest.mark.parametrize("name", [*NAMES, "tilemoe.reference"])
+def test_its_examples_are_right(name: str) -> None:
+    assert failures(found(name), name) == ""
+
+
+def test_what_is_lacking_or_wrong_is_told() -> None:
+    def bare(x: torch.Tensor) -> None:
+        """Nothing.
+
+        >>> 1 + 1
+        3
+        """
+
+    assert lacking(bare, "bare") == ["errors", "shapes", "dtypes"]
+    assert "Expected:\n    3\nGot:\n    2" in failures(bare, "bare")
