@@ -34,15 +34,18 @@ Precision = Literal["bf16", "fp8"]
 class RouterConfig:
     """How logits become K experts and their scores.
 
-    ``score``                 turns logits into scores: softmax over all experts, or a sigmoid each.
-    ``softmax_after_topk``    select on the logits, then softmax over the K kept ones (gpt-oss, Granite).
-    ``normalize``             divide the K kept scores by their sum (+ 1e-20).
-    ``scale``                 multiplies the scores last (DeepSeek's routed_scaling_factor).
-    ``selection_bias``        a per-expert fp32 buffer added for the selection only (aux-loss-free balancing).
-    ``num_groups/top_groups`` experts in contiguous groups; only the ``top_groups`` best are eligible, a group being
-                              worth the sum of its two best biased scores (DeepSeek-V3).
-    ``bias``                  the router's linear map has a trainable bias (gpt-oss).
-    ``aux_loss_coef``         Switch load-balancing loss; ``z_loss_coef`` the router z-loss. 0 leaves them out.
+    Attributes:
+        score: turns logits into scores: softmax over all experts, or a sigmoid each.
+        softmax_after_topk: select on the logits, then softmax over the K kept ones (gpt-oss, Granite).
+        normalize: divide the K kept scores by their sum (+ 1e-20).
+        scale: multiplies the scores last (DeepSeek's routed_scaling_factor).
+        selection_bias: a per-expert fp32 buffer added for the selection only (aux-loss-free balancing).
+        num_groups: experts in so many contiguous groups.
+        top_groups: only so many best groups are eligible, a group being worth the sum of its two best biased scores
+            (DeepSeek-V3).
+        bias: the router's linear map has a trainable bias (gpt-oss).
+        aux_loss_coef: of Switch's load-balancing loss (arXiv 2101.03961, equation 4); 0 leaves it out.
+        z_loss_coef: of the router z-loss (arXiv 2202.08906, equation 5); 0 leaves it out.
 
     Raises:
         ValueError: a setting is out of range, or two contradict each other; the message names them.
@@ -304,24 +307,24 @@ class ModelConfig:
 class ParallelConfig:
     """How the processes of a job share one model: there are ``replicate * shard * expert``, each with its own tokens.
 
-    ``replicate``              copies of the model.
-    ``shard``                  processes over which FSDP shards a copy; 0: as many as the others leave.
-    ``expert``                 processes over which each layer's experts are divided; they are neighbours in rank. All
-                               other parameters are sharded over these processes, too.
-    ``param_dtype``            what blocks compute in and gather; None: the dtype of the parameters, which the optimiser
-                               sees whatever this is.
-    ``reduce_dtype``           what gradients are summed in; None: ``param_dtype``.
-    ``reshard_after_forward``  free a block's gathered parameters after its forward and gather them again in backward.
-    ``between_micro_batches``  what each process keeps whole from one micro-batch of a step to the next: "nothing";
-                               "weights", gathered once a step then, not once for each micro-batch; or
-                               "weights_and_gradients", the latter in ``reduce_dtype`` and reduced once a step. Takes
-                               memory for all of them; needs ``reshard_after_forward`` False.
-    ``checkpointing``          what is computed again in backward: "none", each block's "attention", or each whole
-                               "block". With the first two, ``recompute="up_proj"`` saves the experts' part; in a
-                               repeated block it would repeat a GEMM once more, and is left out.
-    ``exchange``               how tokens reach the experts of other processes: "collective", by ``all_to_all_single``;
-                               "symmetric", by reading the memory of the other GPUs of one host; or "auto", the latter
-                               where it is possible.
+    Attributes:
+        replicate: copies of the model.
+        shard: processes over which FSDP shards a copy; 0: as many as the others leave.
+        expert: processes over which each layer's experts are divided; they are neighbours in rank. All other parameters
+            are sharded over these processes, too.
+        param_dtype: what blocks compute in and gather; None: the dtype of the parameters, which the optimiser sees
+            whatever this is.
+        reduce_dtype: what gradients are summed in; None: ``param_dtype``.
+        reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward.
+        between_micro_batches: what each process keeps whole from one micro-batch of a step to the next: "nothing";
+            "weights", gathered once a step then, not once for each micro-batch; or "weights_and_gradients", the latter
+            in ``reduce_dtype`` and reduced once a step. Takes memory for all of them; needs ``reshard_after_forward``
+            False.
+        checkpointing: what is computed again in backward: "none", each block's "attention", or each whole "block". With
+            the first two, ``recompute="up_proj"`` saves the experts' part; in a repeated block it would repeat a GEMM
+            once more, and is left out.
+        exchange: how tokens reach the experts of other processes: "collective", by ``all_to_all_single``; "symmetric",
+            by reading the memory of the other GPUs of one host; or "auto", the latter where it is possible.
 
     Raises:
         ValueError: a setting is out of range, or two contradict each other; the message names them.

@@ -32,13 +32,14 @@ PlanArrays = tuple[Tensor, Tensor, Tensor, "Tensor | None", Tensor]
 class RoutingPlan:
     """Index arrays of one routing, int32, on one device; ``<value>_of_<index>`` names what is looked up by what.
 
-    token_of_row (R_max)           token whose activations the row reads
-    pair_of_row (R_max)            position of the row's pair in the caller's ids: ``scores.flatten()[pair_of_row]``
-    row_of_pair (P)                token-major; -1 for a pair skipped because its id is a sentinel (>= E)
-    pair_start_of_token (T+1)      slices row_of_pair by token; None when every token has exactly P/T pairs
-    row_start_of_expert (E+1)      slices the rows by expert; its last element is R, which stays on the device
-    error_bits ()                  what `check` reports; 0 when every id was in range, None when nothing was recorded
-    derived                        what kernels have worked out from these arrays, to be used again with this plan
+    Attributes:
+        token_of_row: (R_max) token whose activations the row reads
+        pair_of_row: (R_max) position of the row's pair in the caller's ids: ``scores.flatten()[pair_of_row]``
+        row_of_pair: (P) token-major; -1 for a pair skipped because its id is a sentinel (>= E)
+        pair_start_of_token: (T+1) slices row_of_pair by token; None when every token has exactly P/T pairs
+        row_start_of_expert: (E+1) slices the rows by expert; its last element is R, which stays on the device
+        error_bits: () what `check` reports; 0 when every id was in range, None when nothing was recorded
+        derived: what kernels have worked out from these arrays, to be used again with this plan
 
     Rows are sorted by expert, stable in token. Entries of the row arrays past R are 0 and are never used.
     `plan_topk`, `plan_pairs` and `route` make plans. ValueError: `check` found an id that was out of range.

@@ -25,15 +25,17 @@ from tilemoe.runtime.tensors import require_tensor, require_tensors
 
 
 class MoEOutput(NamedTuple):
-    """hidden (..., d) in x's dtype, under autocast in autocast's
+    """What `MoE` returns.
 
-    aux_loss            fp32 scalar, coefficients applied; 0 when the router has none
-    tokens_per_expert   (E,) int32 rows really computed
-    router_logits       (T, E) fp32 or fp64, or as a router of one's own gave them; differentiable. None where it gave
-                        a `Routing`
-    pairs_per_expert    (E,) int32 rows before they were rounded
-    expert_ids          (T, K) int32, each token's top-K experts before any rounding, or those replayed; E for a
-                        token left out. A record of the routing, to be replayed. None where a `Routing` had none
+    Attributes:
+        hidden: (..., d) in x's dtype, under autocast in autocast's
+        aux_loss: fp32 scalar, coefficients applied; 0 when the router has none
+        tokens_per_expert: (E,) int32 rows really computed
+        router_logits: (T, E) fp32 or fp64, or as a router of one's own gave them; differentiable. None where it gave a
+            `Routing`
+        pairs_per_expert: (E,) int32 rows before they were rounded
+        expert_ids: (T, K) int32, each token's top-K experts before any rounding, or those replayed; E for a token left
+            out. A record of the routing, to be replayed. None where a `Routing` had none
 
     Examples:
         >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))

@@ -35,13 +35,14 @@ from tilemoe.runtime.tracing import can_be_read
 class LMOutput(NamedTuple):
     """What `DecoderLM` returns.
 
-    loss                scalar, mean cross-entropy in nats over the labels that are not -100, without auxiliary losses;
-                        fp32, fp64 for an fp64 model; None without labels
-    aux_loss            fp32 scalar, summed over the layers, coefficients applied; 0 if there are none
-    logits              (B, S, V); None when labels were given
-    tokens_per_expert   (L, E) int32, rows really computed; (0, 0) for a dense model
-    pairs_per_expert    (L, E) int32, these before they were rounded
-    router_entropy      (L,) fp32, see `tilemoe.routing.topk.router_entropy`; 0 in evaluation
+    Attributes:
+        loss: scalar, mean cross-entropy in nats over the labels that are not -100, without auxiliary losses; fp32, fp64
+            for an fp64 model; None without labels
+        aux_loss: fp32 scalar, summed over the layers, coefficients applied; 0 if there are none
+        logits: (B, S, V); None when labels were given
+        tokens_per_expert: (L, E) int32, rows really computed; (0, 0) for a dense model
+        pairs_per_expert: (L, E) int32, these before they were rounded
+        router_entropy: (L,) fp32, see `tilemoe.routing.topk.router_entropy`; 0 in evaluation
     """
 
     loss: Tensor | None

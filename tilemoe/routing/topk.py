@@ -37,14 +37,15 @@ class NonFiniteLogitsError(ValueError):
 class Routing:
     """What a router decided.
 
-    plan                            which rows each expert computes
-    scores (T, K)                   fp32 (fp64 for fp64 logits), differentiable, in the order of the plan's pairs;
-                                    (R_max,), 0 past R, where the rows are rounded
-    tokens_per_expert (E,) int32    rows really computed, on this rank
-    aux_loss ()  fp32               balancing loss and z-loss, coefficients applied; 0 when the config has neither
-    pairs_per_expert (E,) int32     what top-K chose, before the rows were rounded; None: ``tokens_per_expert``
-    expert_ids (T, K) or None       int32, the top-K selection or the one replayed, E for a token left out: before
-                                    any rounding. None where a router of one's own has no such thing
+    Attributes:
+        plan: which rows each expert computes
+        scores: (T, K) fp32 (fp64 for fp64 logits), differentiable, in the order of the plan's pairs; (R_max,), 0 past
+            R, where the rows are rounded
+        tokens_per_expert: (E,) int32 rows really computed, on this rank
+        aux_loss: () fp32, balancing loss and z-loss, coefficients applied; 0 when the config has neither
+        pairs_per_expert: (E,) int32 what top-K chose, before the rows were rounded; None: ``tokens_per_expert``
+        expert_ids: (T, K) int32, or None: the top-K selection or the one replayed, E for a token left out: before any
+            rounding. None where a router of one's own has no such thing
 
     Examples:
         >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=3, num_experts_per_tok=2)
