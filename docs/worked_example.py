@@ -54,6 +54,7 @@ def blocks() -> dict[str, str]:
         line("token_of_row", plan.token_of_row),
         line("pair_of_row", plan.pair_of_row),
     ]
+    inputs = [line("x", x), line("w1", w1.flatten(1)), line("w2", w2.flatten(1)), line("do", do)]
     a, h = kernels.up_proj_act(x, w1, None, plan, spec)
     y = kernels.down_proj(a, w2, None, plan)
     o = torch.empty_like(x)
@@ -84,7 +85,14 @@ def blocks() -> dict[str, str]:
         rounding = SimpleNamespace(mode=mode, tile=TILE)  # `TokenRounding` itself has no tile below 16
         tokens = round_rows(logits.softmax(1).round(decimals=9), plan_ids, scores, rounding)
         rounded += [f"{f'tokens of {e}, {mode}':<22}" + " ".join(map(str, mine)) for e, mine in enumerate(tokens)]
-    named = {"routing": routed, "forward": forward, "backward": backward, "naive": naive, "rounding": rounded}
+    named = {
+        "routing": routed,
+        "inputs": inputs,
+        "forward": forward,
+        "backward": backward,
+        "naive": naive,
+        "rounding": rounded,
+    }
     return {title: "\n".join(lines) for title, lines in named.items()}
 
 

@@ -53,7 +53,7 @@ def test_a_section_says_what_code_and_results_say(kernel: str) -> None:
 def test_the_worked_example_is_what_the_package_computes() -> None:
     page = (DOCS / "algorithm.md").read_text(encoding="utf-8")
     blocks = runpy.run_path(str(DOCS / "worked_example.py"))["blocks"]()
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert [title for title, text in blocks.items() if f"```text\n{text}\n```" not in page] == []
     rows = {text[:2]: text.split()[-16:] for block in ("naive", "backward") for text in blocks[block].splitlines()}
     assert rows["<d"] == rows["ds"]
