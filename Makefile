@@ -1,5 +1,6 @@
 # env: the pinned development environment in .venv · demo: train the tiny recipe · test · newest-triton: what can be
-# tested of the kernels on the newest Triton · oldest-transformers: the integration on it · check: all of these, ruff, mypy
+# tested of the kernels on the newest Triton · oldest-transformers: the integration on it · docs: the site · check: all of
+# these, ruff, codespell, mypy
 # fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core
 # oldest-torch: what traces, compiles and differentiates on the oldest PyTorch; apart from check, because it downloads 3 GB
 PYTHON ?= python3

@@ -25,6 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 NAMES = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in sorted(DOCS.glob("api/*.md"))), re.M)
 EXPORTED = {name: getattr(tilemoe, name) for name in tilemoe.__all__ if name != "__version__"}
 RESULTS = ("MoEOutput", "Routing")  # which nobody makes, so that nothing can be wrong with them
+COMPUTED = ("moe", "route", "TokenRounding", "RouterConfig", "RoutingRecord", "add_lora")  # by an equation, or a paper
 SHAPE = re.compile(r"\((?:T|B|E|L|P|R_max|\.\.\.)[,)]")
 DTYPE = re.compile(r"\b(?:bf16|fp32|fp64|int32|int64|bool|dtypes?|integers)\b")
 
@@ -44,6 +45,8 @@ def lacking(thing: Any, name: str) -> list[str]:
     """What the docstring of ``thing`` has not."""
     text = inspect.getdoc(thing) or ""
     needed = {"an example": ">>>" in text, "errors": name in RESULTS or "ValueError" in text}
+    if name in COMPUTED:
+        needed["an equation or a source"] = bool(re.search(r"``\w+ = .+``|arXiv \d{4}\.\d{5}", text))
     if takes_tensors(thing):
         needed |= {"shapes": bool(SHAPE.search(text)), "dtypes": bool(DTYPE.search(text))}
     return [what for what, has in needed.items() if not has]
@@ -95,5 +98,5 @@ def test_what_is_lacking_or_wrong_is_told() -> None:
         3
         """
 
-    assert lacking(bare, "bare") == ["errors", "shapes", "dtypes"]
+    assert lacking(bare, "moe") == ["errors", "an equation or a source", "shapes", "dtypes"]
     assert "Expected:\n    3\nGot:\n    2" in failures(bare, "bare")

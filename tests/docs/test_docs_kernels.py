@@ -7,15 +7,15 @@ import re
 import runpy
 from pathlib import Path
 
-import cases
 import pytest
 
 from tilemoe.kernels.experts.hopper.configs import BLOCK_K, TILES
 from tilemoe.perf.costs import kernel_costs
+from tilemoe.shape import MoEShape
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTION = re.compile(r"^## (?:\w+) `(\w+)`\n(.*?)(?=^## |\Z)", re.M | re.S)
-COSTS = kernel_costs(cases.ALL["OLMoE"])
+COSTS = kernel_costs(MoEShape(32768, 2048, 1024, 64, 8))  # OLMoE
 
 
 def sections() -> dict[str, str]:

@@ -35,8 +35,9 @@ def route(
     """Route T tokens by ``logits`` (T, E), in fp32, or fp64 for fp64 logits.
 
     selection_bias (E,): added to the scores for the choice of experts only. token_mask (T,) bool: False leaves a
-    token out of everything. Ties go to the lower expert id. The losses are those of one process, and count the
-    experts' tokens before ``cfg.rounding``, which is for training and for at least a tile of tokens.
+    token out of everything. Ties go to the lower expert id. The losses (arXiv 2101.03961, arXiv 2202.08906) are those
+    of one process, and count the experts' tokens before ``cfg.rounding``, which is for training and for at least a
+    tile of tokens.
     replayed_ids (T, K): the experts, where they are given; then nothing is rounded. Nothing is checked: what
     `tilemoe.route` calls a ValueError fails here somewhere, or not at all.
 

@@ -100,12 +100,13 @@ def route(
     an error of ``plan.check()``, and an expert named twice counts twice.
 
     Losses, of a rank's N real tokens: ``aux_loss_coef * E * sum_e f_e P_e`` with f_e = pairs of e / N (they sum to K)
-    and P_e the mean probability of e; ``z_loss_coef`` * mean of ``logsumexp(logits)^2``. In training, when
-    torch.distributed is initialised and there is a loss, one all_reduce sums pairs and N over ``group``, all of whose
-    ranks must call this, as often and in the same order: f_e is that of the whole batch, and the mean of the ranks'
-    losses is the loss of the whole batch, also when they hold different numbers of tokens. None: all ranks. A rank to
-    which ``torch.distributed.new_group`` gave ``GroupMember.NON_GROUP_MEMBER``, because it is not in the group, passes
-    that, and counts for itself, as every rank does in evaluation: without a collective.
+    and P_e the mean probability of e (arXiv 2101.03961, equation 4); ``z_loss_coef`` * mean of ``logsumexp(logits)^2``
+    (arXiv 2202.08906, equation 5). In training, when torch.distributed is initialised and there is a loss, one
+    all_reduce sums pairs and N over ``group``, all of whose ranks must call this, as often and in the same order: f_e
+    is that of the whole batch, and the mean of the ranks' losses is the loss of the whole batch, also when they hold
+    different numbers of tokens. None: all ranks. A rank to which ``torch.distributed.new_group`` gave
+    ``GroupMember.NON_GROUP_MEMBER``, because it is not in the group, passes that, and counts for itself, as every rank
+    does in evaluation: without a collective.
 
     ValueError names the argument that is off. On CPU, outside torch.compile, that includes logits that are NaN, +inf
     or, for some token, all -inf, and expert_ids that are out of range or name an expert twice.
