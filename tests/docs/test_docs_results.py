@@ -1,40 +1,51 @@
-"""The README's figures are those of the newest rows of results/layer.jsonl, and its bounds hold."""
+"""The tables of the README and of docs/results.md are those of the newest rows under results/."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| ([\w.-]+) \(([\d, ]+)\) \| (.+?) \| (.+?) \| (.+?) \|$", re.M)
+README, RESULTS = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "results.md"))
+LAYER = re.compile(r"^\| ([\w.-]+) \(([\d, ]+)\) \| (.+?) \| (.+?) \| (.+?) \|$", re.M)
+STEP = re.compile(r"^\| ([\w.-]+) \((\d+)\) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.M)
 PARTS = ("forward", "backward")
 SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 
-def newest() -> dict[str, dict[str, object]]:
-    """Case to sonic-moe's newest sustained row."""
-    rows = map(json.loads, (ROOT / "results" / "layer.jsonl").read_text().splitlines())
-    return {row["case"]: row for row in rows if (row["mode"], row["contestant"]) == ("sustained", "sonic-moe")}
+def newest(name: str, **wanted: str) -> dict[str, dict[str, Any]]:
+    """Case to its newest row of results/<name>.jsonl with these values."""
+    rows = map(json.loads, (ROOT / "results" / f"{name}.jsonl").read_text().splitlines())
+    return {row["case"]: row for row in rows if wanted.items() <= row.items()}
 
 
-def test_the_table_has_every_case() -> None:
-    assert {found[0] for found in ROW.findall(README)} == newest().keys()
+LAYERS = newest("layer", mode="sustained", contestant="sonic-moe")
+STEPS = newest("hf_step", implementation="tilemoe")
 
 
-@pytest.mark.parametrize("found", ROW.findall(README), ids=lambda found: found[0])
-def test_a_row_of_the_table_is_the_newest_recorded(found: tuple[str, ...]) -> None:
-    case, shape, *told = found
-    row = newest()[case]
-    assert shape == ", ".join(str(row[size]) for size in SIZES)
-    ours = " / ".join(f"{row['baseline'][f'{part}_ms']['median']:.2f}" for part in PARTS)  # type: ignore[index]
-    pairs = [" / ".join(f"{row[f'{part}_{kind}']:.2f}" for part in PARTS) for kind in ("ratio", "peak_ratio")]
-    assert told == [ours, *pairs]
-    assert f"{row['commit']}"[:7] in README
+@pytest.mark.parametrize("page", [README, RESULTS], ids=["README", "results"])
+def test_the_layer_s_table_is_the_newest_recorded(page: str) -> None:
+    told = {case: (shape, *numbers) for case, shape, *numbers in LAYER.findall(page) if "," in shape}
+    assert told.keys() == LAYERS.keys()
+    for case, row in LAYERS.items():
+        ours = " / ".join(f"{row['baseline'][f'{part}_ms']['median']:.2f}" for part in PARTS)
+        pairs = [" / ".join(f"{row[f'{part}_{kind}']:.2f}" for part in PARTS) for kind in ("ratio", "peak_ratio")]
+        assert told[case] == (", ".join(str(row[size]) for size in SIZES), ours, *pairs), case
+        assert row["commit"][:7] in page, case
 
 
-def test_it_is_short() -> None:
+def test_the_steps_of_models_are_the_newest_recorded() -> None:
+    told = {case: numbers for case, *numbers in STEP.findall(RESULTS)}
+    assert told.keys() == STEPS.keys() - {"gpt-oss-20b"}  # two kinds of attention in a row
+    for case, found in told.items():
+        row = STEPS[case]
+        ms = 1e3 * row["batch"] * row["sequence"] / row["tokens_per_s"]
+        assert found == [str(row["layers"]), f"{ms:.1f}", f"{row['ratio']:.2f}", f"{row['memory_ratio']:.2f}"], case
+
+
+def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 130
