@@ -31,12 +31,15 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    return [Block(*found) for found in BLOCK.findall(page.read_text(encoding="utf-8"))]
+    text = page.read_text(encoding="utf-8")
+    found = [Block(*parts) for parts in BLOCK.findall(text)]
+    assert 2 * len(found) == text.count("```"), f"{page.name} has a block without a language, or one that is not closed"
+    return found
 
 
 def run(folder: Path, *command: str) -> str:
     """What a command prints in ``folder``; it must succeed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TILEMOE_CACHE": str(folder / "cache")}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
