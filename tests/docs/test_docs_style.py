@@ -22,7 +22,7 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     blocks = re.split(r"\n\s*\n|\n(?=- |\| |#)", text)
     cells = [cell for block in blocks for cell in (block.split("|") if block.startswith("|") else [block])]
-    return [part for cell in cells for part in re.split(r"(?<=[.!?:])\s+(?=[`*\w\[(])", cell.strip())]
+    return [part for cell in cells for part in re.split(r"(?<=[.!?])\s+(?=[`*\w\[(])", cell.strip())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
