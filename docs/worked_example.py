@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,65 +35,83 @@ def line(name: str, values: Tensor | list[int]) -> str:
     return f"{name:<22}" + (rows[0] if numbers.ndim == 1 else " ".join(f"[{row}]" for row in rows))
 
 
-def blocks() -> dict[str, str]:
-    """Title of a block to its text."""
+class Example(NamedTuple):
+    """The layer's inputs and do, and what the router decided."""
+
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    do: Tensor
+    logits: Tensor
+    expert_ids: Tensor
+    scores: Tensor
+    plan: tilemoe.RoutingPlan
+
+
+def example() -> Example:
     cfg = tilemoe.MoEConfig(hidden_size=2, intermediate_size=1, num_experts=4, num_experts_per_tok=2, activation="relu")
+    given = (torch.tensor(values, dtype=torch.float64) for values in (X, W1, W2, DO))
     logits = torch.tensor(WEIGHTS, dtype=torch.float64).log()
     routing = tilemoe.route(logits, cfg)
-    plan, scores = routing.plan, routing.scores.detach().round(decimals=9)  # 0.25 and 0.75 to the last bit
-    x, w1, w2, do = (torch.tensor(values, dtype=torch.float64) for values in (X, W1, W2, DO))
-    kernels, spec, s = TorchBackend(), activation_spec("relu"), scores.flatten()
+    assert routing.expert_ids is not None
+    scores = routing.scores.round(decimals=9)  # 0.25 and 0.75 to the last bit
+    return Example(*given, logits, routing.expert_ids, scores, routing.plan)
 
-    counts = plan.rows_per_expert
-    padded = (counts + TILE - 1) // TILE * TILE
-    routed = [
-        line("expert_ids", plan_ids := routing.expert_ids),
-        line("scores", scores),
+
+def routed(the: Example) -> list[str]:
+    counts = the.plan.rows_per_expert
+    return [
+        line("expert_ids", the.expert_ids),
+        line("scores", the.scores),
         line("rows_per_expert", counts),
-        line("padded to tiles of 2", padded),
-        line("row_start_of_expert", plan.row_start_of_expert),
-        line("token_of_row", plan.token_of_row),
-        line("pair_of_row", plan.pair_of_row),
+        line("padded to tiles of 2", (counts + TILE - 1) // TILE * TILE),
+        line("row_start_of_expert", the.plan.row_start_of_expert),
+        line("token_of_row", the.plan.token_of_row),
+        line("pair_of_row", the.plan.pair_of_row),
     ]
-    inputs = [line("x", x), line("w1", w1.flatten(1)), line("w2", w2.flatten(1)), line("do", do)]
-    a, h = kernels.up_proj_act(x, w1, None, plan, spec)
-    y = kernels.down_proj(a, w2, None, plan)
-    o = torch.empty_like(x)
-    kernels.combine(y, s, plan, o)
-    forward = [line("h (F1)", h.flatten()), line("a (F1)", a.flatten()), line("y (F2)", y), line("o (F3)", o)]
 
-    dh, ds, a_scaled = kernels.down_proj_dgrad_dact(do, w2, None, h, s, plan, spec)
-    dx_rows, dx = kernels.up_proj_dgrad(dh, w1, plan), torch.empty_like(x)
+
+def computed(the: Example) -> dict[str, list[str]]:
+    """Forward and backward by the torch backend's kernels, and what the plain backward computes for ds."""
+    kernels, spec, plan, s = TorchBackend(), activation_spec("relu"), the.plan, the.scores.flatten()
+    a, h = kernels.up_proj_act(the.x, the.w1, None, plan, spec)
+    y, o = kernels.down_proj(a, the.w2, None, plan), torch.empty_like(the.x)
+    kernels.combine(y, s, plan, o)
+    dh, ds, a_scaled = kernels.down_proj_dgrad_dact(the.do, the.w2, None, h, s, plan, spec)
+    dx_rows, dx = kernels.up_proj_dgrad(dh, the.w1, plan), torch.empty_like(the.x)
     kernels.combine_grad(dx_rows, plan, dx)
-    rows = plan.token_of_row.long()
-    da = torch.cat(
-        [do[rows[start:end]] @ w2[e] for e, (start, end) in enumerate(pairwise(plan.row_start_of_expert.tolist()))]
-    )
+    do_rows = the.do[plan.token_of_row.long()]
+    ranges = enumerate(pairwise(plan.row_start_of_expert.tolist()))
+    da = torch.cat([do_rows[start:end] @ the.w2[expert] for expert, (start, end) in ranges])
     backward = [
         line("da' = do w2 (B1)", da.flatten()),
         line("ds of each row (B1)", ds[plan.pair_of_row.long()]),
         line("dh (B1)", dh.flatten()),
         line("a_scaled (B1)", a_scaled.flatten()),
-        line("dw2 (B2)", kernels.down_proj_wgrad(do, a_scaled, plan).flatten(1)),
+        line("dw2 (B2)", kernels.down_proj_wgrad(the.do, a_scaled, plan).flatten(1)),
         line("dx_rows (B3)", dx_rows),
-        line("dw1 (B4)", kernels.up_proj_wgrad(x, dh, plan).flatten(1)),
+        line("dw1 (B4)", kernels.up_proj_wgrad(the.x, dh, plan).flatten(1)),
         line("dx (B5)", dx),
     ]
-    naive = [line("<do, y> of each row", (do[rows] * y).sum(dim=1))]
+    forward = [line("h (F1)", h.flatten()), line("a (F1)", a.flatten()), line("y (F2)", y), line("o (F3)", o)]
+    naive = [line("<do, y> of each row", (do_rows * y).sum(dim=1))]
+    return {"forward": forward, "backward": backward, "naive": naive}
 
-    rounded = []
+
+def rounded(the: Example) -> list[str]:
+    lines = []
     for mode in ("nearest", "up"):
         rounding = SimpleNamespace(mode=mode, tile=TILE)  # `TokenRounding` itself has no tile below 16
-        tokens = round_rows(logits.softmax(1).round(decimals=9), plan_ids, scores, rounding)
-        rounded += [f"{f'tokens of {e}, {mode}':<22}" + " ".join(map(str, mine)) for e, mine in enumerate(tokens)]
-    named = {
-        "routing": routed,
-        "inputs": inputs,
-        "forward": forward,
-        "backward": backward,
-        "naive": naive,
-        "rounding": rounded,
-    }
+        tokens = round_rows(the.logits.softmax(1).round(decimals=9), the.expert_ids, the.scores, rounding)
+        lines += [f"{f'tokens of {e}, {mode}':<22}" + " ".join(map(str, mine)) for e, mine in enumerate(tokens)]
+    return lines
+
+
+def blocks() -> dict[str, str]:
+    """Title of a block to its text."""
+    the = example()
+    inputs = [line("x", the.x), line("w1", the.w1.flatten(1)), line("w2", the.w2.flatten(1)), line("do", the.do)]
+    named = {"routing": routed(the), "inputs": inputs, **computed(the), "rounding": rounded(the)}
     return {title: "\n".join(lines) for title, lines in named.items()}
 
 
