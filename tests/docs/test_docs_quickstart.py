@@ -21,7 +21,7 @@ PAGES = ROOT / "docs" / "quickstart"
 BLOCK = re.compile(r'^```(\S+)(?: title="(\S+)")?\n(.*?)^```$', re.M | re.S)
 SCRIPTS = {"train_folder.sh", "finetune.sh", "swap_experts.py", "two_processes.py"}
 # Which are not for a test: what installs, demonstrates for minutes or tests; and what another test runs.
-NOT_RUN = ("make ", "pip install", "tilemoe plan", "tilemoe doctor")
+NOT_RUN = ("make ", "pip install", "tilemoe doctor")
 
 
 class Block(NamedTuple):
