@@ -157,10 +157,11 @@ def test_opcheck(case: str) -> None:
         x, s = arguments["x"], arguments["scores"].detach().reshape(-1).requires_grad_()
         matrices = (x, arguments["w1"], arguments["w2"], s, *adapters[:4])
         b1, b2 = arguments["b1"], arguments["b2"]
-        torch.library.opcheck(lora._forward.registered, (*matrices, b1, b2, SCALE, *tail))
+        torch.library.opcheck(lora._forward.registered, (*matrices, b1, b2, None, None, SCALE, *tail))
         detached = tuple(t.detach() for t in matrices)
-        o, h, u = lora._forward(*detached, b1, b2, SCALE, *routed)
-        torch.library.opcheck(lora._backward_op.registered, (torch.ones_like(o), *detached, b2, h, u, SCALE, *tail))
+        o, h, u = lora._forward(*detached, b1, b2, None, None, SCALE, *routed)
+        backward = (torch.ones_like(o), *detached, b2, None, None, h, u, SCALE, *tail)
+        torch.library.opcheck(lora._backward_op.registered, backward)
 
 
 def test_differentiable_once() -> None:

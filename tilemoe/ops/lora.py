@@ -7,6 +7,7 @@ Expert e computes with ``w1_e + c up_b_e up_a_e`` and ``w2_e + c down_b_e down_a
 of adapters for each expert and matrix). The low-rank products are GEMMs of their own, over the same rows and by the
 same kernels: ``u = x up_a^T`` and ``v = do down_b`` gather inside their loads as F1 and B1 do. Saved: x, h (R_max, w),
 u (R_max, r), the scores and the plan: what `tilemoe.moe` saves, and u. Of the weights only the adapters get gradients.
+w1 and w2 may be in NF4, 4 bits a value: kernels decode what they are about to multiply, and no whole weight is made.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.checks import require_type
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype, empty_weight_grad, is_column_major
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices, shape_of
+from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight, why_not_nf4
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
 from tilemoe.kernels.experts.torch.backend import rows_to_pairs
 from tilemoe.kernels.experts.torch.grouped import expert_of_row
 from tilemoe.ops.experts import routed_operator, without_derived
 from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, check_plan, check_tensors
-from tilemoe.plan import RoutingPlan, plan_of
+from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of
 from tilemoe.runtime.tensors import require_tensors
 
 _LINEAR = ActivationSpec("relu")  # for kernels of which only the product before the activation is used
@@ -47,8 +49,8 @@ class Adapters(NamedTuple):
 
 def moe_lora(
     x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
+    w1: Weight,
+    w2: Weight,
     plan: RoutingPlan,
     scores: Tensor,
     adapters: Adapters,
@@ -62,29 +64,63 @@ def moe_lora(
 ) -> Tensor:
     """`tilemoe.moe` with ``w1 + scale up_b up_a`` and ``w2 + scale down_b down_a`` for weights: (T, d) in x's dtype.
 
-    Differentiable once in x, the scores and the adapters; w1, w2, b1 and b2 must be frozen.
+    Differentiable once in x, the scores and the adapters; w1, w2, b1 and b2 must be frozen. w1 and w2 may both be
+    `tilemoe.kernels.experts.nf4.Nf4Weight`, computed in x's dtype.
 
     Raises:
-        ValueError: an adapter's shape, dtype or device does not go with the weights, or a frozen tensor is not.
+        ValueError: an adapter's shape, dtype or device does not go with the weights, or a frozen tensor is not; or
+            ``kernels`` read no NF4.
     """
     check_options(gate_up, recompute=None)
     require_type("adapters", adapters, Adapters)
     named = dict(zip(Adapters._fields[:4], adapters[:4], strict=True))
-    require_tensors({"x": x, "w1": w1, "w2": w2, "scores": scores, **named}, {"b1": b1, "b2": b2})
+    (data1, absmax1), (data2, absmax2) = _parts(w1), _parts(w2)
+    given = {"x": x, "w1": data1, "w2": data2, "scores": scores, **named}
+    require_tensors(given, {"b1": b1, "b2": b2, "w1.absmax": absmax1, "w2.absmax": absmax2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
-    _check_frozen({"w1": w1, "w2": w2, "b1": b1, "b2": b2})
-    x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
-    check_tensors(x, w1, w2, b1, b2, spec.width_factor)
-    check_plan(x, w1, plan, scores)
-    _check(x, w2, adapters, spec)
+    _check_frozen({"w1": data1, "w2": data2, "b1": b1, "b2": b2, "w1.absmax": absmax1, "w2.absmax": absmax2})
+    x, data1, data2, b1, b2 = cast_under_autocast(x, data1, data2, b1, b2)
+    like1, like2 = _like(data1, absmax1, x.dtype), _like(data2, absmax2, x.dtype)
+    check_tensors(x, like1, like2, b1, b2, spec.width_factor)
+    check_plan(x, like1, plan, scores)
+    _check(x, like2, adapters, spec)
     low_rank = [adapter.to(x.dtype) for adapter in adapters[:4]]
-    backend = backend_for(kernels, w2, (*w2.shape[1:], adapters.up_a.shape[1]))
+    backend = backend_for(kernels, like2, (*like2.shape[1:], adapters.up_a.shape[1]))
+    if absmax1 is not None or absmax2 is not None:
+        _check_nf4(backend, *like2.shape[1:])
     s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
-    o: Tensor = _forward(x, w1, w2, s, *low_rank, b1, b2, adapters.scale, plan, spec, backend)[0]
+    tensors = (x, data1, data2, s, *low_rank, b1, b2, absmax1, absmax2)
+    o: Tensor = _forward(*tensors, adapters.scale, plan, spec, backend)[0]
     return o
 
 
+def _parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    """As operators take a weight: itself, or the codes and the scales of one in NF4."""
+    return (weight.codes, weight.absmax) if isinstance(weight, Nf4Weight) else (weight, None)
+
+
+def _whole(data: Tensor, absmax: Tensor | None) -> Weight:
+    """The weight of `_parts`."""
+    return data if absmax is None else Nf4Weight(data, absmax)
+
+
+def _like(data: Tensor, absmax: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """For checks: a weight of `_parts`, or what has the shape of one in NF4, whose dtype is any, and no values."""
+    if absmax is None:
+        return data
+    return data.new_empty((), dtype=dtype).expand(Nf4Weight(data, absmax).shape)
+
+
+def _check_nf4(backend: Backend, d: int, n: int) -> None:
+    why = why_not_nf4(d, n)
+    if why is not None:
+        raise ValueError(why)
+    if not backend.reads_nf4:
+        raise ValueError(f"kernels={backend.name!r} read no weights in NF4; leave kernels out, or pass 'torch'")
+
+
 def _check_frozen(weights: dict[str, Tensor | None]) -> None:
+    """ValueError that names a weight, or the scales of one in NF4, that wants a gradient."""
     for name, weight in weights.items():
         if weight is not None and weight.requires_grad:
             raise ValueError(f"{name} must be frozen under adapters: {name}.requires_grad_(False)")
@@ -108,53 +144,58 @@ def _check(x: Tensor, w2: Tensor, adapters: Adapters, spec: ActivationSpec) -> N
             raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {adapter.dtype}")
 
 
-def _gathered(backend: Backend, x: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
+def _gathered(backend: Backend, x: Tensor, weight: Weight, plan: RoutingPlan) -> Tensor:
     """``x weight_e^T`` for each row of expert e (R_max, q), x (T, p) gathered by token inside; weight (E, q, p)."""
-    return backend.up_proj_act(x, weight, None, plan, _LINEAR)[1]
+    return backend.up_proj(x, weight, None, plan, _LINEAR)
 
 
 def _run(
     x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor, down_b: Tensor,
-    b1: Tensor | None, b2: Tensor | None, scale: float, plan: RoutingPlan, spec: ActivationSpec, backend: Backend,
+    b1: Tensor | None, b2: Tensor | None, absmax1: Tensor | None, absmax2: Tensor | None, scale: float,
+    plan: RoutingPlan, spec: ActivationSpec, backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(o (T, d), h (R_max, w), u (R_max, r))."""
     plan = without_derived(plan)
+    frozen1, frozen2 = _whole(w1, absmax1), _whole(w2, absmax2)
+    d, n = frozen2.shape[1:]
     u = _gathered(backend, x, up_a, plan)
-    h = backend.up_proj_act(x, w1, b1, plan, spec)[1]
+    h = backend.up_proj(x, frozen1, b1, plan, spec)
     h.add_(backend.down_proj(u, up_b, None, plan), alpha=scale)
-    a = h.new_empty(h.shape[0], w2.shape[2])
+    a = h.new_empty(h.shape[0], n)
     for block in row_blocks(h):
         a[block] = activation_value(h[block], spec)
     p = backend.down_proj(a, down_a, None, plan)
-    o = x.new_empty(x.shape[0], w2.shape[1])
-    for columns in forward_slices(shape_of(w2, w2.shape[1], w2.shape[2], plan, spec)):
-        y = backend.down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)
+    o = x.new_empty(x.shape)
+    for columns in forward_slices(shape_of(x, d, n, plan, spec)):
+        y = backend.down_proj(a, frozen2[:, columns], None if b2 is None else b2[:, columns], plan)
         y.add_(backend.down_proj(p, down_b[:, columns], None, plan), alpha=scale)
         backend.combine(y, s, plan, o[:, columns])
         del y
     return o, h, u
 
 
-def _fake(x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(
+    x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     *_, plan, _, _ = rest
-    capacity = plan.capacity
-    return (
-        x.new_empty(x.shape[0], w2.shape[1]),
-        x.new_empty(capacity, w1.shape[1]),
-        x.new_empty(capacity, up_a.shape[1]),
-    )
+    (_, width, rank), capacity = up_b.shape, plan.capacity
+    return x.new_empty(x.shape), x.new_empty(capacity, width), x.new_empty(capacity, rank)
 
 
 def _run_grad(
     do: Tensor, x: Tensor, w1: Tensor, w2: Tensor, s: Tensor, up_a: Tensor, up_b: Tensor, down_a: Tensor,
-    down_b: Tensor, b2: Tensor | None, h: Tensor, u: Tensor, scale: float, plan: RoutingPlan, spec: ActivationSpec,
-    backend: Backend,
+    down_b: Tensor, b2: Tensor | None, absmax1: Tensor | None, absmax2: Tensor | None, h: Tensor, u: Tensor,
+    scale: float, plan: RoutingPlan, spec: ActivationSpec, backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, ds, dup_a, dup_b, ddown_a, ddown_b)."""
     plan = without_derived(plan)
+    frozen1, frozen2 = _whole(w1, absmax1), _whole(w2, absmax2)
+    d, n = frozen2.shape[1:]
     rows = _plan_of_rows(plan)
     v = _gathered(backend, do, down_b.transpose(1, 2), plan).mul_(scale)
-    da = _gathered(backend, do, w2.transpose(1, 2), plan).add_(backend.down_proj(v, down_a.transpose(1, 2), None, plan))
+    da = _gathered(backend, do, frozen2.transpose(1, 2), plan).add_(
+        backend.down_proj(v, down_a.transpose(1, 2), None, plan)
+    )
     s_row = s.index_select(0, plan.pair_of_row)
     a, dh, ds_row = _activation_grads(h, da, s_row, spec)
     s_row = s_row.unsqueeze(1)
@@ -167,8 +208,8 @@ def _run_grad(
     dup_a = backend.up_proj_wgrad(x, du, plan, is_column_major(up_a))
     del a, p
     dx = x.new_empty(x.shape)
-    for columns in backward_slices(shape_of(w2, w2.shape[1], w2.shape[2], plan, spec)):
-        dx_rows = backend.up_proj_dgrad(dh, w1[:, :, columns], plan)
+    for columns in backward_slices(shape_of(x, d, n, plan, spec)):
+        dx_rows = backend.up_proj_dgrad(dh, frozen1[:, :, columns], plan)
         dx_rows.add_(backend.up_proj_dgrad(du, up_a[:, :, columns], plan))
         backend.combine_grad(dx_rows, plan, dx[:, columns])
         del dx_rows
@@ -210,11 +251,15 @@ def _fake_grad(
 
 _ADAPTED = "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor up_a, Tensor up_b, Tensor down_a, Tensor down_b"
 _forward = routed_operator(
-    "moe_lora", f"{_ADAPTED}, Tensor? b1, Tensor? b2, float scale", "(Tensor, Tensor, Tensor)", _run, _fake
+    "moe_lora",
+    f"{_ADAPTED}, Tensor? b1, Tensor? b2, Tensor? absmax1, Tensor? absmax2, float scale",
+    "(Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
 )
 _backward_op = routed_operator(
     "moe_lora_grad",
-    f"Tensor do, {_ADAPTED}, Tensor? b2, Tensor h, Tensor u, float scale",
+    f"Tensor do, {_ADAPTED}, Tensor? b2, Tensor? absmax1, Tensor? absmax2, Tensor h, Tensor u, float scale",
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_grad,
     _fake_grad,
@@ -222,21 +267,20 @@ _backward_op = routed_operator(
 
 
 def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, _, b2, ctx.scale, plan, ctx.spec, ctx.backend = args
+    *tensors, _, b2, absmax1, absmax2, ctx.scale, plan, ctx.spec, ctx.backend = args
     _, h, u = output
     ctx.mark_non_differentiable(h, u)
     ctx.set_materialize_grads(False)
     ctx.num_tokens = plan.num_tokens
-    ctx.save_for_backward(*tensors, b2, h, u, *plan.arrays)
+    ctx.save_for_backward(*tensors, b2, absmax1, absmax2, h, u, *plan.arrays)
 
 
 def _backward(ctx: Any, do: Tensor | None, _dh: None, _du: None) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 8
-    x, w1, w2, s, up_a, up_b, down_a, down_b, b2, h, u, *arrays = ctx.saved_tensors
-    routed = (plan_of(tuple(arrays), ctx.num_tokens), ctx.spec, ctx.backend)
-    given = (do.contiguous(), x, w1, w2, s, up_a, up_b, down_a, down_b, b2, h, u, ctx.scale)
-    dx, ds, *adapters = _backward_op(*given, *routed)
+    given, arrays = ctx.saved_tensors[: -len(PLAN_ARRAYS)], ctx.saved_tensors[-len(PLAN_ARRAYS) :]
+    routed = (plan_of(arrays, ctx.num_tokens), ctx.spec, ctx.backend)
+    dx, ds, *adapters = _backward_op(do.contiguous(), *given, ctx.scale, *routed)
     return (dx, None, None, ds, *adapters)
 
 

@@ -94,6 +94,8 @@ class Backend(ABC):
 
     name: ClassVar[str]  # that it is registered by
     precision: ClassVar[str] = "bf16"  # of `tilemoe.config.PRECISIONS`: what its GEMMs read
+    # Whether `up_proj`, `down_proj` and `up_proj_dgrad` take an `Nf4Weight`; asked of precision "bf16" alone.
+    reads_nf4: ClassVar[bool] = False
     # Whether a token's o and dx have the same bits whatever the other tokens of its batch are (docs/replay.md).
     batch_invariance: ClassVar[str] = "not tested"
 
@@ -122,6 +124,10 @@ class Backend(ABC):
     ) -> Given:
         """F1 where nothing will be differentiated: a (R_max, n) alone, h need not reach memory."""
         return self.up_proj_act(x, w1, b1, plan, spec)[0]
+
+    def up_proj(self, x: Tensor, w1: Given, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+        """F1's product alone: h (R_max, w)."""
+        return self.up_proj_act(x, w1, b1, plan, spec)[1]
 
     @abstractmethod
     def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:

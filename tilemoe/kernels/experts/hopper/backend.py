@@ -18,6 +18,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Given
 from tilemoe.kernels.experts.hopper import configs, host, serves
 from tilemoe.kernels.experts.hopper.configs import TILES, is_faster
+from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, has_aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
 from tilemoe.kernels.experts.triton.descriptors import can_describe, can_describe_rows
@@ -52,7 +53,9 @@ class HopperBackend(TritonBackend):
         launch.run()
         return a, h
 
-    def _rows(self, kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def _rows(self, kernel: Kernel, rows: Tensor, weight: Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+        if isinstance(weight, Nf4Weight):
+            return super()._rows(kernel, rows, weight, bias, plan)
         device = _device(kernel, rows, plan, *weight.shape[1:])
         if device is None or not (can_describe_rows(device, rows) and _describable_weight(weight, device)):
             return super()._rows(kernel, rows, weight, bias, plan)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
+from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
 from tilemoe.kernels.experts.torch.grouped import expert_of_row, outer_per_expert, rows_times_experts
 from tilemoe.plan import RoutingPlan
@@ -20,6 +21,7 @@ from tilemoe.plan import RoutingPlan
 
 class TorchBackend(Backend):
     name = "torch"
+    reads_nf4 = True
     batch_invariance = "no, PyTorch's matrix products add in an order that depends on the number of rows"
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
@@ -34,7 +36,12 @@ class TorchBackend(Backend):
             a[block] = activation_value(h[block], spec)
         return a, h
 
-    def down_proj(self, a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def up_proj(self, x: Tensor, w1: Weight, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+        if not isinstance(w1, Nf4Weight):
+            return super().up_proj(x, w1, b1, plan, spec)
+        return rows_times_experts(x, w1.transpose(1, 2), b1, plan, index=plan.token_of_row)
+
+    def down_proj(self, a: Tensor, w2: Weight, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return rows_times_experts(a, w2.transpose(1, 2), b2, plan)
 
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
@@ -66,7 +73,7 @@ class TorchBackend(Backend):
             return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row).transpose(1, 2)
         return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row)
 
-    def up_proj_dgrad(self, dh: Tensor, w1: Tensor, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: Tensor, w1: Weight, plan: RoutingPlan) -> Tensor:
         return rows_times_experts(dh, w1, None, plan)
 
     def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:

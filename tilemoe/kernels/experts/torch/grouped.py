@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.plan import RoutingPlan, experts_of_rows
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,15 +25,15 @@ _ALIGNMENT = 16  # bytes: what grouped_mm asks of the leading stride and of the 
 
 
 def rows_times_experts(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan, index: Tensor | None = None
+    rows: Tensor, weight: Weight, bias: Tensor | None, plan: RoutingPlan, index: Tensor | None = None
 ) -> Tensor:
     """``rows_r @ weight_e (+ bias_e)`` for each row r of expert e: (R_max, q).
 
     rows (R_max, p) expert-major, or with index (R_max) any rows of which row r is ``rows[index[r]]``; weight (E, p, q)
-    of any strides, bias (E, q). Rows past R are left unspecified.
+    of any strides, or in NF4, bias (E, q). Rows past R are left unspecified.
     """
     compiles_each_shape = _compiles_each_shape(rows)
-    if not compiles_each_shape and _is_groupable(rows) and _is_groupable(weight):
+    if not isinstance(weight, Nf4Weight) and not compiles_each_shape and _is_groupable(rows) and _is_groupable(weight):
         # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
         gathered = rows if index is None else rows.index_select(0, index)
         out = F.grouped_mm(gathered, weight, offs=plan.row_start_of_expert[1:]).contiguous()
@@ -43,10 +44,11 @@ def rows_times_experts(
             # The rows computed too many are the next experts', which overwrite them, or lie past R.
             span = _widened(span, plan)
         rows_e = rows[span] if index is None else rows.index_select(0, index[span])
+        matrix = weight.expert(expert, rows.dtype) if isinstance(weight, Nf4Weight) else weight[expert]
         if bias is None:
-            torch.mm(rows_e, weight[expert], out=out[span])
+            torch.mm(rows_e, matrix, out=out[span])
         else:
-            torch.addmm(bias[expert], rows_e, weight[expert], out=out[span])
+            torch.addmm(bias[expert], rows_e, matrix, out=out[span])
     return out
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend, Given, empty_weight_grad
+from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.kernels.experts.triton import bias_grad, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
@@ -25,6 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 class TritonBackend(Backend):
     name = "triton"
+    reads_nf4 = True
     batch_invariance = "yes, in Triton's interpreter and on an H200"
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
@@ -45,6 +47,11 @@ class TritonBackend(Backend):
         launch, a = small_m_kernels.up_proj_act_launch(aligned_rows(x), w1, b1, plan, spec, block_m, device)
         launch.run()
         return a
+
+    def up_proj(self, x: Tensor, w1: Weight, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+        if not isinstance(w1, Nf4Weight):
+            return super().up_proj(x, w1, b1, plan, spec)
+        return _times_nf4(aligned_rows(x), plan.token_of_row, w1.transpose(1, 2), b1, plan)
 
     def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)
@@ -114,8 +121,10 @@ class TritonBackend(Backend):
         launch.run()
         return a, h
 
-    def _rows(self, kernel: Kernel, rows: Tensor, weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def _rows(self, kernel: Kernel, rows: Tensor, weight: Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2 and B3: rows (R_max, in) times weight (E, in, out), plus bias (E, out)."""
+        if isinstance(weight, Nf4Weight):
+            return _times_nf4(rows.contiguous(), None, weight, bias, plan)
         device = _check(rows, *weight.shape[1:])
         if plan.capacity == 0:
             return rows.new_empty(0, weight.shape[2])
@@ -131,6 +140,17 @@ class TritonBackend(Backend):
             out.zero_()
         else:
             host.wgrad_launch(kernel, aligned_rows(by_token), by_row.contiguous(), out, plan, device).run()
+
+
+def _times_nf4(rows: Tensor, index: Tensor | None, weight: Nf4Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+    """Rows (R_max, in), or those that ``index`` (R_max) names, times weight (E, in, out), plus bias (E, out)."""
+    device = _check(rows, *weight.shape[1:])
+    if plan.capacity == 0:
+        return rows.new_empty(0, weight.shape[2])
+    tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
+    launch, out = host.nf4_launch(rows, index, weight, bias, plan, tiles, device)
+    launch.run()
+    return out
 
 
 def score_grad(

@@ -90,6 +90,11 @@ _TINY = TileConfig(64, 128, 32, 4, 3, slices=2)  # 64 KB
 _FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
 _INTERPRETED = TileConfig(16, 32, 16, 4, 1, slices=2)
 
+# Of a row GEMM with a weight in NF4. A stage holds rows and codes; what is decoded has one buffer.
+_NF4 = TileConfig(128, 128, 64, 8, 3, slices=2)
+_NF4_FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
+_NF4_INTERPRETED = TileConfig(16, 128, 32, 4, 1, slices=2)
+
 _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
 
 # Mean rows of an expert up to which a row GEMM is bound by reading the weights, and up to which most experts' rows fit
@@ -162,6 +167,26 @@ def _fit(
 def tile_rows(itemsize: int, device: Device) -> int:
     """block_m of all row GEMMs, which share one tile list."""
     return _base_tile("down_proj", itemsize, device).block_m
+
+
+def choose_nf4_tile(itemsize: int, device: Device) -> TileConfig:
+    """Of a row GEMM with a weight in NF4: its rows are those of `tile_rows`."""
+    if device.interpreted:
+        return _NF4_INTERPRETED
+    tile = _NF4_FP32 if itemsize == 4 else _NF4
+    tile = replace(tile, block_m=tile_rows(itemsize, device))
+    budget = device.shared_bytes - _BARRIER_BYTES - tile.block_n * tile.block_k * itemsize
+    stage = (
+        tile.block_m * tile.block_k * itemsize + tile.block_n * tile.block_k // 2 + 4 * (tile.block_n + tile.block_k)
+    )
+    return replace(tile, num_stages=max(1, min(tile.num_stages, budget // stage)))
+
+
+def nf4_registers(itemsize: int, device: Device) -> int | None:
+    """The most that a thread of that GEMM may have, for two CTAs to share a multiprocessor: one decodes while the other
+    multiplies. None, and one CTA, where the matrix unit keeps its operands in registers.
+    """
+    return 128 if itemsize == 2 and 90 <= device.capability < 120 else None
 
 
 def shared_bytes(kernel: Kernel, tile: TileConfig, itemsize: int, gate_up: str | None = None) -> int:

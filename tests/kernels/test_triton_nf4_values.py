@@ -1,0 +1,93 @@
+"""Triton's products with weights in NF4, in its interpreter and on a GPU, against their decoded values in fp64.
+
+T tokens · d hidden_size · n intermediate_size · E experts
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from triton_checks import DEVICE, DTYPES, INTERPRETED
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.nf4 import Nf4Weight, quantize_nf4
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.experts.triton.backend import TritonBackend
+from tilemoe.plan import RoutingPlan
+from tilemoe.testing import hostile_routings, relative_error
+
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+D, N = 192, 64  # not whole column tiles
+ROUTINGS = [routing.name for routing in hostile_routings(tile=16)]
+SPEC = activation_spec("swiglu", "concatenated", None, None)
+# RMS-relative; each sum has at most 192 terms.
+LIMITS = {torch.float32: 1e-6 if INTERPRETED else 4e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def frozen(*shape: int, turned: bool) -> Nf4Weight:
+    """(E, p, q) with blocks along q, or along p."""
+    experts, p, q = shape
+    weight = normal(experts, q, p, dtype=torch.float32) if turned else normal(*shape, dtype=torch.float32)
+    found = quantize_nf4(weight)
+    return found.transpose(1, 2) if turned else found
+
+
+def decoded(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
+    """As a kernel for ``dtype`` multiplies it, in fp64."""
+    return torch.stack([weight.expert(index, dtype).double() for index in range(weight.shape[0])])
+
+
+def products(
+    kernels: Backend, weights: tuple[Nf4Weight, Nf4Weight] | tuple[Tensor, Tensor], rows: dict[str, Tensor],
+    biases: tuple[Tensor | None, Tensor | None], plan: RoutingPlan,
+) -> dict[str, Tensor]:  # fmt: skip
+    """F1, F2, B1 and B3 alone, F2 and B3 of a part of d too; rows that are in use."""
+    (w1, w2), (b1, b2), part = weights, biases, slice(64, D)
+    found = {
+        "h": kernels.up_proj(rows["x"], w1, b1, plan, SPEC),
+        "y": kernels.down_proj(rows["a"], w2, b2, plan),
+        "part of y": kernels.down_proj(rows["a"], w2[:, part], None if b2 is None else b2[:, part], plan),
+        "da": kernels.up_proj(rows["x"], w2.transpose(1, 2), None, plan, SPEC),
+        "dx": kernels.up_proj_dgrad(rows["dh"], w1, plan),
+        "part of dx": kernels.up_proj_dgrad(rows["dh"], w1[:, :, part], plan),
+    }
+    in_use = int(plan.row_start_of_expert[-1])
+    return {name: each[:in_use] for name, each in found.items()}
+
+
+def assert_agree(plan: RoutingPlan, dtype: torch.dtype, turned: bool, bias: bool) -> None:
+    experts, capacity = plan.num_experts, plan.capacity
+    weights = frozen(experts, 2 * N, D, turned=turned), frozen(experts, D, N, turned=turned)
+    sizes = {"x": (plan.num_tokens, D), "a": (capacity, N), "dh": (capacity, 2 * N)}
+    rows = {name: normal(*shape, dtype=dtype) for name, shape in sizes.items()}
+    biases = (normal(experts, 2 * N, dtype=dtype), normal(experts, D, dtype=dtype)) if bias else (None, None)
+    found = products(TritonBackend(), weights, rows, biases, plan)
+    exact_weights = decoded(weights[0], dtype), decoded(weights[1], dtype)
+    exact_biases = tuple(None if each is None else each.double() for each in biases)
+    wide = {name: each.double() for name, each in rows.items()}
+    for name, exact in products(TorchBackend(), exact_weights, wide, exact_biases, plan).items():  # type: ignore[arg-type]
+        assert found[name].dtype == dtype, name
+        assert found[name].shape == exact.shape, name
+        if exact.numel():
+            assert relative_error(found[name], exact) < LIMITS[dtype], name
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_hostile_routings(routing: str) -> None:
+    number = ROUTINGS.index(routing)
+    torch.manual_seed(number)
+    plan = next(each.plan for each in hostile_routings(tile=16, device=DEVICE) if each.name == routing)
+    assert_agree(plan, DTYPES[number % len(DTYPES)], turned=bool(number // 2 % 2), bias=bool(number // 4 % 2))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_layout(dtype: torch.dtype, turned: bool) -> None:
+    torch.manual_seed(0)
+    plan = next(each.plan for each in hostile_routings(tile=16, device=DEVICE) if each.name == "random")
+    assert_agree(plan, dtype, turned, bias=turned)

@@ -1,0 +1,144 @@
+"""The row GEMMs with a frozen weight in NF4: each tile of it is decoded in registers, just before it is multiplied.
+
+E experts · R_max row capacity · BM, BN, BK tile · all widths are multiples of 64, and BK divides 64
+
+Four bytes of codes are read as one int32 word, which holds 8 neighbours of a row. They lie along the contraction in F1
+and F2, along the output in B1 and B3: there the tile is decoded as it is stored, too, and is the turned operand.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilemoe.kernels.experts.nf4 import BLOCK, CODES
+from tilemoe.kernels.experts.triton.operands import (
+    column_slices,
+    line_pointers,
+    load_bias,
+    multiply_add,
+    store_rows,
+)
+
+WORD = 8  # codes of an int32
+_WORD = tl.constexpr(WORD)
+_BLOCK = tl.constexpr(BLOCK)
+_CODES = tl.constexpr(CODES)
+
+
+@triton.jit
+def code_table():
+    """(16) fp32."""
+    index = tl.arange(0, 16)
+    table = tl.zeros((16,), tl.float32)
+    for code in tl.static_range(16):
+        table = tl.where(index == code, _CODES[code], table)
+    return table
+
+
+@triton.jit
+def decode(words, table, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS) fp32 code values of int32 words (ROWS, COLUMNS / 8).
+
+    The first of a byte's two is its high half. Shifts by constants, and a look-up that reads shared memory.
+    """
+    first = tl.join(tl.join(words >> 4, words >> 20), tl.join(words >> 12, words >> 28))
+    second = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
+    codes = tl.join(first, second) & 15
+    return tl.gather(table, codes.reshape(ROWS * COLUMNS), 0).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def scaled(values, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr):
+    """(ROWS, COLUMNS) values times scale (ROWS, COLUMNS / SHARED), one for each SHARED neighbours."""
+    groups = values.reshape(ROWS, COLUMNS // SHARED, SHARED) * scale[:, :, None]
+    return groups.reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def gemm_nf4_kernel(
+    rows,
+    index,
+    codes,
+    absmax,
+    bias,
+    out,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    width_in,
+    width_out,
+    stride_rows,
+    stride_ce,
+    stride_cline,
+    stride_se,
+    stride_sline,
+    stride_be,
+    stride_bout,
+    GATHER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCKED_IN: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT_ACCUM: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``out_r = rows_r weight_e (+ bias_e)``: F2 and B3 by row, F1's and B1's product by rows[index[r]] with GATHER.
+
+    Codes (E, lines, words) and absmax (E, lines, blocks), both contiguous along their last dimension: a line is a
+    column of the output with BLOCKED_IN, whose blocks run along the contraction, else a step of the contraction.
+    """
+    # The compiler is told what they are multiples of, whence 16-byte loads.
+    width_in, width_out, stride_rows = width_in // _BLOCK * _BLOCK, width_out // _BLOCK * _BLOCK, stride_rows // 8 * 8
+    stride_ce, stride_cline = stride_ce // 8 * 8, stride_cline // 8 * 8
+    SHARED: tl.constexpr = _BLOCK if BLOCK_N > _BLOCK else BLOCK_N  # neighbours of a tile's line with one scale
+    table = code_table()
+    column_tiles = tl.cdiv(width_out, BLOCK_N)
+    total = tl.load(num_tiles) * column_tiles
+    for number in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        tile = number // column_tiles
+        col = (number % column_tiles) * BLOCK_N
+        expert = tl.load(expert_of_tile + tile).to(tl.int64)
+        row = tl.load(row_of_tile + tile)
+        end = tl.load(end_of_tile + tile)
+        # Clamped: rows past the expert's end repeat its last one, and are not stored.
+        line = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1)
+        if GATHER:
+            line = tl.load(index + line)
+        left_pointers = line_pointers(rows, line, stride_rows, tl.arange(0, BLOCK_K), INT64_OFFSETS)
+        code_base, scale_base = codes + expert * stride_ce, absmax + expert * stride_se
+        if BLOCKED_IN:
+            column = tl.minimum(col + tl.arange(0, BLOCK_N), width_out - 1)
+            words = tl.arange(0, BLOCK_K // _WORD)
+            code_pointers = code_base + column[:, None] * stride_cline + words[None, :]
+            scale_pointers = scale_base + column[:, None] * stride_sline
+        else:
+            step = tl.arange(0, BLOCK_K)
+            words = col // _WORD + tl.arange(0, BLOCK_N // _WORD)
+            scales = col // _BLOCK + tl.arange(0, BLOCK_N // SHARED)
+            code_pointers = code_base + step[:, None] * stride_cline + words[None, :]
+            scale_pointers = scale_base + step[:, None] * stride_sline + scales[None, :]
+            of_words, of_scales = (words * _WORD < width_out)[None, :], (scales * _BLOCK < width_out)[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, width_in, BLOCK_K):
+            left = tl.load(left_pointers + k)
+            if BLOCKED_IN:
+                values = decode(tl.load(code_pointers + k // _WORD), table, BLOCK_N, BLOCK_K)
+                right = (values * tl.load(scale_pointers + k // _BLOCK)).to(left.dtype).T
+            else:
+                tile_words = tl.load(code_pointers + tl.cast(k, tl.int64) * stride_cline, mask=of_words, other=0)
+                scale = tl.load(scale_pointers + tl.cast(k, tl.int64) * stride_sline, mask=of_scales, other=0.0)
+                values = decode(tile_words, table, BLOCK_K, BLOCK_N)
+                right = scaled(values, scale, BLOCK_K, BLOCK_N, SHARED).to(left.dtype)
+            acc = multiply_add(left, right, acc, PRECISION, SPLIT_ACCUM)
+        if HAS_BIAS:
+            acc += load_bias(bias, expert, col, width_out, stride_be, stride_bout, BLOCK_N)[None, :]
+        width: tl.constexpr = BLOCK_N // SLICES
+        slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
+        for i in tl.static_range(SLICES):
+            store_rows(out, slices[i], end, row, col + i * width, width_out, False, BLOCK_M, width)
