@@ -5,15 +5,17 @@ T tokens · d hidden_size · n intermediate_size · E experts · r rank · w = 2
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tilemoe.checks import require_finite, require_int, require_type, shown
+from tilemoe.checks import require_choice, require_finite, require_int, require_type, shown
 from tilemoe.dispatch.base import LocalDispatcher
 from tilemoe.kernels.experts.base import FLOAT_DTYPES
+from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight, quantize_nf4, why_not_nf4
 from tilemoe.layers.attention import Attention
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.lora_linear import LoRALinear, add_product, reset_pair
@@ -24,6 +26,7 @@ from tilemoe.runtime.tensors import require_factory
 
 EXPERTS, ATTENTION = "experts", "attention"  # what can have adapters
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_WEIGHTS = ("w1", "w2")
 _ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
 
 
@@ -77,7 +80,7 @@ class LoRAExperts(Experts):
         if self.is_merged:
             return super().forward(x, plan, scores)
         local = self.dispatcher.local_weight  # before the tokens leave, as in `Experts`
-        w1, w2 = local(self.w1), local(self.w2)
+        w1, w2 = self._frozen(local)
         low_rank = local(self.up_a), local(self.up_b), local(self.down_a), local(self.down_b)
         b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
         here = self.dispatcher.dispatch(x, plan, scores)
@@ -97,6 +100,10 @@ class LoRAExperts(Experts):
             kernels=self.kernels,
         )
         return self.dispatcher.combine(o, here)
+
+    def _frozen(self, local: Callable[[Tensor], Tensor]) -> tuple[Weight, Weight]:
+        """w1 and w2, of parameters that are ``local``."""
+        return local(self.w1), local(self.w2)
 
     def merge(self) -> None:
         """Add the adapters to the base's weights, in place, one expert at a time; then the forward is `Experts`'.
@@ -134,6 +141,100 @@ class LoRAExperts(Experts):
         return f"{super().extra_repr()}, rank {self.rank}, scale {self.scale:g}"
 
 
+class Nf4LoRAExperts(LoRAExperts):
+    """`LoRAExperts` whose w1 and w2 are kept in NF4, 4.5 bits a value (`tilemoe.kernels.experts.nf4`).
+
+    w1_codes (E, w, d / 2), w2_codes (E, d, n / 2) uint8 · w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64) fp32,
+    which ``to(dtype)`` leaves in fp32. w1 and w2 are None unless the adapters are merged: then they are dense, of the
+    base's dtype.
+
+    ValueError: as `LoRAExperts`, or a width is no multiple of 64, or the base is in fp64.
+    """
+
+    w1_codes: nn.Parameter
+    w1_absmax: nn.Parameter
+    w2_codes: nn.Parameter
+    w2_absmax: nn.Parameter
+
+    def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
+        require_type("base", base, Experts)
+        _check_nf4(base)
+        super().__init__(base, rank, alpha, dtype=dtype)
+        self.merged_dtype = base.w1.dtype
+        for name in _WEIGHTS:
+            quantized = quantize_nf4(getattr(base, name))
+            setattr(self, f"{name}_codes", nn.Parameter(quantized.codes, requires_grad=False))
+            setattr(self, f"{name}_absmax", nn.Parameter(quantized.absmax, requires_grad=False))
+            setattr(self, name, None)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        if not hasattr(self, "w2_absmax"):  # while `Experts` is being made
+            return
+        plain = Experts(self.cfg, device="meta", dtype=self.merged_dtype).to_empty(device=self.w1_codes.device)
+        plain.reset_parameters(generator)
+        for name in _WEIGHTS:
+            quantized = quantize_nf4(getattr(plain, name))
+            getattr(self, f"{name}_codes").copy_(quantized.codes)
+            getattr(self, f"{name}_absmax").copy_(quantized.absmax)
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        self.reset_adapters(generator)
+
+    def _frozen(self, local: Callable[[Tensor], Tensor]) -> tuple[Nf4Weight, Nf4Weight]:
+        return (
+            Nf4Weight(local(self.w1_codes), local(self.w1_absmax)),
+            Nf4Weight(local(self.w2_codes), local(self.w2_absmax)),
+        )
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Make w1 and w2 with the adapters in them, each an expert at a time, summed in fp32 and rounded once."""
+        if self.is_merged:
+            return
+        _require_whole(self)
+        pairs = ((self.up_b, self.up_a), (self.down_b, self.down_a))
+        for name, frozen, (b, a) in zip(_WEIGHTS, self._frozen(lambda t: t), pairs, strict=True):
+            dense = b.new_empty(frozen.shape, dtype=self.merged_dtype)
+            for expert in range(frozen.shape[0]):
+                matrix = frozen.expert(expert, torch.float32)
+                add_product(matrix, b[expert], a[expert], self.scale)
+                dense[expert] = matrix
+            setattr(self, name, nn.Parameter(dense, requires_grad=False))
+        self.is_merged = True
+
+    def unmerge(self) -> None:
+        """Undo `merge`: the codes have stayed what they were."""
+        for name in _WEIGHTS:
+            setattr(self, name, None)
+        self.is_merged = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Nf4LoRAExperts:
+        """As a module's, but that no scale is rounded to a narrower dtype."""
+        scales = {f"{name}_absmax": getattr(self, f"{name}_absmax").detach() for name in _WEIGHTS}
+        super()._apply(fn, recurse)
+        for name, scale in scales.items():
+            if (found := getattr(self, name)).dtype != scale.dtype:
+                setattr(self, name, nn.Parameter(scale.to(found.device), requires_grad=False))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, NF4"
+
+
+# How frozen experts are kept, to the class of experts with adapters that does.
+STORAGES: MappingProxyType[str, type[LoRAExperts]] = MappingProxyType({"dense": LoRAExperts, "nf4": Nf4LoRAExperts})
+
+
+def _check_nf4(base: Experts) -> None:
+    why = why_not_nf4(base.cfg.hidden_size, base.cfg.intermediate_size)
+    if why is None and base.w1.dtype == torch.float64:
+        why = "experts in fp64 cannot be kept in NF4, which has fp32 scales; cast the model, or leave NF4 out"
+    if why is not None:
+        raise ValueError(why)
+
+
 def _check_sizes(rank: int, alpha: float, dtype: torch.dtype | None) -> None:
     require_int("rank", rank, 1)
     require_factory(None, dtype, FLOAT_DTYPES)
@@ -162,11 +263,13 @@ def add_lora(
     *,
     dtype: torch.dtype | None = None,
     modules: Collection[str] = (EXPERTS,),
+    storage: str = "dense",
 ) -> list[nn.Parameter]:
     """Freeze ``model`` and put adapters on what ``modules`` names; returns the adapters, which train.
 
     "experts": the routed ones of every `MoE`. "attention": the four projections of every `Attention`. The weights keep
     their names. A model that processes are to share gets its adapters before `tilemoe.parallelize`, on any device.
+    ``storage``: of the frozen experts, "dense" as they are, or "nf4": 4.5 bits a value, see `Nf4LoRAExperts`.
 
     Raises:
         ValueError: there is nothing of what is named, there are adapters already, or as `LoRAExperts`.
@@ -191,12 +294,17 @@ def add_lora(
     if has_lora(model):
         raise ValueError("the model has adapters already; call merge_lora first")
     _check_sizes(rank, alpha, dtype)
+    require_choice("storage", storage, tuple(STORAGES))
+    if storage != "dense" and not layers:
+        raise ValueError(f"storage={storage!r} is of experts; add 'experts' to modules, or leave storage out")
     for layer in layers:  # before anything changes
         _check(layer.experts, rank)
+        if storage == "nf4":
+            _check_nf4(layer.experts)
     model.requires_grad_(False)
     adapters: list[nn.Parameter] = []
     for layer in layers:
-        layer.experts = experts = LoRAExperts(layer.experts, rank, alpha, dtype=dtype)
+        layer.experts = experts = STORAGES[storage](layer.experts, rank, alpha, dtype=dtype)
         adapters += [getattr(experts, name) for name in _ADAPTERS]
     for attention in attentions:
         for name in _PROJECTIONS:

@@ -1,0 +1,155 @@
+"""Adapters on experts in NF4: bytes, values, saving, merging, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_one_line
+from nf4_adapters import errors_of, frozen_bytes
+from torch import Tensor, nn
+
+from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig
+from tilemoe.layers.lora import ATTENTION, Nf4LoRAExperts, adapter_names, add_lora, merge_lora
+from tilemoe.testing import assert_equal, relative_error
+
+CFG = MoEConfig(64, 128, 5, 2, expert_bias=True, gate_up="interleaved", initializer_range=0.1)
+LAYOUTS = [
+    CFG,
+    replace(CFG, gate_up="concatenated", expert_bias=False),
+    replace(CFG, activation="relu2", gate_up="concatenated"),
+]
+
+
+def layer(cfg: MoEConfig = CFG, seed: int = 0, dtype: torch.dtype = torch.float32) -> MoE:
+    """With trained adapters: no b is zero."""
+    moe = MoE(cfg, dtype=dtype)
+    moe.reset_parameters(torch.Generator().manual_seed(seed))
+    train(add_lora(moe, 4, 8.0, storage="nf4"), seed)
+    return moe
+
+
+def train(adapters: list[nn.Parameter], seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for adapter in adapters:
+            adapter.copy_(0.2 * torch.randn(adapter.shape, generator=generator))
+
+
+def tokens() -> Tensor:
+    return torch.randn(30, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("cfg", LAYOUTS, ids=lambda cfg: f"{cfg.activation} {cfg.gate_up}")
+def test_a_step_is_that_of_fp64_on_the_decoded_weights(cfg: MoEConfig) -> None:
+    errors = errors_of(layer(cfg), 50)
+    assert len(errors) == 6
+    assert max(errors.values()) < 2e-6, errors
+
+
+def test_frozen_experts_take_at_most_three_tenths_of_bf16() -> None:
+    dense = MoE(CFG, dtype=torch.bfloat16)
+    assert frozen_bytes(layer()) <= 0.30 * frozen_bytes(dense)
+
+
+def test_nothing_but_adapters_trains_and_weights_are_near_what_they_were() -> None:
+    moe = MoE(CFG)
+    moe.reset_parameters(torch.Generator().manual_seed(0))
+    before = moe(tokens()).hidden.detach()
+    adapters = add_lora(moe, 4, 8.0, storage="nf4")
+    assert [name for name, each in moe.named_parameters() if each.requires_grad] == sorted(
+        adapter_names(moe), key=[name for name, _ in moe.named_parameters()].index
+    )
+    assert len(adapters) == 4
+    assert 0.01 < relative_error(moe(tokens()).hidden.detach(), before) < 0.2, "4 bits"
+    with pytest.raises(RuntimeError, match="floating point"):
+        moe.requires_grad_(True)
+
+
+def test_state_is_codes_and_scales_and_survives_saving() -> None:
+    moe, other = layer(seed=0), layer(seed=1)
+    state = moe.state_dict()
+    assert {"experts.w1_codes", "experts.w1_absmax", "experts.w2_codes", "experts.w2_absmax"} < state.keys()
+    assert not {"experts.w1", "experts.w2"} & state.keys()
+    other.load_state_dict(state)
+    assert_equal(other(tokens()).hidden, moe(tokens()).hidden)
+
+
+def test_a_layer_on_the_meta_device_is_filled_from_a_state() -> None:
+    moe, empty = layer(), MoE(CFG, device="meta")
+    add_lora(empty, 4, 8.0, storage="nf4")
+    empty.to_empty(device="cpu").load_state_dict(moe.state_dict())
+    assert_equal(empty(tokens()).hidden, moe(tokens()).hidden)
+    moe.reset_parameters(torch.Generator().manual_seed(3))
+    empty.reset_parameters(torch.Generator().manual_seed(3))
+    assert_equal(dict(empty.named_parameters()), dict(moe.named_parameters()))
+
+
+def test_scales_stay_fp32_in_a_narrower_model() -> None:
+    moe = layer()
+    before = moe.experts.w1_absmax.clone()
+    moe.to(torch.bfloat16)
+    assert_equal(moe.experts.w1_absmax.detach(), before.detach())
+    assert moe.experts.up_a.dtype == moe(tokens().bfloat16()).hidden.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merged_are_the_decoded_weights_and_the_adapters_rounded_once(dtype: torch.dtype) -> None:
+    moe = layer(dtype=dtype)
+    experts, x = moe.experts, tokens().to(dtype)
+    assert isinstance(experts, Nf4LoRAExperts)
+    adapted, state = moe(x).hidden.detach(), moe.state_dict()
+    frozen = experts._frozen(lambda t: t)[0]
+    exact = torch.stack([frozen.expert(index, torch.float32).double() for index in range(5)])
+    exact += 2.0 * experts.up_b.detach().double() @ experts.up_a.detach().double()
+    experts.merge()
+    assert relative_error(experts.w1.detach(), exact) < 1.01 * relative_error(exact.to(dtype), exact) + 1e-7
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    assert relative_error(moe(x).hidden.detach(), adapted.double()) < limit
+    experts.unmerge()
+    assert_equal(moe.state_dict(), state)
+    merge_lora(moe)
+    assert [name for name, _ in moe.named_parameters()] == [name for name, _ in MoE(CFG).named_parameters()]
+    assert relative_error(moe(x).hidden.detach(), adapted.double()) < limit
+
+
+def test_a_model_learns_on_4_bit_experts() -> None:
+    model = DecoderLM(ModelConfig(29, 64, 2, 2, 1, 32, 32, moe=CFG, initializer_range=0.1))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    adapters = add_lora(model, 8, 16.0, storage="nf4")
+    frozen = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}
+    ids = torch.arange(33).remainder(29)[None]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(20):
+        loss = model(ids[:, :-1], ids[:, 1:]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert_equal({name: each for name, each in model.named_parameters() if name in frozen}, frozen)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "options", "message"),
+    [
+        (replace(CFG, hidden_size=72), {}, "hidden_size must be a multiple of 64, the block of NF4, got 72; pad it"),
+        (replace(CFG, intermediate_size=40), {}, "intermediate_size must be a multiple of 64, .* got 40; pad it"),
+        (CFG, {"dtype": torch.float64}, "experts in fp64 cannot be kept in NF4, which has fp32 scales; cast the model"),
+        (CFG, {"storage": "int8"}, "storage must be one of"),
+        (CFG, {"modules": (ATTENTION,)}, "storage='nf4' is of experts; add 'experts' to modules"),
+    ],
+)
+def test_what_is_refused_is_named_and_nothing_changes(cfg: MoEConfig, options: dict[str, Any], message: str) -> None:
+    given = {"storage": "nf4", **options}
+    model = ModelConfig(29, cfg.hidden_size, 2, 2, 1, 8, 32, moe=cfg)
+    module = DecoderLM(model, dtype=given.pop("dtype", None))
+    before = dict(module.named_parameters())
+    with raises_one_line(message):
+        add_lora(module, 4, 8.0, **given)
+    after = dict(module.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(each.requires_grad for each in after.values())
