@@ -81,7 +81,7 @@ def in_fp64(layer: MoE) -> MoE:
     cfg, experts = layer.cfg, layer.experts
     assert isinstance(experts, LoRAExperts)
     exact = MoE(cfg, device=experts.up_a.device, dtype=torch.float64, kernels="torch")
-    add_lora(exact, RANK, ALPHA)
+    add_lora(exact, experts.rank, experts.alpha)
     weights = dict(layer.state_dict())
     if isinstance(experts, Nf4LoRAExperts):
         for name, weight in zip(("w1", "w2"), experts._frozen(lambda t: t), strict=True):

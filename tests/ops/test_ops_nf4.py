@@ -1,0 +1,160 @@
+"""The operator on frozen weights in NF4 against itself on their decoded values; what it keeps; what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_one_line, saved_tensors
+from torch import Tensor
+
+from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts import registry
+from tilemoe.kernels.experts.nf4 import Nf4Weight, quantize_nf4
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.ops import experts as library
+from tilemoe.ops import lora
+from tilemoe.ops.lora import Adapters, moe_lora
+from tilemoe.plan import RoutingPlan
+from tilemoe.routing.build import plan_topk
+from tilemoe.testing import assert_equal, hostile_routings, make_inputs, poisoned_memory
+
+D, N, R = 128, 64, 4
+ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
+# activation, gate_up, biases, blocks along the output
+CASES = {
+    "swiglu": ("swiglu", "concatenated", False, False),
+    "oai, turned": ("swiglu_oai", "interleaved", True, True),
+    "relu2": ("relu2", "concatenated", True, False),
+}
+PLAN = plan_topk(torch.rand(40, 5, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2], 5)
+
+
+def frozen(weight: Tensor, turned: bool) -> Nf4Weight:
+    return quantize_nf4(weight.transpose(1, 2)).transpose(1, 2) if turned else quantize_nf4(weight)
+
+
+def decoded(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
+    """As a tensor that is stored in the same order."""
+    stored = weight if weight.blocked == 2 else weight.transpose(1, 2)
+    dense = torch.stack([stored.expert(index, dtype) for index in range(stored.shape[0])])
+    return dense if weight.blocked == 2 else dense.transpose(1, 2)
+
+
+def given(plan: RoutingPlan, case: str, dtype: torch.dtype) -> tuple[dict[str, Any], Adapters]:
+    """Arguments of `moe_lora`, w1 and w2 in NF4; x, the scores and the adapters want gradients."""
+    activation, gate_up, bias, turned = CASES[case]
+    found: dict[str, Any] = make_inputs(plan, D, N, activation, dtype=dtype, bias=bias)
+    experts, width, _ = found["w1"].shape
+    found |= {name: frozen(found[name], turned) for name in ("w1", "w2")}
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((experts, R, D), (experts, width, R), (experts, R, N), (experts, D, R))
+    low_rank = [(0.2 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes]
+    for name in ("x", "scores"):
+        found[name].requires_grad_()
+    return {**found, "plan": plan, "activation": activation, "gate_up": gate_up}, Adapters(*low_rank, 0.7)
+
+
+def run(arguments: dict[str, Any], adapters: Adapters, how: Any = moe_lora) -> list[Tensor]:
+    """The output and the gradients of x, the scores and the adapters."""
+    o = how(**arguments, adapters=adapters)
+    do = torch.linspace(-1.0, 1.5, o.numel()).view_as(o).to(o.dtype)
+    return [o.detach(), *torch.autograd.grad(o, [arguments["x"], arguments["scores"], *adapters[:4]], do)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_hostile_routings_are_bit_equal_to_dense_weights(routing: str, case: str) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        arguments, adapters = given(ROUTINGS[routing], case, dtype)
+        dense = {name: decoded(arguments[name], dtype) for name in ("w1", "w2")}
+        with poisoned_memory():
+            found, expected = run(arguments, adapters), run(arguments | dense, adapters)
+        assert_equal(found, expected, dtype)
+
+
+def test_weights_in_nf4_are_saved_as_they_are() -> None:
+    arguments, adapters = given(PLAN, "swiglu", torch.bfloat16)
+    with saved_tensors() as saved:
+        moe_lora(**arguments, adapters=adapters)
+    kept = {tensor.untyped_storage().data_ptr() for tensor in saved}
+    alive = [part for name in ("w1", "w2") for part in (arguments[name].codes, arguments[name].absmax)]
+    assert {each.untyped_storage().data_ptr() for each in alive} < kept
+    assert max(tensor.nbytes for tensor in saved) == arguments["w1"].codes.nbytes, "and nothing is larger"
+
+
+def test_autocast_decodes_to_its_own_dtype() -> None:
+    arguments, adapters = given(PLAN, "swiglu", torch.bfloat16)
+    wide = {name: each.float() if isinstance(each, Tensor) else each for name, each in arguments.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(moe_lora(**wide, adapters=adapters), moe_lora(**arguments, adapters=adapters))
+
+
+def test_compiled_whole() -> None:
+    arguments, adapters = given(PLAN, "oai, turned", torch.float32)
+    compiled = torch.compile(moe_lora, fullgraph=True, backend="aot_eager")
+    assert_equal(run(arguments, adapters, compiled), run(arguments, adapters))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case: str) -> None:
+    arguments, adapters = given(PLAN, case, torch.float32)
+    spec = activation_spec(arguments["activation"], arguments["gate_up"], None, None)
+    routed = (PLAN, spec, backend_named("torch"))
+    tail = library.ROUTED.flatten(routed)
+    w1, w2 = arguments["w1"], arguments["w2"]
+    scores = arguments["scores"].detach().reshape(-1).requires_grad_()
+    matrices = (arguments["x"], w1.codes, w2.codes, scores, *adapters[:4])
+    scales, biases = (w1.absmax, w2.absmax, 0.7), (arguments.get("b1"), arguments.get("b2"))
+    torch.library.opcheck(lora._forward.registered, (*matrices, *biases, *scales, *tail))
+    detached = tuple(t.detach() for t in matrices)
+    o, h, u = lora._forward(*detached, *biases, *scales, *routed)
+    backward = (torch.ones_like(o), *detached, biases[1], *scales[:2], h, u, scales[2], *tail)
+    torch.library.opcheck(lora._backward_op.registered, backward)
+
+
+class Blind(TorchBackend):
+    name = "blind"
+    reads_nf4 = False
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"w1": lambda w: Nf4Weight(w.codes, w.absmax.clone().requires_grad_())},
+            r"w1.absmax must be frozen under adapters: w1.absmax.requires_grad_\(False\)",
+        ),
+        ({"w1": lambda w: w[:, :64]}, r"w1 must be \(5, 128, 128\) to go with w2"),
+        ({"x": lambda x: x[:, :96]}, r"x must be \(40, 128\) to go with w2"),
+        (
+            {
+                "w2": lambda w: w[:, :96],
+                "x": lambda x: x[:, :96],
+                "w1": lambda w: w.expert(0, torch.float32).new_zeros(5, 128, 96),
+            },
+            "hidden_size must be a multiple of 64, the block of NF4, got 96",
+        ),
+        ({"w2": lambda w: Nf4Weight(w.codes.to("meta"), w.absmax.to("meta"))}, "w2 is on meta but x is on cpu"),
+        ({"kernels": lambda _: "blind"}, "kernels='blind' read no weights in NF4; leave kernels out"),
+    ],
+)
+def test_what_is_refused_is_named(changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._BACKENDS, "blind", Blind)
+    arguments, adapters = given(PLAN, "swiglu", torch.float32)
+    arguments = {**arguments, "kernels": None}
+    if "w2" in changes and "x" in changes:
+        adapters = adapters._replace(up_a=adapters.up_a[:, :, :96], down_b=adapters.down_b[:, :96])
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name])
+    with raises_one_line(message):
+        moe_lora(**arguments, adapters=adapters)
+
+
+def test_layers_of_one_kind_and_another_go_together() -> None:
+    """w1 in NF4, w2 dense."""
+    arguments, adapters = given(PLAN, "swiglu", torch.float64)
+    dense = {name: decoded(arguments[name], torch.float64) for name in ("w1", "w2")}
+    assert_equal(run(arguments | {"w2": dense["w2"]}, adapters), run(arguments | dense, adapters))
