@@ -236,7 +236,7 @@ MODULES = {
     "LoRAExperts": Call(LoRAExperts, lambda: {"base": layer().experts, **of_adapters()}),
     "add_lora": Call(
         add_lora,
-        lambda: {"model": model(), **of_adapters(), "modules": ("experts", "attention")},
+        lambda: {"model": model(), **of_adapters(), "modules": ("experts", "attention"), "storage": "dense"},
         ("MoE",),
     ),
     "DecoderLM": Call(DecoderLM, lambda: {"config": MODEL, **of_module()}),

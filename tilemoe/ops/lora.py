@@ -115,7 +115,7 @@ def _check_nf4(backend: Backend, d: int, n: int) -> None:
     why = why_not_nf4(d, n)
     if why is not None:
         raise ValueError(why)
-    if not backend.reads_nf4:
+    if not type(backend).reads_nf4:  # of the class, which torch.compile takes for a constant
         raise ValueError(f"kernels={backend.name!r} read no weights in NF4; leave kernels out, or pass 'torch'")
 
 
