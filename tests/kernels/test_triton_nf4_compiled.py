@@ -68,3 +68,5 @@ def test_two_ctas_share_a_hopper() -> None:
 def test_compiled_for_amd(dtype: torch.dtype) -> None:
     for _, compiled in compile_launches(launches(MI300, dtype), GFX942):
         assert compiled.metadata.shared <= MI300.shared_bytes
+        for what in ("private_segment_fixed_size", "vgpr_spill_count"):
+            assert re.findall(rf"\.{what}: +(\d+)", compiled.asm["amdgcn"]) == ["0"], what

@@ -119,9 +119,9 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def persistent_grid(device: Device, tiles: int) -> tuple[int]:
-    """One program for each multiprocessor, or for each tile where these are fewer."""
-    return (max(1, min(device.multiprocessors, tiles)),)
+def persistent_grid(device: Device, tiles: int, ctas: int = 1) -> tuple[int]:
+    """``ctas`` programs for each multiprocessor, or one for each tile where these are fewer."""
+    return (max(1, min(ctas * device.multiprocessors, tiles)),)
 
 
 # Triton has both, but as functions of kernels, which take the host ten times as long.

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend, Given, empty_weight_grad
 from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
-from tilemoe.kernels.experts.triton import bias_grad, host
+from tilemoe.kernels.experts.triton import bias_grad, gemm_nf4, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, small_m, tile_rows, why_unsupported
@@ -148,7 +148,7 @@ def _times_nf4(rows: Tensor, index: Tensor | None, weight: Nf4Weight, bias: Tens
     if plan.capacity == 0:
         return rows.new_empty(0, weight.shape[2])
     tiles = listed_tiles(plan, tile_rows(rows.element_size(), device))
-    launch, out = host.nf4_launch(rows, index, weight, bias, plan, tiles, device)
+    launch, out = gemm_nf4.nf4_launch(rows, index, weight, bias, plan, tiles, device)
     launch.run()
     return out
 

@@ -9,10 +9,14 @@ and F2, along the output in B1 and B3: there the tile is decoded as it is stored
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tilemoe.kernels.experts.nf4 import BLOCK, CODES
+from tilemoe.kernels.experts.nf4 import BLOCK, CODES, Nf4Weight
+from tilemoe.kernels.experts.triton.configs import choose_nf4_tile, nf4_registers
+from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks, needs_int64
 from tilemoe.kernels.experts.triton.operands import (
     column_slices,
     line_pointers,
@@ -20,11 +24,49 @@ from tilemoe.kernels.experts.triton.operands import (
     multiply_add,
     store_rows,
 )
+from tilemoe.kernels.experts.triton.tiles import TileList
+from tilemoe.kernels.launching import launch_of
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
-WORD = 8  # codes of an int32
-_WORD = tl.constexpr(WORD)
+_WORD = tl.constexpr(8)  # codes of an int32
 _BLOCK = tl.constexpr(BLOCK)
 _CODES = tl.constexpr(CODES)
+
+
+def nf4_launch(
+    rows: Tensor,
+    index: Tensor | None,
+    weight: Nf4Weight,
+    bias: Tensor | None,
+    plan: RoutingPlan,
+    tiles: TileList,
+    device: Device,
+) -> tuple[Launch, Tensor]:
+    """out (R_max, q) = rows (R_max, p), or rows[index] gathered, times weight (E, p, q) in NF4, plus bias (E, q)."""
+    p, q = weight.shape[1:]
+    out = rows.new_empty(plan.capacity, q)
+    tile = choose_nf4_tile(rows.element_size(), device)
+    is_blocked_in = weight.blocked == 1
+    stored = weight.transpose(1, 2) if is_blocked_in else weight
+    codes, absmax = stored.codes.view(torch.int32), stored.absmax
+    bias_strides = (0, 0) if bias is None else bias.stride()
+    strides = (rows.stride(0), *codes.stride()[:2], *absmax.stride()[:2], *bias_strides)
+    args = (rows, index, codes, absmax, bias, out, *tiles, p, q, *strides)
+    constants = {
+        "GATHER": index is not None,
+        "HAS_BIAS": bias is not None,
+        "BLOCKED_IN": is_blocked_in,
+        "INT64_OFFSETS": needs_int64(rows),
+        **arithmetic_constants(rows.dtype),
+        "SLICES": tile.slices,
+        **blocks(tile),
+    }
+    registers = nf4_registers(rows.element_size(), device)
+    grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n), 1 if registers is None else 2)
+    launch = launch_of(gemm_nf4_kernel, grid, args, constants, tile.num_warps, tile.num_stages, registers)
+    return launch, out
 
 
 @triton.jit

@@ -5,7 +5,6 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max row capac
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import is_column_major
-from tilemoe.kernels.experts.nf4 import Nf4Weight
-from tilemoe.kernels.experts.triton.configs import Kernel, TileConfig, choose_nf4_tile, choose_tile, nf4_registers
+from tilemoe.kernels.experts.triton.configs import Kernel, TileConfig, choose_tile
 from tilemoe.kernels.experts.triton.descriptors import (
     can_describe,
     can_describe_rows,
@@ -23,7 +21,6 @@ from tilemoe.kernels.experts.triton.descriptors import (
     weight_operand,
 )
 from tilemoe.kernels.experts.triton.gemm_dgrad_dact import gemm_dgrad_dact_kernel, score_grad_kernel
-from tilemoe.kernels.experts.triton.gemm_nf4 import gemm_nf4_kernel
 from tilemoe.kernels.experts.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.triton.gemm_wgrad import gemm_wgrad_kernel
 from tilemoe.kernels.experts.triton.tiles import TileList
@@ -59,41 +56,6 @@ def rows_launch(
     return launch_of(gemm_rows_kernel, grid, args, constants, tile.num_warps, tile.num_stages), out
 
 
-def nf4_launch(
-    rows: Tensor,
-    index: Tensor | None,
-    weight: Nf4Weight,
-    bias: Tensor | None,
-    plan: RoutingPlan,
-    tiles: TileList,
-    device: Device,
-) -> tuple[Launch, Tensor]:
-    """out (R_max, q) = rows (R_max, p), or rows[index] gathered, times weight (E, p, q) in NF4, plus bias (E, q)."""
-    p, q = weight.shape[1:]
-    out = rows.new_empty(plan.capacity, q)
-    tile = choose_nf4_tile(rows.element_size(), device)
-    is_blocked_in = weight.blocked == 1
-    stored = weight.transpose(1, 2) if is_blocked_in else weight
-    codes, absmax = stored.codes.view(torch.int32), stored.absmax
-    bias_strides = (0, 0) if bias is None else bias.stride()
-    strides = (rows.stride(0), *codes.stride()[:2], *absmax.stride()[:2], *bias_strides)
-    args = (rows, index, codes, absmax, bias, out, *tiles, p, q, *strides)
-    constants = {
-        "GATHER": index is not None,
-        "HAS_BIAS": bias is not None,
-        "BLOCKED_IN": is_blocked_in,
-        "INT64_OFFSETS": _needs_int64(rows),
-        **arithmetic_constants(rows.dtype),
-        "SLICES": tile.slices,
-        **blocks(tile),
-    }
-    registers = nf4_registers(rows.element_size(), device)
-    of_one = replace(device, multiprocessors=device.multiprocessors * (1 if registers is None else 2))
-    grid = persistent_grid(of_one, tiles.capacity * ceil_div(q, tile.block_n))
-    launch = launch_of(gemm_nf4_kernel, grid, args, constants, tile.num_warps, tile.num_stages, registers)
-    return launch, out
-
-
 def up_proj_act_launch(
     x: Tensor,
     w1: Tensor,
@@ -123,7 +85,7 @@ def up_proj_act_launch(
         **activation_constants(spec, x.dtype),
         "HAS_BIAS": b1 is not None,
         "KEEP_H": keep_h,
-        "INT64_OFFSETS": _needs_int64(x),
+        "INT64_OFFSETS": needs_int64(x),
         **_row_gemm_constants(tile, x.dtype, use_tma, access, d),
     }
     grid = persistent_grid(device, tiles.capacity * ceil_div(n, tile.block_n))
@@ -155,7 +117,7 @@ def dgrad_dact_launch(
     scalars = (plan.capacity, d, n, do.stride(0), stride_we, stride_win, stride_wout, spec.limit, spec.alpha)
     constants = {
         **activation_constants(spec, do.dtype),
-        "INT64_OFFSETS": _needs_int64(do),
+        "INT64_OFFSETS": needs_int64(do),
         "LOAD_AHEAD": tile.load_ahead,
         **_row_gemm_constants(tile, do.dtype, use_tma, access, d),
     }
@@ -191,7 +153,7 @@ def wgrad_launch(
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
     constants = {
         "TRANSPOSED": transposed,
-        "INT64_OFFSETS": _needs_int64(by_token),
+        "INT64_OFFSETS": needs_int64(by_token),
         "USE_TMA": use_tma,
         "EVEN_M": p % tile.block_m == 0,
         **arithmetic_constants(by_row.dtype),
@@ -269,6 +231,6 @@ def _h_operand(h: Tensor, spec: ActivationSpec, tile: TileConfig, use_tma: bool)
     return ragged_operand(h, [tile.block_m, spec.width_factor * width], use_tma)
 
 
-def _needs_int64(rows: Tensor) -> bool:
+def needs_int64(rows: Tensor) -> bool:
     """Whether an element of ``rows`` can lie too far from the first for 32 bits."""
     return rows.shape[0] * rows.stride(0) >= 1 << 31
