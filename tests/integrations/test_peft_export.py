@@ -28,11 +28,11 @@ def base_of(family: str, folder: Path) -> PreTrainedModel:
     return theirs
 
 
-def trained(model: DecoderLM, modules: tuple[str, ...]) -> DecoderLM:
+def trained(model: DecoderLM, modules: tuple[str, ...], storage: str = "dense") -> DecoderLM:
     """As if trained: no b is zero any more."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for adapter in add_lora(model, 3, 6.0, modules=modules):
+        for adapter in add_lora(model, 3, 6.0, modules=modules, storage=storage):
             adapter.copy_(0.3 * torch.randn(adapter.shape, generator=generator))
     return model.eval()
 
@@ -87,6 +87,22 @@ def test_rows_that_lie_interleaved_here(tmp_path: Path) -> None:
     trained(model, (EXPERTS,))
     (tmp_path / "adapter").mkdir()
     save_adapter(model, tmp_path / "adapter")
+    found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert relative_error(found(input_ids=tokens()).logits, model(tokens()).logits) < 1e-5
+
+
+@torch.no_grad()
+def test_adapters_on_experts_in_4_bit(tmp_path: Path) -> None:
+    """Their base has the decoded weights: merging adapters that change nothing leaves these."""
+    FAMILIES["olmoe"].make(hidden_size=64, intermediate_size=64).float().save_pretrained(tmp_path / "base")
+    decoded = load_hf(tmp_path / "base")
+    add_lora(decoded, 3, 6.0, storage="nf4")
+    merge_lora(decoded)
+    save_hf(decoded, tmp_path / "decoded")
+    model = trained(load_hf(tmp_path / "base"), (EXPERTS, ATTENTION), "nf4")
+    (tmp_path / "adapter").mkdir()
+    save_adapter(model, tmp_path / "adapter")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "decoded").eval()
     found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert relative_error(found(input_ids=tokens()).logits, model(tokens()).logits) < 1e-5
 

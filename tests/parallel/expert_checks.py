@@ -6,6 +6,7 @@ B sequences of a rank · S tokens each · L MoE layers · E experts · K experts
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,13 @@ Make = Callable[[torch.dtype], Any]  # a Net or one of transformers' models
 class Net(nn.Module):
     """Somebody's: a dense part and two MoE layers that differ; the second may be a block of transformers."""
 
-    def __init__(self, theirs: nn.Module | None = None) -> None:
+    def __init__(self, theirs: nn.Module | None = None, cfg: MoEConfig = CFG) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, D)
-        self.dense = nn.Sequential(nn.Linear(D, 20), nn.GELU(), nn.Linear(20, D))
-        self.first, self.second = MoE(CFG), theirs or MoE(OTHER)
-        self.head = nn.Linear(D, VOCAB)
+        width = cfg.hidden_size
+        self.embed = nn.Embedding(VOCAB, width)
+        self.dense = nn.Sequential(nn.Linear(width, 20), nn.GELU(), nn.Linear(20, width))
+        self.first, self.second = MoE(cfg), theirs or MoE(OTHER)
+        self.head = nn.Linear(width, VOCAB)
         self.repeats = False  # the MoE layers' forward in the backward
 
     def forward(self, ids: Tensor, expert_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -218,16 +220,27 @@ def check_meshes_of_three_dimensions_and_of_another_order() -> None:
 
 
 def make_net_with_adapters(dtype: torch.dtype) -> Net:
-    net = make_net(dtype)
+    return with_adapters(make_net(dtype))
+
+
+def make_net_in_4_bit(dtype: torch.dtype) -> Net:
+    """Experts in NF4, whose blocks are 64 wide."""
+    torch.manual_seed(0)
+    wide = partial(replace, hidden_size=64, intermediate_size=128)
+    return with_adapters(Net(MoE(wide(OTHER)), wide(CFG)), storage="nf4").to(device_of_rank(), dtype)
+
+
+def with_adapters(net: Net, **options: Any) -> Net:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for adapter in add_lora(net, 3, 6.0):
+        for adapter in add_lora(net, 3, 6.0, **options):
             adapter.copy_(0.2 * torch.randn(adapter.shape, generator=generator))
     return net
 
 
 def check_adapters() -> None:
-    assert_as_one_process(make_net_with_adapters, ep_and_fsdp(), FP64)
+    for make in (make_net_with_adapters, make_net_in_4_bit):
+        assert_as_one_process(make, ep_and_fsdp(), FP64)
 
 
 def check_transformers() -> None:
