@@ -12,9 +12,13 @@ import triton.language as tl
 from gpu_layers import LAYERS, make_input, make_layer, step
 from triton_checks import turn
 
+from tilemoe.activations import activation_spec
 from tilemoe.kernels.choose import choose_experts
+from tilemoe.kernels.experts.nf4 import quantize_nf4
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.ops.moe import moe
+from tilemoe.plan import RoutingPlan
 from tilemoe.testing import forward_and_grads, hostile_routings, make_inputs
 
 # dtype, activation, layout, bias, other stride order, precision.
@@ -44,6 +48,21 @@ def backends(which: str, dtype: torch.dtype, precision: str) -> list[str]:
     return sorted(name for name in wanted - {"torch"} if backend_named(name).precision == precision)
 
 
+def multiply_in_4_bit(plan: RoutingPlan, dtype: torch.dtype) -> None:
+    """With a weight in NF4 whose blocks run along the contraction, and along the output; neither width fills a tile."""
+    kernels, spec = TritonBackend(), activation_spec("relu", "concatenated", None, None)
+    weight = quantize_nf4(torch.randn(plan.num_experts, 192, 320, device=plan.device))
+    for each in (weight, weight.transpose(1, 2)):
+        _, width_out, width_in = each.shape
+        by_token, by_row = (
+            torch.randn(rows, width_in, device=plan.device).to(dtype) for rows in (plan.num_tokens, plan.capacity)
+        )
+        bias = torch.randn(plan.num_experts, width_out, device=plan.device).to(dtype)
+        kernels.up_proj(by_token, each, bias, plan, spec)
+        kernels.down_proj(by_row, each, bias, plan)
+        kernels.up_proj_dgrad(by_row, each.transpose(1, 2), plan)
+
+
 def main(which: str) -> None:
     if which == "planted":
         write_past_the_end_kernel[(1,)](torch.zeros(1000, device="cuda"), 1000, BLOCK=1024)
@@ -57,6 +76,9 @@ def main(which: str) -> None:
             inputs = make_inputs(routing.plan, *WIDTHS[precision], activation, dtype=dtype, bias=bias)
             if turned:
                 inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
+            if which != "chosen" and precision == "bf16":
+                multiply_in_4_bit(routing.plan, dtype)
+                runs += 1
             for kernels in backends(which, dtype, precision):
                 options = {"activation": activation, "gate_up": gate_up, "kernels": kernels, "precision": precision}
                 forward_and_grads(moe, inputs, routing.plan, **options)

@@ -216,7 +216,7 @@ class Nf4LoRAExperts(LoRAExperts):
         super()._apply(fn, recurse)
         for name, scale in scales.items():
             if (found := getattr(self, name)).dtype != scale.dtype:
-                setattr(self, name, nn.Parameter(scale.to(found.device), requires_grad=False))
+                found.data = scale.to(found.device)
         return self
 
     def extra_repr(self) -> str:

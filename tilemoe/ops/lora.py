@@ -64,8 +64,8 @@ def moe_lora(
 ) -> Tensor:
     """`tilemoe.moe` with ``w1 + scale up_b up_a`` and ``w2 + scale down_b down_a`` for weights: (T, d) in x's dtype.
 
-    Differentiable once in x, the scores and the adapters; w1, w2, b1 and b2 must be frozen. w1 and w2 may both be
-    `tilemoe.kernels.experts.nf4.Nf4Weight`, computed in x's dtype.
+    Differentiable once in x, the scores and the adapters; w1, w2, b1 and b2 must be frozen. w1 and w2 may each be
+    an `Nf4Weight` (`tilemoe.kernels.experts.nf4`), which is multiplied in x's dtype.
 
     Raises:
         ValueError: an adapter's shape, dtype or device does not go with the weights, or a frozen tensor is not; or

@@ -37,6 +37,11 @@ class Nf4Weight:
     codes: Tensor
     absmax: Tensor
 
+    def __post_init__(self) -> None:
+        assert self.codes.dtype == torch.uint8, "two codes a byte"
+        assert self.codes.device == self.absmax.device, "moved together"
+        assert 2 * self.codes.numel() == BLOCK * self.absmax.numel(), "a scale for each whole block"
+
     @property
     def blocked(self) -> int:
         """The dimension, 1 or 2, along which blocks run."""
@@ -46,14 +51,6 @@ class Nf4Weight:
     def shape(self) -> torch.Size:
         experts, p, q = self.codes.shape
         return torch.Size((experts, p, 2 * q) if self.blocked == 2 else (experts, 2 * p, q))
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.absmax.requires_grad
 
     def transpose(self, first: int, second: int) -> Nf4Weight:
         """The last two dimensions exchanged."""
