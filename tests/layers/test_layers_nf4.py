@@ -82,9 +82,19 @@ def test_a_layer_on_the_meta_device_is_filled_from_a_state() -> None:
     add_lora(empty, 4, 8.0, storage="nf4")
     empty.to_empty(device="cpu").load_state_dict(moe.state_dict())
     assert_equal(empty(tokens()).hidden, moe(tokens()).hidden)
-    moe.reset_parameters(torch.Generator().manual_seed(3))
-    empty.reset_parameters(torch.Generator().manual_seed(3))
-    assert_equal(dict(empty.named_parameters()), dict(moe.named_parameters()))
+
+
+def test_reset_weights_are_those_of_a_dense_layer_with_new_adapters() -> None:
+    moe, plain = layer(), MoE(CFG)
+    moe.experts.b1.data.fill_(1.0)
+    for each in (moe, plain):
+        each.reset_parameters(torch.Generator().manual_seed(3))
+    expected = plain(tokens()).hidden.detach()
+    add_lora(plain, 4, 8.0, storage="nf4")
+    same = {name: each for name, each in plain.named_parameters() if not name.endswith(("up_a", "down_a"))}
+    assert_equal({name: each for name, each in moe.named_parameters() if name in same}, same)
+    assert relative_error(moe(tokens()).hidden.detach(), expected) < 0.2
+    assert 0 < moe.experts.up_a.abs().max() <= 64**-0.5
 
 
 def test_scales_stay_fp32_in_a_narrower_model() -> None:
