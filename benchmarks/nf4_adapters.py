@@ -104,7 +104,7 @@ def gradients(layer: MoE, x: Tensor, expert_ids: Tensor | None, do: Tensor) -> d
 
 def errors_of(layer: MoE, tokens: int) -> dict[str, float]:
     """RMS-relative, against fp64, of inputs that nobody has seen before."""
-    like, d = layer.router.weight, layer.cfg.hidden_size
+    like, d = layer.get_parameter("router.weight"), layer.cfg.hidden_size
     device = like.device
     seed = time.time_ns() % 2**31
     generator = torch.Generator(device).manual_seed(seed)
@@ -117,7 +117,7 @@ def errors_of(layer: MoE, tokens: int) -> dict[str, float]:
 
 
 def step_of(layer: MoE, shape: MoEShape) -> Callable[[Callable[[], Any]], list[Any]]:
-    device = layer.experts.up_a.device
+    device = layer.get_parameter("router.weight").device
     generator = torch.Generator(device).manual_seed(2)
     x, do = (
         torch.randn(shape.num_tokens, shape.hidden_size, device=device, generator=generator).bfloat16()

@@ -20,7 +20,7 @@ from tilemoe.testing import assert_equal
 pytestmark = pytest.mark.gpu
 
 T, D, N, E, K = 777, 320, 192, 8, 2  # not whole tiles
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "interleaved, biased": {"activation": "swiglu_oai", "gate_up": "interleaved", "expert_bias": True},
     "ungated": {"activation": "relu2"},

@@ -3,6 +3,7 @@
 T tokens · d hidden_size · n intermediate_size · E experts
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from triton_checks import DEVICE, DTYPES, INTERPRETED
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.base import Backend
-from tilemoe.kernels.experts.nf4 import Nf4Weight, quantize_nf4
+from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight, quantize_nf4
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.plan import RoutingPlan
@@ -46,8 +47,8 @@ def decoded(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
 
 
 def products(
-    kernels: Backend, weights: tuple[Nf4Weight, Nf4Weight] | tuple[Tensor, Tensor], rows: dict[str, Tensor],
-    biases: tuple[Tensor | None, Tensor | None], plan: RoutingPlan,
+    kernels: Backend, weights: Sequence[Weight], rows: dict[str, Tensor], biases: Sequence[Tensor | None],
+    plan: RoutingPlan,
 ) -> dict[str, Tensor]:  # fmt: skip
     """F1, F2, B1 and B3 alone, F2 and B3 of a part of d too; rows that are in use."""
     (w1, w2), (b1, b2), part = weights, biases, slice(64, D)
@@ -68,15 +69,15 @@ def assert_agree(
 ) -> None:
     experts, capacity = plan.num_experts, plan.capacity
     shapes = ((experts, 2 * N, D), (experts, D, N))
-    weights = tuple(frozen(*shape, turned=turned, scales=scales) for shape in shapes)
+    weights = [frozen(*shape, turned=turned, scales=scales) for shape in shapes]
     sizes = {"x": (plan.num_tokens, D), "a": (capacity, N), "dh": (capacity, 2 * N)}
     rows = {name: normal(*shape, dtype=dtype) for name, shape in sizes.items()}
-    biases = (normal(experts, 2 * N, dtype=dtype), normal(experts, D, dtype=dtype)) if bias else (None, None)
+    biases = [normal(experts, width, dtype=dtype) if bias else None for width in (2 * N, D)]
     found = products(TritonBackend(), weights, rows, biases, plan)
-    exact_weights = decoded(weights[0], dtype), decoded(weights[1], dtype)
-    exact_biases = tuple(None if each is None else each.double() for each in biases)
+    exact_weights = [decoded(weight, dtype) for weight in weights]
+    exact_biases = [None if each is None else each.double() for each in biases]
     wide = {name: each.double() for name, each in rows.items()}
-    for name, exact in products(TorchBackend(), exact_weights, wide, exact_biases, plan).items():  # type: ignore[arg-type]
+    for name, exact in products(TorchBackend(), exact_weights, wide, exact_biases, plan).items():
         assert found[name].dtype == dtype, name
         assert found[name].shape == exact.shape, name
         if exact.numel():
