@@ -7,7 +7,8 @@
 A layer of routed experts with adapters of rank 16, router and all, forward and backward, no optimiser. Both are checked
 first, with fresh random inputs, against the torch backend in fp64 on the very weights that each multiplies (NF4's
 decoded); rows of a wrong one are not timed. Then they are timed in the same rounds, in changing order, by the GPU alone
-(`gpu_time`). Memory: bytes of the frozen experts' storages, and the peak of a step beyond what is allocated before it.
+(`tilemoe.bench.gpu_time`). Memory: bytes of the frozen experts' storages, and the peak of a step beyond what is
+allocated before it.
 The bars: NF4's experts take at most 0.30 of bf16's bytes, and its steps are at least 0.7 times as fast.
 """
 
@@ -21,14 +22,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import gpu_time
 import profiles
-import record
-import timing
 import torch
 from torch import Tensor
 
 import tilemoe
+from tilemoe.bench import gpu_time, record, timing
 from tilemoe.layers.lora import LoRAExperts, Nf4LoRAExperts, add_lora
 from tilemoe.layers.moe import MoE
 from tilemoe.shape import MoEShape

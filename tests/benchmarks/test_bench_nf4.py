@@ -4,7 +4,8 @@ from pathlib import Path
 
 import nf4_adapters
 import pytest
-import record
+
+from tilemoe.bench import record
 
 
 def test_rows_of_a_toy(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
