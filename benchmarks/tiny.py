@@ -44,7 +44,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 row = train(recipe, seed, Path(folder) / recipe)
             print(json.dumps(row))
-            print("appended to", record.append("tiny", [row]).relative_to(record.ROOT))
+            print("appended to", record.append("tiny", [row]))
 
 
 if __name__ == "__main__":
