@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from tilemoe import __version__
+from tilemoe.train.job.signals import sigterm_interrupts
 
 # name -> (module with ``run(arguments)``, one line of help)
 COMMANDS = {
@@ -47,15 +48,15 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, or 2 after a one-line error on stderr, 130 after Ctrl-C.
-
-    A training run that SIGINT or SIGTERM stopped, and that was saved, exits with 130 or 143 (SystemExit).
+    """Run the command line; returns the exit status: 0, or after a one-line error on stderr 2, after SIGINT or SIGTERM
+    130 or 143. With these a training run exits that one of them stopped, and that was saved (SystemExit).
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a generated character must not end a run on an ASCII terminal
     try:
-        _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
+        with sigterm_interrupts():
+            _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has seen enough; spare it Python's complaint at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         # In one piece: the processes of a job may speak at the same time.
         print(f"tilemoe: error: {one_line(error)}\n", end="", file=sys.stderr, flush=True)
-        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 2
+        return 128 + (*error.args, signal.SIGINT)[0] if isinstance(error, KeyboardInterrupt) else 2
     return 0
 
 

@@ -32,7 +32,7 @@ from tilemoe.train.evaluate import Evaluation
 from tilemoe.train.job.agreement import require_shared
 from tilemoe.train.job.collective import joined
 from tilemoe.train.job.processes import ALONE, Job
-from tilemoe.train.job.signals import sigterm_interrupts, stop_request
+from tilemoe.train.job.signals import StopRequest, sigterm_interrupts, stop_request
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, truncate_metrics
 from tilemoe.train.plots import draw
@@ -161,12 +161,15 @@ def train(
                     verify_by_first_rank(checkpoint.path)
                 _enter(run_dir, trainer, checkpoint)
         except KeyboardInterrupt as interrupt:
+            if not job.is_alone:
+                raise  # with its exit code torchrun ends the others, which would wait for this process
             reporter.say("stopped before the first step: there is nothing to save, the same command starts again")
             return Stopped(*interrupt.args or (signal.SIGINT,))
-        return _fit(trainer, reporter)
+        with stop_request() as stop_requested:
+            return _fit(trainer, reporter, stop_requested)
 
 
-def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | Stopped:
+def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> RunResult | Stopped:
     """Train in the run's folder to the end, or until a signal stops and saves the run."""
     recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -179,19 +182,18 @@ def _fit(trainer: Trainer, reporter: Reporter) -> RunResult | Stopped:
     )
     metrics = MetricsWriter(run_dir, _trackers(trainer, reporter)) if job.is_first else None
     try:
-        with stop_request() as stop_requested:
-            evaluation = trainer.fit(metrics, reporter, stop_requested)
-            if metrics is not None:
-                metrics.sync()
-            if evaluation is None:
-                trainer.save_if_needed()
-                reporter.say(
-                    f"stopped after step {trainer.step} of {recipe.train.steps} and saved; "
-                    f"go on with: tilemoe train --resume {run_dir}"
-                )
-                return Stopped(stop_requested.number)
-            trainer.finish_save()
-            return _finish(trainer, evaluation, parameters, reporter)
+        evaluation = trainer.fit(metrics, reporter, stop_requested)
+        if metrics is not None:
+            metrics.sync()
+        if evaluation is None:
+            trainer.save_if_needed()
+            reporter.say(
+                f"stopped after step {trainer.step} of {recipe.train.steps} and saved; "
+                f"go on with: tilemoe train --resume {run_dir}"
+            )
+            return Stopped(stop_requested.number)
+        trainer.finish_save()
+        return _finish(trainer, evaluation, parameters, reporter)
     except BrokenPipeError:  # nobody reads the output any more; the steps done are kept, which one alone can see to
         if metrics is not None and job.is_alone:
             metrics.sync()
@@ -285,6 +287,11 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
         raise ValueError(
             f"train.out_dir {run_dir} holds checkpoints of a run; add --resume to go on in it, or choose another "
             "--train.out-dir"
+        )
+    if checkpoint is not None and not checkpoint.path.exists():  # it was verified before this process owned the folder
+        raise ValueError(
+            f"train.out_dir {run_dir}: another process has trained in it and dropped {checkpoint.path.name} meanwhile; "
+            "run the same command again"
         )
     if checkpoint is not None:
         trainer.load(checkpoint)

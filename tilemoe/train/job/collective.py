@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -85,6 +86,8 @@ def _raise_with_rank(error: BaseException, job: Job, verdict: str, timeout: int)
 
 
 def _told(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return f"{signal.Signals((*error.args, signal.SIGINT)[0]).name} came"
     return " ".join(str(error).split())[:_LONGEST] or type(error).__name__
 
 
