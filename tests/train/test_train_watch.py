@@ -84,6 +84,9 @@ def test_of_a_job_that_stands_still_the_least_far_is_named(
     watch._note(1, (7, 2))
     time.sleep(0.02)
     assert watch._standing_still().startswith("ranks 0, 1, 2 hang in step 2")
+    for rank in (0, 1):  # say that they are where they were
+        watch._note(rank, (7, 2))
+    assert watch._standing_still().startswith("rank 2 hangs in step 3")
 
 
 def test_a_stranger_is_shown_the_door(first: Watch, links: dict[int, Connection], store: dist.HashStore) -> None:

@@ -55,6 +55,7 @@ class Watch:
         self._found, self._ended = threading.Event(), threading.Event()
         self._marks = dict.fromkeys(range(job.world_size), (0, 0))  # (marks, step) of each rank, as rank 0 knows them
         self._moved = time.monotonic()  # when any process last did; of others than rank 0, when that was last heard of
+        self._heard = dict.fromkeys(self._marks, self._moved)  # when rank 0 last heard of each, though it had not moved
         self._told = 0.0  # when the others were last told how far this one is
         self._server: socket.socket | None = None
         self._links: dict[Connection, int] = {}  # rank 0's to all others, theirs to rank 0
@@ -122,7 +123,7 @@ class Watch:
         if "failed" in message:
             return f"rank {rank} failed: {message['failed']}"
         if "done" in message:
-            del self._links[link], self._marks[rank]
+            del self._links[link], self._marks[rank], self._heard[rank]
             link.close()
         elif not self._job.is_first:
             self._moved = time.monotonic()
@@ -131,19 +132,23 @@ class Watch:
         return str(message.get("lost", ""))
 
     def _note(self, rank: int, marks: tuple[int, int]) -> None:
+        self._heard[rank] = time.monotonic()
         if self._marks[rank] != marks:
             self._marks[rank], self._moved = marks, time.monotonic()
 
     def _standing_still(self) -> str:
-        """Who has come least far, if nobody has moved for so long, all of them having begun; others look to rank 0."""
+        """If nobody has moved for so long, all having begun: who has come least far of those that say nothing, if there
+        are any, or of all. Others look to rank 0.
+        """
         if time.monotonic() - self._moved <= self._timeout:
             return ""
         if not self._job.is_first:
             return f"rank 0 hangs: nothing was heard of it within train.timeout ({self._timeout:g} s)"
         if min(self._marks.values()) <= (0, 0):
             return ""
-        least = min(marks for marks, _ in self._marks.values())
-        who = [rank for rank, (marks, _) in self._marks.items() if marks == least]
+        since = time.monotonic() - self._timeout
+        places = {rank: (self._heard[rank] > since, marks) for rank, (marks, _) in self._marks.items()}
+        who = [rank for rank, place in places.items() if place == min(places.values())]
         names = f"rank {who[0]} hangs" if len(who) == 1 else f"ranks {', '.join(map(str, who))} hang"
         step = self._marks[who[0]][1]
         return f"{names} in step {step}: no process has moved within train.timeout ({self._timeout:g} s)"
