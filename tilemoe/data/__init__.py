@@ -1,4 +1,4 @@
-"""Text in, batches of tokens out: corpora, tokenizers, memory-mapped token shards, deterministic sampling. No torch."""
+"""Text in, batches of tokens out: corpora, tokenizers, token shards, deterministic sampling. No torch."""
 
 from __future__ import annotations
 

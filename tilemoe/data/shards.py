@@ -1,4 +1,5 @@
-"""Token shards: header-less .bin files of little-endian token ids, memory-mapped, and the index.json over them.
+"""Token shards: header-less .bin files of little-endian token ids, read where they are needed, and the index.json over
+them.
 
 A folder holds both splits: ``train-00000.bin``, ``heldout-00000.bin``, ... uint16 when the vocabulary has at most 65536
 ids, else uint32. The index records per split the tokens, the bytes of text and each shard's size and SHA-256.
@@ -6,8 +7,11 @@ ids, else uint32. The index records per split the tokens, the bytes of text and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,7 +92,7 @@ class ShardWriter:
 
 
 class TokenShards:
-    """One split of prepared token shards, memory-mapped and read-only.
+    """One split of prepared token shards, whose files stay open: not mapped, for one cut short would end the process.
 
     ``num_tokens``  tokens, the separator after each document included; all are targets, ``num_targets``.
     ``num_bytes``   UTF-8 bytes of the texts, and one for each separator: the mean loss in nats/token, times
@@ -96,11 +100,11 @@ class TokenShards:
     """
 
     def __init__(self, directory: Path, split: Split) -> None:
-        """Map the shards of ``split``; ValueError if the index or a shard is missing, damaged or of another size."""
+        """Open the shards of ``split``; ValueError if the index or a shard is missing, damaged or of another size."""
         index = read_index(directory)
         self.directory, self.split = directory, split
         try:
-            dtype = np.dtype(index["dtype"])
+            self._dtype = np.dtype(index["dtype"])
             entry = index["splits"][split]
             self.separator_id = int(index["separator_id"])
             self.vocab_size = int(index["vocab_size"])
@@ -111,7 +115,11 @@ class TokenShards:
             ]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _bad_index(directory, f"{type(error).__name__}: {error}") from error
-        self._maps = [_map_shard(path, dtype, count) for path, count, _ in self._shards]
+        with contextlib.ExitStack() as stack:
+            self._files = [
+                stack.enter_context(_open_shard(path, self._dtype, count)) for path, count, _ in self._shards
+            ]
+            weakref.finalize(self, stack.pop_all().close)
         self._start_of_shard = np.cumsum([0, *(count for _, count, _ in self._shards)])
         if self._start_of_shard[-1] != self.num_tokens:
             raise _bad_index(directory, "the shards do not add up")
@@ -131,16 +139,31 @@ class TokenShards:
         return TokenShards, (self.directory, self.split)  # another process maps the files anew
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """(length,) int64: tokens ``start`` to ``start + length`` of the split, across the borders of shards."""
+        """(length,) int64: tokens ``start`` to ``start + length`` of the split, across the borders of shards.
+
+        ValueError: there are no such tokens, or no longer.
+        """
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise ValueError(
                 f"start {start} and length {length} reach outside the {self.num_tokens} tokens of {self!r}"
             )
-        parts = [
-            tokens[max(start - first, 0) : max(start + length - first, 0)]
-            for first, tokens in zip(self._start_of_shard.tolist(), self._maps, strict=False)
-        ]
-        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        parts = [np.empty(0, dtype=np.int64)]
+        while length:
+            shard = int(np.searchsorted(self._start_of_shard, start, side="right")) - 1
+            count = min(length, int(self._start_of_shard[shard + 1]) - start)
+            parts.append(self._read_shard(shard, start - int(self._start_of_shard[shard]), count))
+            start, length = start + count, length - count
+        return np.concatenate(parts)
+
+    def _read_shard(self, shard: int, start: int, count: int) -> NDArray[np.int64]:
+        size, path = self._dtype.itemsize, self._shards[shard][0]
+        try:
+            content = os.pread(self._files[shard].fileno(), count * size, start * size)
+        except OSError as error:
+            raise ValueError(f"token shard {path}: cannot be read ({error.strerror}); {_AGAIN}") from error
+        if len(content) != count * size:
+            raise ValueError(f"token shard {path}: it was truncated while it was in use; {_AGAIN}")
+        return np.frombuffer(content, dtype=self._dtype).astype(np.int64)
 
     def verify(self) -> None:
         """Read everything and compare the checksums; ValueError naming the first shard that differs."""
@@ -189,7 +212,7 @@ def _bad_index(directory: Path, reason: str) -> ValueError:
     return ValueError(f"token shards {directory / INDEX}: cannot be used ({reason}); {_AGAIN}")
 
 
-def _map_shard(path: Path, dtype: np.dtype[Any], num_tokens: int) -> NDArray[Any]:
+def _open_shard(path: Path, dtype: np.dtype[Any], num_tokens: int) -> BinaryIO:
     try:
         size = path.stat().st_size
         if size != num_tokens * dtype.itemsize:
@@ -197,6 +220,6 @@ def _map_shard(path: Path, dtype: np.dtype[Any], num_tokens: int) -> NDArray[Any
                 f"token shard {path}: {size} bytes instead of {num_tokens * dtype.itemsize}, it was truncated or "
                 f"changed; {_AGAIN}"
             )
-        return np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))
+        return path.open("rb")
     except OSError as error:
         raise ValueError(f"token shard {path}: cannot be read ({error.strerror}); {_AGAIN}") from error

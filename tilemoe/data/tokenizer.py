@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import chain, islice
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,10 @@ SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</
 _MOST_IDS = 1 << 24
 _MIN_BPE_VOCAB = 257  # 256 bytes and the separator
 _BPE_SAMPLE_BYTES = 1 << 28  # of files; a larger corpus is thinned evenly, for merges gain nothing beyond
+_PIECE = 1 << 20  # characters that the library takes at a time: it needs more than 100 bytes for each
+_LONGEST_WORD = 1 << 12  # characters: the time to learn merges from a word grows with the square of its length
+_LONGER_WORD = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD},}}|(?<!\s)\s{{{_LONGEST_WORD},}}")
+_LEAVING_S = 1.0  # that an interrupted training may take to notice it
 
 
 class Tokenizer:
@@ -65,8 +71,17 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """``encode`` of each text, in parallel where the tokenizer can."""
-        encodings = self._backend.encode_batch_fast([clean_text(text) for text in texts], add_special_tokens=False)
+        """``encode`` of each text, in parallel where the tokenizer can; a long text in pieces, one at a time."""
+        texts = [clean_text(text) for text in texts]
+        short = [text for text in texts if len(text) <= _PIECE]
+        ids_of_short = iter(self._ids(short))
+        return [next(ids_of_short) if len(text) <= _PIECE else self._ids_of_long(text) for text in texts]
+
+    def _ids_of_long(self, text: str) -> TokenIds:
+        return np.concatenate([self._ids([piece])[0] for piece in _pieces(text)])
+
+    def _ids(self, texts: Sequence[str]) -> list[TokenIds]:
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -127,9 +142,8 @@ class ByteTokenizer(Tokenizer):
         super().__init__(backend, BYTES)
         self.fingerprint = hashlib.sha256(b"utf-8 bytes, 0 separates").hexdigest()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:  # a hundred times as fast as the library
-        encoded = (np.frombuffer(clean_text(text).encode("utf-8"), dtype=np.uint8) for text in texts)
-        return [values.astype(np.int64) for values in encoded]
+    def _ids(self, texts: Sequence[str]) -> list[TokenIds]:  # a hundred times as fast as the library
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def _text(self, ids: TokenIds) -> str:
         return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
@@ -201,11 +215,66 @@ def _train_bpe(corpus: Corpus, vocab_size: int, heldout_every: int) -> tokenizer
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_training_sample(corpus, heldout_every), trainer)
+    sample = _training_sample(corpus, heldout_every)
+    _interruptible(lambda read: backend.train_from_iterator(read(sample), trainer))
     return backend
 
 
 def _training_sample(corpus: Corpus, heldout_every: int) -> Iterator[str]:
     stride = 1 + corpus.file_bytes() // _BPE_SAMPLE_BYTES
     texts = (text for split, text in split_documents(corpus, heldout_every) if split == "train")
-    return islice(texts, 0, None, stride)
+    pieces = chain.from_iterable(map(_pieces, islice(texts, 0, None, stride)))
+    return chain.from_iterable(map(_without_longer_words, pieces))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """``text`` in parts of at most `_PIECE` characters, each but the first beginning with a blank if there is one."""
+    start = 0
+    while len(text) - start > _PIECE:
+        blank = text.rfind(" ", start + 1, start + _PIECE)
+        end = blank if blank > 0 else start + _PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _without_longer_words(text: str) -> Iterator[str]:
+    """``text`` cut within what no blank, or nothing but blanks, divides for `_LONGEST_WORD` characters."""
+    start = 0
+    for word in _LONGER_WORD.finditer(text):
+        yield text[start : word.start()]
+        yield from (text[at : min(at + _LONGEST_WORD, word.end())] for at in range(*word.span(), _LONGEST_WORD))
+        start = word.end()
+    yield text[start:]
+
+
+def _interruptible(work: Callable[[Callable[[Iterator[str]], Iterator[str]]], object]) -> None:
+    """Do ``work``, of native code that answers no signal, in a thread, which an interrupted caller leaves behind.
+
+    ``work`` is given what its texts go through: they end when the caller has left, so that the thread runs no more
+    Python while the process ends.
+    """
+    done: Future[None] = Future()
+    left = Event()
+
+    def read(texts: Iterator[str]) -> Iterator[str]:
+        for text in texts:
+            if left.is_set():
+                raise KeyboardInterrupt
+            yield text
+
+    def run() -> None:
+        try:
+            work(read)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = Thread(target=run, name="tilemoe-bpe", daemon=True)
+    thread.start()
+    try:
+        done.result()
+    except KeyboardInterrupt:
+        left.set()
+        thread.join(_LEAVING_S)
+        raise
