@@ -16,7 +16,7 @@ import torch.distributed as dist
 from helpers import tiny_model
 
 from tilemoe.cli import export
-from tilemoe.data import Tokenizer, load_tokenizer, prepare
+from tilemoe.data import Prepared, Tokenizer, load_tokenizer, prepare
 from tilemoe.data.chat_template import ChatTemplate
 from tilemoe.models.huggingface import whole_parameters
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint
@@ -106,6 +106,17 @@ def checkpoint_read(folder: Path) -> Any:
     return found.state.step, training.digest(), load_tokenizer(found.tokenizer_spec).fingerprint
 
 
+def timeless(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's records but for what a clock says."""
+    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(run_dir / METRICS_FILE)]
+
+
+def end_of_run(run_dir: Path, cache: Path) -> Any:
+    """What there is of a run, to the bits of its newest checkpoint, and names of temporary files that are left."""
+    left = [path.name for folder in (run_dir, cache, *cache.glob("*")) for path in folder.glob(".t*")]
+    return timeless(run_dir), checkpoint_read(run_dir), (run_dir / RESULT_FILE).exists(), left
+
+
 def checkpoint(corpus: Path) -> Write:
     """Step 2 after step 1, then step 3, of which one is kept."""
     recipe, tokenizer = little("bpe:280", corpus), a_tokenizer(corpus)
@@ -156,13 +167,16 @@ def distributed_checkpoint(corpus: Path) -> Write:
     return Write(begin, lambda f: save(f, 2), checkpoint_read, _resuming(save), group_of_one)
 
 
+def split_digests(found: Prepared) -> tuple[str, ...]:
+    splits: Any = (found.train, found.heldout)
+    return tuple(hashlib.sha256(split.read(0, split.num_tokens).tobytes()).hexdigest() for split in splits)
+
+
 def token_shards(corpus: Path) -> Write:
     """The shards of a BPE that is trained and kept, beside those of bytes."""
 
     def prepared(folder: Path, tokenizer: str) -> Any:
-        found = prepare(str(corpus), tokenizer, folder / "cache", heldout_every=4, shard_tokens=4000)
-        splits = (found.train, found.heldout)
-        return tuple(hashlib.sha256(split.read(0, split.num_tokens).tobytes()).hexdigest() for split in splits)
+        return split_digests(prepare(str(corpus), tokenizer, folder / "cache", heldout_every=4, shard_tokens=4000))
 
     def read(folder: Path) -> Any:
         made = [path for path in (folder / "cache" / "shards").glob("[!.]*") if path.is_dir()]
@@ -248,7 +262,7 @@ def run_records(corpus: Path) -> Write:
         train(replace(recipe, train=first))
 
     def read(folder: Path) -> Any:
-        metrics = [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(folder / METRICS_FILE)]
+        metrics = timeless(folder)
         result = json.loads((folder / RESULT_FILE).read_bytes())
         plot = (folder / PLOT_FILE).read_bytes() if (folder / PLOT_FILE).exists() else b""
         assert not plot or (plot.startswith(b"\x89PNG") and plot.endswith(b"IEND\xaeB`\x82"))
