@@ -337,6 +337,19 @@ def test_missing_shard_is_named(write_shards: Write):
         TokenShards.open(directory, "train")
 
 
+def test_a_shard_that_changes_while_it_is_read(write_shards: Write):
+    """Mapped, one that is cut short ended the process with SIGBUS; one that is deleted is read on."""
+    shards = write_shards(range(20))
+    for number in range(3):
+        (shards.directory / f"train-0000{number}.bin").unlink()
+    assert shards.read(0, 20).tolist() == list(range(20))
+    shards = write_shards(range(20))
+    os.truncate(shards.directory / "train-00001.bin", 6)
+    assert shards.read(0, 10).tolist() == list(range(10))
+    with raises_one_line(r"train-00001\.bin: it was truncated while it was in use; delete the folder"):
+        shards.read(0, 11)
+
+
 def test_any_flipped_bit_is_found(write_shards: Write):
     directory = write_shards(range(20)).directory
     TokenShards.open(directory, "train").verify()

@@ -1,6 +1,11 @@
 """Tokenizers: round trips, files that load back, training that depends on the training split alone."""
 
 import json
+import random
+import re
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +106,57 @@ def test_batch_equals_one_by_one(bpe: Tokenizer):
     texts = ["", "the fox", "ü" * 50, "\ud800\0"]
     for tokenizer in (ByteTokenizer(), bpe):
         assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(t).tolist() for t in texts]
+
+
+def test_a_long_text_is_encoded_in_pieces(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """With the same ids where there are blanks to cut it at: at once the library would need 150 bytes of a character."""
+    lengths: list[int] = []
+    for tokenizer in (ByteTokenizer(), bpe):
+        texts = ["the quick brown fox = [the, quick]\nreturn naïve " * 50, "short", "fox" * 50, "quick " * 20]
+        at_once = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+        real = tokenizer._ids
+        monkeypatch.setattr(tokenizer, "_ids", lambda ts, real=real: (lengths.extend(map(len, ts)), real(ts))[1])
+        monkeypatch.setattr(tokenizer_module, "_PIECE", 64)
+        in_pieces = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+        monkeypatch.undo()
+        assert [*in_pieces[:2], in_pieces[3]] == [*at_once[:2], at_once[3]]
+        assert tokenizer.decode(in_pieces[2]) == texts[2]
+    assert max(lengths) <= 64
+
+
+def letters(number: int) -> str:
+    return "".join(random.Random(0).choices("abcdefgh", k=number))
+
+
+@pytest.mark.parametrize("text", ["", "a b", letters(9000), f"a  b {letters(5000)} c\n" + " " * 9000 + letters(4096)])
+def test_longer_words_are_cut(text: str):
+    parts = list(tokenizer_module._without_longer_words(text))
+    assert "".join(parts) == text
+    assert max(len(word) for part in parts for word in re.findall(r"\S+|\s+", part) or [""]) <= 4096
+
+
+def test_merges_are_learnt_from_a_long_word(tmp_path: Path):
+    """In half a second: the time for a whole one of that length was 17 s, and grew with its square."""
+    (tmp_path / "a.txt").write_text(letters(1 << 17))
+    started = time.process_time()
+    assert load_tokenizer("bpe:4096", open_corpus(str(tmp_path))).vocab_size == 4096
+    assert time.process_time() - started < 8
+
+
+def test_training_a_bpe_can_be_interrupted(tmp_path: Path):
+    """Native code sees no signal. The thread that is left behind has nothing more to read, and ends."""
+    (tmp_path / "a.txt").write_text(letters(1 << 20))
+    corpus = open_corpus(str(tmp_path))
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load_tokenizer("bpe:9000", corpus)
+        (left,) = (thread for thread in threading.enumerate() if thread.name == "tilemoe-bpe")
+        left.join(60)
+        assert not left.is_alive()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_bpe_is_deterministic_and_ignores_heldout_text(folder: Path, texts: list[str]):

@@ -39,7 +39,7 @@ from tilemoe.train.config import Recipe
 from tilemoe.train.datasets import DeviceBatch, device_batch, make_sampler
 from tilemoe.train.evaluate import Evaluation, evaluate
 from tilemoe.train.finite import find_non_finite, first_bad_output, worst_gradient
-from tilemoe.train.job.collective import any_process, objects_of_processes, values_of_processes
+from tilemoe.train.job.collective import LATER_SECONDS, any_process, objects_of_processes, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 from tilemoe.train.job.watch import Progress
 from tilemoe.train.metrics import MetricsWriter
@@ -141,7 +141,7 @@ class Trainer:
             save_checkpoint(*arguments, **options)
         else:
             if self._group is None:  # of the threads that write: their collectives must not mix with training's
-                limit = timedelta(seconds=self.recipe.train.timeout)
+                limit = timedelta(seconds=self.recipe.train.timeout + LATER_SECONDS)
                 self._group = dist.new_group(backend="gloo", timeout=limit)
             self._pending = PendingCheckpoint(*arguments, **options, group=self._group)
         self._saved_step = self.step

@@ -23,7 +23,7 @@ from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 # Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
 _GLOO = ("gloo/", "[Rank ", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
 # The groups' own limit is later than that of `Watch`, which says more and can say it where NCCL waits.
-_LATER_SECONDS = 15
+LATER_SECONDS = 15
 _POLL_SECONDS = 0.05
 _LONGEST = 1000  # characters of an error that other processes are told
 
@@ -51,7 +51,7 @@ def joined(job: Job, device: torch.device, timeout: int, settings: Mapping[str, 
     try:
         store = store_of_attempt(job, timeout)
         require_same(store, job, settings)
-        limit = timedelta(seconds=timeout + _LATER_SECONDS)
+        limit = timedelta(seconds=timeout + LATER_SECONDS)
         dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
         watch = Watch(job, store, timeout)
         yield watch.progress
