@@ -109,7 +109,7 @@ def test_batch_equals_one_by_one(bpe: Tokenizer):
 
 
 def test_a_long_text_is_encoded_in_pieces(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    """With the same ids where there are blanks to cut it at: at once the library would need 150 bytes of a character."""
+    """With the same ids where there are blanks to cut it at: at once the library takes 150 bytes of a character."""
     lengths: list[int] = []
     for tokenizer in (ByteTokenizer(), bpe):
         texts = ["the quick brown fox = [the, quick]\nreturn naïve " * 50, "short", "fox" * 50, "quick " * 20]
