@@ -84,7 +84,8 @@ test: env
 fuzz: env
 	$(BIN)/python benchmarks/fuzz.py --share $(SHARE) -n $(JOBS) --dist worksteal
 
-# Every fault of tests/faults, of which the tests have a selection; recorded in results/faults.jsonl. Seven minutes on two cores.
+# Every fault of tests/faults, of which the tests have a selection; recorded in results/faults.jsonl. Seven minutes on two
+# cores, and signals to jobs and two runs at once about an hour more.
 faults: env
 	TILEMOE_FAULTS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py -n $(JOBS) --dist worksteal
 
