@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import append
 
+from tilemoe.bench.record import append
 from tilemoe.runtime.launch_cache import LaunchCache
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe, load_recipe
