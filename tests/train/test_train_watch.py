@@ -70,11 +70,18 @@ def test_of_a_job_that_stands_still_the_least_far_is_named(
 ) -> None:
     monkeypatch.setattr(Watch, "_run", lambda watch: None)
     watch = Watch(Job(0, 3), store, 0.01)
-    marks = {0: 7, 1: 5, 2: 7}
-    for rank in (0, 1):
-        watch._note(rank, (marks[rank], 2))
-    time.sleep(0.02)
+    marks = {0: (7, 2), 1: (5, 2), 2: (0, 0)}
+    for _ in range(2):
+        for rank, of_rank in marks.items():
+            watch._note(rank, of_rank)
+        time.sleep(0.02)
+    for rank, of_rank in marks.items():
+        watch._note(rank, of_rank)
     assert watch._standing_still() == "", "rank 2 has not begun: it may be loading still"
+    time.sleep(0.02)
+    for rank in (0, 1):
+        watch._note(rank, marks[rank])
+    assert watch._standing_still().startswith("rank 2 hangs in step 0"), "nor is it heard of"
     watch._note(2, (7, 3))
     assert watch._standing_still() == ""
     time.sleep(0.02)

@@ -43,7 +43,7 @@ class Watch:
     """This process' thread, from its making to `stop`.
 
     Args:
-        timeout: seconds after which a job that has begun and in which nobody moves is given up, or a rank 0 of which
+        timeout: seconds after which a job that has begun and in which nobody moves is given up, or a process of which
             nothing is heard, not even by its thread: the process is stopped, or its host is.
     """
 
@@ -137,16 +137,16 @@ class Watch:
             self._marks[rank], self._moved = marks, time.monotonic()
 
     def _standing_still(self) -> str:
-        """If nobody has moved for so long, all having begun: who has come least far of those that say nothing, if there
-        are any, or of all. Others look to rank 0.
+        """If nobody has moved for so long: who has come least far of those that say nothing, if there are any, or, once
+        all have begun, of all. Others look to rank 0.
         """
         if time.monotonic() - self._moved <= self._timeout:
             return ""
         if not self._job.is_first:
             return f"rank 0 hangs: nothing was heard of it within train.timeout ({self._timeout:g} s)"
-        if min(self._marks.values()) <= (0, 0):
-            return ""
         since = time.monotonic() - self._timeout
+        if min(self._heard.values()) > since and min(self._marks.values()) <= (0, 0):
+            return ""
         places = {rank: (self._heard[rank] > since, marks) for rank, (marks, _) in self._marks.items()}
         who = [rank for rank, place in places.items() if place == min(places.values())]
         names = f"rank {who[0]} hangs" if len(who) == 1 else f"ranks {', '.join(map(str, who))} hang"
