@@ -2,7 +2,8 @@
 # tested of the kernels on the newest Triton · oldest-transformers: the integration on it · docs: the site · check: all of
 # these, ruff, codespell, mypy
 # fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core
-# oldest-torch: what traces, compiles and differentiates on the oldest PyTorch; apart from check, because it downloads 3 GB
+# oldest-torch, newest: what traces, compiles and differentiates on the oldest PyTorch, and on the newest with the newest
+# transformers; apart from check, because each downloads 3 GB: before a release, and once a week
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +33,7 @@ COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kern
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
 	--no-warn-unused-ignores
 
-.PHONY: env demo test fuzz faults newest-triton oldest-transformers oldest-torch check checks lint types docs wheel clean
+.PHONY: env demo test fuzz faults newest-triton oldest-transformers oldest-torch newest check checks lint types docs wheel clean
 
 env: $(STAMP)
 
@@ -102,6 +103,12 @@ oldest-transformers: env $(OLDEST)
 oldest-torch: env $(OLD_TORCH)
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)")'
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -m pytest -m "not gpu" $(TRACED)
+
+# The newest of both that pip gives today, with the Triton that this torch asks for; apart from check, as oldest-torch is.
+newest: env
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest torch transformers
+	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'import torch, transformers; print(torch.__version__, transformers.__version__)'
+	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest -m "not gpu" $(TRACED)
 
 # What uses one core goes two at a time. The tests use all cores and come last, alone, because some of them wait for
 # processes of theirs only so long; their closing line ends the output.
