@@ -85,9 +85,9 @@ def test_weights_of_any_strides_and_gathered_rows_of_any_stride(access: str) -> 
 
 
 def test_offsets_of_64_bits_where_32_are_too_few(access: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not mlp._needs_int64(torch.empty(2**16, 2**15 - 8, device="meta"))
-    assert mlp._needs_int64(torch.empty(2**16, 2**15, device="meta"))
-    monkeypatch.setattr(mlp, "_needs_int64", lambda rows: True)
+    assert not mlp.needs_int64(torch.empty(2**16, 2**15 - 8, device="meta"))
+    assert mlp.needs_int64(torch.empty(2**16, 2**15, device="meta"))
+    monkeypatch.setattr(mlp, "needs_int64", lambda rows: True)
     assert_kernels_agree(TritonBackend(), ROUTINGS["ragged tiles"], CASES[0], TOLERANCE[FP32])
 
 

@@ -49,7 +49,8 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, or after a one-line error on stderr 2, after SIGINT or SIGTERM
-    130 or 143. With these a training run exits that one of them stopped, and that was saved (SystemExit).
+    130 or 143. With these a training run exits that one of them stopped, and that was saved (SystemExit). A process of
+    a job that SIGTERM ends says nothing: torchrun has said why.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a generated character must not end a run on an ASCII terminal
@@ -67,9 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise  # a defect of ours, whose traceback is wanted
         if os.environ.get("TILEMOE_DEBUG") == "1":
             traceback.print_exc()
-        # In one piece: the processes of a job may speak at the same time.
-        print(f"tilemoe: error: {one_line(error)}\n", end="", file=sys.stderr, flush=True)
-        return 128 + (*error.args, signal.SIGINT)[0] if isinstance(error, KeyboardInterrupt) else 2
+        status = 128 + (*error.args, signal.SIGINT)[0] if isinstance(error, KeyboardInterrupt) else 2
+        if status != 128 + signal.SIGTERM or "WORLD_SIZE" not in os.environ:  # torchrun ends whoever is left by it
+            # In one piece: the processes of a job may speak at the same time.
+            print(f"tilemoe: error: {one_line(error)}\n", end="", file=sys.stderr, flush=True)
+        return status
     return 0
 
 

@@ -278,7 +278,8 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 def _backward(ctx: Any, do: Tensor | None, _dh: None, _du: None) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 8
-    given, arrays = ctx.saved_tensors[: -len(PLAN_ARRAYS)], ctx.saved_tensors[-len(PLAN_ARRAYS) :]
+    saved = ctx.saved_tensors  # asked for once: checkpointing recomputes them
+    given, arrays = saved[: -len(PLAN_ARRAYS)], saved[-len(PLAN_ARRAYS) :]
     routed = (plan_of(arrays, ctx.num_tokens), ctx.spec, ctx.backend)
     dx, ds, *adapters = _backward_op(do.contiguous(), *given, ctx.scale, *routed)
     return (dx, None, None, ds, *adapters)
