@@ -99,6 +99,7 @@ def test_encoded_descriptors_are_forgotten_when_there_are_many(monkeypatch: pyte
     monkeypatch.setattr(launcher, "_MAX_ENCODED", 2)
     case, operator = Case(), repeating(library.moe_forward)
     given = [case.args("moe") for _ in range(4)]
+    watch(library.moe_forward, given[0])  # it compiles
     for args in given * 3:
         assert watch(operator, args)[0].events == watch(library.moe_forward, args)[0].events
     (recording,) = recordings(operator)
@@ -315,6 +316,7 @@ def test_operands_that_are_one_tensor() -> None:
         return (do, do if shared else torch.zeros(shape, dtype=BF16), *tail)
 
     run = library._down_proj_wgrad
+    watch(run, make(False))  # it compiles
     operator = repeating(run)
     for shared in (False, False, True, True, False):
         args = make(shared)
