@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -96,7 +97,7 @@ class Copy:
             self.returncode = os.waitstatus_to_exitcode(status) if found else None
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:

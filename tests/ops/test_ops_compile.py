@@ -273,6 +273,21 @@ def test_layer(name: str) -> None:
     check(lambda x: tuple(layer(x)), input_of, tuple(layer.parameters()))
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_of_a_model_that_writes_to_a_dict(name: str) -> None:
+    """As transformers' do to capture outputs: Dynamo then refuses each MappingProxyType that it meets."""
+    cfg, recompute = LAYERS[name]
+    layer, kept = MoE(cfg, recompute=recompute), dict[str, Tensor]()
+
+    def model(x: Tensor) -> Tensor:
+        kept["x"] = x
+        kept["hidden"] = layer(x).hidden
+        return kept["hidden"]
+
+    x = input_of(5)["x"]
+    assert_equal(compiled(model)(x), model(x))
+
+
 def test_layer_itself_by_inductor() -> None:
     layer = MoE(LAYERS["softmax"][0])
     check(layer, input_of, tuple(layer.parameters()), backend="inductor")

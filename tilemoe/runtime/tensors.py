@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from tilemoe.checks import shown
 
 PLAIN = (Tensor, nn.Parameter)
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] = _NONE) -> None:
+def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
     """ValueError that names what is no tensor, or whose elements are not in memory by strides; ``optional``: or None.
 
     Sparse and nested tensors, DTensors and those whose memory was freed are refused. Those without values (fake, meta)
@@ -27,7 +25,7 @@ def require_tensors(tensors: Mapping[str, Any], optional: Mapping[str, Any] = _N
     """
     # Kernels, and some of PyTorch's own, would read at address 0. What torch.func wraps has no address.
     has_address = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
-    for group, may_be_none in ((tensors, False), (optional, True)):
+    for group, may_be_none in ((tensors, False), (optional or {}, True)):
         for name, value in group.items():
             if type(value) in PLAIN and value.layout is torch.strided and not value.is_nested:
                 if has_address and value.data_ptr() == 0 and value.numel() and not value.is_meta:
