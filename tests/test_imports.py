@@ -58,7 +58,8 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "integrations": {"torch", "transformers", "torchtitan", "spmd_types", "safetensors", "peft"},
     "bench": {"torch", "matplotlib", "sonicmoe", "scattermoe"},  # the last two are peers, where they are installed
     **{part: {"torch"} for part in ("activations", "plan", "routing", "kernels", "ops", "reference")},
-    **{part: {"torch"} for part in ("runtime", "dispatch", "layers", "parallel")},
+    **{part: {"torch"} for part in ("runtime", "dispatch", "parallel")},
+    "layers": {"torch", "torchao"},
 }
 # Triton comes with PyTorch, but not on every machine.
 TRITON_HOMES = re.compile(

@@ -12,7 +12,7 @@ from tilemoe.cli.parsing import parse
 from tilemoe.config import MoEConfig
 from tilemoe.models.presets import moe_preset
 
-_PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow")
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow", "torchao")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -79,12 +79,13 @@ def _hardware(device: str) -> str:
 
 
 def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
-    """One line for each choice that the layer makes, the experts' kernels, the router's, the plan's; and for each of
-    these kernels whether what they give a token depends on the other tokens of its batch.
+    """One line for each choice that the layer makes, the experts' kernels, the router's, the plan's, and for FP8 in
+    attention; and for each of the experts' kernels whether what they give a token depends on the other tokens of its
+    batch.
     """
     import torch
 
-    from tilemoe.kernels.choose import choose_plan, choose_router, select_kernels
+    from tilemoe.kernels.choose import choose_plan, choose_projections, choose_router, select_kernels
     from tilemoe.kernels.experts.torch.backend import TorchBackend
 
     found = torch.device(device)
@@ -96,6 +97,8 @@ def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
     lines.append(f"router: {router.name} ({router.reason})")
     plan = choose_plan(found, tokens * cfg.num_experts_per_tok, cfg.num_experts)
     lines.append(f"plan: {plan.name} ({plan.reason})")
+    projections = choose_projections(found)
+    lines.append(f"attention's projections with dense precision fp8: {projections.name} ({projections.reason})")
     invariance = {experts.name: experts.impl.batch_invariance for experts in chosen.values()}
     lines += [f"batch invariance of the experts by {name}: {whether}" for name, whether in invariance.items()]
     lines.append(f"batch invariance of the router's logits: {TorchBackend.batch_invariance}")

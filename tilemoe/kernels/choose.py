@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -242,6 +243,17 @@ def choose_lm(x: Tensor) -> Choice[None]:
         return Choice("torch", None, f"{type(x).__name__} may stand for a tensor")
     why = why_no_triton(x.device)
     return Choice("triton", None, "one kernel in place of several") if why is None else Choice("torch", None, why)
+
+
+def choose_projections(device: torch.device) -> Choice[None]:
+    """For an attention's projections where FP8 is asked for: torchao's, or "torch" for those in the layer's dtype."""
+    if find_spec("torchao") is None:
+        return Choice("torch", None, "not in FP8 (torchao is not installed); pip install 'tilemoe[fp8]'")
+    if device.type == "cpu":
+        return Choice("torchao", None, "FP8 is asked for; it is emulated here, slower than the layer's own dtype")
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
+        return Choice("torch", None, "not in FP8 (it needs NVIDIA's compute capability 8.9 or above)")
+    return Choice("torchao", None, "FP8 is asked for, and the GPU multiplies it")
 
 
 def choose_document_attention(device: torch.device, dtype: torch.dtype, width: int) -> Choice[DocumentAttention]:

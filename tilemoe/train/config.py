@@ -18,6 +18,7 @@ from typing import Any, Literal
 from tilemoe.checks import require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 
+_FP8_MULTIPLE = 16  # what an FP8 product's sizes must be multiples of
 _MOST_THREADS = 4096  # torch crashes where the system cannot start as many as it is told
 
 
@@ -168,6 +169,7 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches per optimiser step
     seed: int = 0  # of the initial weights and of the order of the data
     precision: Literal["fp32", "bf16"] = "bf16"  # bf16: autocast over fp32 weights, or FSDP gathers them in bf16
+    dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections; fp8: by torchao, bf16: as above
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
     recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no activations, backward redoes one GEMM
@@ -219,8 +221,30 @@ class Recipe:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must not exceed model.max_seq_len ({self.model.max_seq_len})"
             )
+        if self.train.dense_precision == "fp8":
+            self._check_dense_fp8()
         if self.lora is not None:
             self._check_lora(self.lora)
+
+    def _check_dense_fp8(self) -> None:
+        model, data = self.model, self.data
+        sizes = {
+            "model.hidden_size": model.hidden_size,
+            "model.num_heads * model.head_dim": model.num_heads * model.head_dim,
+            "model.num_kv_heads * model.head_dim": model.num_kv_heads * model.head_dim,
+            "data.batch_size * data.seq_len": data.batch_size * data.seq_len,  # wgrad's contraction
+        }
+        for name, size in sizes.items():
+            if size % _FP8_MULTIPLE:
+                raise ValueError(
+                    f"{name} ({size}) must be a multiple of {_FP8_MULTIPLE} where train.dense_precision is fp8; change "
+                    "it, or use --train.dense-precision bf16"
+                )
+        if self.lora is not None and "attention" in self.lora.modules:
+            raise ValueError(
+                "train.dense_precision 'fp8' is not for attention with adapters; use --train.dense-precision bf16, or "
+                "--lora.modules experts"
+            )
 
     def _check_lora(self, lora: LoRAConfig) -> None:
         if self.optim.name != "adamw":

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
+from tilemoe.layers.float8 import require_torchao
 from tilemoe.models.flops import count_parameters
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import Recipe
@@ -17,9 +18,12 @@ _WEIGHT_BYTES, _STATE_BYTES = 4, 8  # of a parameter in a checkpoint: fp32, and 
 
 
 def require_ready(recipe: Recipe, job: Job, *, is_new: bool) -> None:
-    """ValueError: train.out_dir cannot be written or has no room for a checkpoint, a new run's vocabulary is too small,
-    or its train.sample_prompt too long for the model, as far as a tokenizer can say that is not to be trained first.
+    """ValueError: a package is missing, train.out_dir cannot be written or has no room for a checkpoint, a new run's
+    vocabulary is too small, or its train.sample_prompt too long for the model, as far as a tokenizer can say that is
+    not to be trained first.
     """
+    if recipe.train.dense_precision == "fp8":
+        require_torchao()
     if is_new:
         _require_tokenizer(recipe)
     if job.is_first:  # it alone writes there, or is the first to

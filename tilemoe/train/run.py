@@ -19,6 +19,7 @@ import tilemoe
 from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.data.files import owned_folder, write_atomic
+from tilemoe.kernels.choose import choose_projections
 from tilemoe.models.flops import flops_per_token
 from tilemoe.train.checkpoints.distributed import verify_by_first_rank
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
@@ -90,6 +91,7 @@ def require_resumable(recipe: Recipe, checkpoint: Checkpoint, processes: int = 1
         for line in differences(ours[table], saved[table], f"{table}."):
             is_free = is_same_step if line.startswith(_OF_A_STEP) else not line.startswith(_FIXED)
             (free if is_free else fixed).append(line)
+    free += differences(ours["model"], saved["model"], "model.")  # of a precision: else it were another model
     if fixed:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} is of another run: {fixed[0]}; keep that setting to resume"
@@ -174,6 +176,9 @@ def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> R
     recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = sum(p.numel() for p in trainer.model.parameters())
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    if recipe.train.dense_precision == "fp8":
+        projections = choose_projections(trainer.device)
+        reporter.say(f"attention's projections: {projections.name}, {projections.reason}")
     job = trainer.job
     where = trainer.device.type if job.is_alone else f"{job.world_size} x {trainer.device.type}"
     of_which = "" if recipe.lora is None else f", {trained:,} of them trained,"

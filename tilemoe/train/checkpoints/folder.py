@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +212,12 @@ class Checkpoint:
         return str(self.path / TOKENIZER_FILE) if is_saved else self.state.recipe.data.tokenizer
 
     def require_model(self, config: ModelConfig) -> None:
-        """Raise unless this checkpoint's model is ``config``, naming the first setting that differs."""
-        difference = next(differences(to_dict(config), to_dict(self.state.recipe.model), "model."), None)
+        """Raise unless this checkpoint's model is ``config``, naming the first setting that differs.
+
+        The precision of experts may: their weights are the same.
+        """
+        ours, saved = _architecture(config), _architecture(self.state.recipe.model)
+        difference = next(differences(ours, saved, "model."), None)
         if difference is not None:
             raise CheckpointError(
                 f"checkpoint {self.path} is of another model: {difference}; "
@@ -263,6 +267,12 @@ class Checkpoint:
         except (ValueError, SafetensorError, KeyError, TypeError) as error:
             told = " ".join(str(error).split())
             raise CheckpointError(f"checkpoint {self.path} cannot be used: {told}") from error
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    """What decides which weights there are, and what they mean: all but the precision of experts."""
+    moe = config.moe
+    return to_dict(config if moe is None else replace(config, moe=replace(moe, precision="bf16")))
 
 
 def _rng_tensor(text: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
+from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.lora import add_lora
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.layers.router import Router
@@ -59,9 +60,19 @@ def make_decoder(
     return model
 
 
+def set_dense_precision(model: DecoderLM, recipe: Recipe, device: torch.device) -> None:
+    """What ``recipe.train.dense_precision`` asks for on ``device``, before the model is compiled or sharded.
+
+    ValueError: a package that it needs is not installed.
+    """
+    if recipe.train.dense_precision == "fp8":
+        quantize_projections(model, device)
+
+
 def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
     """The recipe's model with its initial weights: drawn on the CPU, so the same on every device."""
     model = make_decoder(recipe, recompute=recipe.train.recompute)
+    set_dense_precision(model, recipe, device)
     model.reset_parameters(torch.Generator().manual_seed(recipe.train.seed))
     model.to(device)
     model.set_checkpointing(recipe.parallel.checkpointing)
@@ -82,6 +93,7 @@ def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> Decode
     A block at a time is whole, in the memory of the host. All processes call it.
     """
     model = make_decoder(recipe, device="meta", recompute=recipe.train.recompute)
+    set_dense_precision(model, recipe, device)
     meshes = build_meshes(recipe.parallel_for(job.world_size), recipe.model, device.type)
     generator = torch.Generator().manual_seed(recipe.train.seed)
     parallelize(model, meshes, device="cpu", generator=generator, compile_backend=compile_backend(recipe))

@@ -1,0 +1,166 @@
+"""``train.dense_precision="fp8"``: what multiplies in FP8, how near its losses are, that checkpoints do not know."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import raises_one_line, torchrun
+from test_train_distributed import losses, written
+from torch import nn
+
+from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig
+from tilemoe.kernels.choose import choose_projections
+from tilemoe.layers.attention import Attention
+from tilemoe.layers.float8 import quantize_projections
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.train.checkpoints.restore import build_model, restore
+from tilemoe.train.config import LoRAConfig, Recipe
+from tilemoe.train.run import train
+
+CPU = torch.device("cpu")
+NEAR = 1.5e-2  # relative, to the losses in bf16 of the same steps
+
+
+def in_fp8(recipe: Recipe, experts: str = "fp8") -> Recipe:
+    assert recipe.model.moe is not None
+    moe = replace(recipe.model.moe, precision=experts)
+    train_settings = replace(recipe.train, dense_precision="fp8")
+    return replace(recipe, model=replace(recipe.model, moe=moe), train=train_settings)
+
+
+@pytest.fixture
+def recipe(moe_recipe: Recipe) -> Recipe:
+    """Widths that FP8 takes; an untied head, and a dense block beside the one with experts."""
+    moe = MoEConfig(128, 128, 4, 2, router=RouterConfig(aux_loss_coef=0.01))
+    model = ModelConfig(256, 128, 2, 4, 2, 32, 16, moe=moe, dense_layers=(0,), dense_intermediate_size=128)
+    return replace(moe_recipe, model=model, train=replace(moe_recipe.train, steps=4, save_every=0, eval_every=0))
+
+
+def test_attention_s_projections_and_nothing_else(recipe: Recipe) -> None:
+    plain, converted = build_model(recipe, CPU), build_model(in_fp8(recipe), CPU)
+    changed = {
+        name
+        for (name, ours), theirs in zip(converted.named_modules(), plain.modules(), strict=True)
+        if type(ours) is not type(theirs)
+    }
+    assert changed == {f"blocks.{i}.attention.{name}_proj" for i in range(2) for name in "qkvo"}
+    assert all(type(converted.get_submodule(name)).__name__ == "Float8Linear" for name in changed)
+    assert all(type(parameter) is nn.Parameter for parameter in converted.parameters())
+    for (name, ours), (theirs_name, theirs) in zip(
+        converted.state_dict().items(), plain.state_dict().items(), strict=True
+    ):
+        assert name == theirs_name
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_are_near_and_checkpoints_go_both_ways(recipe: Recipe, precision: str, tmp_path: Path) -> None:
+    """Of a run in FP8 that goes on without, of one that goes the other way, and of one that never was."""
+    recipe = replace(recipe, train=replace(recipe.train, precision=precision))
+    runs = {"plain": [recipe, recipe], "on": [recipe, in_fp8(recipe)], "off": [in_fp8(recipe), recipe]}
+    for name, (first, second) in runs.items():
+        settings = {"out_dir": str(tmp_path / name)}
+        train(replace(first, train=replace(first.train, **settings, steps=2)))
+        train(replace(second, train=replace(second.train, **settings)), restore(tmp_path / name, "cpu").checkpoint)
+    expected = losses(tmp_path / "plain")
+    for name in ("on", "off"):
+        found = losses(tmp_path / name)
+        assert found != expected
+        assert found == pytest.approx(expected, rel=NEAR)
+    assert losses(tmp_path / "on")[:2] == expected[:2]
+    assert losses(tmp_path / "off")[0] != expected[0]
+
+
+def test_compiled_in_one_graph(recipe: Recipe) -> None:
+    """As train.compile does, forward and backward."""
+    plain, compiled = (build_model(in_fp8(recipe), CPU) for _ in range(2))
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    ids = torch.randint(256, (2, 16))
+    found = []
+    for model in (plain, compiled):
+        model(ids, ids).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_compiled_steps_on_a_gpu_are_near(recipe: Recipe, tmp_path: Path) -> None:
+    """Experts and attention in FP8, by the device's own products where it has them."""
+    pytest.importorskip("torchao")
+    settings = replace(recipe.train, steps=3, precision="bf16", device="cuda", compile="blocks")
+    plain = replace(recipe, train=settings)
+    for name, each in {"plain": plain, "fp8": in_fp8(plain)}.items():
+        train(replace(each, train=replace(each.train, out_dir=str(tmp_path / name))))
+    found, expected = losses(tmp_path / "fp8"), losses(tmp_path / "plain")
+    assert found != expected
+    assert found == pytest.approx(expected, rel=NEAR)
+
+
+@pytest.mark.dist
+def test_two_processes_train_near_one(recipe: Recipe, tmp_path: Path) -> None:
+    """FSDP2 gathers in bf16; one process without FP8 goes on from what two with it have saved."""
+    recipe = replace(recipe, train=replace(recipe.train, precision="bf16"))
+    alone = replace(recipe, data=replace(recipe.data, batch_size=2 * recipe.data.batch_size))
+    train(replace(alone, train=replace(recipe.train, out_dir=str(tmp_path / "one"))))
+    both = replace(in_fp8(recipe), parallel=ParallelConfig(expert=2))
+    path = written(both, tmp_path, out_dir=str(tmp_path / "two"), steps=2)
+    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path)
+    assert done.returncode == 0, done.stderr
+    assert "attention's projections: torchao, FP8 is asked for; it is emulated here" in done.stdout
+    checkpoint = restore(tmp_path / "two", "cpu").checkpoint
+    train(replace(alone, train=replace(recipe.train, out_dir=str(tmp_path / "two"))), checkpoint)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=NEAR)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        (
+            {"hidden_size": 40},
+            r"model\.hidden_size \(40\) must be a multiple of 16 where train\.dense_precision is fp8",
+        ),
+        ({"num_heads": 3, "num_kv_heads": 3}, r"model\.num_heads \* model\.head_dim \(24\) must be a multiple of 16"),
+        ({"num_kv_heads": 1}, r"model\.num_kv_heads \* model\.head_dim \(8\) must be a multiple of 16"),
+        ({"seq_len": 6}, r"data\.batch_size \* data\.seq_len \(24\) must be a multiple of 16"),
+    ],
+)
+def test_sizes_that_fp8_does_not_take_are_named(dense_recipe: Recipe, sizes: dict[str, int], named: str) -> None:
+    data = replace(dense_recipe.data, seq_len=sizes.pop("seq_len", 16))
+    model = replace(dense_recipe.model, **{"hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8} | sizes)
+    plain = replace(dense_recipe, model=model, data=data)
+    with raises_one_line(named):
+        replace(plain, train=replace(plain.train, dense_precision="fp8"))
+
+
+def test_adapters_on_attention_are_refused_and_on_experts_are_not(recipe: Recipe) -> None:
+    with raises_one_line(r"train\.dense_precision 'fp8' is not for attention with adapters"):
+        replace(in_fp8(recipe, experts="bf16"), lora=LoRAConfig())
+    replace(in_fp8(recipe, experts="bf16"), lora=LoRAConfig(modules=("experts",)))
+
+
+def test_without_torchao_one_line_says_what_to_install(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    for begin in (lambda: train(in_fp8(recipe)), lambda: build_model(in_fp8(recipe), CPU)):
+        with raises_one_line(r"needs torchao: pip install 'tilemoe\[fp8\]'"):
+            begin()
+    assert choose_projections(CPU).reason.endswith("pip install 'tilemoe[fp8]'")
+    assert not Path(recipe.train.out_dir).exists()
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 6), "torch"), ((8, 9), "torchao"), ((9, 0), "torchao")])
+def test_a_gpu_without_fp8_computes_in_bf16(
+    recipe: Recipe, capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choice = choose_projections(gpu)
+    assert choice.name == name
+    assert ("needs NVIDIA's compute capability 8.9" in choice.reason) == (name == "torch")
+    model = DecoderLM(recipe.model, device="meta")
+    quantize_projections(model, gpu)
+    linears = [module.q_proj for module in model.modules() if isinstance(module, Attention)]
+    assert {type(linear) is nn.Linear for linear in linears} == {name == "torch"}

@@ -1,0 +1,42 @@
+"""The attention's projections with FP8 operands, by torchao's float8 training (the extra ``fp8``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from tilemoe.kernels.choose import choose_projections
+from tilemoe.layers.attention import Attention
+
+# One scale a tensor: the fastest of torchao's recipes, and the one that gains at widths below 2048.
+_RECIPE = "tensorwise"
+
+
+def require_torchao() -> None:
+    """ValueError: it is not installed."""
+    if find_spec("torchao") is None:
+        raise ValueError(
+            "train.dense_precision 'fp8' needs torchao: pip install 'tilemoe[fp8]', or use --train.dense-precision bf16"
+        )
+
+
+def quantize_projections(model: nn.Module, device: torch.device) -> None:
+    """Let the four projections of every `Attention` of ``model`` multiply in FP8 on ``device``, in place.
+
+    Parameters stay what they are, on whatever device they are now, and keep their names. On a GPU without FP8 nothing
+    changes (`tilemoe.kernels.choose.choose_projections` says why); a CPU computes the same numbers in fp32.
+
+    ValueError: torchao is not installed.
+    """
+    require_torchao()
+    if choose_projections(device).name != "torchao":
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(_RECIPE), emulate=device.type == "cpu")
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            convert_to_float8_training(module, config=config)
