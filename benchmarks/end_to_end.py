@@ -27,6 +27,7 @@ import torch
 from tilemoe import load_hf
 from tilemoe.bench import record
 from tilemoe.data.corpus import open_corpus
+from tilemoe.train.checkpoints.folder import resolve_checkpoint
 from tilemoe.train.metrics import read_metrics
 
 NAME = "end_to_end"
@@ -117,6 +118,7 @@ def measure(args: argparse.Namespace, more: list[str], out: Path, row: dict[str,
     )  # fmt: skip
     result = json.loads((pretrained / "result.json").read_text())
     row |= {key: result[key] for key in ("training_tokens", "parameters", "heldout_nats_per_byte")}
+    row["corpus_digest"] = resolve_checkpoint(pretrained, verify=False).state.data_fingerprint
     row["pretrain"] = curves(pretrained)
     _, row["export_seconds"] = tilemoe("export", "--checkpoint", pretrained, "--out", exported)
     row["loss"] = against_transformers(exported)

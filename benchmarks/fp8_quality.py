@@ -1,13 +1,18 @@
-"""Held-out loss of language models trained with FP8 operands in their experts, and without, and how far gradients turn.
+"""Held-out loss of language models trained with FP8 operands and without, and how far gradients turn.
 
     python benchmarks/fp8_quality.py run --recipe single-gpu --steps 2000 --seeds 3
     python benchmarks/fp8_quality.py run --recipe fp8-smoke --seeds 3        (minutes on a CPU)
     python benchmarks/fp8_quality.py table
+    python benchmarks/fp8_quality.py curves --recipe single-gpu
 
 A recipe is one of the package's or of benchmarks/recipes. The runs of a seed start from the same weights and see the
 same batches; each is evaluated along the way, in its own precision. At its end the gradients of one batch are compared
 to those of fp32 with the same weights: 1 minus the cosine, of each layer's experts and router. Each finished run is
 appended to results/fp8_quality.jsonl; those that are there are not repeated.
+
+``curves`` reads results/end_to_end.jsonl, whose runs may be as long as a real one: a run there that was told
+``--model.moe.precision fp8 --train.dense-precision fp8`` beside the one that was not, all else being the same. Whether
+its corpus is, too, shows in ``corpus_digest``; older rows describe theirs in words.
 """
 
 from __future__ import annotations
@@ -20,19 +25,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from precisions import PLAIN, PRECISIONS, in_precision
 from rounding_quality import RECIPES, prepared, spread
 from torch import Tensor, nn
 
 import tilemoe
 from tilemoe.bench import record
-from tilemoe.config import PRECISIONS
 from tilemoe.train.checkpoints.restore import build_model, select_device
 from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.evaluate import evaluate
 from tilemoe.train.loop import Trainer
 
 NAME = "fp8_quality"
-PLAIN = "bf16"  # the layer's own dtype: under a recipe in fp32, that
+OPTIONS = ("--model.moe.precision", "--train.dense-precision")  # of `tilemoe train`, in the order of `PRECISIONS`
 POINTS = 10  # evaluations of a run
 # What a run is: a row that agrees in these, and was measured on such a machine, is a repetition.
 KEY = ("recipe", "precision", "seed", "steps")
@@ -41,10 +46,7 @@ Row = dict[str, Any]
 
 
 def variant(recipe: Recipe, precision: str, seed: int) -> Recipe:
-    moe = recipe.model.moe
-    assert moe is not None, "the recipe has experts"
-    model = replace(recipe.model, moe=replace(moe, precision=precision))
-    return replace(recipe, model=model, train=replace(recipe.train, seed=seed))
+    return in_precision(replace(recipe, train=replace(recipe.train, seed=seed)), precision)
 
 
 def measure(recipe: Recipe, device: torch.device) -> Row:
@@ -113,7 +115,7 @@ def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
     """Every run, seed by seed, so that what is there can be compared."""
     base = recipe_of(args.recipe, args.steps)
     for seed in range(args.seeds):
-        for precision in PRECISIONS:
+        for precision in args.precisions.split(","):
             what = (args.recipe, precision, seed, base.train.steps)
             yield variant(base, precision, seed), dict(zip(KEY, what, strict=True))
 
@@ -145,15 +147,52 @@ def table(args: argparse.Namespace) -> None:
         print(f"| {precision} | {len(here)} | {losses} | {against} | {worst:.1e} |")
 
 
+def curves(args: argparse.Namespace) -> None:
+    """Markdown: held-out nats/token of recorded end-to-end runs that differ in precision alone, the newest of each."""
+    runs: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in record.rows("end_to_end"):
+        if row["recipe"] == args.recipe and "pretrain" in row:
+            precision, others = told(row["arguments"])
+            runs.setdefault((row["steps"], *others), {})[precision] = row
+    for same in runs.values():
+        if PLAIN in same:
+            print("\n".join(curve_table(same)))
+
+
+def told(arguments: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """(which of `PRECISIONS` the options ask for, the other options)"""
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    asked = tuple(options.pop(option, PLAIN) for option in OPTIONS)
+    return next(name for name, each in PRECISIONS.items() if each == asked), sorted(options.items())
+
+
+def curve_table(same: dict[str, Row]) -> Iterator[str]:
+    """The held-out losses step by step, each with what it is above the plain run's."""
+    yield "| step | " + " | ".join(f"{name}, {row['commit']}" for name, row in same.items()) + " |"
+    yield "| ---: |" + " ---: |" * len(same)
+    losses = {name: {step: nats for step, nats, *_ in row["pretrain"]["heldout"]} for name, row in same.items()}
+    for step, plain in losses[PLAIN].items():
+        cells = [(name, found.get(step)) for name, found in losses.items()]
+        shown = ["" if nats is None else f"{nats:.4f}" + above(nats / plain, name) for name, nats in cells]
+        yield f"| {step} | {' | '.join(shown)} |"
+    digests = {row.get("corpus_digest", "unknown") for row in same.values()}
+    yield f"corpus: {', '.join(sorted(digests))}"
+
+
+def above(ratio: float, name: str) -> str:
+    return "" if name == PLAIN else f" ({100 * (ratio - 1):+.3f}%)"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("what", choices=["run", "table", "curves"])
     parser.add_argument("--recipe", default="fp8-smoke")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="commas between")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="in place of the recipe's")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args(argv)
-    {"run": run, "table": table}[args.what](args)
+    {"run": run, "table": table, "curves": curves}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
     torchrun --nproc-per-node 4 benchmarks/train_throughput.py run --recipe 7b --peers tilemoe,scattermoe
     python benchmarks/train_throughput.py scale --recipe 1b --processes 1,2,4
+    python benchmarks/train_throughput.py run --recipe single-gpu --peers "tilemoe,tilemoe[fp8],tilemoe[fp8+dense]" \\
+        --rounds 3 --steps 3 --warmup 2
     python benchmarks/train_throughput.py table
 
 ``run`` is one process of a job; ``scale`` starts one job after the other, as far as there are GPUs. Every contestant
 trains the recipe's model from the same weights on the same made-up tokens, whose frequencies fall as 1 / rank, one
-contestant after the other; whole optimiser steps are timed, the update included. Rows go to
-results/train_throughput.jsonl as soon as a contestant is done. ``tokens_per_second`` and ``mfu`` are those of one GPU,
-by the formulas of the trainer's own progress line.
+contestant after the other; whole optimiser steps are timed, the update included. ``tilemoe[fp8]`` and
+``tilemoe[fp8+dense]`` are ours in a precision of benchmarks/precisions.py, whatever the recipe's. With ``--rounds`` all
+contestants stay in memory and take turns. Rows go to results/train_throughput.jsonl as soon as a contestant is done.
+``tokens_per_second`` and ``mfu`` are those of one GPU, by the formulas of the trainer's own progress line.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.shape import MoEShape
-from tilemoe.train.checkpoints.restore import compile_backend, select_device
+from tilemoe.train.checkpoints.restore import compile_backend, select_device, set_dense_precision
 from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.job.collective import any_process, joined, objects_of_processes
 from tilemoe.train.job.processes import Job
@@ -49,6 +52,7 @@ from tilemoe.train.progress import StepStats
 sys.path.insert(0, str(Path(__file__).parent))
 import profiles
 import swapped_experts
+from precisions import PRECISIONS, in_precision
 
 from tilemoe.bench import gate, peers, record, timing
 
@@ -70,14 +74,31 @@ def run(args: argparse.Namespace) -> None:
         torch.set_num_threads(recipe.train.threads)
     with tempfile.TemporaryDirectory() as folder, meeting(job, device, recipe, args.shard_alone):
         data = made_up_text(Path(folder), recipe.model.vocab_size)
-        for name in args.peers.split(","):
-            problem = reason_to_leave_out(name, recipe, device, job)
+        names = [name for name in args.peers.split(",") if takes_part(name, recipe, device, job)]
+        for group in [names] if args.rounds > 1 else [[name] for name in names]:
+            take_turns(args, group, recipe, data, device, job)
             free_memory()
-            if problem is not None:
-                say(job, f"{name} is left out: {problem}")
-                continue
-            measure(args, name, recipe, data, device, job)
-            free_memory()
+
+
+def take_turns(
+    args: argparse.Namespace, names: list[str], recipe: Recipe, data: Prepared, device: torch.device, job: Job
+) -> None:
+    """The contestants of these names, in memory together until all are recorded."""
+    contestants = [warmed_up(args, name, recipe, data, device, job) for name in names]
+    for _ in range(args.rounds):
+        for contestant in contestants:
+            take_steps(args, contestant)
+    for contestant in contestants:
+        report(args, contestant)
+
+
+def takes_part(name: str, recipe: Recipe, device: torch.device, job: Job) -> bool:
+    """Whether the contestant can be measured; why not is said."""
+    problem = reason_to_leave_out(name, recipe, device, job)
+    free_memory()
+    if problem is not None:
+        say(job, f"{name} is left out: {problem}")
+    return problem is None
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
@@ -97,6 +118,12 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     if args.compile:
         train = replace(train, compile="blocks")
     return replace(recipe, train=train, data=data, parallel=parallel)
+
+
+def peer_and_recipe(name: str, recipe: Recipe) -> tuple[str, Recipe]:
+    """Whose experts ``name`` means, and the recipe in the precision that it has in brackets, if it has one."""
+    peer, bracket, precision = name.removesuffix("]").partition("[")
+    return peer, in_precision(recipe, precision) if bracket else recipe
 
 
 @contextmanager
@@ -127,6 +154,7 @@ def made_up_text(folder: Path, vocab_size: int) -> Prepared:
 
 def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Job) -> str | None:
     """What any process finds: the package is missing, or its layer, of the recipe's size, computes something else."""
+    name, recipe = peer_and_recipe(name, recipe)
     problem = swapped_experts.obstacle(name, recipe.model, recipe.parallel.expert)
     if problem is None and recipe.model.moe is not None:
         moe = recipe.model.moe
@@ -146,6 +174,7 @@ def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Jo
 def build(name: str, recipe: Recipe, device: torch.device, job: Job) -> tuple[DecoderLM, str]:
     """(the model, its weights drawn on ``device`` and the same whoever computes it; the contestant's version)."""
     model = DecoderLM(recipe.model, device="meta", recompute=recipe.train.recompute)
+    set_dense_precision(model, recipe, device)
     version = swapped_experts.swap(model, name)
     generator = torch.Generator(device).manual_seed(recipe.train.seed)
     parallel = recipe.parallel_for(job.world_size)
@@ -162,12 +191,26 @@ def build(name: str, recipe: Recipe, device: torch.device, job: Job) -> tuple[De
     return model, version
 
 
-def measure(
+@dataclass
+class Contestant:
+    """A model in training, and what was seen of its steps: all stats, and of the timed ones each one's seconds and all
+    steps' together.
+    """
+
+    name: str
+    version: str
+    trainer: Trainer
+    stats: list[StepStats]
+    step_seconds: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def warmed_up(
     args: argparse.Namespace, name: str, recipe: Recipe, data: Prepared, device: torch.device, job: Job
-) -> None:
-    """One row of the results, recorded by the first process; all call it."""
+) -> Contestant:
     begun = time.perf_counter()
-    model, version = build(name, recipe, device, job)
+    peer, recipe = peer_and_recipe(name, recipe)
+    model, version = build(peer, recipe, device, job)
     trainer = Trainer(recipe, model, data, device, job)
     wait(device)
     say(job, f"{name}: ready after {time.perf_counter() - begun:.1f} s")
@@ -175,23 +218,38 @@ def measure(
     wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    return Contestant(name, version, trainer, stats)
+
+
+def take_steps(args: argparse.Namespace, contestant: Contestant) -> None:
+    """One round of timed steps; all processes call it."""
+    trainer = contestant.trainer
+    wait(trainer.device)
     if dist.is_initialized():
         dist.barrier()
     marks = [time.perf_counter()]
     for _ in range(args.steps):
-        stats.append(step(trainer, name))
+        contestant.stats.append(step(trainer, contestant.name))
         marks.append(time.perf_counter())
-        if any_process(marks[-1] - marks[0] > args.seconds, job):
+        if any_process(marks[-1] - marks[0] > args.seconds, trainer.job):
             break
-    wait(device)
-    steps = len(marks) - 1
-    seconds = max(objects_of_processes((time.perf_counter() - marks[0]) / steps, job))
+    wait(trainer.device)
+    contestant.seconds += time.perf_counter() - marks[0]
+    contestant.step_seconds += [later - earlier for earlier, later in pairwise(marks)]
+
+
+def report(args: argparse.Namespace, contestant: Contestant) -> None:
+    """One row of the results, recorded by the first process; all call it."""
+    trainer, stats = contestant.trainer, contestant.stats
+    recipe, device, job = trainer.recipe, trainer.device, trainer.job
+    steps = len(contestant.step_seconds)
+    seconds = max(objects_of_processes(contestant.seconds / steps, job))
     speed = recipe.tokens_per_step / seconds
     peak = peak_flops(device, recipe.train.precision)
     row = {
         "recipe": recipe.name,
-        "contestant": name,
-        "version": version,
+        "contestant": contestant.name,
+        "version": contestant.version,
         "mode": MODE,
         "processes": job.world_size,
         "sharded": dist.is_initialized(),
@@ -200,11 +258,12 @@ def measure(
         "between_micro_batches": recipe.parallel.between_micro_batches,
         "checkpointing": recipe.parallel.checkpointing,
         "compile": recipe.train.compile != "none",
+        "rounds": args.rounds,
         "steps": steps,
-        "step_seconds": timing.summary([later - earlier for earlier, later in pairwise(marks)]),
+        "step_seconds": timing.summary(contestant.step_seconds),
         "tokens_per_second": round(speed, 1),
         "mfu": round(speed * flops_per_token(recipe.model, recipe.data.seq_len) / peak, 4) if peak else None,
-        **memory(device, job),
+        **memory(device, job, is_alone=args.rounds == 1),
         "losses": [round(found.nats_per_token, 5) for found in stats],
         "grad_norms": [round(found.grad_norm, 5) for found in stats],
         "expert_load": max(stats[-1].expert_load, default=None),
@@ -215,10 +274,10 @@ def measure(
         record.append(NAME, [row])
     if args.profile is not None and device.type == "cuda":  # all take the step, one looks
         if job.is_first:
-            title = f"{recipe.name}, {name}, {job.world_size} processes, one step"
-            profiles.write(args.profile, title, profiles.of_kernels(lambda: step(trainer, name)))
+            title = f"{recipe.name}, {contestant.name}, {job.world_size} processes, one step"
+            profiles.write(args.profile, title, profiles.of_kernels(lambda: step(trainer, contestant.name)))
         else:
-            step(trainer, name)
+            step(trainer, contestant.name)
 
 
 def step(trainer: Trainer, name: str) -> StepStats:
@@ -228,9 +287,12 @@ def step(trainer: Trainer, name: str) -> StepStats:
     return stats
 
 
-def memory(device: torch.device, job: Job) -> dict[str, list[int] | None]:
-    """Of each process, by rank: the most bytes its tensors took since the warm-up, and what PyTorch holds for them."""
-    if device.type != "cuda":
+def memory(device: torch.device, job: Job, *, is_alone: bool) -> dict[str, list[int] | None]:
+    """Of each process, by rank: the most bytes its tensors took since the warm-up, and what PyTorch holds for them.
+
+    None of a contestant beside which others are in memory, and on a CPU.
+    """
+    if device.type != "cuda" or not is_alone:
         return {"peak_bytes": None, "reserved_bytes": None}
     found = objects_of_processes((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()), job)
     return {"peak_bytes": [peak for peak, _ in found], "reserved_bytes": [reserved for _, reserved in found]}
@@ -331,10 +393,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     what = parser.add_subparsers(dest="what", required=True)
     job = what.add_parser("run", help="one process of a job")
     job.add_argument("--recipe", default="7b", help="name, or path of a .json")
-    job.add_argument("--peers", default="tilemoe", help=f"of {', '.join(swapped_experts.CONTESTANTS)}; commas between")
+    known = [*swapped_experts.CONTESTANTS, *(f"tilemoe[{name}]" for name in PRECISIONS)]
+    job.add_argument("--peers", default="tilemoe", help=f"of {', '.join(known)}; commas between")
     job.add_argument("--steps", type=int, default=20, help="timed optimiser steps, at least one")
     job.add_argument("--warmup", type=int, default=3, help="steps before them")
-    job.add_argument("--seconds", type=float, default=float("inf"), help="begin no timed step after this many")
+    job.add_argument("--rounds", type=int, default=1, help="of --steps; above 1 the contestants take turns")
+    job.add_argument("--seconds", type=float, default=float("inf"), help="begin no step of a round after this many")
     job.add_argument("--accumulation", type=int, default=0, help="micro-batches of a step; 0: as the recipe says")
     job.add_argument("--batch-size", type=int, default=0, help="sequences of a micro-batch; 0: as the recipe says")
     kept = "what stays whole between micro-batches; default: as the recipe says"
@@ -351,8 +415,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, more = parser.parse_known_args(arguments)
     if more and args.what != "scale":
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if args.what == "run" and args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}")
+    for name in ("steps", "rounds") if args.what == "run" else ():
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     return args, more
 
 

@@ -30,13 +30,13 @@ def test_runs_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "--recipe", "small", "--device", "cpu", "--seeds"]
     fp8_quality.main([*arguments, "1"])
     fp8_quality.main([*arguments, "1"])  # what is there is not repeated
-    plain, quantised = record.rows("fp8_quality")
-    assert [row["precision"] for row in (plain, quantised)] == ["bf16", "fp8"]
-    for row in (plain, quantised):
+    plain, quantised, dense = record.rows("fp8_quality")
+    assert [row["precision"] for row in (plain, quantised, dense)] == ["bf16", "fp8", "fp8+dense"]
+    for row in (plain, quantised, dense):
         assert [step for step, _ in row["curve"]] == list(range(2, 21, 2))
         assert row["heldout_nats"] == row["curve"][-1][1] < row["curve"][0][1]
         assert set(row["gradients_off"]) == {"router.weight", "experts.w1", "experts.w2"}
-    assert plain["heldout_nats"] != quantised["heldout_nats"]
+    assert len({row["heldout_nats"] for row in (plain, quantised, dense)}) == 3
     assert max(map(max, plain["gradients_off"].values())) < 1e-6  # the recipe is in fp32
     assert 1e-5 < max(map(max, quantised["gradients_off"].values())) < 0.05
     capsys.readouterr()
@@ -46,3 +46,20 @@ def test_runs_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].startswith("| bf16 | 1 |")
     assert lines[3].startswith("| fp8 | 1 |")
     assert f"{gap:+.3f}%" in lines[3]
+
+
+def end_to_end(digest: str, heldout: float, *options: str) -> dict[str, object]:
+    curve = {"heldout": [[10, 2.0, 0.5, False], [20, heldout, 0.4, True]]}
+    arguments = ["--train.seed", "3", *options, "--optim.lr", "1e-3"]
+    return {"recipe": "r", "steps": 20, "arguments": arguments, "corpus_digest": digest, "pretrain": curve}
+
+
+def test_curves_of_runs_that_differ_in_precision_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    in_fp8 = ["--model.moe.precision", "fp8", "--train.dense-precision", "fp8"]
+    rows = [end_to_end("a", 1.0), end_to_end("b", 1.01, *in_fp8), end_to_end("a", 9.0, "--train.accumulation", "2")]
+    record.append("end_to_end", [*rows, {"recipe": "r", "steps": 20, "arguments": []}])
+    fp8_quality.main(["curves", "--recipe", "r"])
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert [cell.partition(",")[0] for cell in first.strip("| ").split(" | ")] == ["step", "bf16", "fp8+dense"]
+    assert lines[:3] == ["| 10 | 2.0000 | 2.0000 (+0.000%) |", "| 20 | 1.0000 | 1.0100 (+1.000%) |", "corpus: a, b"]
+    assert lines[4:] == ["| ---: | ---: |", "| 10 | 2.0000 |", "| 20 | 9.0000 |", "corpus: a"]

@@ -82,6 +82,27 @@ def test_a_job_alone_can_shard_over_itself_and_gives_the_same(path: Path) -> Non
     assert not torch.distributed.is_initialized()
 
 
+def test_precisions_take_turns_on_the_same_weights(
+    path: Path, recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert recipe.model.moe is not None
+    widths = replace(recipe.model.moe, hidden_size=128, intermediate_size=128)  # that FP8 takes
+    model = replace(recipe.model, hidden_size=128, moe=widths)
+    path.write_text(json.dumps(to_dict(replace(recipe, model=model))))
+    peers = ["tilemoe", "tilemoe[fp8]", "tilemoe[fp8+dense]"]
+    options = ["--peers", ",".join(peers), "--rounds", "2", "--steps", "1", "--warmup", "1", "--device", "cpu"]
+    train_throughput.main(["run", "--recipe", str(path), *options])
+    turns = [line.partition(": step")[0] for line in capsys.readouterr().out.splitlines() if ": step " in line]
+    assert turns == peers * 3, "each warmed up, then two rounds"
+    rows = record.rows("train_throughput")
+    assert [(row["contestant"], row["rounds"], row["steps"]) for row in rows] == [(name, 2, 2) for name in peers]
+    firsts = [row["losses"][0] for row in rows]
+    assert len(set(firsts)) == 3, "each computes something else"
+    assert firsts == pytest.approx([firsts[0]] * 3, rel=1e-3)
+    with pytest.raises(ValueError, match="no precision called 'fp4'; known are bf16, fp8, fp8"):
+        train_throughput.peer_and_recipe("tilemoe[fp4]", recipe)
+
+
 def test_no_timed_step_is_begun_too_late(path: Path) -> None:
     options = ["--recipe", str(path), "--steps", "9", "--warmup", "1", "--seconds", "0", "--device", "cpu"]
     train_throughput.main(["run", *options])
