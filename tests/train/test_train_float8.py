@@ -56,7 +56,9 @@ def test_attention_s_projections_and_nothing_else(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_losses_are_near_and_checkpoints_go_both_ways(recipe: Recipe, precision: str, tmp_path: Path) -> None:
+def test_losses_are_near_and_checkpoints_go_both_ways(
+    recipe: Recipe, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of a run in FP8 that goes on without, of one that goes the other way, and of one that never was."""
     recipe = replace(recipe, train=replace(recipe.train, precision=precision))
     runs = {"plain": [recipe, recipe], "on": [recipe, in_fp8(recipe)], "off": [in_fp8(recipe), recipe]}
@@ -64,6 +66,10 @@ def test_losses_are_near_and_checkpoints_go_both_ways(recipe: Recipe, precision:
         settings = {"out_dir": str(tmp_path / name)}
         train(replace(first, train=replace(first.train, **settings, steps=2)))
         train(replace(second, train=replace(second.train, **settings)), restore(tmp_path / name, "cpu").checkpoint)
+    said = capsys.readouterr().out
+    for setting in ("train.dense_precision", "model.moe.precision"):
+        for here, there in (("fp8", "bf16"), ("bf16", "fp8")):
+            assert f"note: {setting} is {here!r} here and {there!r} in the checkpoint" in said
     expected = losses(tmp_path / "plain")
     for name in ("on", "off"):
         found = losses(tmp_path / name)
@@ -107,13 +113,17 @@ def test_two_processes_train_near_one(recipe: Recipe, tmp_path: Path) -> None:
     alone = replace(recipe, data=replace(recipe.data, batch_size=2 * recipe.data.batch_size))
     train(replace(alone, train=replace(recipe.train, out_dir=str(tmp_path / "one"))))
     both = replace(in_fp8(recipe), parallel=ParallelConfig(expert=2))
-    path = written(both, tmp_path, out_dir=str(tmp_path / "two"), steps=2)
-    done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path)
-    assert done.returncode == 0, done.stderr
-    assert "attention's projections: torchao, FP8 is asked for; it is emulated here" in done.stdout
-    checkpoint = restore(tmp_path / "two", "cpu").checkpoint
-    train(replace(alone, train=replace(recipe.train, out_dir=str(tmp_path / "two"))), checkpoint)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=NEAR)
+    for dense, steps in (("bf16", 1), ("fp8", 2)):
+        path = written(both, tmp_path, out_dir=str(tmp_path / f"two in {dense}"), steps=steps, dense_precision=dense)
+        done = torchrun(tmp_path, 2, "-m", "tilemoe", "train", "--recipe", path)
+        assert done.returncode == 0, done.stderr
+        said = "attention's projections: torchao, FP8 is asked for; it is emulated here"
+        assert (said in done.stdout) == (dense == "fp8")
+    two = tmp_path / "two in fp8"
+    assert losses(two)[0] != losses(tmp_path / "two in bf16")[0]
+    checkpoint = restore(two, "cpu").checkpoint
+    train(replace(alone, train=replace(recipe.train, out_dir=str(two))), checkpoint)
+    assert losses(two) == pytest.approx(losses(tmp_path / "one"), rel=NEAR)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +154,7 @@ def test_adapters_on_attention_are_refused_and_on_experts_are_not(recipe: Recipe
 
 def test_without_torchao_one_line_says_what_to_install(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
+    recipe = replace(recipe, data=replace(recipe.data, corpus="/not/there"))  # said before it is read
     for begin in (lambda: train(in_fp8(recipe)), lambda: build_model(in_fp8(recipe), CPU)):
         with raises_one_line(r"needs torchao: pip install 'tilemoe\[fp8\]'"):
             begin()
