@@ -23,6 +23,7 @@ from tilemoe.testing import ERROR_CAPS
 
 MARGIN = 1.05
 _LIMIT, _ALPHA = 7.0, 1.702  # of swiglu_oai
+_DEEPSEEK_LIMIT = 10.0  # of swiglu_clamped
 
 _POINTWISE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -135,6 +136,8 @@ def _activation(h: Tensor, cell: Cell) -> Tensor:
     if not cell.is_gated:
         return _POINTWISE[cell.activation](h)
     gate, up = (h[:, ::2], h[:, 1::2]) if cell.gate_up == "interleaved" else h.chunk(2, dim=-1)
+    if cell.activation == "swiglu_clamped":
+        return F.silu(gate.clamp(max=_DEEPSEEK_LIMIT)) * up.clamp(-_DEEPSEEK_LIMIT, _DEEPSEEK_LIMIT)
     if cell.activation != "swiglu_oai":
         return _POINTWISE[cell.activation](gate) * up
     gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)

@@ -57,7 +57,7 @@ CELLS = MappingProxyType(
         "bias": Cell(bias=True),
         "turned+bias": Cell(turned=True, bias=True),
         "interleaved+bias": Cell(gate_up="interleaved", bias=True),
-        **{name: Cell(activation=name) for name in ("geglu", "geglu_tanh", "reglu", "swiglu_oai")},
+        **{name: Cell(activation=name) for name in ("geglu", "geglu_tanh", "reglu", "swiglu_oai", "swiglu_clamped")},
         **{name: Cell(activation=name) for name in ("relu2", "gelu", "silu")},
     }
 )

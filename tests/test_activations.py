@@ -26,7 +26,8 @@ def cases() -> list[tuple[str, str, float | None, float | None]]:
         for layout in (GATE_UP_LAYOUTS if name in GATED_ACTIVATIONS else GATE_UP_LAYOUTS[:1])
     ]
     parameters = [(1.5, 0.7), (0.8, 2.5)]
-    return plain + [("swiglu_oai", layout, *each) for layout in GATE_UP_LAYOUTS for each in parameters]
+    found = plain + [("swiglu_oai", layout, *each) for layout in GATE_UP_LAYOUTS for each in parameters]
+    return found + [("swiglu_clamped", layout, 1.5, None) for layout in GATE_UP_LAYOUTS]
 
 
 def width(name: str, n: int = N) -> int:
@@ -125,15 +126,16 @@ def test_gradient_at_the_kink_of_relu_is_zero(name: str, zero: float) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 2.0])
-def test_gradient_at_the_clamps_is_that_of_torch(limit: float | None) -> None:
-    bound = 7.0 if limit is None else limit
+@pytest.mark.parametrize(("name", "default"), [("swiglu_oai", 7.0), ("swiglu_clamped", 10.0)])
+def test_gradient_at_the_clamps_is_that_of_torch(name: str, default: float, limit: float | None) -> None:
+    bound = default if limit is None else limit
     ends = torch.tensor([-bound, bound], dtype=torch.float64)
     inf = torch.full_like(ends, float("inf"))
     around = torch.cat([ends, torch.nextafter(ends, inf), torch.nextafter(ends, -inf), torch.tensor([0.5, -0.5])])
     h = torch.cartesian_prod(around, around)
     da = torch.ones(h.shape[0], 1, dtype=torch.float64)
-    _, expected = autograd(h, da, "swiglu_oai", "concatenated", limit, None)
-    _, _, dh = run_table(h, da, "swiglu_oai", "concatenated", limit, None)
+    _, expected = autograd(h, da, name, "concatenated", limit, None)
+    _, _, dh = run_table(h, da, name, "concatenated", limit, None)
     torch.testing.assert_close(dh, expected, rtol=1e-12, atol=1e-15)
     at_bound = (h[:, 0] == bound) & (h[:, 1] == bound)
     assert dh[at_bound].all(), "the bound itself lets the gradient through"
@@ -162,8 +164,13 @@ def test_large_values_stay_finite_and_reach_their_limits(name: str, dtype: torch
         "reglu": gate.relu(),
         "relu2": gate.relu().square(),
         "swiglu_oai": gate.clamp(max=7.0) * torch.sigmoid(1.702 * gate.clamp(max=7.0)),
+        "swiglu_clamped": F.silu(gate.clamp(max=10.0)),
     }[name]
-    factor = 1.0 if up is None else up.clamp(-7.0, 7.0) + 1.0 if name == "swiglu_oai" else up
+    factor = 1.0 if up is None else up
+    if name == "swiglu_oai":
+        factor = up.clamp(-7.0, 7.0) + 1.0
+    elif name == "swiglu_clamped":
+        factor = up.clamp(-10.0, 10.0)
     for t in (value, again):
         torch.testing.assert_close(t.double(), inner * factor, rtol=1e-5, atol=1e-4)
 
@@ -192,7 +199,11 @@ def test_spec_is_hashable_and_carries_its_parameters() -> None:
         (("swish", None, None), "activation must be one of geglu, geglu_tanh, gelu, .*; got 'swish'"),
         ((None, None, None), "activation must be one of .*; got None"),
         (({}, None, None), "activation must be one of"),
-        (("swiglu", 7.0, None), "activation_limit is a parameter of activation='swiglu_oai'; leave it None"),
+        (
+            ("swiglu", 7.0, None),
+            "activation_limit is a parameter of activation='swiglu_oai' or 'swiglu_clamped'; leave it None",
+        ),
+        (("swiglu_clamped", None, 1.0), "activation_alpha is a parameter of activation='swiglu_oai'; leave it None"),
         (("gelu", None, 1.0), "activation_alpha is a parameter of activation='swiglu_oai'; leave it None"),
         (("swiglu_oai", 0.0, None), "activation_limit must be a finite number > 0, got 0.0"),
         (("swiglu_oai", float("nan"), None), "activation_limit must be a finite number > 0, got nan"),

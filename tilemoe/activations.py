@@ -33,13 +33,13 @@ class ActivationSpec:
     """An activation of the registry with its parameters and its place in memory; hashable.
 
     ``gate_up``: where gate and up lie in h (R, 2n), "concatenated" (columns [gate; up]) or "interleaved" (gate0, up0,
-    gate1, ...). ``limit`` and ``alpha`` belong to swiglu_oai; their defaults are gpt-oss's.
+    gate1, ...). ``limit`` clamps swiglu_oai and swiglu_clamped, ``alpha`` is swiglu_oai's slope; else neutral.
     """
 
     name: str
     gate_up: str = "concatenated"
-    limit: float = 7.0
-    alpha: float = 1.702
+    limit: float = math.inf
+    alpha: float = 1.0
 
     @property
     def is_gated(self) -> bool:
@@ -58,13 +58,14 @@ class Activation:
     value    (gate, up, spec) or (z, spec) -> a.
     grad     (gate, up, da, spec) -> (a, dgate, dup), or (z, da, spec) -> (a, dz): a recomputed, and ``da`` carried
              through. At a kink (relu at 0) the derivative is 0, at a clamp's bound it is 1, as in PyTorch.
-    takes_limit_and_alpha    whether ``activation_limit`` and ``activation_alpha`` mean something to it.
+    limit, alpha    defaults of ``activation_limit`` and ``activation_alpha``; None: it has no such parameter.
     """
 
     is_gated: bool
     value: Callable[..., Tensor]
     grad: Callable[..., tuple[Tensor, ...]]
-    takes_limit_and_alpha: bool = False
+    limit: float | None = None
+    alpha: float | None = None
 
 
 Pointwise = Callable[["Tensor"], "tuple[Tensor, Tensor]"]  # z -> (f(z), f'(z))
@@ -129,22 +130,24 @@ def _swiglu_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
     return silu(gate) * up  # one fused pass instead of sigmoid and product
 
 
-def _swiglu_oai_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
-    """gpt-oss's: clamped, the gate from above only, a slope inside the sigmoid, and up shifted by one."""
-    gate = gate.clamp(max=spec.limit)
-    up = up.clamp(-spec.limit, spec.limit)
-    return gate * (spec.alpha * gate).sigmoid() * (up + 1.0)
+def clamped(shift: float, limit: float, alpha: float | None) -> Activation:
+    """``a = gate sigmoid(alpha gate) (up + shift)``, gate clamped from above and up on both sides; alpha None: 1."""
 
+    def value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
+        gate = gate.clamp(max=spec.limit)
+        return gate * (spec.alpha * gate).sigmoid() * (up.clamp(-spec.limit, spec.limit) + shift)
 
-def _swiglu_oai_grad(gate: Tensor, up: Tensor, da: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor, Tensor]:
-    gate_inside = gate <= spec.limit
-    up_inside = up.abs() <= spec.limit
-    gate = gate.clamp(max=spec.limit)
-    up_plus_one = up.clamp(-spec.limit, spec.limit) + 1.0
-    sig = (spec.alpha * gate).sigmoid()
-    value = gate * sig
-    slope = sig + spec.alpha * value * (1.0 - sig)
-    return value * up_plus_one, da * up_plus_one * slope * gate_inside, da * value * up_inside
+    def grad(gate: Tensor, up: Tensor, da: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor, Tensor]:
+        gate_inside = gate <= spec.limit
+        up_inside = up.abs() <= spec.limit
+        gate = gate.clamp(max=spec.limit)
+        factor = up.clamp(-spec.limit, spec.limit) + shift
+        sig = (spec.alpha * gate).sigmoid()
+        inner = gate * sig
+        slope = sig + spec.alpha * inner * (1.0 - sig)
+        return inner * factor, da * factor * slope * gate_inside, da * inner * up_inside
+
+    return Activation(True, value, grad, limit, alpha)
 
 
 REGISTRY: dict[str, Activation] = {
@@ -152,7 +155,8 @@ REGISTRY: dict[str, Activation] = {
     "geglu": gated(_gelu),
     "geglu_tanh": gated(_gelu_tanh),
     "reglu": gated(_relu),
-    "swiglu_oai": Activation(True, _swiglu_oai_value, _swiglu_oai_grad, takes_limit_and_alpha=True),
+    "swiglu_oai": clamped(1.0, limit=7.0, alpha=1.702),  # gpt-oss
+    "swiglu_clamped": clamped(0.0, limit=10.0, alpha=None),  # DeepSeek-V4
     "silu": pointwise(_silu),
     "gelu": pointwise(_gelu),
     "gelu_tanh": pointwise(_gelu_tanh),
@@ -164,23 +168,30 @@ REGISTRY: dict[str, Activation] = {
 def validate_activation(name: str, limit: float | None, alpha: float | None) -> None:
     """Raise ValueError unless ``name`` is registered and limit/alpha are given only where they mean something."""
     require_choice("activation", name, REGISTRY)
-    for arg, value in (("activation_limit", limit), ("activation_alpha", alpha)):
+    for parameter, value in (("limit", limit), ("alpha", alpha)):
         if value is None:
             continue
-        if not REGISTRY[name].takes_limit_and_alpha:
-            owners = " or ".join(repr(other) for other, entry in REGISTRY.items() if entry.takes_limit_and_alpha)
-            raise ValueError(f"{arg} is a parameter of activation={owners}; leave it None for {name!r}")
+        arg, owners = f"activation_{parameter}", [known for known in REGISTRY if _default(known, parameter) is not None]
+        if name not in owners:
+            named = " or ".join(map(repr, owners))
+            raise ValueError(f"{arg} is a parameter of activation={named}; leave it None for {name!r}")
         require_finite(arg, value, positive=True)
+
+
+def _default(name: str, parameter: str) -> float | None:
+    default: float | None = getattr(REGISTRY[name], parameter)
+    return default
 
 
 def activation_spec(
     name: str, gate_up: str = "concatenated", limit: float | None = None, alpha: float | None = None
 ) -> ActivationSpec:
     """The spec of an entry; ValueError for an unknown name or parameters it does not have."""
-    if limit is not None or alpha is not None:
-        from tilemoe.runtime.tracing import specialised  # imports torch
+    from tilemoe.runtime.tracing import specialised  # imports torch
 
-        limit, alpha = specialised(limit, alpha)
+    limit, alpha = specialised(limit, alpha)
     validate_activation(name, limit, alpha)
-    # Literals, since torch.compile(dynamic=True) makes symbols of a module's constants.
-    return ActivationSpec(name, gate_up, 7.0 if limit is None else limit, 1.702 if alpha is None else alpha)
+    # The defaults, too: torch.compile(dynamic=True) makes symbols of numbers that it finds in a table.
+    given = specialised(limit or REGISTRY[name].limit, alpha or REGISTRY[name].alpha)
+    parameters = {key: value for key, value in zip(("limit", "alpha"), given, strict=True) if value is not None}
+    return ActivationSpec(name, gate_up, **parameters)

@@ -157,7 +157,8 @@ class TokenRounding:
 class MoEConfig:
     """One mixture-of-experts layer: routed experts, optional shared expert, router.
 
-    ``activation_limit`` and ``activation_alpha`` belong to ``swiglu_oai`` alone (defaults 7.0 and 1.702).
+    ``activation_limit`` belongs to ``swiglu_oai`` (default 7.0) and ``swiglu_clamped`` (10.0), ``activation_alpha`` to
+    the former (1.702).
     ``shared_intermediate_size`` 0 means no shared expert; ``shared_gate`` multiplies it by a sigmoid of the token.
     ``precision`` of the routed experts' GEMMs: "bf16" reads operands in their own dtype, "fp8" quantises them where a
     backend can (`tilemoe doctor` says where, and why not; docs/fp8.md how).

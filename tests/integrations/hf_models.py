@@ -89,6 +89,15 @@ GRANITE = Family("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2
 GRANITE_CAN_CHOOSE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) > (5, 7)
 if GRANITE_CAN_CHOOSE:
     FAMILIES["granite_moe"] = GRANITE
+if hasattr(transformers, "DeepseekV4Config"):
+    FAMILIES["deepseek_v4"] = Family(
+        "DeepseekV4",
+        {
+            "moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8,
+            "sliding_window": 8, "layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["moe"] * 2,
+        },
+    )  # fmt: skip
 
 
 def tokens(batch: int = 2, length: int = SEQ) -> Tensor:

@@ -15,7 +15,7 @@ from helpers import assert_near
 from hf_models import experts, routing, run
 from torch import Tensor
 
-from tilemoe.activations import ActivationSpec
+from tilemoe.activations import REGISTRY, activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.integrations.gates import recognised_activation
 from tilemoe.kernels.experts.torch.activations import activation_value
@@ -32,7 +32,8 @@ LIMIT, ALPHA = 7.0, 1.702
 )
 def test_every_activation(name: str, layout: str) -> None:
     """By the value that the package computes; without a layout where it is ungated."""
-    spec = ActivationSpec(name, layout, LIMIT, ALPHA) if layout else ActivationSpec(name)
+    entry = REGISTRY[name]
+    spec = activation_spec(name, layout or "concatenated", entry.limit and LIMIT, entry.alpha)
     options = {"limit": LIMIT, "alpha": ALPHA} if layout else {}
     found = recognised_activation(lambda h: activation_value(h, spec), is_gated=bool(layout), **options)
     assert found.name == name
@@ -101,6 +102,9 @@ def test_a_clamped_gate_needs_its_parameters() -> None:
     assert recognised_activation(function, is_gated=True, limit=LIMIT, alpha=ALPHA) is not None
     assert recognised_activation(function, is_gated=True, limit=LIMIT) is None
     assert recognised_activation(function, is_gated=True, limit=LIMIT, alpha=1.0) is None
+    without_alpha = clamped(LIMIT, 1.0, 0.0)
+    assert recognised_activation(without_alpha, is_gated=True, limit=LIMIT) is not None
+    assert recognised_activation(without_alpha, is_gated=True) is None
 
 
 def test_the_probe_leaves_the_generator_alone() -> None:
@@ -109,7 +113,7 @@ def test_the_probe_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-REFUSED = {"DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts", "Inkling2Experts", "MuseSparkExperts"}
+REFUSED = {"Inkling2Experts", "MuseSparkExperts"}
 _CLASS = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)
 
 

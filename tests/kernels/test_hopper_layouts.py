@@ -33,7 +33,7 @@ from tilemoe.kernels.experts.hopper.configs import TILES
 from tilemoe.kernels.experts.triton.configs import Kernel
 
 H200 = NVIDIA[90]
-GATED, UNGATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu"), ("relu2", "gelu", "silu")
+GATED, UNGATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu", "swiglu_clamped"), ("relu2", "gelu", "silu")
 
 
 class Cell(NamedTuple):
@@ -72,6 +72,7 @@ CELLS_OF: dict[Kernel, list[Cell]] = {
 # Spill loads in the code of all threads, once per tile; 0 where none is named.
 SPILLS_OF_36 = {
     ("up_proj_act", "geglu", "interleaved"): 26,
+    ("up_proj_act", "swiglu_clamped", "concatenated"): 2,
     ("up_proj_act", "gelu", "none"): 20,
     ("up_proj_act", "silu", "none"): 10,
     ("down_proj_dgrad_dact", "swiglu_oai", "concatenated"): 2,

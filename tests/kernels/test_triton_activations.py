@@ -18,14 +18,14 @@ from triton.compiler import ASTSource
 from triton_compile import machine_code
 
 from tilemoe import reference
-from tilemoe.activations import ActivationSpec
+from tilemoe.activations import activation_spec
 from tilemoe.config import ACTIVATIONS, GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.torch.activations import activation_grad
 from tilemoe.kernels.experts.triton import activations
 from tilemoe.kernels.experts.triton.activations import gated_grad, gated_value, inner
 
 NAN, INF = float("nan"), float("inf")
-LIMIT, ALPHA = 7.0, 1.702
+LIMITS = (7.0, 10.0)  # of the clamped ones, by default
 ELEMENTS, THREADS = 1024, 128
 
 
@@ -34,10 +34,15 @@ def of_kernels(function: Any) -> Any:
     return Emulator().function(function)
 
 
+def parameters(name: str) -> tuple[float, float]:
+    spec = activation_spec(name)
+    return spec.limit, spec.alpha
+
+
 def run_grad(h: Tensor, da: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """(a, dh) of ``h`` (R, 2 or 1) and ``da`` (R, 1), as the kernels compute them for 16-bit types."""
     if name in GATED_ACTIVATIONS:
-        a, dgate, dup = of_kernels(gated_grad)(h[:, :1], h[:, 1:], da, LIMIT, ALPHA, name, False)
+        a, dgate, dup = of_kernels(gated_grad)(h[:, :1], h[:, 1:], da, *parameters(name), name, False)
         return a, torch.cat([dgate, dup], 1)
     a, slope = of_kernels(inner)(h, name, False)
     return a, da * slope
@@ -45,11 +50,11 @@ def run_grad(h: Tensor, da: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def grid(name: str) -> Tensor:
     """(R, 2 or 1) fp32: every gate, and with it several ups, the clamps' bounds among both."""
-    ends = torch.tensor([0.0, LIMIT, 20.0, 300.0])
+    ends = torch.tensor([0.0, *LIMITS, 20.0, 300.0])
     gate = torch.cat([torch.linspace(-14, 14, 28001), ends, -ends])
     if name in UNGATED_ACTIVATIONS:
         return gate[:, None]
-    return torch.cartesian_prod(gate, torch.tensor([-9.0, -LIMIT, -0.3, 1.0, LIMIT, 7.5]))
+    return torch.cartesian_prod(gate, torch.tensor([-11.0, -10.0, -7.0, -0.3, 1.0, 7.0, 7.5, 10.0]))
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
@@ -64,7 +69,7 @@ def test_value_and_gradient(name: str) -> None:
     torch.testing.assert_close(a.double(), exact_a.detach(), rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(dh.double(), exact_dh, rtol=2e-6, atol=5e-5)
     if name in GATED_ACTIVATIONS:
-        value = of_kernels(gated_value)(h[:, :1], h[:, 1:], LIMIT, ALPHA, name, False)
+        value = of_kernels(gated_value)(h[:, :1], h[:, 1:], *parameters(name), name, False)
         torch.testing.assert_close(value, a, rtol=1e-6, atol=0.0)
 
 
@@ -72,7 +77,7 @@ def test_value_and_gradient(name: str) -> None:
 def test_a_name_without_a_branch_is_refused(form: Any) -> None:
     """So the cases above, one for each registered name, fail for a name that has no Triton form."""
     z = torch.ones(4, 1)
-    arguments = (z,) if form is inner else (z, z, LIMIT, ALPHA)
+    arguments = (z,) if form is inner else (z, z, 7.0, 1.0)
     with pytest.raises(AssertionError, match="an activation without a kernel"):
         of_kernels(form)(*arguments, "softplus", False)
 
@@ -118,7 +123,7 @@ def test_what_is_not_finite(name: str) -> None:
     h = h if name in GATED_ACTIVATIONS else z
     da = torch.ones(len(h), 1)
     expected_dh = torch.empty_like(h)
-    expected_a = activation_grad(h, da, ActivationSpec(name), expected_dh)
+    expected_a = activation_grad(h, da, activation_spec(name), expected_dh)
     a, dh = run_grad(h, da, name)
     torch.testing.assert_close(a, expected_a, equal_nan=True)
     assert bool(a[0].isnan())
@@ -127,7 +132,7 @@ def test_what_is_not_finite(name: str) -> None:
 
 # Arithmetic instructions for each element of a gated gradient: the sigmoid's exponential and reciprocal root and ten
 # more make swiglu's. There is no branch in any.
-INSTRUCTIONS = {"swiglu": 12, "geglu": 21, "geglu_tanh": 15, "reglu": 6, "swiglu_oai": 20}
+INSTRUCTIONS = {"swiglu": 12, "geglu": 21, "geglu_tanh": 15, "reglu": 6, "swiglu_oai": 20, "swiglu_clamped": 20}
 _ARITHMETIC = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?(F[A-Z0-9]+|MUFU)\b"
 
 

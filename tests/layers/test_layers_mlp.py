@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tilemoe import reference
-from tilemoe.activations import ActivationSpec
+from tilemoe.activations import ActivationSpec, activation_spec
 from tilemoe.config import ACTIVATIONS, GATED_ACTIVATIONS
 from tilemoe.layers.mlp import MLP, activate
 from tilemoe.layers.norm import RMSNorm
@@ -18,7 +18,7 @@ CASES = [(name, layout) for name in sorted(ACTIVATIONS) for layout in ("concaten
 
 def make(name: str, layout: str, dtype: torch.dtype) -> MLP:
     torch.manual_seed(0)
-    return MLP(16, 12, ActivationSpec(name, layout), 0.3, dtype=dtype)
+    return MLP(16, 12, activation_spec(name, layout), 0.3, dtype=dtype)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

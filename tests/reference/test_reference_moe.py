@@ -164,14 +164,17 @@ def test_gated_values_are_the_gates_times_up(name: str, layout: str) -> None:
     torch.testing.assert_close(activation(h, name, layout), UNGATED[INNER_OF_GATED[name]](gate) * up)
 
 
-def test_swiglu_oai_by_hand() -> None:
-    h = torch.tensor([[2.0, 1.0], [9.0, -9.0], [-9.0, 9.0]], dtype=torch.float64)  # one gate and one up column
+@pytest.mark.parametrize(
+    ("name", "limit", "slope", "shift"), [("swiglu_oai", 7.0, 1.702, 1.0), ("swiglu_clamped", 10.0, 1.0, 0.0)]
+)
+def test_clamped_gates_by_hand(name: str, limit: float, slope: float, shift: float) -> None:
+    h = torch.tensor([[2.0, 1.0], [12.0, -12.0], [-12.0, 12.0]], dtype=torch.float64)  # one gate and one up column
 
     def gated(gate: float, up: float) -> float:
-        return gate * float(torch.sigmoid(torch.tensor(1.702 * gate, dtype=torch.float64))) * (up + 1.0)
+        return gate * float(torch.sigmoid(torch.tensor(slope * gate, dtype=torch.float64))) * (up + shift)
 
-    expected = torch.tensor([[gated(2, 1)], [gated(7, -7)], [gated(-9, 7)]], dtype=torch.float64)
-    torch.testing.assert_close(activation(h, "swiglu_oai"), expected)
+    expected = torch.tensor([[gated(2, 1)], [gated(limit, -limit)], [gated(-12, limit)]], dtype=torch.float64)
+    torch.testing.assert_close(activation(h, name), expected)
 
 
 def test_unknown_name_and_stray_parameters_are_refused() -> None:

@@ -5,12 +5,13 @@ n expert width
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tilemoe.activations import REGISTRY, ActivationSpec
+from tilemoe.activations import REGISTRY, ActivationSpec, activation_spec
 from tilemoe.config import GATE_UP_LAYOUTS
 from tilemoe.kernels.experts.torch.activations import activation_value
 
@@ -49,8 +50,10 @@ def recognised_activation(
 def _candidates(is_gated: bool, limit: float | None, alpha: float | None) -> list[ActivationSpec]:
     names = sorted(name for name, entry in REGISTRY.items() if entry.is_gated == is_gated)
     layouts = GATE_UP_LAYOUTS if is_gated else GATE_UP_LAYOUTS[:1]
-    clamped = [name for name in names if REGISTRY[name].takes_limit_and_alpha]
-    specs = [ActivationSpec(name, layout) for layout in layouts for name in names if name not in clamped]
-    if limit is not None and alpha is not None:
-        specs += [ActivationSpec(name, layout, limit, alpha) for layout in layouts for name in clamped]
+    specs = []
+    for layout, name in itertools.product(layouts, names):
+        entry = REGISTRY[name]
+        if (entry.limit is None or limit is not None) and (entry.alpha is None or alpha is not None):
+            given = {"limit": limit if entry.limit else None, "alpha": alpha if entry.alpha else None}
+            specs.append(activation_spec(name, layout, **given))
     return specs

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from tilemoe.activations import REGISTRY
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
 from tilemoe.integrations.gates import recognised_activation
 from tilemoe.kernels.experts.base import FLOAT_DTYPES
@@ -265,8 +266,8 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activat
         raise _refusal(module, f"{reason}: trying it out failed with {error!r}") from error
     if spec is None:
         raise _refusal(module, reason)
-    numbers = (spec.limit, spec.alpha) if spec.name == "swiglu_oai" else (None, None)
-    return Activation(spec.name, spec.gate_up, *numbers)
+    entry = REGISTRY[spec.name]
+    return Activation(spec.name, spec.gate_up, spec.limit if entry.limit else None, spec.alpha if entry.alpha else None)
 
 
 def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:

@@ -20,7 +20,8 @@ def activation(
 ) -> Tensor:
     """``a`` (R, n) in h's dtype, from ``h`` (R, 2n) if the activation is gated, else (R, n).
 
-    ``limit`` and ``alpha`` belong to swiglu_oai (defaults 7.0 and 1.702, those of gpt-oss).
+    ``limit`` belongs to swiglu_oai (7.0, gpt-oss's) and swiglu_clamped (10.0, DeepSeek-V4's), ``alpha`` to the former
+    (1.702).
     """
     validate_activation(name, limit, alpha)
     require_choice("gate_up", gate_up, GATE_UP_LAYOUTS)
@@ -29,6 +30,9 @@ def activation(
     gate, up = _gate_and_up(h, gate_up)
     if name == "swiglu_oai":
         return _swiglu_oai(gate, up, 7.0 if limit is None else limit, 1.702 if alpha is None else alpha)
+    if name == "swiglu_clamped":
+        bound = 10.0 if limit is None else limit
+        return _pointwise(gate.clamp(max=bound), "silu") * up.clamp(min=-bound, max=bound)
     inner = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}[name]
     return _pointwise(gate, inner) * up
 

@@ -68,7 +68,7 @@ NARROW = 2048  # of d
 MAX_WIDTH_OF_DH = 2047
 # Activations whose B1 epilogue is a loop over slices: unrolled, their code does not fit the instruction cache, and took
 # up to 2.4 times as long. The loop moves registers, which made swiglu's kernel 3 to 9% slower.
-ACTIVATIONS_IN_A_LOOP = ("swiglu_oai", "geglu")
+ACTIVATIONS_IN_A_LOOP = ("swiglu_oai", "swiglu_clamped", "geglu")
 # Threadblock swizzle where the output has more column tiles than this: all row tiles of an expert by SWIZZLE_TILES
 # column tiles, then the next ones. In row-major order a wave of tiles reads about 40 GB/s of weights for each column
 # tile. Measured: 6 to 16 column tiles (no gain or a loss), 56, 112.

@@ -44,7 +44,7 @@ from tilemoe.kernels.experts.triton.activations import gated_grad, inner
 def halves_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
     """a for a slice da' (64, EPILOGUE_N). buffer (128, EPILOGUE_N): gate, then up; overwritten by their gradients."""
     gate_buffer, up_buffer = buffer.slice(0, WARPGROUP_M), buffer.slice(WARPGROUP_M, WARPGROUP_M)
-    if ACTIVATION == "swiglu_oai":
+    if ACTIVATION == "swiglu_oai" or ACTIVATION == "swiglu_clamped":
         # In two halves of the columns: a clamped gate's masks leave too few registers for all at once.
         HALF: gl.constexpr = EPILOGUE_N // 2
         left, right = halves(da, WARPGROUP_M, EPILOGUE_N)

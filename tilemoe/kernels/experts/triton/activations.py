@@ -1,6 +1,6 @@
 """The activations inside kernels: `tilemoe.activations` once more, in Triton, with the name a compile-time constant.
 
-Everything is fp32. ``limit`` and ``alpha`` belong to swiglu_oai.
+Everything is fp32. ``limit`` belongs to swiglu_oai and swiglu_clamped, ``alpha`` to the former; the latter's is 1.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -85,9 +85,9 @@ def inner(z, NAME: tl.constexpr, PRECISE: tl.constexpr):
 @triton.jit
 def gated_value(gate, up, limit, alpha, NAME: tl.constexpr, PRECISE: tl.constexpr):
     """a from gate and up."""
-    if NAME == "swiglu_oai":
+    if NAME == "swiglu_oai" or NAME == "swiglu_clamped":
         gate, up = _clamped(gate, up, limit)
-        a = gate * scaled_sigmoid(gate, alpha, PRECISE) * (up + 1.0)
+        a = gate * scaled_sigmoid(gate, alpha, PRECISE) * _factor(up, NAME)
     else:
         value, _slope = inner(gate, NAME, PRECISE)
         a = value * up
@@ -97,15 +97,15 @@ def gated_value(gate, up, limit, alpha, NAME: tl.constexpr, PRECISE: tl.constexp
 @triton.jit
 def gated_grad(gate, up, da, limit, alpha, NAME: tl.constexpr, PRECISE: tl.constexpr):
     """(a, dgate, dup): a recomputed, and the gradient ``da`` carried to gate and up."""
-    if NAME == "swiglu_oai":
+    if NAME == "swiglu_oai" or NAME == "swiglu_clamped":
         bounded_gate, bounded_up = _clamped(gate, up, limit)
-        up_plus_one = bounded_up + 1.0
+        factor = _factor(bounded_up, NAME)
         sig = scaled_sigmoid(bounded_gate, alpha, PRECISE)
         value = bounded_gate * sig
         slope = sig + alpha * (value - value * sig)
-        dgate = tl.where(gate > limit, 0.0, da * up_plus_one * slope)
+        dgate = tl.where(gate > limit, 0.0, da * factor * slope)
         dup = tl.where(tl.abs(up) > limit, 0.0, da * value)
-        a = value * up_plus_one
+        a = value * factor
     else:
         value, slope = inner(gate, NAME, PRECISE)
         a, dgate, dup = value * up, da * up * slope, da * value
@@ -114,6 +114,12 @@ def gated_grad(gate, up, da, limit, alpha, NAME: tl.constexpr, PRECISE: tl.const
 
 @triton.jit
 def _clamped(gate, up, limit):
-    """swiglu_oai's: the gate from above only. NaN stays."""
+    """The gate from above only. NaN stays."""
     gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     return gate, tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _factor(up, NAME: tl.constexpr):
+    """What multiplies the gate's side: gpt-oss shifts up by one."""
+    return up + 1.0 if NAME == "swiglu_oai" else up
