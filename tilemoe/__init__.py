@@ -30,6 +30,7 @@ _HOME = {
     "select_kernels": "tilemoe.kernels.choose",
     "MoE": "tilemoe.layers.moe",
     "MoEOutput": "tilemoe.layers.moe",
+    "accumulate_grads": "tilemoe.layers.experts",
     "DecoderLM": "tilemoe.models.decoder",
     "load_hf": "tilemoe.models.huggingface",
     "build_meshes": "tilemoe.parallel.mesh",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from tilemoe.kernels.choose import select_kernels as select_kernels
     from tilemoe.kernels.experts.base import Backend as Backend
     from tilemoe.kernels.experts.registry import register_backend as register_backend
+    from tilemoe.layers.experts import accumulate_grads as accumulate_grads
     from tilemoe.layers.moe import MoE as MoE
     from tilemoe.layers.moe import MoEOutput as MoEOutput
     from tilemoe.models.decoder import DecoderLM as DecoderLM

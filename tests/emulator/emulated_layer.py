@@ -98,7 +98,8 @@ def recorded(case: Case, plan: tuple[int, ...]) -> list[Recorded]:
 
 
 def with_outputs(launches: list[Launch]) -> list[Recorded]:
-    gluon = (launch for launch in launches if launch.kernel.is_gluon())
+    # Not those that add to what they have written: run once more, they would add to it again.
+    gluon = (launch for launch in launches if launch.kernel.is_gluon() and not launch.constants.get("ADDS"))
     return [(launch, {name: t.clone() for name, t in written(launch)}) for launch in gluon]
 
 

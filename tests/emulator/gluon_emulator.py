@@ -12,7 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,10 +169,10 @@ class Emulator:
         self.loads.append(arrive)
         self.pause()
 
-    def store_tile(self, descriptor: Descriptor, place: list[Any], source: Buffer) -> None:
+    def store_tile(self, descriptor: Descriptor, place: list[Any], source: Buffer, adds: bool = False) -> None:
         """TMA, from shared to global memory: a group of its own."""
         self.require_fenced(source)
-        self.warp_group.stores.append(lambda: descriptor.store(place, source, self.stored))
+        self.warp_group.stores.append(lambda: descriptor.store(place, source, self.stored, adds))
         self.pause()
 
     def store_wait(self, pending: int) -> None:
@@ -429,5 +429,6 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         "cp_async": emulator.copy_rows,
         "tma_load": emulator.load_tile,
         "tma_store": emulator.store_tile,
+        "tma_add": partial(emulator.store_tile, adds=True),
         "reinterpret": lambda buffer, dtype, shape, layout: buffer.reinterpret(dtype, shape, layout),
     }

@@ -73,8 +73,10 @@ class Buffer:
         return self._view(self.data.view([*shape[:-1], *columns]), shape)
 
     def permute(self, order: Sequence[int]) -> Buffer:
-        require(not self.is_blocked, "the transpose of more than one block is not emulated")
-        return self._view(self.data.permute(list(order)))
+        if not self.is_blocked:
+            return self._view(self.data.permute(list(order)))
+        require(list(order) == [1, 0] and self.data.dim() == 3, "of several blocks only a matrix is transposed")
+        return self._view(self.data.permute(1, 2, 0), self.shape[::-1])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,11 +144,12 @@ class Descriptor:
         values[part] = source
         target.write(values)
 
-    def store(self, place: Sequence[int], source: Buffer, stored: dict[int, Tensor]) -> None:
-        """Only where the box lies inside. ``stored``: by address, what has been stored already."""
+    def store(self, place: Sequence[int], source: Buffer, stored: dict[int, Tensor], adds: bool) -> None:
+        """Only where the box lies inside. ``stored``: by address, what is stored already; adds: to what is there."""
         flat = flat_storage(self.base)
         target, part = self._inside(place, source, flat)
-        target.copy_(source.read()[part])
+        values = source.read()[part]
+        target.copy_(target + values if adds else values)
         marks, _ = self._inside(place, source, stored.setdefault(flat.data_ptr(), torch.zeros_like(flat, dtype=bool)))
         require(not bool(marks.any()) or not marks.numel(), "an element is stored twice")
         marks.fill_(True)

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does in vain, where it is on: that is half of its time."""
+"""Triton's interpreter, where it is on, without what it does in vain, half of its time, and with what it lacks."""
 
 import inspect
 import os
@@ -20,7 +20,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             return interpreter._LangPatchScope()
         return patch_lang(fn)
 
+    def reduce_by_descriptor(builder: Any, kind: Any, descriptor: Any, value: Any, place: Any) -> None:
+        """A tile added to what a tensor has, which 3.6 does not interpret."""
+        assert kind == interpreter.tl.semantic.ir.DESCRIPTOR_REDUCE_KIND.ADD
+        pointers, inside = descriptor.materialize_pointers(place)
+        old = builder.create_masked_load(pointers, inside, None, None, None, False)
+        builder.create_masked_store(pointers, builder.create_fadd(old, value), inside, None, None)
+
     interpreter._patch_lang = patch_lang_once
+    interpreter.InterpreterBuilder.create_descriptor_reduce = reduce_by_descriptor
     # Each sum of integers is made again in 64 bits, for an assertion that is skipped where options.debug is False.
     options = interpreter.interpreter_builder.options
     assert not options.debug

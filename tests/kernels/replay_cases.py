@@ -84,8 +84,8 @@ class Case:
         h, a = (torch.zeros(plan.capacity, columns, dtype=self.dtype) for columns in (width, n))
         do = torch.zeros_like(x, memory_format=torch.contiguous_format)
         return {
-            "moe": (x, w1, w2, s, b1, b2, True, *tail),
-            "moe_inference": (x, w1, w2, s, b1, b2, False, *tail),
+            "moe": (x, w1, w2, s, b1, b2, True, False, *tail),
+            "moe_inference": (x, w1, w2, s, b1, b2, False, False, *tail),
             "up_proj": (x, w1, b1, *tail),
             "down_proj_dgrad_dact": (do, w2, b2, h, s, *tail),
             "down_proj_wgrad": (do, a, self.turned, *tail),
@@ -93,6 +93,8 @@ class Case:
             "up_proj_wgrad": (x, h, self.turned, *tail),
             "down_proj_bias_grad": (do, s, *tail),
             "up_proj_bias_grad": (h, *tail),
+            "add_down_proj_wgrad": (w2.float(), do, a, *tail),
+            "add_up_proj_wgrad": (w1.float(), x, h, *tail),
         }[name]
 
 
@@ -101,6 +103,7 @@ RUNS: dict[str, Callable[..., Any]] = {
     "down_proj_dgrad_dact": library._down_proj_dgrad_dact, "down_proj_wgrad": library._down_proj_wgrad,
     "up_proj_input_grad": library._up_proj_input_grad, "up_proj_wgrad": library._up_proj_wgrad,
     "down_proj_bias_grad": library._down_proj_bias_grad, "up_proj_bias_grad": library._up_proj_bias_grad,
+    "add_down_proj_wgrad": library._add_down_proj_wgrad, "add_up_proj_wgrad": library._add_up_proj_wgrad,
 }  # fmt: skip
 CASES = {
     "hopper": Case(),

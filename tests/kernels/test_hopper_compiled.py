@@ -57,6 +57,11 @@ def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
             f"{name}, column-major": host.wgrad_launch(name, of.x, *given, of.plan, H200)
             for name, given in turned.items()
         },
+        **{
+            f"{name}, added{order}": host.wgrad_launch(name, of.x, rows, out.float(), of.plan, H200, adds=True)
+            for order, of_order in (("", weights), (", column-major", turned))
+            for name, (rows, out) in of_order.items()
+        },
     }
 
 
@@ -68,6 +73,7 @@ def test_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     kernel = name.partition(",")[0]
     assert f"wgmma.mma_async.sync.aligned.m64n{TILES[kernel].block_n}k16" in ptx
     assert "cp.async.bulk.tensor" in ptx
+    assert ("cp.reduce.async.bulk.tensor.3d.global" in ptx) == ("added" in name)
     assert ("cp.async.cg.shared.global" in ptx) == (kernel in GATHERED), "gathers by 16 bytes, and nothing else does"
     assert compiled.metadata.shared <= H200.shared_bytes
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get(kernel, 0)

@@ -203,7 +203,7 @@ def test_nothing_to_do(name: str) -> None:
 def test_operators_that_add_in_place_are_not_recorded() -> None:
     case, rank, run = Case("triton"), 8, repeating(lora._run)
     for _ in range(3):
-        x, w1, w2, s, b1, b2, _, *tail = case.args("moe")
+        x, w1, w2, s, b1, b2, _, _, *tail = case.args("moe")
         shapes = ((rank, case.d), (2 * case.n, rank), (rank, case.n), (case.d, rank))
         adapters = [torch.zeros(case.experts, *shape, dtype=BF16) for shape in shapes]
         args = (x, w1, w2, s, *adapters, b1, b2, None, None, 0.5, *tail)

@@ -73,24 +73,27 @@ def test_gemm(name: str, capability: int, tmp_path: Path) -> None:
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get((name, capability), 0)
 
 
+@pytest.mark.parametrize("adds", [False, True], ids=["stored", "added"])
 @pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("kernel", WEIGHT_GRADS)
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_weight_gradients_of_either_order_leave_by_wide_stores(
-    capability: int, kernel: Kernel, column_major: bool, tmp_path: Path
+    capability: int, kernel: Kernel, column_major: bool, adds: bool, tmp_path: Path
 ) -> None:
     device, plan = NVIDIA[capability], plan_topk(torch.arange(T * K).view(T, K) % E, E)
     by_token, by_row = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
     out = empty_weight_grad(by_row, (E, D, N), column_major)
-    launch = host.wgrad_launch(kernel, by_token, by_row, out, plan, device)
+    launch = host.wgrad_launch(kernel, by_token, by_row, out.float() if adds else out, plan, device, adds)
     assert launch.constants["TRANSPOSED"] == column_major
     compiled = compile_launch(launch, capability)
     ptx = compiled.asm["ptx"]
     if device.has_tma:
-        assert re.search(r"cp\.async\.bulk\.tensor\.3d\.global", ptx)
+        assert re.search(rf"cp\.{'reduce.' if adds else ''}async\.bulk\.tensor\.3d\.global", ptx)
         assert "st.global" not in ptx
     else:
         assert set(re.findall(r"\bst\.global\S*", ptx)) == {"st.global.v4.b32"}
+        assert not adds or len(re.findall(r"\bld\.global\.v4\.b32", ptx)) >= len(re.findall(r"\bst\.global", ptx))
+    assert compiled.metadata.shared <= device.shared_bytes
     assert count_spill_loads(compiled, tmp_path) == 0
 
 

@@ -227,7 +227,11 @@ def count_loads_of_two_bytes(ptx: str) -> int:
 
 def assert_threads_meet_before_tma_stores(ptx: str) -> None:
     """One thread starts a store of what all have written: each of them must have passed its fence before."""
-    found = re.findall(r"^.*?(fence\.proxy\.async|bar(?:rier)?\.sync|cp\.async\.bulk\.tensor\.\w+\.global)", ptx, re.M)
+    found = re.findall(
+        r"^.*?(fence\.proxy\.async|bar(?:rier)?\.sync|cp\.(?:async|reduce\.async)\.bulk\.tensor\.\w+\.global)",
+        ptx,
+        re.M,
+    )
     stores = 0
     fenced = met = False
     for instruction in found:

@@ -62,7 +62,7 @@ def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias
         do = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         dh, _, a_scaled = ks.down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
     return {
-        "moe": (x, w1, w2, s, b1, b2, True, *tail), "up_proj": (x, w1, b1, *tail),
+        "moe": (x, w1, w2, s, b1, b2, True, False, *tail), "up_proj": (x, w1, b1, *tail),
         "down_proj_dgrad_dact": (do, w2, b2, h, s, *tail),
         "down_proj_wgrad": (do, a_scaled, is_column_major(w2), *tail), "up_proj_input_grad": (dh, w1, *tail),
         "up_proj_wgrad": (x, dh, is_column_major(w1), *tail), "down_proj_bias_grad": (do, s, *tail),

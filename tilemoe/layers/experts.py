@@ -17,6 +17,8 @@ from tilemoe.ops.moe import check_options, moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.tensors import require_factory
 
+_moe_beside_graphs = torch.compiler.disable(moe)  # a graph cannot write to a leaf's gradient
+
 
 class Experts(nn.Module):
     """w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) and b2 (E, d), or None without ``cfg.expert_bias``.
@@ -41,6 +43,7 @@ class Experts(nn.Module):
             check_kernels(kernels)
         self.cfg, self.recompute, self.kernels = cfg, recompute, kernels
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.accumulates_grads = False  # by `accumulate_grads`
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
         self.w1 = nn.Parameter(torch.empty(num, width, d, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num, d, n, device=device, dtype=dtype))
@@ -65,7 +68,8 @@ class Experts(nn.Module):
         w1, w2 = local(self.w1), local(self.w2)
         b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
         here = self.dispatcher.dispatch(x, plan, scores)
-        o = moe(
+        compute = _moe_beside_graphs if self.accumulates_grads else moe
+        o = compute(
             here.x,
             w1,
             w2,
@@ -80,9 +84,40 @@ class Experts(nn.Module):
             recompute=self.recompute,
             kernels=self.kernels,
             precision=self.cfg.precision,
+            accumulate=self.accumulates_grads,
         )
         return self.dispatcher.combine(o, here)
 
     def extra_repr(self) -> str:
         cfg = self.cfg
         return f"{cfg.num_experts} x ({cfg.hidden_size} -> {cfg.intermediate_size}), {cfg.activation}, {cfg.gate_up}"
+
+
+def accumulate_grads(module: nn.Module) -> None:
+    """For several backwards a step: let the kernels of every MoE layer add the gradients of its experts' weights.
+
+    ``.grad`` of the weights w1 (E, w, d), w2 (E, d, n) becomes fp32 (fp64 of fp64), and what a backward would have
+    written in the weights' dtype, widened and added is added by the product itself. See `tilemoe.moe`, ``accumulate``.
+    Under torch.compile the experts are computed between two graphs. Set ``.grad`` to None after the step.
+
+    FSDP2: with ``reduce_dtype=torch.float32`` and ``set_requires_gradient_sync(False)`` for all micro-batches but the
+    last, and more than one of these; it then reduces these sums. Experts that expert parallelism divides, and those
+    under adapters, stay as they are.
+
+    Raises:
+        ValueError: ``module`` has no MoE layer.
+
+    Examples:
+        >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2), dtype=torch.bfloat16)
+        >>> tilemoe.accumulate_grads(layer)
+        >>> for _ in range(3):
+        ...     layer(torch.randn(5, 16, dtype=torch.bfloat16)).hidden.sum().backward()
+        >>> layer.experts.w1.grad.dtype
+        torch.float32
+    """
+    require_type("module", module, nn.Module)
+    layers = [layer for layer in module.modules() if isinstance(layer, Experts)]
+    if not layers:
+        raise ValueError(f"module ({type(module).__name__}) has no MoE layer whose gradients could be accumulated")
+    for layer in layers:
+        layer.accumulates_grads = True

@@ -26,6 +26,7 @@ from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Backend, compute_dtype, empty_weight_grad, is_column_major
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices, inference_slices, shape_of
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.ops.accumulation import sum_to_add_to
 from tilemoe.ops.out_of_memory import advise
 from tilemoe.plan import RoutingPlan, plan_of
 from tilemoe.runtime.operator import Arguments, Operator
@@ -90,6 +91,7 @@ def moe_forward(
     b1: Tensor | None,
     b2: Tensor | None,
     keep_h: bool,
+    accumulate: bool,
     plan: RoutingPlan,
     spec: ActivationSpec,
     backend: Backend,
@@ -125,6 +127,7 @@ def _moe_fake(
     b1: Tensor | None,
     b2: Tensor | None,
     keep_h: bool,
+    accumulate: bool,
     plan: RoutingPlan,
     *_: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -133,7 +136,7 @@ def _moe_fake(
 
 
 def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
-    x, w1, w2, s, b1, b2, keep_h, plan, ctx.spec, ctx.backend = args
+    x, w1, w2, s, b1, b2, keep_h, ctx.accumulate, plan, ctx.spec, ctx.backend = args
     h = output[1]
     if h is not None:
         ctx.mark_non_differentiable(h)
@@ -143,7 +146,10 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None])
 
 
 def moe_backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ...]:
-    """B1 to B5, each step only if something asks for its result; h is given back as soon as B1 has read it."""
+    """B1 to B5, each step only if something asks for its result; h is given back as soon as B1 has read it.
+
+    Gradients that B2 and B4 add to the sums of several backwards are None here: autograd has nothing left to add.
+    """
     need_x, need_w1, need_w2, need_s, need_b1, need_b2 = ctx.needs_input_grad[:6]
     if do is None:
         return (None,) * 6
@@ -161,16 +167,24 @@ def moe_backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None,
         dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # B1
         del h
         ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
-        if need_w2:
-            dw2 = down_proj_wgrad(do, a_scaled, is_column_major(w2), *routed)  # B2
+        if need_w2:  # B2
+            total = sum_to_add_to(ctx, 2, w2) if ctx.accumulate else None
+            if total is None:
+                dw2 = down_proj_wgrad(do, a_scaled, is_column_major(w2), *routed)
+            else:
+                add_down_proj_wgrad(total, do, a_scaled, *routed)
         del a_scaled
         if need_b1:
             db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)
         if need_x:  # before dw1: dx_rows is alive beside every gradient made so far
             dx = up_proj_input_grad(dh, w1, *routed)  # B3 and B5
             _announce(ctx, dx, ds if need_s else None)
-        if need_w1:
-            dw1 = up_proj_wgrad(x, dh, is_column_major(w1), *routed)  # B4
+        if need_w1:  # B4
+            total = sum_to_add_to(ctx, 1, w1) if ctx.accumulate else None
+            if total is None:
+                dw1 = up_proj_wgrad(x, dh, is_column_major(w1), *routed)
+            else:
+                add_up_proj_wgrad(total, x, dh, *routed)
     return dx, dw1, dw2, ds if need_s else None, db1, db2
 
 
@@ -243,6 +257,14 @@ def _down_proj_wgrad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, plan
     return empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
 
 
+def _add_down_proj_wgrad(
+    total: Tensor, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
+) -> tuple[()]:
+    """B2: dw2, added to total."""
+    backend.down_proj_wgrad(do, a_scaled, without_derived(plan), is_column_major(total), total)
+    return ()
+
+
 def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """B3 and B5: dx; dx_rows (R_max, d) exists a slice of d at a time."""
     plan = without_derived(plan)
@@ -271,6 +293,14 @@ def _up_proj_wgrad_fake(x: Tensor, dh: Tensor, column_major: bool, plan: Routing
     return empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
 
 
+def _add_up_proj_wgrad(
+    total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
+) -> tuple[()]:
+    """B4: dw1, added to total."""
+    backend.up_proj_wgrad(x, dh, without_derived(plan), is_column_major(total), total)
+    return ()
+
+
 def _down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """db2 in the scores' dtype."""
     return backend.down_proj_bias_grad(do, s, without_derived(plan))
@@ -291,7 +321,7 @@ def _up_proj_bias_grad_fake(dh: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
 
 moe = routed_operator(
     "moe",
-    "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, bool keep_h",
+    "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, bool keep_h, bool accumulate",
     "(Tensor, Tensor)",
     moe_forward,
     _moe_fake,
@@ -323,6 +353,9 @@ down_proj_bias_grad = routed_operator(
 up_proj_bias_grad = routed_operator(
     "up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake
 )
+# In no graph: they write where autograd looks for a leaf's gradient.
+add_down_proj_wgrad = Operator("add_down_proj_wgrad", _add_down_proj_wgrad, arguments=ROUTED, advise=advise)
+add_up_proj_wgrad = Operator("add_up_proj_wgrad", _add_up_proj_wgrad, arguments=ROUTED, advise=advise)
 
 BACKWARD_OPS = (
     up_proj,

@@ -40,6 +40,7 @@ def moe(
     activation_limit: float | None = None,
     activation_alpha: float | None = None,
     precision: str = "bf16",
+    accumulate: bool = False,
 ) -> Tensor:
     """``o_t = sum over t's experts e of score * (w2_e act(w1_e x_t + b1_e) + b2_e)``: (T, d) in x's dtype.
 
@@ -50,6 +51,11 @@ def moe(
     ``kernels``: a `Backend`, or the name that one is registered by; None chooses by device, dtype and shape.
     ``precision="fp8"`` quantises the operands of F1, F2, B1 and B3 to e4m3 where a backend can (`select_kernels` says),
     and is "bf16", operands as they are, where none can; with ``kernels`` it is a ValueError there.
+
+    ``accumulate=True`` is for several backwards a step: the kernels add the gradients of w1 and w2, where these are
+    leaves, to their ``.grad`` in fp32 (fp64 of fp64), whose ``grad_dtype`` it becomes, and autograd adds nothing. With
+    a tensor hook, ``create_graph=True``, autograd.grad, in a graph of torch.compile or beside a ``.grad`` of another
+    dtype autograd adds, as ever.
 
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
 
@@ -64,6 +70,7 @@ def moe(
     check_options(gate_up, recompute, precision)
     require_tensors({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
+    accumulate = accumulate and w1.is_leaf and w2.is_leaf
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
     check_tensors(x, w1, w2, b1, b2, spec.width_factor)
     check_plan(x, w1, plan, scores)
@@ -74,7 +81,7 @@ def moe(
     s = s.contiguous()  # kernels index it by position; of one column, or of an expanded tensor, reshape is a view
     inputs = (x, w1, w2, s, b1, b2)
     keep_h = recompute is None and is_differentiable(*inputs)
-    o: Tensor = expert_ops.moe(*inputs, keep_h, plan, spec, backend)[0]
+    o: Tensor = expert_ops.moe(*inputs, keep_h, accumulate, plan, spec, backend)[0]
     return o
 
 

@@ -259,7 +259,7 @@ class LaunchTracer(TorchDispatchMode):
         for result in (results,) if is_one else results:
             slots.append(None if result is None else self._whole(result, slots))
         made = [slot for slot in slots if slot is not None]
-        if self.problem is not None or min(made) < len(self._operands):
+        if self.problem is not None or min(made, default=len(self._operands)) < len(self._operands):
             return None
         steps = _with_frees(self._steps, len(self._operands), made)
         num_slots = len(self._ranges)

@@ -153,9 +153,15 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+    def down_proj_wgrad(
+        self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """B2: ``dw2_e = sum over rows of do_row^T a_scaled_row`` (E, d, n), stored as `is_column_major` says of w2;
         zeros for an empty expert.
+
+        out: stored likewise, of `compute_dtype`: the sum is added to it, unrounded where a kernel does, and it is what
+        is returned. The first call of an operator may run twice, where Triton kernels withhold their launches and
+        PyTorch's operators do not: add by one or by the other.
         """
 
     @abstractmethod
@@ -163,9 +169,11 @@ class Backend(ABC):
         """B3: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) from c of w1's columns of d."""
 
     @abstractmethod
-    def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+    def up_proj_wgrad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """B4: ``dw1_e = sum over rows of dh_row^T x_row`` (E, w, d), stored as `is_column_major` says of w1; zeros for
-        an empty expert.
+        an empty expert. out: as of `down_proj_wgrad`.
         """
 
     @abstractmethod

@@ -64,12 +64,16 @@ class HopperBackend(TritonBackend):
         launch.run()
         return out
 
-    def _weight_grad(self, kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan) -> None:
+    def _weight_grad(
+        self, kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, adds: bool
+    ) -> None:
         device = _device(kernel, by_row, plan, by_token.shape[1], by_row.shape[1])
-        if device is None or not (has_aligned_rows(by_token) and can_describe_rows(device, by_row)):
-            super()._weight_grad(kernel, by_token, by_row, out, plan)
+        if device is None or not (
+            has_aligned_rows(by_token) and can_describe_rows(device, by_row) and _describable_weight(out, device)
+        ):
+            super()._weight_grad(kernel, by_token, by_row, out, plan, adds)
         else:
-            host.wgrad_launch(kernel, by_token, by_row, out, plan, device).run()
+            host.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds).run()
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
@@ -105,5 +109,5 @@ def _aligned_bias(bias: Tensor | None) -> Tensor | None:
 
 
 def _describable_weight(weight: Tensor, device: Device) -> bool:
-    """Whether TMA can read a weight (E, ..., in, out), whichever of in and out is contiguous."""
+    """Whether TMA can reach a weight (E, ..., in, out), whichever of in and out is contiguous."""
     return can_describe(weight, device) or can_describe(weight.transpose(-2, -1), device)

@@ -27,6 +27,7 @@ MAX_REGISTERS = 168  # a thread's, at launch: 65536 over three warp groups, befo
 WARPGROUP_M = 64  # M of wgmma
 BLOCK_K = 64  # 128 bytes of a 16-bit type: the widest swizzle
 EPILOGUE_N = 64  # columns of one epilogue store
+ADDED_N = EPILOGUE_N // 2  # of one that adds: fp32, so as many bytes
 COOPERATIVE_M = CONSUMERS * WARPGROUP_M  # the consumers share a tile
 PINGPONG_BLOCKS = 3  # accumulators of 64 x 128 that a consumer's registers hold
 PINGPONG_M = PINGPONG_BLOCKS * WARPGROUP_M  # each consumer has a tile of its own

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tilemoe.kernels.experts.hopper.gemm_gather_act import CP_ASYNC_LAYOUT
-from tilemoe.kernels.experts.hopper.gluon_compat import cp_async, tma_load
+from tilemoe.kernels.experts.hopper.gluon_compat import cp_async, tma_add, tma_load
 from tilemoe.kernels.experts.hopper.pipeline import (
+    ADDED_N,
     BK,
     BM,
     CONSUMERS,
@@ -115,10 +116,31 @@ def wgrad_producer(
 
 
 @gluon.jit
+def add_slice(out, value, expert, row, col, staging, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Start adding ``value`` (WARPGROUP_M, EPILOGUE_N) to the gradient in memory, half of its columns at a time.
+
+    By TMA, which reads the old sums in L2: no thread waits for them.
+    """
+    left, right = halves(value, WARPGROUP_M, EPILOGUE_N)
+    for i in gl.static_range(2):
+        tma.store_wait(1)
+        buffer = staging.index(2 * CONSUMER + i)
+        added_col = col + i * ADDED_N
+        if TRANSPOSED:
+            buffer.permute([1, 0]).store(left if i == 0 else right)
+        else:
+            buffer.store(left if i == 0 else right)
+        fence_async_shared()
+        place = [expert, added_col, row] if TRANSPOSED else [expert, row, added_col]
+        tma_add(out, place, buffer.reshape(out.block_shape))
+
+
+@gluon.jit
 def wgrad_consumer(
-    out, num_experts, p, q, ring, tile_info, staging, CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr
-):
-    """Consumer. Epilogue: store its rows of the tile, transposed if the output is (E, q, p)."""
+    out, num_experts, p, q, ring, tile_info, staging,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
+):  # fmt: skip
+    """Consumer. Epilogue: store or add its rows of the tile, transposed if the output is (E, q, p)."""
     total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
     step = 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -133,15 +155,18 @@ def wgrad_consumer(
         for i in gl.static_range(2):
             left_slice, right_slice = halves(left_half if i == 0 else right_half, WARPGROUP_M, BN // 2)
             for j in gl.static_range(2):
-                tma.store_wait(1)
-                buffer = staging.index(2 * CONSUMER + j)
                 value = left_slice if j == 0 else right_slice
                 slice_col = col + (2 * i + j) * EPILOGUE_N
-                if TRANSPOSED:
-                    buffer.permute([1, 0]).store(value.to(out.dtype))
-                    fence_and_store(out, [expert, slice_col, row], buffer)
+                if ADDS:
+                    add_slice(out, value, expert, row, slice_col, staging, CONSUMER, TRANSPOSED)
                 else:
-                    store_slice(out, [expert, row, slice_col], value, buffer)
+                    tma.store_wait(1)
+                    buffer = staging.index(2 * CONSUMER + j)
+                    if TRANSPOSED:
+                        buffer.permute([1, 0]).store(value.to(out.dtype))
+                        fence_and_store(out, [expert, slice_col, row], buffer)
+                    else:
+                        store_slice(out, [expert, row, slice_col], value, buffer)
     tma.store_wait(0)
 
 
@@ -157,6 +182,7 @@ def gemm_wgrad_kernel(
     q,
     stride_token,
     TRANSPOSED: gl.constexpr,
+    ADDS: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -164,19 +190,20 @@ def gemm_wgrad_kernel(
 ):
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
-    Zeros for an expert without rows.
+    Zeros for an expert without rows. ADDS: to what out, fp32, has.
     """
     dtype: gl.constexpr = by_token.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    staged: gl.constexpr = gl.NVMMASharedLayout(128, 32 if ADDS else 16, 2)
     a_smem = gl.allocate_shared_memory(dtype, [CONSUMERS * STAGES, BK, WARPGROUP_M], swizzled)
     b_smem = gl.allocate_shared_memory(dtype, [STAGES] + by_row.block_shape, by_row.layout)  # noqa: RUF005
-    staging = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], swizzled)
+    staging = gl.allocate_shared_memory(out.dtype, [2 * CONSUMERS] + out.block_shape[1:], staged)  # noqa: RUF005
     ring = (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS))
     tile_info = new_tile_info(STAGES)
     gl.warp_specialize(
         [
-            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED)),
-            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED)),
+            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED, ADDS)),
+            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED, ADDS)),
             (wgrad_producer, (by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q,
                               ring, tile_info, BN)),
         ],

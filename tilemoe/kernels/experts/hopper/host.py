@@ -12,7 +12,7 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import is_column_major
 from tilemoe.kernels.experts.hopper import configs
-from tilemoe.kernels.experts.hopper.configs import BLOCK_K, EPILOGUE_N, TILES, WARPGROUP_M, TileConfig
+from tilemoe.kernels.experts.hopper.configs import ADDED_N, BLOCK_K, EPILOGUE_N, TILES, WARPGROUP_M, TileConfig
 from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor, weight_descriptor
 from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import gemm_dgrad_dact_kernel
 from tilemoe.kernels.experts.hopper.gemm_gather_act import up_proj_act_kernel
@@ -103,17 +103,27 @@ def dgrad_dact_launch(
 
 
 def wgrad_launch(
-    kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, device: Device
+    kernel: Kernel,
+    by_token: Tensor,
+    by_row: Tensor,
+    out: Tensor,
+    plan: RoutingPlan,
+    device: Device,
+    adds: bool = False,
 ) -> Launch:
-    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q)."""
+    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q).
+
+    adds: to what out, fp32, has.
+    """
     p, q = by_token.shape[1], by_row.shape[1]
     transposed = is_column_major(out)
     tile = TILES[kernel]
-    to = described(out.transpose(1, 2) if transposed else out, [1, *_EPILOGUE_BLOCK])
+    block = [WARPGROUP_M, ADDED_N] if adds else _EPILOGUE_BLOCK
+    to = described(out.transpose(1, 2), [1, *block[::-1]]) if transposed else described(out, [1, *block])
     operands = (by_token, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
     args = (*operands, plan.token_of_row, plan.row_start_of_expert, plan.num_experts, p, q, by_token.stride(0))
     grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
-    return hopper_launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed}, tile)
+    return hopper_launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed, "ADDS": adds}, tile)
 
 
 # Shared with the FP8 kernels

@@ -38,6 +38,7 @@ WARPGROUP_M = gl.constexpr(configs.WARPGROUP_M)
 BM = gl.constexpr(configs.COOPERATIVE_M)
 BK = gl.constexpr(configs.BLOCK_K)
 EPILOGUE_N = gl.constexpr(configs.EPILOGUE_N)
+ADDED_N = gl.constexpr(configs.ADDED_N)
 SWIZZLE_TILES = gl.constexpr(configs.SWIZZLE_TILES)
 RAGGED_EXTENT = gl.constexpr(_RAGGED_EXTENT)
 # One element for each thread of a warp group, or one for all of them; and two for each.

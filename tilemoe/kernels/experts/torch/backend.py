@@ -68,18 +68,24 @@ class TorchBackend(Backend):
             ds_row += rows_dot_bias(do, b2, plan)
         return dh, rows_to_pairs(ds_row, s, plan), a_scaled
 
-    def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+    def down_proj_wgrad(
+        self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         if column_major:  # the transposed product, row-major
-            return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row).transpose(1, 2)
-        return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row)
+            turned = None if out is None else out.transpose(1, 2)
+            return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row, out=turned).transpose(1, 2)
+        return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row, out=out)
 
     def up_proj_dgrad(self, dh: Tensor, w1: Weight, plan: RoutingPlan) -> Tensor:
         return rows_times_experts(dh, w1, None, plan)
 
-    def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
+    def up_proj_wgrad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         if column_major:  # the transposed product, row-major
-            return outer_per_expert(x, dh, plan, left_index=plan.token_of_row).transpose(1, 2)
-        return outer_per_expert(dh, x, plan, right_index=plan.token_of_row)
+            turned = None if out is None else out.transpose(1, 2)
+            return outer_per_expert(x, dh, plan, left_index=plan.token_of_row, out=turned).transpose(1, 2)
+        return outer_per_expert(dh, x, plan, right_index=plan.token_of_row, out=out)
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
         ones = dx_rows.new_ones(plan.capacity, dtype=compute_dtype(dx_rows.dtype))

@@ -53,24 +53,35 @@ def rows_times_experts(
 
 
 def outer_per_expert(
-    left: Tensor, right: Tensor, plan: RoutingPlan, left_index: Tensor | None = None, right_index: Tensor | None = None
+    left: Tensor,
+    right: Tensor,
+    plan: RoutingPlan,
+    left_index: Tensor | None = None,
+    right_index: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``sum over the rows r of expert e of left_r^T right_r``: (E, p, q), zeros for an expert without rows.
 
-    left (R_max, p), right (R_max, q), both expert-major, or any rows with an index, as in `rows_times_experts`.
+    left (R_max, p), right (R_max, q), both expert-major, or any rows with an index, as in `rows_times_experts`. out: is
+    added to, one expert's product at a time where a loop over experts serves, and returned.
     """
     # On a CPU the loop is faster: grouped_mm's fp32 form takes twice its time (docs/lab/cpu.md).
     if left.device.type != "cpu" and _is_groupable(left) and _is_groupable(right):
         left = left if left_index is None else left.index_select(0, left_index)
         right = right if right_index is None else right.index_select(0, right_index)
-        return F.grouped_mm(left.t(), right, offs=plan.row_start_of_expert[1:]).contiguous()
-    out = left.new_zeros(plan.num_experts, left.shape[1], right.shape[1])
+        products = F.grouped_mm(left.t(), right, offs=plan.row_start_of_expert[1:]).contiguous()
+        return products if out is None else out.add_(products)
+    sums = left.new_zeros(plan.num_experts, left.shape[1], right.shape[1]) if out is None else out
     compiles_each_shape = _compiles_each_shape(left)
     for expert, span in expert_spans(plan):
         count = span.stop - span.start
         block = _widened(span, plan) if compiles_each_shape else span
-        torch.mm(_rows(left, left_index, block, count).t(), _rows(right, right_index, block, count), out=out[expert])
-    return out
+        operands = (_rows(left, left_index, block, count).t(), _rows(right, right_index, block, count))
+        if out is None:
+            torch.mm(*operands, out=sums[expert])
+        else:
+            out[expert].add_(torch.mm(*operands))
+    return sums
 
 
 def _rows(rows: Tensor, index: Tensor | None, block: slice, count: int) -> Tensor:

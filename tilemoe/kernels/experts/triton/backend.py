@@ -80,17 +80,24 @@ class TritonBackend(Backend):
         launch.run()
         return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
 
-    def down_proj_wgrad(self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
-        dw2 = empty_weight_grad(do, (plan.num_experts, do.shape[1], a_scaled.shape[1]), column_major)
-        self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan)
+    def down_proj_wgrad(
+        self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        shape = (plan.num_experts, do.shape[1], a_scaled.shape[1])
+        dw2 = empty_weight_grad(do, shape, column_major) if out is None else out
+        self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan, adds=out is not None)
         return dw2
 
     def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
         return self._rows("up_proj_dgrad", dh, w1, None, plan)
 
-    def up_proj_wgrad(self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False) -> Tensor:
-        dw1 = empty_weight_grad(x, (plan.num_experts, dh.shape[1], x.shape[1]), column_major)
-        self._weight_grad("up_proj_wgrad", x, dh, dw1.transpose(1, 2), plan)  # the gathered operand's width comes first
+    def up_proj_wgrad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        shape = (plan.num_experts, dh.shape[1], x.shape[1])
+        dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
+        turned = dw1.transpose(1, 2)  # the gathered operand's width comes first
+        self._weight_grad("up_proj_wgrad", x, dh, turned, plan, adds=out is not None)
         return dw1
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
@@ -133,13 +140,15 @@ class TritonBackend(Backend):
         launch.run()
         return out
 
-    def _weight_grad(self, kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan) -> None:
-        """B2 and B4, to out (E, p, q), from by_token (T, p) and by_row (R_max, q)."""
+    def _weight_grad(
+        self, kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, adds: bool
+    ) -> None:
+        """B2 and B4, to or added to out (E, p, q), from by_token (T, p) and by_row (R_max, q)."""
         device = _check(by_token, by_token.shape[1], by_row.shape[1])
-        if plan.capacity == 0:
+        if plan.capacity:
+            host.wgrad_launch(kernel, aligned_rows(by_token), by_row.contiguous(), out, plan, device, adds).run()
+        elif not adds:
             out.zero_()
-        else:
-            host.wgrad_launch(kernel, aligned_rows(by_token), by_row.contiguous(), out, plan, device).run()
 
 
 def _times_nf4(rows: Tensor, index: Tensor | None, weight: Nf4Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:

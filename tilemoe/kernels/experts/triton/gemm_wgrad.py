@@ -27,6 +27,7 @@ def gemm_wgrad_kernel(
     q,
     stride_token,
     TRANSPOSED: tl.constexpr,
+    ADDS: tl.constexpr,
     INT64_OFFSETS: tl.constexpr,
     USE_TMA: tl.constexpr,
     EVEN_M: tl.constexpr,
@@ -39,7 +40,8 @@ def gemm_wgrad_kernel(
 ):
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
-    by_token (T, p), by_row (R_max, q). Zeros for an expert without rows.
+    by_token (T, p), by_row (R_max, q). Zeros for an expert without rows. ADDS: to what out, fp32, has; the CTA that has
+    a tile is the only one that touches it, so that the sum is that of two numbers.
     """
     # The compiler is told that they are multiples of 8, whence 16-byte loads.
     p, q, stride_token = p // 8 * 8, q // 8 * 8, stride_token // 8 * 8
@@ -69,27 +71,36 @@ def gemm_wgrad_kernel(
         width: tl.constexpr = BLOCK_N // SLICES
         slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
         for i in tl.static_range(SLICES):
-            _store_gradient(out, slices[i], expert, first, col + i * width, p, q, TRANSPOSED, USE_TMA, BLOCK_M, width)
+            at = (expert, first, col + i * width)
+            _store_gradient(out, slices[i], at, p, q, TRANSPOSED, ADDS, USE_TMA, BLOCK_M, width)
 
 
 @triton.jit
 def _store_gradient(
-    out, value, expert, first, col, p, q,
-    TRANSPOSED: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    out, value, at, p, q,
+    TRANSPOSED: tl.constexpr, ADDS: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store (BM, BN) at (first, col) of an expert's gradient (p, q), or transposed, of (q, p)."""
+    """Store or add (BM, BN) ``at`` (expert, first, col) of its gradient (p, q), or transposed, of (q, p)."""
+    expert, first, col = at
     along, columns = first + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     inside = (along < p)[:, None] & (columns < q)[None, :]
     if USE_TMA:
         tile = value.to(out.dtype)
         if TRANSPOSED:
-            out.store([tl.cast(expert, tl.int32), col, first], tile.T.reshape(1, BLOCK_N, BLOCK_M))
+            box, place = tile.T.reshape(1, BLOCK_N, BLOCK_M), [tl.cast(expert, tl.int32), col, first]
         else:
-            out.store([tl.cast(expert, tl.int32), first, col], tile.reshape(1, BLOCK_M, BLOCK_N))
+            box, place = tile.reshape(1, BLOCK_M, BLOCK_N), [tl.cast(expert, tl.int32), first, col]
+        if ADDS:
+            out.atomic_add(place, box)
+        else:
+            out.store(place, box)
     else:
         corner = out + tl.cast(expert, tl.int64) * p * q
         if TRANSPOSED:
             pointers = corner + columns.to(tl.int64)[None, :] * p + along[:, None]
         else:
             pointers = corner + along.to(tl.int64)[:, None] * q + columns[None, :]
-        tl.store(pointers, value.to(out.dtype.element_ty), mask=inside)
+        value = value.to(out.dtype.element_ty)
+        if ADDS:
+            value += tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, value, mask=inside)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import is_column_major
-from tilemoe.kernels.experts.triton.configs import Kernel, TileConfig, choose_tile
+from tilemoe.kernels.experts.triton.configs import MIN_BLOCK, Kernel, TileConfig, choose_tile
 from tilemoe.kernels.experts.triton.descriptors import (
     can_describe,
     can_describe_rows,
@@ -139,25 +139,38 @@ def score_grad_launch(
 
 
 def wgrad_launch(
-    kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, device: Device
+    kernel: Kernel,
+    by_token: Tensor,
+    by_row: Tensor,
+    out: Tensor,
+    plan: RoutingPlan,
+    device: Device,
+    adds: bool = False,
 ) -> Launch:
-    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q)."""
+    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q).
+
+    adds: to what out, fp32, has.
+    """
     p, q = by_token.shape[1], by_row.shape[1]
     transposed = is_column_major(out)
     out = out.transpose(1, 2) if transposed else out
     tile = choose_tile(kernel, p, q, by_row.element_size(), device)
     use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
-    width = tile.block_n // tile.slices
+    # As many bytes of an fp32 slice as of a 16-bit one: they pass through shared memory.
+    wider = out.element_size() > by_row.element_size() and tile.block_n >= 2 * tile.slices * MIN_BLOCK
+    slices = min(2 * tile.slices, 4) if wider else tile.slices
+    width = tile.block_n // slices
     right = ragged_operand(by_row, [tile.block_k, tile.block_n], use_tma)
     to = rows_operand(out, [1, width, tile.block_m] if transposed else [1, tile.block_m, width], use_tma)
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
     constants = {
         "TRANSPOSED": transposed,
+        "ADDS": adds,
         "INT64_OFFSETS": needs_int64(by_token),
         "USE_TMA": use_tma,
         "EVEN_M": p % tile.block_m == 0,
         **arithmetic_constants(by_row.dtype),
-        "SLICES": tile.slices,
+        "SLICES": slices,
         **blocks(tile),
     }
     grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))

@@ -1,0 +1,54 @@
+"""Which sum of a weight's gradients a kernel may add to, in place of autograd.
+
+E experts · p, q a weight's other widths
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemoe.kernels.experts.base import compute_dtype, is_column_major
+from tilemoe.runtime.tensors import PLAIN
+
+_CAST = "ToCopyBackward0"  # autocast's, of a leaf
+
+
+def sum_to_add_to(ctx: Any, index: int, weight: Tensor) -> Tensor | None:
+    """(E, p, q) fp32, fp64 of fp64: ``.grad`` of the leaf that is, or was cast to, the operator's input ``index``.
+
+    Zeros are put there where there is none. None where autograd has to get the gradient itself, because something may
+    look at it, keep it or differentiate it.
+    """
+    node = ctx.next_functions[index][0] if index < len(ctx.next_functions) else None
+    dtype = compute_dtype(weight.dtype)
+    if node is None:  # nothing is recorded of a call that only compiles
+        return torch.empty_like(weight, dtype=dtype)
+    if node.name() == _CAST:
+        node = node.next_functions[0][0]
+    leaf: Any = getattr(node, "variable", None)
+    if (
+        type(leaf) not in PLAIN
+        or torch.is_grad_enabled()  # create_graph=True
+        or torch._C._len_torch_dispatch_stack() > 0
+        or leaf._backward_hooks
+        or leaf._post_accumulate_grad_hooks
+        or not _accumulates(node)
+    ):
+        return None
+    if leaf.grad is None:
+        leaf.grad_dtype = dtype
+        leaf.grad = torch.zeros_like(leaf, dtype=dtype)
+    total: Tensor = leaf.grad
+    is_dense = type(total) in PLAIN and (total.is_contiguous() or is_column_major(total))
+    return total if is_dense and total.dtype == dtype else None
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether this backward ends in ``.grad`` at this AccumulateGrad: autograd.grad returns the gradient instead."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # what autograd.grad makes of a leaf's
+        return False
