@@ -143,6 +143,14 @@ FAULTS: dict[str, Fault] = {
     "B2 overwrites a slice": ("wgrad_consumer", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
     "B2 ends before its stores": ("wgrad_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
 }  # fmt: skip
+# Of a gradient that is added to a sum.
+OF_ADDING: dict[str, Fault] = {
+    "a slice overwritten": ("add_slice", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "no fence": ("add_slice", "fence_async_shared()", "pass", FENCE),
+    "both halves in one place": ("add_slice", "col + i * ADDED_N", "col", "stored twice"),
+    "the sum overwritten": ("add_slice", "tma_add(", "tma_store(", NUMBERS),
+    "nothing transposed": ("add_slice", "if TRANSPOSED:", "if False:", "what the buffer holds"),
+}
 OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "the parts are the halves of a tile": (TURNED, ("gate_up_slices", "elif B_K_MAJOR", "elif True", NUMBERS)),
     "F1 stores the parts as halves": (TURNED, ("store_h", "elif B_K_MAJOR", "elif True", NUMBERS)),

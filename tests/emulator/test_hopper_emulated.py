@@ -18,8 +18,8 @@ from emulated_layer import (
     recorded,
 )
 from gluon_emulator import Emulator
-from hopper_faults import FAULTS, OF_LAYOUTS, SWIGLU, Fault
-from triton_checks import Case, assert_inference_agrees, assert_kernels_agree
+from hopper_faults import FAULTS, OF_ADDING, OF_LAYOUTS, SWIGLU, Fault
+from triton_checks import Case, assert_added_exactly, assert_inference_agrees, assert_kernels_agree
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
@@ -70,6 +70,21 @@ def test_clamped_gates(gate_up: str) -> None:
     case = Case(FP16, "swiglu_oai", gate_up, True, hidden_size=136, intermediate_size=200, limit=0.3)
     with emulated(ctas=3):
         assert_kernels_agree(KERNELS, plan_of(65, 0, 130, 40), case, TOLERANCE)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+def test_weight_gradients_are_added_exactly(turned: bool) -> None:
+    case = Case(FP16, turned=turned, hidden_size=136, intermediate_size=264)
+    with emulated(ctas=3) as launches:
+        assert_added_exactly(KERNELS, plan_of(65, 0, 130, 40), case)
+    assert gluon_kernels(launches) == {"gemm_wgrad_kernel"}
+
+
+@pytest.mark.parametrize("name", OF_ADDING)
+def test_faults_of_adding_are_caught(name: str) -> None:
+    function, text, instead, message = OF_ADDING[name]
+    with emulated(ctas=1, edits={function: (text, instead)}), pytest.raises(AssertionError, match=message):
+        assert_kernels_agree(KERNELS, plan_of(*OF_FAULTS), SWIGLU, TOLERANCE)
 
 
 def test_rows_past_the_last_are_not_written() -> None:

@@ -1,12 +1,13 @@
 """The Hopper kernels on a GPU: against fp64 on hostile routings, bit-equal runs, and what the portable kernels get."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from gpu_layers import never_repeated
-from triton_checks import Case, assert_kernels_agree, random_ids, random_plan, run_kernels
+from triton_checks import Case, assert_added_exactly, assert_kernels_agree, random_ids, random_plan, run_kernels
 
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, MoEConfig
 from tilemoe.kernels.choose import select_kernels
@@ -123,6 +124,14 @@ def test_long_contractions_are_left_to_the_portable_kernels(launched: set[str]) 
 def test_many_experts() -> None:
     case = Case(BF16, hidden_size=64, intermediate_size=64)
     assert_kernels_agree(HopperBackend(), random_plan(2000, 4096, 4), case, 4e-3)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("name", CASES)
+def test_weight_gradients_are_added_exactly(name: str, turned: bool) -> None:
+    case = replace(CASES[name], turned=turned)
+    for routing in hostile_routings(tile=128, device="cuda"):
+        assert_added_exactly(HopperBackend(), routing.plan, case)
 
 
 def test_twenty_runs_are_bit_equal() -> None:

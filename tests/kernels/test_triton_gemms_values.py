@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from triton_checks import Case, assert_kernels_agree, turn
+from triton_checks import Case, assert_added_exactly, assert_kernels_agree, turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.triton import backend as triton_backend
@@ -53,6 +53,11 @@ def test_hostile_routings(name: str, access: str) -> None:
     # Every case meets both accesses and every routing a case of each; all pairs would take minutes.
     case = CASES[(list(ROUTINGS).index(name) + (access == "pointer")) % len(CASES)]
     assert_kernels_agree(TritonBackend(), ROUTINGS[name], case, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_weight_gradients_are_added_exactly(case: Case, access: str) -> None:
+    assert_added_exactly(TritonBackend(), ROUTINGS["first and last expert empty"], case)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "geglu_tanh", "relu", "relu2"])

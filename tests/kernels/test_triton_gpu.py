@@ -3,13 +3,22 @@
 T tokens · K experts per token · E experts
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from gpu_layers import compilations, no_host_sync
 from torch import Tensor
-from triton_checks import Case, assert_inference_agrees, assert_kernels_agree, random_ids, random_plan, run_kernels
+from triton_checks import (
+    Case,
+    assert_added_exactly,
+    assert_inference_agrees,
+    assert_kernels_agree,
+    random_ids,
+    random_plan,
+    run_kernels,
+)
 
 from tilemoe.config import ACTIVATIONS
 from tilemoe.kernels.choose import choose_experts
@@ -69,6 +78,14 @@ def test_tf32_where_it_is_allowed() -> None:
 def test_many_experts() -> None:
     case = Case(BF16, hidden_size=64, intermediate_size=64)
     assert_kernels_agree(TritonBackend(), random_plan(2000, 4096, 4), case, TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("name", CASES)
+def test_weight_gradients_are_added_exactly(name: str, turned: bool) -> None:
+    case = replace(CASES[name], turned=turned)
+    for routing in hostile_routings(tile=128, device="cuda"):
+        assert_added_exactly(TritonBackend(), routing.plan, case)
 
 
 def test_twenty_runs_are_bit_equal() -> None:

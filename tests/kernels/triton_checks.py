@@ -107,9 +107,43 @@ def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case, seed: int = 0) 
     return found
 
 
+def some_sums(like: Tensor) -> Tensor:
+    """Always the same, of both signs."""
+    values = torch.arange(like.numel(), device=like.device, dtype=torch.float32).sin()
+    return torch.empty_like(like, dtype=compute_dtype(like.dtype)).copy_(values.view(like.shape))
+
+
+def assert_added_exactly(kernels: Backend, plan: RoutingPlan, case: Case) -> None:
+    """What the kernels leave in a sum is, to the last bit, what it had plus what they make alone in fp32; twice."""
+    given = make_inputs(plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype)
+    generator = torch.Generator().manual_seed(1)
+    do, h, a = (
+        torch.randn(rows, width, generator=generator).to(plan.device, case.dtype)
+        for rows, width in (
+            (plan.num_tokens, case.hidden_size),
+            (plan.capacity, given["w1"].shape[1]),
+            (plan.capacity, case.intermediate_size),
+        )
+    )
+    x = given["x"].nan_to_num()
+    for weight, add in (
+        (given["w2"], lambda out: kernels.down_proj_wgrad(do, a, plan, is_column_major(out), out)),
+        (given["w1"], lambda out: kernels.up_proj_wgrad(x, h, plan, is_column_major(out), out)),
+    ):
+        like = turn(weight) if case.turned else weight
+        alone = add(torch.zeros_like(like, dtype=torch.float32))
+        total = some_sums(like)
+        for _ in range(2):
+            expected = total + alone
+            add(total)
+            assert torch.equal(total, expected), case
+        is_empty = plan.row_start_of_expert.diff() == 0
+        assert torch.equal(total[is_empty], some_sums(like)[is_empty])
+
+
 def added(like: Tensor, exact: Tensor, add_to: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Random sums, stored like a weight gradient, after ``add_to`` them, and what they should be then."""
-    total = torch.randn_like(like, dtype=compute_dtype(like.dtype))
+    """Sums, stored like a weight gradient, after ``add_to`` them, and what they should be then."""
+    total = some_sums(like)
     expected = total.double() + exact
     assert add_to(total) is total
     return total, expected

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import torch
 
 from tilemoe.config import TokenRounding
 from tilemoe.data import Prepared, prepare, sequential_windows
+from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE, MoEOutput
+from tilemoe.train import loop
 from tilemoe.train.checkpoints.folder import CheckpointError, list_checkpoints, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, restore, select_device
 from tilemoe.train.config import Recipe
@@ -63,6 +66,27 @@ def test_accumulated_micro_batches_equal_the_big_batch(recipe: Recipe) -> None:
         assert left.tokens == right.tokens
     for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("parts", "shared", "changes", "added"),
+    [
+        (1, False, {}, False),
+        (2, False, {}, True),
+        (2, True, {}, False),
+        (2, True, {"between_micro_batches": "weights"}, False),
+        (2, True, {"between_micro_batches": "weights_and_gradients"}, True),
+        (2, True, {"between_micro_batches": "weights_and_gradients", "reduce_dtype": "bfloat16"}, False),
+    ],
+)
+def test_kernels_add_gradients_where_their_sums_stay(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, parts: int, shared: bool, changes: dict[str, Any], added: bool
+) -> None:
+    monkeypatch.setattr(loop, "is_shared", lambda model: shared)
+    parallel = replace(moe_recipe.parallel, reshard_after_forward=False, **changes)
+    trainer = trainer_of(replace(moe_recipe, parallel=parallel, train=replace(moe_recipe.train, accumulation=parts)))
+    experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
+    assert [layer.accumulates_grads for layer in experts] == [added] * 2
 
 
 def test_the_loss_goes_down(recipe: Recipe) -> None:

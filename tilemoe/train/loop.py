@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tilemoe.data import Mixture, Prepared
 from tilemoe.data.shards import read_index
+from tilemoe.layers.experts import Experts, accumulate_grads
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.expert import rows_of_experts
@@ -103,6 +104,8 @@ class Trainer:
         self._peak = peak_flops(device, recipe.train.precision)
         self._frozen_router = recipe.lora is not None and not recipe.lora.train_router
         self._gathered_in_bf16 = is_shared(model) and recipe.parallel.param_dtype == "bfloat16"
+        if self._keeps_sums():
+            accumulate_grads(model)
 
     @property
     def run_dir(self) -> Path:
@@ -114,6 +117,13 @@ class Trainer:
         """
         wanted = self.recipe.train.precision == "bf16" and not self._gathered_in_bf16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
+
+    def _keeps_sums(self) -> bool:
+        """Whether experts have gradients of which each micro-batch finds, in fp32, the sum of those before it."""
+        parallel = self.recipe.parallel
+        kept = parallel.between_micro_batches == "weights_and_gradients" and parallel.reduce_dtype == "float32"
+        has_experts = any(isinstance(module, Experts) for module in self.model.modules())
+        return has_experts and self.recipe.train.accumulation > 1 and (kept or not is_shared(self.model))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``: weights, optimiser, random numbers, step and tokens."""
