@@ -199,7 +199,7 @@ SETTINGS = {
     "register_backend": Call(register, lambda: {"name": "mine", "cls": Mine}),
 }
 OPERATORS = {
-    "moe": Call(tilemoe.moe, lambda: {**weights(), "recompute": "up_proj", "precision": "bf16"}),
+    "moe": Call(tilemoe.moe, lambda: {**weights(), "recompute": "up_proj", "precision": "bf16", "accumulate": False}),
     "moe_lora": Call(moe_lora, lambda: {**weights(), "adapters": adapters()}),
     "route": Call(tilemoe.route, lambda: routed(generator=generator())),
     "route_biased": Call(tilemoe.route, lambda: routed(cfg=BIASED, selection_bias=numbers(E))),
@@ -226,6 +226,7 @@ MODULES = {
     "MoE.forward": Call(lambda **given: layer()(**given), of_layer, ("logits",)),
     "MoE.update_selection_bias": Call(updated_bias, lambda: {"tokens_per_expert": ids(E), "rate": 0.1}),
     "MoE.reset_parameters": Call(lambda **given: layer().reset_parameters(**given), lambda: {"generator": generator()}),
+    "accumulate_grads": Call(tilemoe.accumulate_grads, lambda: {"module": layer()}),
     "Experts": Call(Experts, lambda: {"cfg": LAYER, **of_module()}),
     "Experts.forward": Call(
         lambda **given: layer().experts(**given),

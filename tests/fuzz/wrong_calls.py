@@ -24,7 +24,7 @@ Changes = Mapping[str, str]  # argument -> kind of replacement
 _PATIENCE_S = 30
 _SAME_SHAPE, _OTHER_SHAPE = ({f"its {kind}" for kind in kinds} for kinds in (SAME_SHAPE, OTHER_SHAPE))
 _ROWS, _COLUMNS = {"its shorter", "its longer", "its empty"}, {"its narrower", "its transposed"}
-_BOOLS = "softmax_after_topk normalize bias expert_bias tie_embeddings RouterConfig.selection_bias training"
+_BOOLS = "softmax_after_topk normalize bias expert_bias tie_embeddings RouterConfig.selection_bias training accumulate"
 _NONE_OF_A_CALL = "b1 b2 token_mask group generator labels documents record cache expert_ids select_kernels.cfg"
 _NONE_OF_SETTINGS = "recompute device dtype router num_ids max_chunk_logits rounding param_dtype reduce_dtype"
 # What is right although it is another kind of thing, or of another shape: names of arguments, perhaps with the

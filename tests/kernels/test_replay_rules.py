@@ -51,7 +51,7 @@ CHANGES: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "stride of w1": (1, lambda w: torch.zeros(w.mT.shape, dtype=w.dtype).mT),
     "alignment of w2": (2, shifted),
     "dtype of the scores": (3, lambda s: s.double()),
-    "alignment of the plan": (7, lambda plan: replace(plan, token_of_row=shifted(plan.token_of_row))),
+    "alignment of the plan": (8, lambda plan: replace(plan, token_of_row=shifted(plan.token_of_row))),
 }
 
 

@@ -39,7 +39,7 @@ def test_compiled(activation: str, gate_up: str, capability: int, tmp_path: Path
 
     x, w1, w2, h, s = made(T, D), made(E, w, D), made(E, D, N), made(plan.capacity, w), torch.zeros(plan.num_pairs)
     with recorded_launches(GPUS[capability]) as launches:
-        experts.moe_forward(x, w1, w2, s, made(E, w), made(E, D), True, *tail)
+        experts.moe_forward(x, w1, w2, s, made(E, w), made(E, D), True, False, *tail)
         experts._down_proj_dgrad_dact(x, w2, None, h, s, *tail)
         experts._up_proj_input_grad(h, w1, *tail)
     of_fp8 = [launch for launch in launches if "triton_fp8" in launch.kernel.fn.__module__]

@@ -6,12 +6,15 @@ d hidden_size · n intermediate_size
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilemoe
 from tilemoe import reference
@@ -67,7 +70,7 @@ def grads_of(
     **options: Any,
 ) -> Given:
     """All gradients after a backward of each plan; of x and the scores those of each."""
-    found = {}
+    found: Given = {}
     for number, plan in enumerate(plans):
         made = make_inputs(plan, D, N, dtype=dtype, seed=number)
         inputs = {name: made[name].requires_grad_() for name in ("x", "scores")}
@@ -150,11 +153,36 @@ def test_autograd_grad_returns_the_gradient(added: list[str]) -> None:
     assert_as_autograd(added, run)
 
 
+@pytest.mark.parametrize(
+    "watch", [partial(torch.autograd.set_detect_anomaly, True), partial(FlopCounterMode, display=False)]
+)
+def test_who_watches_all_operators_sees_the_gradient(
+    watch: Callable[[], AbstractContextManager[Any]], added: list[str]
+) -> None:
+    def run(given: Given, accumulate: bool) -> None:
+        with watch():
+            backward_of(given, accumulate=accumulate).backward()
+
+    assert_as_autograd(added, run)
+
+
+def test_a_backward_to_some_inputs_leaves_the_others(added: list[str]) -> None:
+    found = []
+    for accumulate in (False, True):
+        given = weights(FP32)
+        backward_of(given, accumulate=accumulate).backward(inputs=[given["w1"]])
+        found.append(given["w1"].grad)
+        assert given["w2"].grad is None
+    assert added == ["up_proj_wgrad"]
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # of the cycle, which ends with the test
 def test_create_graph_is_refused_by_the_second_derivative_as_ever(added: list[str]) -> None:
     given = weights(FP32)
-    (grad,) = torch.autograd.grad(backward_of(given, accumulate=True), [given["w1"]], create_graph=True)
+    backward_of(given, accumulate=True).backward(create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
-        grad.sum().backward()
+        given["w1"].grad.sum().backward()
     assert not added
 
 
@@ -184,6 +212,25 @@ def test_a_graph_may_be_used_twice(added: list[str]) -> None:
     loss.backward()
     assert len(added) == 4
     assert_equal([weight.grad for weight in given.values()], [2 * grad for grad in once])
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_steps_of_an_optimizer(set_to_none: bool, added: list[str]) -> None:
+    """Two of them, of two micro-batches each, whose graphs use the weights twice."""
+    found = []
+    for accumulate in (False, True):
+        given = weights(FP64)
+        optimizer = torch.optim.SGD(given.values(), lr=1e-4)
+        for _ in range(2):
+            for _ in range(2):
+                sum(backward_of(given, accumulate=accumulate) for _ in range(2)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        found.append(given)
+    assert len(added) == 2 * 2 * 2 * 2
+    start = weights(FP64)
+    for name, weight in found[0].items():
+        assert relative_error(found[1][name] - start[name], weight - start[name]) < 1e-12, name
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -222,9 +269,9 @@ def test_a_layer(compiled: bool, added: list[str]) -> None:
         x = torch.randn(7, D, generator=torch.Generator().manual_seed(seed)).to(BF16)
         compute(x).hidden.float().square().sum().backward()
         routing = tilemoe.route(layer.router(x)[0], cfg)
-        exact = [weight.detach().double().requires_grad_() for weight in (layer.experts.w1, layer.experts.w2)]
-        reference.moe(x.double(), *exact, routing.plan, routing.scores.double()).square().sum().backward()
-        total += exact[0].grad
+        w1, w2 = (weight.detach().double().requires_grad_() for weight in (layer.experts.w1, layer.experts.w2))
+        reference.moe(x.double(), w1, w2, routing.plan, routing.scores.double()).square().sum().backward()
+        total += w1.grad
     assert len(added) == 4
     found = layer.experts.w1.grad
     assert found is not None

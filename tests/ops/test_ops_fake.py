@@ -231,7 +231,7 @@ def test_backward_of_experts_on_a_gpu_that_is_not_there(dtype: torch.dtype, bias
         backend = choose_experts(w2.device, w2.dtype, (D, N)).impl
         assert (backend.name != "torch") == (dtype == torch.bfloat16)
         spec = activation_spec("swiglu", "concatenated", None, None)
-        inputs = (x, w1, w2, torch.rand(T * K, device="cuda"), b1, b2, True, plan, spec, backend)
+        inputs = (x, w1, w2, torch.rand(T * K, device="cuda"), b1, b2, True, False, plan, spec, backend)
         assert_gradients(library.moe, inputs, library.moe(*inputs))
 
 

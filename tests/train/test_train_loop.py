@@ -18,6 +18,7 @@ from tilemoe.config import TokenRounding
 from tilemoe.data import Prepared, prepare, sequential_windows
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE, MoEOutput
+from tilemoe.ops.accumulating_moe import accumulating_moe
 from tilemoe.train import loop
 from tilemoe.train.checkpoints.folder import CheckpointError, list_checkpoints, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, restore, select_device
@@ -86,7 +87,7 @@ def test_kernels_add_gradients_where_their_sums_stay(
     parallel = replace(moe_recipe.parallel, reshard_after_forward=False, **changes)
     trainer = trainer_of(replace(moe_recipe, parallel=parallel, train=replace(moe_recipe.train, accumulation=parts)))
     experts = [module for module in trainer.model.modules() if isinstance(module, Experts)]
-    assert [layer.accumulates_grads for layer in experts] == [added] * 2
+    assert [layer.compute is accumulating_moe for layer in experts] == [added] * 2
 
 
 def test_the_loss_goes_down(recipe: Recipe) -> None:

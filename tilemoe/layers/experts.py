@@ -5,6 +5,8 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +18,6 @@ from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.ops.moe import check_options, moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.tensors import require_factory
-
-_moe_beside_graphs = torch.compiler.disable(moe)  # a graph cannot write to a leaf's gradient
 
 
 class Experts(nn.Module):
@@ -43,7 +43,7 @@ class Experts(nn.Module):
             check_kernels(kernels)
         self.cfg, self.recompute, self.kernels = cfg, recompute, kernels
         self.dispatcher: Dispatcher = LocalDispatcher()
-        self.accumulates_grads = False  # by `accumulate_grads`
+        self.compute: Callable[..., Tensor] | None = None  # in place of `moe`: see `accumulate_grads`
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
         self.w1 = nn.Parameter(torch.empty(num, width, d, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num, d, n, device=device, dtype=dtype))
@@ -68,8 +68,7 @@ class Experts(nn.Module):
         w1, w2 = local(self.w1), local(self.w2)
         b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
         here = self.dispatcher.dispatch(x, plan, scores)
-        compute = _moe_beside_graphs if self.accumulates_grads else moe
-        o = compute(
+        o = (self.compute or moe)(
             here.x,
             w1,
             w2,
@@ -84,7 +83,6 @@ class Experts(nn.Module):
             recompute=self.recompute,
             kernels=self.kernels,
             precision=self.cfg.precision,
-            accumulate=self.accumulates_grads,
         )
         return self.dispatcher.combine(o, here)
 
@@ -98,11 +96,12 @@ def accumulate_grads(module: nn.Module) -> None:
 
     ``.grad`` of the weights w1 (E, w, d), w2 (E, d, n) becomes fp32 (fp64 of fp64), and what a backward would have
     written in the weights' dtype, widened and added is added by the product itself. See `tilemoe.moe`, ``accumulate``.
-    Under torch.compile the experts are computed between two graphs. Set ``.grad`` to None after the step.
+    Under torch.compile the experts are computed between two graphs.
 
-    FSDP2: with ``reduce_dtype=torch.float32`` and ``set_requires_gradient_sync(False)`` for all micro-batches but the
-    last, and more than one of these; it then reduces these sums. Experts that expert parallelism divides, and those
-    under adapters, stay as they are.
+    For weights in fp32, under autocast or not, alone or in DistributedDataParallel; of other weights the optimiser has
+    to take gradients in fp32, which torch.optim's do not. FSDP2 with ``reduce_dtype=torch.float32`` takes weights of
+    any dtype where each step has ``set_requires_gradient_sync(False)`` for all micro-batches but the last, at least
+    one: it reduces these sums. Experts that expert parallelism divides, and those under adapters, stay as they are.
 
     Raises:
         ValueError: ``module`` has no MoE layer.
@@ -115,9 +114,11 @@ def accumulate_grads(module: nn.Module) -> None:
         >>> layer.experts.w1.grad.dtype
         torch.float32
     """
+    from tilemoe.ops.accumulating_moe import accumulating_moe  # here, because it imports torch._dynamo
+
     require_type("module", module, nn.Module)
     layers = [layer for layer in module.modules() if isinstance(layer, Experts)]
     if not layers:
         raise ValueError(f"module ({type(module).__name__}) has no MoE layer whose gradients could be accumulated")
     for layer in layers:
-        layer.accumulates_grads = True
+        layer.compute = accumulating_moe

@@ -33,6 +33,7 @@ def sum_to_add_to(ctx: Any, index: int, weight: Tensor) -> Tensor | None:
         type(leaf) not in PLAIN
         or torch.is_grad_enabled()  # create_graph=True
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch.is_anomaly_enabled()
         or leaf._backward_hooks
         or leaf._post_accumulate_grad_hooks
         or not _accumulates(node)

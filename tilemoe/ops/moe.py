@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import activation_spec
-from tilemoe.checks import require_choice, shown
+from tilemoe.checks import require_bool, require_choice, shown
 from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
@@ -54,8 +54,8 @@ def moe(
 
     ``accumulate=True`` is for several backwards a step: the kernels add the gradients of w1 and w2, where these are
     leaves, to their ``.grad`` in fp32 (fp64 of fp64), whose ``grad_dtype`` it becomes, and autograd adds nothing. With
-    a tensor hook, ``create_graph=True``, autograd.grad, in a graph of torch.compile or beside a ``.grad`` of another
-    dtype autograd adds, as ever.
+    a tensor hook, ``create_graph=True``, autograd.grad, anomaly detection, in a graph of torch.compile or beside a
+    ``.grad`` of another dtype autograd adds, as ever.
 
     ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
 
@@ -69,6 +69,7 @@ def moe(
     """
     check_options(gate_up, recompute, precision)
     require_tensors({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
+    require_bool("accumulate", accumulate)
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
     accumulate = accumulate and w1.is_leaf and w2.is_leaf
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
