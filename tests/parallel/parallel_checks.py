@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
-from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilemoe.config import KEPT_BETWEEN_MICRO_BATCHES, ModelConfig, MoEConfig, ParallelConfig, RouterConfig
-from tilemoe.layers.experts import accumulate_grads
 from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
-from tilemoe.ops import experts as expert_ops
 from tilemoe.parallel.expert import rows_of_experts
 from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
@@ -368,36 +365,6 @@ def check_between_micro_batches() -> None:
         assert counts["nothing"][1] == 2 * groups
         assert counts["weights"] == (groups, 2 * groups)
         assert counts["weights_and_gradients"] == (groups, groups)
-
-
-def check_sums_that_kernels_add_to() -> None:
-    """FSDP reduces what the experts' kernels have added to; all other gradients stay as they were."""
-    on_gpu = device_of_rank().type == "cuda"
-    kept = replace(FSDP, reshard_after_forward=False, between_micro_batches="weights_and_gradients")
-    bf16 = replace(kept, param_dtype="bfloat16", reduce_dtype="float32")
-    repeated = replace(bf16, checkpointing="block")
-    for held, limit, backend in (
-        (kept, LIMIT_32, None), (bf16, 2**-7, None), (bf16, 2**-7, "aot_eager"), (repeated, 2**-7, None),
-    ):  # fmt: skip
-        steps: list[list[dict[str, Tensor]]] = []
-        for accumulate in (False, True):
-            torch.compiler.reset()
-            model = make_model(torch.float32)
-            parallelize(model, meshes_of(held), compile_backend=backend)
-            if accumulate:
-                accumulate_grads(model)
-            with mock.patch.object(expert_ops, "add_up_proj_wgrad", wraps=expert_ops.add_up_proj_wgrad) as adds:
-                steps.append([])
-                for _ in range(2):
-                    for part in range(3):
-                        begin_micro_batch(model, held, is_last=part == 2)
-                        shared_backward(model, SEQUENCES)
-                    steps[-1].append({name: whole(p.grad) for name, p in model.named_parameters()})
-                    model.zero_grad()
-            assert adds.call_count == 2 * 3 * 2 * accumulate, "steps, micro-batches, layers"
-        for before, after in zip(*steps, strict=True):
-            limits = {name: limit if name.endswith(("w1", "w2")) else CAP_32 * on_gpu for name in before}
-            assert_within({name: (error(after[name], before[name]), limits[name]) for name in before})
 
 
 def check_rows_of_experts() -> None:

@@ -1,9 +1,11 @@
 """A decoder that four processes share, and two or four GPUs through NCCL, gives the loss and the gradients of one."""
 
+import accumulation_checks
+import parallel_checks
 import pytest
-from parallel_checks import CHECKS
 
 pytestmark = pytest.mark.dist
+CHECKS = [*parallel_checks.CHECKS, *accumulation_checks.CHECKS]
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
