@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from ranks import Check
 
 from tilemoe.testing import poisoned_memory as poisoned_memory_block
-from tilemoe.testing.ranks import Check
 
 pytest_plugins = ("process_cases", "pytester")
 

@@ -8,6 +8,7 @@ import expert_parallel
 import pytest
 import small_tokens
 import torch
+from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from tilemoe.bench import gate, peers
@@ -15,7 +16,6 @@ from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.integrations import transformers as integration
 from tilemoe.shape import MoEShape
 from tilemoe.testing import assert_equal
-from tilemoe.testing.ranks import run_on_ranks
 
 SHAPE = MoEShape(50, 24, 16, 6, 3)
 CPU = torch.device("cpu")

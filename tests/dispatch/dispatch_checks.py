@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from file_window import NAMES, FileTransports
+from ranks import device_of_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -30,7 +31,6 @@ from tilemoe.dispatch.transport import Arrival, Collective, Way
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel.expert import divide_experts
 from tilemoe.plan import RoutingPlan
-from tilemoe.testing.ranks import device_of_rank
 
 D, N, E, K = 24, 16, 8, 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}

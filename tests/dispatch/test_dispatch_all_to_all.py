@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from dispatch_checks import CHECKS, GPU_CHECKS
-
-from tilemoe.testing.ranks import run_on_ranks
+from ranks import run_on_ranks
 
 pytestmark = pytest.mark.dist
 

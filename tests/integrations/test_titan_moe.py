@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line, saved_tensors
+from ranks import run_on_ranks
 from titan_checks import CHECKS
 from titan_layers import TARGET, D, E, F, K, config, filled, run
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from torchtitan.models.qwen3 import qwen3_configs
 
 from tilemoe.integrations import torchtitan as integration
 from tilemoe.testing import relative_error
-from tilemoe.testing.ranks import run_on_ranks
 
 
 def layers() -> tuple[nn.Module, nn.Module]:

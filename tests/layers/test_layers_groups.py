@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import raises_one_line, tiny_model
+from ranks import run_on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,7 +19,6 @@ from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.routing.topk import route
-from tilemoe.testing.ranks import run_on_ranks
 
 RANKS, D, E, K = 3, 16, 6, 2
 ROUTER = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01, selection_bias=True)

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from tilemoe.testing.ranks import run_on_ranks
+from ranks import run_on_ranks
 
 
 @pytest.fixture(scope="module")

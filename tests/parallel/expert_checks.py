@@ -29,6 +29,7 @@ from parallel_checks import (
     world,
 )
 from peft import LoraConfig, get_peft_model
+from ranks import device_of_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -46,7 +47,6 @@ from tilemoe.layers.lora import add_lora
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel import clip_gradients, expert_parallel
 from tilemoe.testing import assert_equal
-from tilemoe.testing.ranks import device_of_rank
 
 RUN = "TILEMOE_TEST_EXPERTS"  # names a folder that the processes share
 D, E, K = 16, 8, 2

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import device_of_rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -28,7 +29,6 @@ from tilemoe.parallel.model import parallelize
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.testing import assert_equal
 from tilemoe.testing.compare import ERROR_CAPS
-from tilemoe.testing.ranks import device_of_rank
 
 Model = TypeVar("Model", bound=nn.Module)
 E, K = 8, 2

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from helpers import raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +23,6 @@ from tilemoe.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan, exper
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.routing.topk import Routing, route
-from tilemoe.testing.ranks import run_on_ranks
 
 
 def assert_plan(plan: RoutingPlan, token: list[int], expert: list[int], num_tokens: int, num_experts: int) -> None:

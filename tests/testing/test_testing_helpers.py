@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_on_ranks
 from torch import Tensor
 
 from tilemoe.ops.moe import moe
@@ -27,7 +28,6 @@ from tilemoe.testing import (
     relative_error,
     used_pairs,
 )
-from tilemoe.testing.ranks import run_on_ranks
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 EXACT = torch.randn(40, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

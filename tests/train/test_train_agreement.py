@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from agreement_checks import CHECKS, FOLDER
 from helpers import run_in_threads, torchrun, write_corpus
+from ranks import run_on_ranks
 from test_train_distributed import said, written
 
 from tilemoe.data import prepare
-from tilemoe.testing.ranks import run_on_ranks
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.agreement import DisagreementError, require_same
 from tilemoe.train.job.processes import Job

@@ -5,12 +5,12 @@ from pathlib import Path
 import distributed_checkpoint_checks as checks
 import pytest
 import torch
+from ranks import run_on_ranks
 from transformers import AutoModelForCausalLM
 
 from tilemoe.cli.main import main
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing import assert_equal
-from tilemoe.testing.ranks import run_on_ranks
 from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.optim import make_optimizer

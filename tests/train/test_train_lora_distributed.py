@@ -9,6 +9,7 @@ import torch
 from distributed_checkpoint_checks import assert_state
 from helpers import torchrun
 from peft import PeftModel
+from ranks import run_on_ranks
 from test_train_distributed import losses, written
 from test_train_initial import write_model
 from transformers import AutoModelForCausalLM
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig
 from tilemoe.testing import relative_error
-from tilemoe.testing.ranks import run_on_ranks
 from tilemoe.train.checkpoints.folder import open_checkpoint
 from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.checkpoints.restore import make_decoder, restore

@@ -5,8 +5,8 @@ from pathlib import Path
 import muon_checks as checks
 import pytest
 from distributed_checkpoint_checks import assert_state
+from ranks import run_on_ranks
 
-from tilemoe.testing.ranks import run_on_ranks
 from tilemoe.train.checkpoints.folder import open_checkpoint
 
 pytestmark = pytest.mark.dist
