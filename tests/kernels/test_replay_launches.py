@@ -360,14 +360,14 @@ def launched(operator: exchange.Operator) -> int:
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("columns_apart", [False, True])
 def test_what_is_sent(pairs: bool, columns_apart: bool) -> None:
-    assert launched(assert_repeated(exchange._run_count_sent, lambda: routed_args(pairs))) == 2
+    assert launched(assert_repeated(exchange._count_sent, lambda: routed_args(pairs))) == 2
 
     def make() -> Args:
         x, scores = torch.zeros(TOKENS, D, dtype=BF16), torch.zeros(2 * TOKENS)
         x = x.t().contiguous().t() if columns_apart else x
         return (x, scores, indices(2, RANKS, 2), indices(2 * RANKS), *routed_args(pairs))
 
-    assert launched(assert_repeated(exchange._run_place_sent, make)) == 2
+    assert launched(assert_repeated(exchange._place_sent, make)) == 2
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -376,7 +376,7 @@ def test_what_has_come(score_words: int) -> None:
     def make() -> Args:
         return (indices(90, score_words + 1), indices(2, RANKS, 2), 1, 64, 50)
 
-    assert launched(assert_repeated(exchange._run_plan_received, make)) == 4
+    assert launched(assert_repeated(exchange._plan_received, make)) == 4
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -384,4 +384,4 @@ def test_what_comes_back() -> None:
     def make() -> Args:
         return (torch.zeros(60, D, dtype=BF16), indices(60), indices(TOKENS * RANKS), indices(RANKS + 1))
 
-    assert launched(assert_repeated(exchange._run_sum_copies, make)) == 1
+    assert launched(assert_repeated(exchange._sum_copies, make)) == 1

@@ -37,20 +37,19 @@ class ToExperts(torch.autograd.Function):
         ctx: Any, x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup, transport: Transport
     ) -> tuple[Tensor, Tensor, RoutingPlan, Sent]:
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
-        sizes, before = count_sent(routed)
+        sizes, before = count_sent(*routed)
         beside = _beside(x.device)
         with beside:
             told = sizes.new_empty(routed.ranks * routed.ranks, 2)
             arrival = tell_all(told, sizes[0], group=group, async_op=True)
         # All that does not need the sizes is begun before the host waits for them.
-        *places, words, position_of_pair, copies = place_sent(x, s, sizes, before, routed)
+        *places, words, position_of_pair, copies = place_sent(x, s, sizes, before, *routed)
         with beside:
             arrival.wait()
             between = told.view(routed.ranks, routed.ranks, 2)
             sizes[1] = between[:, routed.here]
-            sent = _sent(
-                between.tolist(), places, position_of_pair, routed.here, transport
-            )  # the one read from the device
+            sizes_on_host = between.tolist()  # the one read from the device
+        sent = _sent(sizes_on_host, places, position_of_pair, routed.here, transport)
 
         pairs = _leave(words, sent.pairs, transport)
         tokens = _leave(copies, sent.tokens, transport)
@@ -162,7 +161,8 @@ def _begin(tokens_back: WayBack, pairs_back: WayBack, dx: Tensor | None, ds: Ten
 
 def _summed(tokens_back: WayBack, sent: Sent) -> Tensor:
     """(T, d): of each token what became of it on all its ranks."""
-    return sum_copies(tokens_back.arrived(), sent.token_of_copy, sent.copy_of_token, sent.first_copy)
+    total: Tensor = sum_copies(tokens_back.arrived(), sent.token_of_copy, sent.copy_of_token, sent.first_copy)
+    return total
 
 
 def _leave(rows: Tensor, way: Way, transport: Transport) -> Travelling:

@@ -3,6 +3,7 @@
 T tokens · W ranks · P pairs sent · C copies of tokens · Q pairs received · M tokens received · d model width
 
 No operators of torch.library: what is sent is decided between two exchanges, which no graph holds.
+The first three are those of `tilemoe.kernels.expert_parallel.torch`; a `Routed` is given field by field.
 """
 
 from __future__ import annotations
@@ -17,52 +18,29 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.operator import Operator
 
 
-def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
-    """See `tilemoe.kernels.expert_parallel.torch.count_sent`."""
-    counted: tuple[Tensor, Tensor] = _count_sent(*routed)
-    return counted
-
-
-def place_sent(x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, routed: Routed) -> tuple[Tensor, ...]:
-    """See `tilemoe.kernels.expert_parallel.torch.place_sent`."""
-    placed: tuple[Tensor, ...] = _place_sent(x, scores, sizes, before, *routed)
-    return placed
-
-
-def plan_received(words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int) -> tuple[Tensor, ...]:
-    """See `tilemoe.kernels.expert_parallel.torch.plan_received`."""
-    planned: tuple[Tensor, ...] = _plan_received(words, sizes, here, experts, num_tokens)
-    return planned
-
-
-def sum_copies(copies: Tensor, token_of_copy: Tensor, copy_of_token: Tensor, first_copy: Tensor) -> Tensor:
-    """copies (C, d), what became of tokens on the ranks that they went to -> (T, d), the sum of each token's, taken in
-    fp32 or better, in the order of the ranks. The rest as `place_sent` gives it, token_of_copy cut to C.
-    """
-    total: Tensor = _sum_copies(copies, token_of_copy, copy_of_token, first_copy)
-    return total
-
-
-def _run_count_sent(*routed: Any) -> tuple[Tensor, Tensor]:
+def _count_sent(*routed: Any) -> tuple[Tensor, Tensor]:
     given = Routed(*routed)
     counted: tuple[Tensor, Tensor] = _kernels_for(given).count_sent(given)
     return counted
 
 
-def _run_place_sent(x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, *routed: Any) -> tuple[Tensor, ...]:
+def _place_sent(x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, *routed: Any) -> tuple[Tensor, ...]:
     given = Routed(*routed)
     placed: tuple[Tensor, ...] = _kernels_for(given).place_sent(x, scores, sizes, before, given)
     return placed
 
 
-def _run_plan_received(words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int) -> tuple[Tensor, ...]:
+def _plan_received(words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int) -> tuple[Tensor, ...]:
     ranks = sizes.shape[1]
     kernels = choose_expert_parallel(words.device, num_tokens, words.shape[0], experts, ranks).impl
     planned: tuple[Tensor, ...] = kernels.plan_received(words, sizes, here, experts, num_tokens)
     return planned
 
 
-def _run_sum_copies(copies: Tensor, token_of_copy: Tensor, copy_of_token: Tensor, first_copy: Tensor) -> Tensor:
+def _sum_copies(copies: Tensor, token_of_copy: Tensor, copy_of_token: Tensor, first_copy: Tensor) -> Tensor:
+    """copies (C, d), what became of tokens on the ranks that they went to -> (T, d), the sum of each token's, taken in
+    fp32 or better, in the order of the ranks. The rest as `place_sent` gives it, token_of_copy cut to C.
+    """
     ranks = first_copy.shape[0] - 1
     tokens = copy_of_token.shape[0] // ranks
     if copies.shape[0] == 0:  # there may be tokens all the same: none was routed
@@ -80,7 +58,7 @@ def _kernels_for(routed: Routed) -> ExpertParallelKernels:
     return choose_expert_parallel(row_of_pair.device, routed.num_tokens, pairs, experts, routed.ranks).impl
 
 
-_count_sent = Operator("count_sent", _run_count_sent)
-_place_sent = Operator("place_sent", _run_place_sent)
-_plan_received = Operator("plan_received", _run_plan_received)
-_sum_copies = Operator("sum_copies", _run_sum_copies)
+count_sent = Operator("count_sent", _count_sent)
+place_sent = Operator("place_sent", _place_sent)
+plan_received = Operator("plan_received", _plan_received)
+sum_copies = Operator("sum_copies", _sum_copies)
