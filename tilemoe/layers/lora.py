@@ -50,7 +50,6 @@ class LoRAExperts(Experts):
         for name, parameter in base.named_parameters():
             setattr(self, name, parameter.requires_grad_(False))
         self.rank, self.alpha = rank, alpha
-        self.is_merged = False
         cfg = base.cfg
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
 
@@ -77,8 +76,6 @@ class LoRAExperts(Experts):
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
         """As `Experts`: x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d)."""
-        if self.is_merged:
-            return super().forward(x, plan, scores)
         local = self.dispatcher.local_weight  # before the tokens leave, as in `Experts`
         w1, w2 = self._frozen(local)
         low_rank = local(self.up_a), local(self.up_b), local(self.down_a), local(self.down_b)
@@ -105,37 +102,20 @@ class LoRAExperts(Experts):
         """w1 and w2, of parameters that are ``local``."""
         return local(self.w1), local(self.w2)
 
-    def merge(self) -> None:
-        """Add the adapters to the base's weights, in place, one expert at a time; then the forward is `Experts`'.
-
-        The sum is computed in fp32 or better and rounded to the weights' dtype. Nothing happens if it is merged.
-
-        ValueError: processes share the experts.
-        """
-        if not self.is_merged:
-            _require_whole(self)
-            self._add(self.scale)
-            self.is_merged = True
-
-    def unmerge(self) -> None:
-        """Undo `merge`. The weights are the former ones to within their dtype's rounding, which merging has lost."""
-        if self.is_merged:
-            self._add(-self.scale)
-            self.is_merged = False
-
     def merged(self) -> Experts:
-        """Plain experts with the adapters in their weights, which are changed in place and stay frozen."""
-        self.merge()
+        """Plain experts, frozen, with the adapters in their weights: summed in fp32 or better, rounded once to the
+        weights' dtype, an expert at a time. Dense weights are changed in place.
+        """
         plain = Experts(self.cfg, device="meta", kernels=self.kernels)
-        for name, _ in list(plain.named_parameters()):
-            setattr(plain, name, getattr(self, name))
-        plain.dispatcher = self.dispatcher
+        plain.w1, plain.w2 = self._merged_weights()
+        plain.b1, plain.b2, plain.dispatcher = self.b1, self.b2, self.dispatcher
         return plain
 
-    def _add(self, scale: float) -> None:
+    def _merged_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
         for weight, b, a in ((self.w1, self.up_b, self.up_a), (self.w2, self.down_b, self.down_a)):
             for expert in range(weight.shape[0]):
-                add_product(weight[expert], b[expert], a[expert], scale)
+                add_product(weight[expert], b[expert], a[expert], self.scale)
+        return self.w1, self.w2
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.rank}, scale {self.scale:g}"
@@ -145,8 +125,7 @@ class Nf4LoRAExperts(LoRAExperts):
     """`LoRAExperts` whose w1 and w2 are kept in NF4, 4.5 bits a value (`tilemoe.kernels.experts.nf4`).
 
     w1_codes (E, w, d / 2), w2_codes (E, d, n / 2) uint8 · w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64) fp32,
-    which ``to(dtype)`` leaves in fp32. w1 and w2 are None unless the adapters are merged: then they are dense, of the
-    base's dtype.
+    which ``to(dtype)`` leaves in fp32. w1 and w2 are None; merged they are dense, of the base's dtype.
 
     ValueError: as `LoRAExperts`, or a width is no multiple of 64, or the base is in fp64.
     """
@@ -189,26 +168,17 @@ class Nf4LoRAExperts(LoRAExperts):
         )
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Make w1 and w2 with the adapters in them, each an expert at a time, summed in fp32 and rounded once."""
-        if self.is_merged:
-            return
-        _require_whole(self)
-        pairs = ((self.up_b, self.up_a), (self.down_b, self.down_a))
-        for name, frozen, (b, a) in zip(_WEIGHTS, self._frozen(lambda t: t), pairs, strict=True):
-            dense = b.new_empty(frozen.shape, dtype=self.merged_dtype)
-            for expert in range(frozen.shape[0]):
-                matrix = frozen.expert(expert, torch.float32)
-                add_product(matrix, b[expert], a[expert], self.scale)
-                dense[expert] = matrix
-            setattr(self, name, nn.Parameter(dense, requires_grad=False))
-        self.is_merged = True
+    def _merged_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
+        w1, w2 = self._frozen(lambda t: t)
+        return self._merged_dense(w1, self.up_b, self.up_a), self._merged_dense(w2, self.down_b, self.down_a)
 
-    def unmerge(self) -> None:
-        """Undo `merge`: the codes have stayed what they were."""
-        for name in _WEIGHTS:
-            setattr(self, name, None)
-        self.is_merged = False
+    def _merged_dense(self, frozen: Nf4Weight, b: Tensor, a: Tensor) -> nn.Parameter:
+        dense = b.new_empty(frozen.shape, dtype=self.merged_dtype)
+        for expert in range(frozen.shape[0]):
+            matrix = frozen.expert(expert, torch.float32)
+            add_product(matrix, b[expert], a[expert], self.scale)
+            dense[expert] = matrix
+        return nn.Parameter(dense, requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Nf4LoRAExperts:
         """As a module's, but that no scale is rounded to a narrower dtype."""
