@@ -27,6 +27,7 @@ from replay_cases import (
     watch,
 )
 from torch import Tensor
+from triton.backends.nvidia.driver import CudaLauncher
 
 from tilemoe.kernels.choose import Choice, ExpertParallelKernels, PlanBuilder
 from tilemoe.kernels.expert_parallel import triton as by_triton
@@ -44,6 +45,14 @@ from tilemoe.testing import poisoned_memory
 pytestmark = pytest.mark.process("fake_driver")
 
 
+def launches(recording: replay.LaunchTrace) -> list[replay._Launched]:
+    return [step for step in recording.steps if isinstance(step, replay._Launched)]
+
+
+def is_direct(step: replay._Launched) -> bool:
+    return not isinstance(step.launch, CudaLauncher)
+
+
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("is_known_release", [True, False])
@@ -52,8 +61,7 @@ def test_layers_operators(case: Case, name: str, is_known_release: bool, monkeyp
         monkeypatch.setattr(launcher, "_RELEASE", "3.5.")
     operator = assert_repeated(RUNS[name], lambda: case.args(name))
     (recording,) = recordings(operator)
-    how = replay._LaunchedDirectly if is_known_release else replay._Launched
-    assert any(isinstance(step, how) for step in recording.steps)
+    assert {is_direct(step) for step in launches(recording)} == {is_known_release}
 
 
 @pytest.mark.parametrize("name", ["moe", "moe_inference", "up_proj", "down_proj_dgrad_dact", "up_proj_input_grad"])
@@ -163,8 +171,9 @@ def test_rounding(mode: str, score: str, masked: bool) -> None:
 
     operator = assert_repeated(rounding._rounded_scores, make)
     (recording,) = recordings(operator)
-    launched = [step for step in recording.steps if isinstance(step, replay._LaunchedDirectly)]
-    assert len(launched) == (8 if mode == "nearest_score" else 6), "all of them without Triton's launcher"
+    launched = launches(recording)
+    assert len(launched) == (8 if mode == "nearest_score" else 6)
+    assert all(map(is_direct, launched)), "without Triton's launcher"
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -353,7 +362,7 @@ def routed_args(pairs: bool) -> Args:
 
 def launched(operator: exchange.Operator) -> int:
     (recording,) = recordings(operator)
-    return sum(isinstance(step, (replay._Launched, replay._LaunchedDirectly)) for step in recording.steps)
+    return len(launches(recording))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

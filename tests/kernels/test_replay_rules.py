@@ -154,7 +154,9 @@ def test_a_pointer_must_point_into_an_operand(first: int, length: int, is_inside
     watching = replay.LaunchTracer((operand,))
     metadata = SimpleNamespace(name="kernel", global_scratch_size=0, profile_scratch_size=0)
     watching.launched(
-        SimpleNamespace(metadata=metadata, run=None), (1,), [operand.as_strided((length,), (1,), storage_offset=first)]
+        SimpleNamespace(metadata=metadata, run=None, function=None, packed_metadata=None),
+        (1,),
+        [operand.as_strided((length,), (1,), storage_offset=first)],
     )
     assert (watching.problem is None) == is_inside
 

@@ -48,7 +48,7 @@ class _Descriptor(NamedTuple):
     kind: type
     fields: dict[str, Any]
 
-    def __call__(self, address: int) -> Any:
+    def at(self, address: int) -> Any:
         descriptor: Any = object.__new__(self.kind)  # whose checks have been made
         descriptor.__dict__ = {**self.fields, "base": _Address(address)}
         return descriptor
@@ -70,41 +70,23 @@ class _Made(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """A launch. ``args`` by position; pointers and descriptors are set in them: (position, slot, offset in bytes)."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    args: list[Any]
-    pointers: list[tuple[int, int, int]]
-    descriptors: list[tuple[int, int, int, _Descriptor]]
-
-    def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
-        args = self.args.copy()
-        for position, slot, offset in self.pointers:
-            args[position] = pointers[slot] + offset
-        for position, slot, offset, descriptor in self.descriptors:
-            args[position] = descriptor(pointers[slot] + offset)
-        kernel = self.kernel
-        # The last three before the arguments are for hooks, and none is set.
-        kernel.run(*self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *args)
-
-
-class _LaunchedDirectly(NamedTuple):
-    """As `_Launched`, where `tilemoe.runtime.c_launcher` knows how."""
+    """A launch: ``launch(x, y, z, stream, *fixed, *args)``. Pointers and descriptors, which give what stands for an
+    address by ``at``, are set in ``args``: (position, slot, offset in bytes).
+    """
 
     launch: Callable[..., None]
     grid: tuple[int, int, int]
     fixed: tuple[Any, ...]
     args: list[Any]
     pointers: list[tuple[int, int, int]]
-    descriptors: list[tuple[int, int, int, Encoded]]
+    descriptors: Sequence[tuple[int, int, int, _Descriptor | Encoded]]
 
     def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
         args = self.args.copy()
         for position, slot, offset in self.pointers:
             args[position] = pointers[slot] + offset
-        for position, slot, offset, encoded in self.descriptors:
-            args[position] = encoded.at(pointers[slot] + offset)
+        for position, slot, offset, descriptor in self.descriptors:
+            args[position] = descriptor.at(pointers[slot] + offset)
         self.launch(*self.grid, stream, *self.fixed, *args)
 
 
@@ -227,7 +209,8 @@ class LaunchTracer(TorchDispatchMode):
                 fields = {name: value for name, value in vars(arg).items() if name != "base"}
                 descriptors.append((position, *self._find(arg.base), _Descriptor(type(arg), fields)))
         x, y, z = (*grid, 1, 1)[:3]
-        step = _Launched(kernel, (x, y, z), template, pointers, descriptors)
+        fixed = (kernel.function, kernel.packed_metadata, None, None, None)  # the last are for hooks: none is set
+        step = _Launched(kernel.run, (x, y, z), fixed, template, pointers, descriptors)
         how = direct(kernel)
         self._steps.append(step if how is None or len(how.metadata) != len(descriptors) else _directly(step, how))
 
@@ -313,10 +296,10 @@ class LaunchTracer(TorchDispatchMode):
         self._steps.append(_Called(self._add(result), func, *given))
 
 
-def _directly(step: _Launched, how: Direct) -> _LaunchedDirectly:
-    """The same launch: each descriptor is followed by its shape and its strides."""
+def _directly(step: _Launched, how: Direct) -> _Launched:
+    """The same launch as `tilemoe.runtime.c_launcher` knows it: a descriptor is followed by its shape and strides."""
     encoded = {
-        position: Encoded(descriptor, metadata)
+        position: Encoded(descriptor.at, metadata)
         for (position, _, _, descriptor), metadata in zip(step.descriptors, how.metadata, strict=True)
     }
     args: list[Any] = []
@@ -326,7 +309,7 @@ def _directly(step: _Launched, how: Direct) -> _LaunchedDirectly:
         args += [None, *encoded[position].sizes()] if position in encoded else [arg]
     pointers = [(moved[position], slot, offset) for position, slot, offset in step.pointers]
     descriptors = [(moved[position], slot, offset, encoded[position]) for position, slot, offset, _ in step.descriptors]
-    return _LaunchedDirectly(how.launch, step.grid, how.fixed, args, pointers, descriptors)
+    return step._replace(launch=how.launch, fixed=how.fixed, args=args, pointers=pointers, descriptors=descriptors)
 
 
 def recorder() -> LaunchTracer | None:
@@ -377,7 +360,7 @@ def _with_frees(steps: list[Any], num_operands: int, results: list[int]) -> list
 
 
 def _slots_of(step: Any) -> list[int]:
-    if isinstance(step, (_Launched, _LaunchedDirectly)):
+    if isinstance(step, _Launched):
         return [entry[1] for entry in step.pointers] + [entry[1] for entry in step.descriptors]
     if isinstance(step, _Made):
         return [step.slot]
