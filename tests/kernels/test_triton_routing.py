@@ -19,6 +19,7 @@ from tilemoe.kernels.choose import choose_inference_plan, choose_plan, choose_ro
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.plan import triton as triton_plan
 from tilemoe.kernels.plan import triton_small as plan_small
+from tilemoe.kernels.plan.torch import new_index
 from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
 from tilemoe.kernels.rounding import triton as rounding
 from tilemoe.kernels.rounding.triton import RoundingSpec, round_launches, score_grad_launch
@@ -137,7 +138,7 @@ def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_plan_of_few_pairs_compiles(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
     ids = torch.zeros(64, 8, dtype=dtype)
-    launch = plan_small.plan_topk_launch(ids, experts, plan_small.new_index(ids, experts))
+    launch = plan_small.plan_topk_launch(ids, experts, new_index(ids, experts))
     compiled = compile_launch(launch, capability)
     assert count_spill_loads(compiled, tmp_path) == 0
     assert compiled.metadata.shared <= 48 * 1024

@@ -31,9 +31,7 @@ def check_topk_ids(expert_ids: Tensor) -> None:
         raise ValueError("expert_ids must be (T, K) with K >= 1, got K = 0")
 
 
-def _plan_topk(
-    expert_ids: Tensor, num_experts: int, is_inference: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _plan_topk(expert_ids: Tensor, num_experts: int, is_inference: bool) -> torch_plan.Index:
     """See `tilemoe.kernels.plan.torch.plan_topk`; device, size and ``is_inference`` choose the builder.
 
     An argument, and not autograd's state: what is repeated follows the arguments, and compiled training runs its
@@ -48,31 +46,17 @@ def builder_for(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Pla
     return choose(expert_ids.device, expert_ids.numel(), num_experts).impl
 
 
-def _plan_topk_fake(
-    expert_ids: Tensor, num_experts: int, is_inference: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def index(*shape: int) -> Tensor:
-        return expert_ids.new_empty(shape, dtype=torch.int32)
-
-    pairs = expert_ids.shape[0] * expert_ids.shape[1]
-    return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index(num_experts), index()
-
-
-def _plan_pairs_fake(
-    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def index(*shape: int) -> Tensor:
-        return token.new_empty(shape, dtype=torch.int32)
-
+def _plan_pairs_fake(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> tuple[Tensor, ...]:
     pairs = token.shape[0]
-    return index(pairs), index(pairs), index(pairs), index(num_tokens + 1), index(num_experts + 1), index()
+    shapes = ((pairs,), (pairs,), (pairs,), (num_tokens + 1,), (num_experts + 1,), ())
+    return tuple(token.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
 plan_topk = Operator(
     "plan_topk",
     _plan_topk,
     "(Tensor expert_ids, SymInt num_experts, bool is_inference) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _plan_topk_fake,
+    lambda expert_ids, num_experts, is_inference: torch_plan.new_index(expert_ids, num_experts),
 )
 plan_pairs = Operator(
     "plan_pairs",

@@ -29,10 +29,6 @@ def spec_args(cfg: MoEConfig, capacity: int) -> Spec:
     return (cfg.rounding.mode, cfg.rounding.tile, score, normalize, scale, capacity)
 
 
-def _round_rows_fake(all_scores: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _indices_fake(all_scores, rest[-1])
-
-
 def _indices_fake(like: Tensor, capacity: int) -> tuple[Tensor, ...]:
     """token_of_row, pair_of_row, row_of_pair, pair_start_of_token, row_start_of_expert, pairs_of_expert."""
     num_tokens, num_experts = like.shape
@@ -40,18 +36,10 @@ def _indices_fake(like: Tensor, capacity: int) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(length, dtype=torch.int32) for length in lengths)
 
 
-def _rounded_scores(
-    logits: Tensor,
-    expert_ids: Tensor,
-    kept_scores: Tensor,
-    uniform: Tensor | None,
-    token_mask: Tensor | None,
-    *spec: Any,
-) -> tuple[Tensor, ...]:
+def _rounded_scores(*args: Any) -> tuple[Tensor, ...]:
     from tilemoe.kernels.rounding import triton as rounding  # not on every machine
 
-    found = rounding.round_rows(logits, expert_ids, kept_scores, uniform, token_mask, rounding.RoundingSpec(*spec))
-    return tuple(found)
+    return tuple(rounding.round_rows(*args[:5], rounding.RoundingSpec(*args[5:])))
 
 
 def _rounded_scores_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -61,21 +49,10 @@ def _rounded_scores_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return (logits.new_empty(capacity), *_indices_fake(logits, capacity), norm, code_of_pair)
 
 
-def _rounded_scores_grad(
-    d_scores: Tensor,
-    logits: Tensor,
-    expert_ids: Tensor,
-    token_mask: Tensor | None,
-    norm: Tensor,
-    row_of_pair: Tensor,
-    code_of_pair: Tensor,
-    pair_start_of_token: Tensor,
-    *spec: Any,
-) -> Tensor:
+def _rounded_scores_grad(*args: Any) -> Tensor:
     from tilemoe.kernels.rounding import triton as rounding
 
-    pairs = (row_of_pair, code_of_pair, pair_start_of_token)
-    return rounding.score_grad(d_scores, logits, expert_ids, token_mask, norm, *pairs, rounding.RoundingSpec(*spec))
+    return rounding.score_grad(*args[:8], rounding.RoundingSpec(*args[8:]))
 
 
 def _rounded_scores_grad_fake(d_scores: Tensor, logits: Tensor, *rest: Any) -> Tensor:
@@ -88,7 +65,7 @@ round_rows = Operator(
     torch_rounding.round_rows,
     f"(Tensor all_scores, {_SELECTION_SCHEMA}, str mode, int tile, float scale, SymInt capacity) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _round_rows_fake,
+    lambda all_scores, *rest: _indices_fake(all_scores, rest[-1]),
     repeats=False,
 )
 rounded_scores = Operator(

@@ -29,38 +29,25 @@ def spec_args(cfg: MoEConfig) -> Spec:
     return (cfg.num_experts_per_tok, mode, router.normalize, router.scale, *groups, *losses)
 
 
-def _select(
-    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, *spec: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _select(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from tilemoe.kernels.router import triton as router  # not on every machine
 
+    selection_bias, token_mask, *spec = rest
     return router.select(logits, selection_bias, token_mask, router.RouterSpec(*spec))
 
 
-def _select_fake(
-    logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, *spec: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _select_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
-    experts_per_token, *_, balance, z = spec
+    _, _, experts_per_token, *_, balance, z = rest
     scores = logits.new_empty(num_tokens, experts_per_token)
     ids = torch.empty_like(scores, dtype=torch.int32)
     return scores, ids, logits.new_empty(num_experts if balance else 0), logits.new_empty(() if z else (0,))
 
 
-def _select_grad(
-    logits: Tensor,
-    expert_ids: Tensor,
-    token_mask: Tensor | None,
-    d_scores: Tensor | None,
-    d_probability_sums: Tensor | None,
-    d_z_sum: Tensor | None,
-    *spec: Any,
-) -> Tensor:
+def _select_grad(*args: Any) -> Tensor:
     from tilemoe.kernels.router import triton as router
 
-    return router.select_grad(
-        logits, expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, router.RouterSpec(*spec)
-    )
+    return router.select_grad(*args[:6], router.RouterSpec(*args[6:]))
 
 
 def _select_grad_fake(logits: Tensor, *rest: Any) -> Tensor:

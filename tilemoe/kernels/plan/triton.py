@@ -12,17 +12,15 @@ T tokens · E experts · K experts per token · P pairs · B blocks of BLOCK con
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.launching import launch_of
+from tilemoe.kernels.plan.torch import Index, new_index
 from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
-
-Index = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 MAX_EXPERTS = 4096  # the counts of a block are kept in shared memory
 MAX_PAIRS = 2**30  # pair numbers, rounded up to a block, are int32
@@ -65,16 +63,6 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
     row_start_launch(rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts).run()
     launch_of(place_kernel, (num_blocks,), placed, {"BLOCK": block}, num_warps=block // 32).run()
     return made
-
-
-def new_index(ids: Tensor, num_experts: int) -> Index:
-    """What `plan_topk` returns, uninitialised."""
-
-    def index(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=ids.device)
-
-    pairs = ids.numel()
-    return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index(num_experts), index()
 
 
 def block_start_launch(
@@ -155,16 +143,9 @@ def block_start_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def row_start_kernel(
-    rows_per_expert,
-    negative_in_block,
-    row_start_of_expert,
-    error_bits,
-    num_blocks,
-    num_experts,
-    NEGATIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    rows_per_expert, negative_in_block, row_start_of_expert, error_bits, num_blocks, num_experts,
+    NEGATIVE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """row_start_of_expert (E+1), error_bits ()."""
     expert = tl.arange(0, BLOCK_E)
     ends = tl.cumsum(tl.load(rows_per_expert + expert, mask=expert < num_experts, other=0), axis=0)
@@ -179,17 +160,10 @@ def row_start_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "experts_per_token"])
 def place_kernel(
-    ids,
-    num_pairs,
-    num_experts,
-    experts_per_token,
-    block_start,
-    row_start_of_expert,
-    token_of_row,
-    pair_of_row,
+    ids, num_pairs, num_experts, experts_per_token, block_start, row_start_of_expert, token_of_row, pair_of_row,
     row_of_pair,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """token_of_row, pair_of_row, row_of_pair (P)."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)

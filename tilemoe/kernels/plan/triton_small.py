@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tilemoe.kernels.launching import launch_of
 from tilemoe.kernels.plan import triton as triton_plan
-from tilemoe.kernels.plan.triton import Index, expert_of_pair, new_index
+from tilemoe.kernels.plan.torch import Index, new_index
+from tilemoe.kernels.plan.triton import expert_of_pair
 from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
@@ -61,21 +62,10 @@ def plan_topk_launch(expert_ids: Tensor, num_experts: int, made: Index) -> Launc
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def plan_small_kernel(
-    ids,
-    num_pairs,
-    num_experts,
-    experts_per_token,
-    token_of_row,
-    pair_of_row,
-    row_of_pair,
-    row_start_of_expert,
-    rows_per_expert,
-    error_bits,
-    NEGATIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    ids, num_pairs, num_experts, experts_per_token, token_of_row, pair_of_row, row_of_pair, row_start_of_expert,
+    rows_per_expert, error_bits,
+    NEGATIVE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """A program places BLOCK pairs. CHUNK: pairs that are counted at a time."""
     first = tl.program_id(0) * BLOCK
     count = tl.zeros((BLOCK_E,), dtype=tl.int32)  # of each expert's pairs

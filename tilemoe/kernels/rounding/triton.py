@@ -75,17 +75,10 @@ class RoundedRows(NamedTuple):
     code_of_pair: Tensor
 
 
-def round_rows(
-    logits: Tensor,
-    expert_ids: Tensor,
-    kept_scores: Tensor,
-    uniform: Tensor | None,
-    token_mask: Tensor | None,
-    spec: RoundingSpec,
-) -> RoundedRows:
-    """From logits (T, E) fp32, expert_ids and kept_scores (T, K), uniform (E,), token_mask (T,), with T >= tile."""
+def round_rows(logits: Tensor, *rest: Any) -> RoundedRows:
+    """The rows of what `round_launches` takes."""
     device_of(logits)
-    launches, rows = round_launches(logits.contiguous(), expert_ids, kept_scores, uniform, contiguous(token_mask), spec)
+    launches, rows = round_launches(logits, *rest)
     for launch in launches:
         launch.run()
     return rows
@@ -99,7 +92,10 @@ def round_launches(
     token_mask: Tensor | None,
     spec: RoundingSpec,
 ) -> tuple[list[Launch], RoundedRows]:
-    """The launches, in order, and the tensors that they fill."""
+    """The launches, in order, and the tensors that they fill: from logits (T, E) fp32, expert_ids and kept_scores
+    (T, K), uniform (E,), token_mask (T,), with T >= tile.
+    """
+    logits, token_mask = logits.contiguous(), contiguous(token_mask)
     (num_tokens, num_experts), num_pairs = logits.shape, expert_ids.numel()
     assert num_experts <= MAX_EXPERTS, "the caller chooses another way"
     rows = _empty_rows(logits, spec)
@@ -230,21 +226,10 @@ def _key_launch(known: dict[str, Any], columns: int, spec: RoundingSpec) -> Laun
     return _launch(key_kernel, known["num_blocks"], known, constants, num_warps)
 
 
-def score_grad(
-    d_scores: Tensor,
-    logits: Tensor,
-    expert_ids: Tensor,
-    token_mask: Tensor | None,
-    norm: Tensor,
-    row_of_pair: Tensor,
-    code_of_pair: Tensor,
-    pair_start_of_token: Tensor,
-    spec: RoundingSpec,
-) -> Tensor:
-    """d_logits (T, E) fp32 from d_scores (R_max,) and what `round_rows` was given and gave."""
-    device_of(logits)
-    saved = (norm, row_of_pair, code_of_pair, pair_start_of_token)
-    launch = score_grad_launch(d_scores, logits, expert_ids, token_mask, *saved, spec)
+def score_grad(d_scores: Tensor, *rest: Any) -> Tensor:
+    """d_logits (T, E) fp32 of what `score_grad_launch` takes."""
+    device_of(d_scores)
+    launch = score_grad_launch(d_scores, *rest)
     launch.run()
     d_logits: Tensor = launch.args["d_logits"]
     return d_logits
@@ -261,7 +246,7 @@ def score_grad_launch(
     pair_start_of_token: Tensor,
     spec: RoundingSpec,
 ) -> Launch:
-    """The launch behind `score_grad`."""
+    """d_logits (T, E) fp32 from d_scores (R_max,) and what `round_launches` was given and gave."""
     (num_tokens, num_experts), k = logits.shape, expert_ids.shape[1]
     columns = min(512, max(32, power_of_two(num_experts)))
     block_t = max(4, 512 // columns)

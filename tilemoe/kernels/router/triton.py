@@ -72,24 +72,12 @@ def select(
     return outputs["scores"], outputs["expert_ids"], probability_sums, z_sum
 
 
-def select_grad(
-    logits: Tensor,
-    expert_ids: Tensor,
-    token_mask: Tensor | None,
-    d_scores: Tensor | None,
-    d_probability_sums: Tensor | None,
-    d_z_sum: Tensor | None,
-    spec: RouterSpec,
-) -> Tensor:
-    """d_logits (T, E) fp32 from the gradients of `select`'s scores and sums, each None for zeros.
-
-    expert_ids: as `select` gave them, K different experts in [0, E) for each token that the mask leaves; not checked.
-    Where nothing is summed over all experts, a logit that was not chosen gets zero, even where others are NaN.
-    """
+def select_grad(logits: Tensor, *rest: Any) -> Tensor:
+    """d_logits (T, E) fp32 of what `select_grad_launch` takes."""
     device_of(logits)
     if logits.shape[0] == 0:
         return torch.empty_like(logits)
-    launch = select_grad_launch(logits, expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, spec)
+    launch = select_grad_launch(logits, *rest)
     launch.run()
     d_logits: Tensor = launch.args["d_logits"]
     return d_logits
@@ -133,7 +121,12 @@ def select_grad_launch(
     d_z_sum: Tensor | None,
     spec: RouterSpec,
 ) -> Launch:
-    """The launch behind `select_grad`, for at least one token."""
+    """The launch behind `select_grad`, for at least one token: d_logits (T, E) fp32 from the gradients of `select`'s
+    scores and sums, each None for zeros.
+
+    expert_ids: as `select` gave them, K different experts in [0, E) for each token that the mask leaves; not checked.
+    Where nothing is summed over all experts, a logit that was not chosen gets zero, even where others are NaN.
+    """
     num_tokens, num_experts = logits.shape
     columns = power_of_two(num_experts)  # which groups were eligible has no gradient
     dense = spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None
