@@ -178,17 +178,9 @@ def destinations_of_block(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def count_sent_kernel(
-    row_of_pair,
-    pair_start_of_token,
-    row_start_of_expert,
-    num_tokens,
-    experts_per_rank,
-    counts,
-    RANKS: tl.constexpr,
-    PAIRS_PER_TOKEN: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, counts,
+    RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """counts (B, W, 2): of each block of tokens, those that go to each rank, and their pairs."""
     rank, _token, _first, _count, _start, _end, pairs = destinations_of_block(
         row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
@@ -209,28 +201,11 @@ def first_of_ranks(sizes, here, rank, RANKS: tl.constexpr, BLOCK_W: tl.constexpr
 
 @triton.jit(do_not_specialize=["num_tokens", "here"])
 def place_sent_kernel(
-    row_of_pair,
-    pair_start_of_token,
-    row_start_of_expert,
-    num_tokens,
-    experts_per_rank,
-    here,
-    pair_of_row,
-    scores,
-    sizes,
-    before,
-    token_of_copy,
-    copy_of_token,
-    first_copy,
-    words,
-    position_of_pair,
-    RANKS: tl.constexpr,
-    PAIRS_PER_TOKEN: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    STEPS: tl.constexpr,
-    SCORE_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, here, pair_of_row, scores,
+    sizes, before, token_of_copy, copy_of_token, first_copy, words, position_of_pair,
+    RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK_W: tl.constexpr, STEPS: tl.constexpr,
+    SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """All that `place_sent` gives but for the copies; STEPS halve the experts of a rank to one."""
     rank, token, first, count, start, end, pairs = destinations_of_block(
         row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
@@ -282,17 +257,9 @@ def place_sent_kernel(
 
 @triton.jit(do_not_specialize=["here"])
 def copy_tokens_kernel(
-    x,
-    token_of_copy,
-    sizes,
-    copies,
-    here,
-    width,
-    stride_token,
-    RANKS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x, token_of_copy, sizes, copies, here, width, stride_token,
+    RANKS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """copies (C, d): those for other ranks, as many as ``sizes`` says. A program: BLOCK_D columns of one."""
     blocks = tl.cdiv(width, BLOCK_D)
     copy = tl.program_id(0) // blocks
@@ -332,22 +299,10 @@ def first_token_of_source(sizes, pair, here, RANKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "here"])
 def place_received_kernel(
-    words,
-    num_pairs,
-    experts,
-    here,
-    sizes,
-    block_start,
-    row_start_of_expert,
-    token_of_row,
-    pair_of_row,
-    row_of_pair,
-    pair_start_of_token,
-    scores,
-    RANKS: tl.constexpr,
-    SCORE_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    words, num_pairs, experts, here, sizes, block_start, row_start_of_expert, token_of_row, pair_of_row, row_of_pair,
+    pair_start_of_token, scores,
+    RANKS: tl.constexpr, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """token_of_row, pair_of_row, row_of_pair, scores (Q), pair_start_of_token (M + 1)."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)

@@ -42,20 +42,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: boo
 
 @triton.jit
 def rotate_kernel(
-    out,
-    x,
-    cos,
-    sin,
-    length,
-    heads,
-    stride_batch,
-    stride_token,
-    stride_head,
-    HALF: tl.constexpr,
-    BACK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    out, x, cos, sin, length, heads, stride_batch, stride_token, stride_head,
+    HALF: tl.constexpr, BACK: tl.constexpr, BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """BLOCK_H heads of one token."""
     blocks = tl.cdiv(heads, BLOCK_H)
     token = (tl.program_id(0) // blocks).to(tl.int64)

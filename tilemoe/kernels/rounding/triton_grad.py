@@ -17,27 +17,11 @@ _EPSILON = tl.constexpr(1e-20)  # as in `tilemoe.routing.topk`
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def grad_kernel(
-    d_scores,
-    logits,
-    expert_ids,
-    token_mask,
-    norm,
-    row_of_pair,
-    code_of_pair,
-    pair_start_of_token,
-    d_logits,
-    num_tokens,
-    num_experts,
-    experts_per_token,
-    scale,
-    MODE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    d_scores, logits, expert_ids, token_mask, norm, row_of_pair, code_of_pair, pair_start_of_token, d_logits,
+    num_tokens, num_experts, experts_per_token, scale,
+    MODE: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """d_logits (T, E) from d_scores (R_max).
 
     With q = S / (sum of the K chosen S), or the softmax over the K chosen, or S itself, a chosen pair carries scale *

@@ -50,16 +50,9 @@ def input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
 
 @triton.jit
 def input_grad_kernel(
-    out,
-    dx,
-    d_logits,
-    weight,
-    column_tiles,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    out, dx, d_logits, weight, column_tiles,
+    NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One tile; all operands are descriptors. The tiles of the same tokens are neighbours: they share d_logits."""
     token = (tl.program_id(0) // column_tiles) * BLOCK_M
     col = (tl.program_id(0) % column_tiles) * BLOCK_N

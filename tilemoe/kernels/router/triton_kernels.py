@@ -159,26 +159,11 @@ def _kept_softmax(logits, chosen):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def select_kernel(
-    logits,
-    selection_bias,
-    token_mask,
-    expert_ids,
-    scores,
-    probability_parts,
-    z_parts,
-    num_tokens,
-    NUM_EXPERTS: tl.constexpr,
-    K: tl.constexpr,
-    MODE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    LISTS: tl.constexpr,
-):
+    logits, selection_bias, token_mask, expert_ids, scores, probability_parts, z_parts, num_tokens,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, LISTS: tl.constexpr,
+):  # fmt: skip
     """expert_ids, scores (T, K); of this program's tokens, probability_parts (programs, E) and z_parts (programs)."""
     C: tl.constexpr = GROUPS * GROUP
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
@@ -301,24 +286,10 @@ def _own_grad(logit, d_score, taken, top, inverse_total, MODE: tl.constexpr, NOR
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def select_grad_kernel(
-    logits,
-    expert_ids,
-    token_mask,
-    d_scores,
-    d_probability_sums,
-    d_z_sum,
-    d_logits,
-    num_tokens,
-    NUM_EXPERTS: tl.constexpr,
-    K: tl.constexpr,
-    MODE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    DENSE: tl.constexpr,
-):
+    logits, expert_ids, token_mask, d_scores, d_probability_sums, d_z_sum, d_logits, num_tokens,
+    NUM_EXPERTS: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, CHOICES: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
     """d_logits (T, E) from the gradients of scores (T, K), of the probabilities' sums (E,) and of the z sum ().
 
     Of ``p = softmax(l)``: ``dl = p * (dp - <dp, p>)``; so of a quotient ``p = u / (sum u + eps)``: ``du = (dp - <dp,
