@@ -49,9 +49,9 @@ def tilemoe(*arguments: object) -> tuple[str, float]:
 
 def conversations() -> Iterator[dict[str, Any]]:
     """Of each short function of the standard library that has a docstring."""
-    for document in open_corpus("stdlib").documents():
+    for text in open_corpus("stdlib").documents():
         try:
-            tree = ast.parse(document.text)
+            tree = ast.parse(text)
         except SyntaxError:
             continue
         for node in ast.walk(tree):

@@ -66,8 +66,8 @@ def corpus_windows(count: int, length: int) -> list[dict[str, Tensor]]:
     needed = count * length
     parts: list[bytes] = []
     found = 0
-    for document in open_corpus("stdlib").documents():
-        parts.append(document.text.encode())
+    for text in open_corpus("stdlib").documents():
+        parts.append(text.encode())
         found += len(parts[-1])
         if found >= needed:
             break

@@ -149,7 +149,7 @@ def made_up_text(folder: Path, vocab_size: int) -> Prepared:
             entries[split] = writer.entry()
     dtype = token_dtype(vocab_size).str
     write_index(folder, {"vocab_size": vocab_size, "separator_id": 0, "dtype": dtype, "splits": entries})
-    return Prepared(*(TokenShards.open(folder, split) for split in SPLITS), load_tokenizer("bytes"))
+    return Prepared(*(TokenShards(folder, split) for split in SPLITS), load_tokenizer("bytes"))
 
 
 def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Job) -> str | None:

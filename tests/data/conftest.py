@@ -42,6 +42,6 @@ def write_shards(tmp_path: Path) -> Callable[..., TokenShards]:
                 entries[split] = writer.entry()
         fields = {"vocab_size": vocab_size, "separator_id": 0, "dtype": token_dtype(vocab_size).str, "splits": entries}
         write_index(directory, fields)
-        return TokenShards.open(directory, "train")
+        return TokenShards(directory, "train")
 
     return write

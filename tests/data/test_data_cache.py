@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import time
 import tracemalloc
@@ -245,7 +244,7 @@ def test_stdlib_in_bytes_is_quick(tmp_path: Path):
     started = time.process_time()
     prepared = prepare("stdlib", "bytes", tmp_path)
     assert time.process_time() - started < 5
-    texts = [document.text for document in open_corpus("stdlib").documents()]
+    texts = list(open_corpus("stdlib").documents())
     expected = joined([text for i, text in enumerate(texts) if i % 20 == 19 and text])
     assert tokens_of(prepared.heldout) == expected
 
@@ -307,18 +306,6 @@ def test_reading_outside_is_refused(write_shards: Write):
             shards.read(start, length)
 
 
-def test_pickling_reopens_the_files(write_shards: Write):
-    shards = write_shards(range(5000), shard_tokens=999)
-    content = pickle.dumps(shards)
-    assert len(content) < 500
-    assert pickle.loads(content).read(990, 20).tolist() == list(range(990, 1010))
-
-
-def test_unknown_split(write_shards: Write):
-    with pytest.raises(ValueError, match="split must be one of train, heldout; got 'test'"):
-        TokenShards.open(write_shards([1]).directory, "test")
-
-
 @pytest.mark.parametrize("change", [-2, -1, 1, 2])
 def test_shard_of_another_size_is_named(write_shards: Write, change: int):
     directory = write_shards(range(20)).directory
@@ -326,15 +313,15 @@ def test_shard_of_another_size_is_named(write_shards: Write, change: int):
     content = path.read_bytes() + b"\0\0"
     path.write_bytes(content[: 14 + change])
     with pytest.raises(ValueError, match=rf"train-00001\.bin: {14 + change} bytes instead of 14.*delete the folder"):
-        TokenShards.open(directory, "train")
-    TokenShards.open(directory, "heldout")
+        TokenShards(directory, "train")
+    TokenShards(directory, "heldout")
 
 
 def test_missing_shard_is_named(write_shards: Write):
     directory = write_shards(range(20)).directory
     (directory / "train-00002.bin").unlink()
     with pytest.raises(ValueError, match=r"train-00002\.bin: cannot be read \(No such file"):
-        TokenShards.open(directory, "train")
+        TokenShards(directory, "train")
 
 
 def test_a_shard_that_changes_while_it_is_read(write_shards: Write):
@@ -352,7 +339,7 @@ def test_a_shard_that_changes_while_it_is_read(write_shards: Write):
 
 def test_any_flipped_bit_is_found(write_shards: Write):
     directory = write_shards(range(20)).directory
-    TokenShards.open(directory, "train").verify()
+    TokenShards(directory, "train").verify()
     for path in sorted(directory.glob("train-*.bin")):
         content = path.read_bytes()
         for bit in range(0, 8 * len(content), 5):
@@ -360,9 +347,9 @@ def test_any_flipped_bit_is_found(write_shards: Write):
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
             with pytest.raises(ValueError, match=rf"{path.name}: its content is not what was written; delete"):
-                TokenShards.open(directory, "train").verify()
+                TokenShards(directory, "train").verify()
         path.write_bytes(content)
-    TokenShards.open(directory, "train").verify()
+    TokenShards(directory, "train").verify()
 
 
 def test_any_flipped_byte_of_the_index_is_found(write_shards: Write):
@@ -374,12 +361,12 @@ def test_any_flipped_byte_of_the_index_is_found(write_shards: Write):
         if chr(byte).isspace():  # whitespace between values may become other whitespace
             continue
         with raises_one_line(r"index\.json: cannot be used \(.*\); delete the folder"):
-            TokenShards.open(directory, "train")
+            TokenShards(directory, "train")
 
 
 def test_missing_truncated_and_foreign_index(write_shards: Write, tmp_path: Path):
     with pytest.raises(ValueError, match=r"index\.json: cannot be used \(No such file"):
-        TokenShards.open(tmp_path, "train")
+        TokenShards(tmp_path, "train")
     path = write_shards([1]).directory / "index.json"
     content = path.read_text()
     for damaged in (content[:-20], "", "[]", '{"format": "other"}'):
@@ -401,4 +388,4 @@ def test_index_with_a_valid_checksum_but_without_a_field(write_shards: Write):
     del fields["checksum"], fields["separator_id"]
     shards_module.write_index(directory, fields)
     with pytest.raises(ValueError, match="KeyError: 'separator_id'"):
-        TokenShards.open(directory, "train")
+        TokenShards(directory, "train")

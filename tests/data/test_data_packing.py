@@ -29,7 +29,7 @@ def write_documents(folder: Path, count: int, longest: int, seed: int = 0, shard
         entry = writer.entry()
     fields = {"vocab_size": VOCAB, "separator_id": 0, "dtype": token_dtype(FLAGS * VOCAB).str}
     write_index(folder, {**fields, "splits": {"train": entry, "heldout": entry}})
-    return TokenShards.open(folder, "train")
+    return TokenShards(folder, "train")
 
 
 @settings(deadline=None)

@@ -93,7 +93,7 @@ def _make_shards(folder: Path, corpus: Path) -> None:
 
 
 def _read_shards(folder: Path) -> Any:
-    opened = [token_shards.TokenShards.open(folder, split) for split in ("train", "heldout")]
+    opened = [token_shards.TokenShards(folder, split) for split in ("train", "heldout")]
     for shards in opened:
         shards.verify()
     tokens = [hashlib.sha256(shards.read(0, shards.num_tokens).tobytes()).hexdigest() for shards in opened]
@@ -119,7 +119,7 @@ def _make_chats(folder: Path, corpus: Path) -> None:
 
 
 def _read_corpus(folder: Path) -> Any:
-    return [(document.name, document.text) for document in open_corpus(str(folder)).documents()]
+    return list(open_corpus(str(folder)).documents())
 
 
 def _read_chats(folder: Path) -> Any:

@@ -139,7 +139,7 @@ def cached_shards(
 
 def open_splits(folder: Path) -> tuple[TokenShards, TokenShards]:
     """The training and the held-out shards of a folder, with their content verified."""
-    train, heldout = (TokenShards.open(folder, split) for split in SPLITS)
+    train, heldout = (TokenShards(folder, split) for split in SPLITS)
     for shards in (train, heldout):
         shards.verify()
     return train, heldout

@@ -11,7 +11,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
@@ -31,14 +31,6 @@ _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text of a corpus; ``name`` is where it comes from, e.g. ``json/decoder.py`` or ``a.jsonl:12``."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Corpus:
     """The files of a corpus, relative to ``root`` and sorted. Make one with ``open_corpus``."""
 
@@ -46,8 +38,8 @@ class Corpus:
     root: Path
     files: tuple[str, ...]
 
-    def documents(self) -> Iterator[Document]:
-        """Every document in order, empty ones included (they hold a position, and no tokens).
+    def documents(self) -> Iterator[str]:
+        """Every document's text in order, empty ones included (they hold a position, and no tokens).
 
         A text file (.txt, .md, .py) is one document, or several of about 1 Mi characters cut at line ends; bytes that
         are not UTF-8 become U+FFFD. A line of a .jsonl file and a row of a .parquet file are one document each. Text
@@ -58,8 +50,7 @@ class Corpus:
             path = self.root / name
             read = _READERS.get(kind_of(path), _read_text)
             try:
-                for suffix, text in read(path):
-                    yield Document(name + suffix, clean_text(text))
+                yield from map(clean_text, read(path))
             except OSError as error:
                 raise unreadable(path, error) from error
 
@@ -139,20 +130,17 @@ def _walk(root: Path, suffixes: frozenset[str] | set[str], is_skipped: Callable[
     return sorted(found)
 
 
-def _read_text(path: Path) -> Iterator[tuple[str, str]]:
-    """(name suffix, text) of each piece of a text file; the first piece, usually the only one, has no suffix."""
+def _read_text(path: Path) -> Iterator[str]:
+    """Each piece of a text file, usually one."""
     with open_text(path, "") as file:
-        for piece in count(1):
-            text = file.read(_PIECE)
-            if not text and piece > 1:
-                return
-            if len(text) == _PIECE:
-                text += file.readline(_PIECE)  # bounded: a file may be one endless line
-            yield f"#{piece}" if piece > 1 else "", text
+        text = file.read(_PIECE)
+        yield text + file.readline(_PIECE)  # bounded: a file may be one endless line
+        while text := file.read(_PIECE):
+            yield text + file.readline(_PIECE)
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
-    """(":" and line number, text) of each line that is not blank."""
+def _read_jsonl(path: Path) -> Iterator[str]:
+    """The text of each line that is not blank."""
     for number, fields in read_records(path):
         text = next((fields[key] for key in TEXT_FIELDS if key in fields), None)
         if not isinstance(text, str):
@@ -160,11 +148,11 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
                 f"{path}:{number}: no string in a field {' or '.join(map(repr, TEXT_FIELDS))}; "
                 "correct or remove the line"
             )
-        yield f":{number}", text
+        yield text
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, str]]:
-    """("[row]", text) of each row; a batch of rows of the one column is in memory at a time."""
+def _read_parquet(path: Path) -> Iterator[str]:
+    """The text of each row; a batch of rows of the one column is in memory at a time."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -184,13 +172,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, str]]:
                 for text in batch.column(0).to_pylist():
                     if not isinstance(text, str):
                         raise ValueError(f"{path}[{row}]: {column!r} holds no string; correct or remove the row")
-                    yield f"[{row}]", text
+                    yield text
                     row += 1
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a readable .parquet file; write or copy it again") from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+_READERS: dict[str, Callable[[Path], Iterator[str]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -213,7 +201,7 @@ def split_documents(corpus: Corpus, heldout_every: int) -> Iterator[tuple[Split,
     from the line start before that point where there is one near. ValueError unless heldout_every >= 2.
     """
     require_int("heldout_every", heldout_every, 2)
-    texts = (document.text for document in corpus.documents())
+    texts = corpus.documents()
     has_whole_documents = sum(1 for _ in islice(corpus.documents(), heldout_every)) == heldout_every
     pairs: Iterator[tuple[Split, str]] = _by_end(texts, heldout_every)
     if has_whole_documents:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tilemoe.checks import require_int
 from tilemoe.data.packing import PackedBatch, PackedDocuments, PackedSampler
-from tilemoe.data.sampler import Batch, Sampler, check_sizes, check_world, permute
+from tilemoe.data.sampler import Batch, BatchOrder, Sampler, permute
 from tilemoe.data.shards import TokenShards
 
 ROUND = 1000  # sequences after which each source has given exactly its share
@@ -46,7 +45,7 @@ class Mixture:
         return sum(known) if len(known) == len(sizes) else None
 
 
-class MixedSampler:
+class MixedSampler(BatchOrder):
     """Training batches as a pure function of (seed, step, rank), by the rules of `tilemoe.data.Sampler`.
 
     Of each `ROUND` positions of the endless sequence source s has ``n_s``, which ones is drawn for each round. Round j
@@ -64,25 +63,20 @@ class MixedSampler:
         world_size: int = 1,
     ) -> None:
         """samplers: of each source, of one sequence a batch and one process, so that a step is a position."""
-        check_world(seed, rank, world_size)
-        check_sizes(1, batch_size)
+        super().__init__(samplers[0].seq_len, batch_size, seed, rank, world_size)
         assert all((each.batch_size, each.world_size) == (1, 1) for each in samplers)
-        self.samplers, self.batch_size = samplers, batch_size
-        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.samplers = samplers
         self._first_slot = np.cumsum([0, *sequences_of_round(weights)])
 
     def batch(self, step: int) -> Batch | PackedBatch:
         """(inputs, targets), and positions of documents, of ``step`` >= 0, (B, S) int64 each."""
-        require_int("step", step, 0)
-        first = (step * self.world_size + self.rank) * self.batch_size
-        found = [self.samplers[source].batch(at) for source, at in self.places(first, self.batch_size)]
+        found = [self.samplers[source].batch(at) for source, at in self.places(self.first(step), self.batch_size)]
         arrays = [np.concatenate(rows) for rows in zip(*found, strict=True)]
         return PackedBatch(*arrays) if len(arrays) == 3 else (arrays[0], arrays[1])
 
     def num_targets(self, first_step: int, steps: int) -> int:
         """Targets of all ranks together in so many steps; nothing of the text is read for it."""
-        per_step = self.world_size * self.batch_size
-        places = self.places(first_step * per_step, steps * per_step)
+        places = self.places(*self.of_all_ranks(first_step, steps))
         return sum(self.samplers[source].num_targets(at, 1) for source, at in places)
 
     def places(self, first: int, count: int) -> list[tuple[int, int]]:

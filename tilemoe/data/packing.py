@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tilemoe.checks import require_int
 from tilemoe.data.chat_template import Encoded
-from tilemoe.data.sampler import IGNORED_TARGET, check_sizes, check_world, epochs, permute
+from tilemoe.data.sampler import IGNORED_TARGET, BatchOrder, epochs, permute
 from tilemoe.data.shards import TokenShards
 
 FLAGS = 4  # ids are multiplied by it
@@ -76,10 +76,6 @@ class PackedDocuments:
     def __repr__(self) -> str:
         return f"PackedDocuments({str(self.directory)!r}, {self.shards.split!r}, num_windows={self.num_windows})"
 
-    def verify(self) -> None:
-        """As `TokenShards.verify`."""
-        self.shards.verify()
-
     def read(self, windows: NDArray[np.int64]) -> PackedBatch:
         """The batch of these windows (B,). What they lack is a document of separators without targets."""
         inputs = np.full((windows.size, self.seq_len), self.shards.separator_id, dtype=np.int64)
@@ -109,7 +105,7 @@ class PackedDocuments:
             yield batch
 
 
-class PackedSampler:
+class PackedSampler(BatchOrder):
     """Training batches as a pure function of (seed, step, rank), by the rules of `tilemoe.data.Sampler`.
 
     An epoch visits each of the W windows once, in a random order of its own; which documents share a window stays.
@@ -118,21 +114,16 @@ class PackedSampler:
     def __init__(
         self, documents: PackedDocuments, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        check_sizes(documents.seq_len, batch_size)
-        check_world(seed, rank, world_size)
-        self.documents, self.batch_size = documents, batch_size
-        self.seed, self.rank, self.world_size = seed, rank, world_size
+        super().__init__(documents.seq_len, batch_size, seed, rank, world_size)
+        self.documents = documents
 
     def batch(self, step: int) -> PackedBatch:
         """(inputs, targets, positions) of ``step`` >= 0, (B, S) int64 each; a target that is not learnt is -100."""
-        require_int("step", step, 0)
-        first = (step * self.world_size + self.rank) * self.batch_size
-        return self.documents.read(self._windows(first, self.batch_size))
+        return self.documents.read(self._windows(self.first(step), self.batch_size))
 
     def num_targets(self, first_step: int, steps: int) -> int:
         """Targets of all ranks together in so many steps; nothing of the text is read for it."""
-        per_step = self.world_size * self.batch_size
-        windows = self._windows(first_step * per_step, steps * per_step)
+        windows = self._windows(*self.of_all_ranks(first_step, steps))
         return int(self.documents.targets_of_window[windows].sum())
 
     def _windows(self, first: int, count: int) -> NDArray[np.int64]:

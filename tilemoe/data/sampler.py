@@ -21,29 +21,52 @@ _ROUNDS = 6  # of the permutation
 _ORDER, _OFFSET = 0, 1  # what a key derived from (seed, epoch) is for
 
 
-class Sampler:
+class BatchOrder:
+    """Whose batches of an endless sequence are whose: ``step`` of rank r has the positions
+    ``(step * world_size + r) * B + [0, B)``. ValueError: a process of a job that cannot be, or a size that is off.
+    """
+
+    def __init__(self, seq_len: int, batch_size: int, seed: int, rank: int, world_size: int) -> None:
+        check_sizes(seq_len, batch_size)
+        require_int("seed", seed, 0)
+        require_int("world_size", world_size, 1)
+        require_int("rank", rank, 0)
+        if rank >= world_size:
+            raise ValueError(f"rank must be below world_size ({world_size}), got {rank}")
+        self.seq_len, self.batch_size = seq_len, batch_size
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+
+    def first(self, step: int) -> int:
+        """The first position of ``step`` >= 0 of this rank."""
+        require_int("step", step, 0)
+        return (step * self.world_size + self.rank) * self.batch_size
+
+    def of_all_ranks(self, first_step: int, steps: int) -> tuple[int, int]:
+        """The first position of so many steps, and how many positions they have."""
+        per_step = self.world_size * self.batch_size
+        return first_step * per_step, steps * per_step
+
+
+class Sampler(BatchOrder):
     """Training batches as a pure function of (seed, step, rank): nothing to save, nothing to restore.
 
     An epoch takes the split as a ring, cuts it from a random offset on into W = ``num_windows`` windows of S tokens and
     visits each once in a random order; both are drawn per epoch, so windows and the unused remainder differ each time.
-    Epochs follow one another without a gap: batch ``step`` of rank r holds the positions
-    ``(step * world_size + r) * B + [0, B)`` of this endless sequence. Ranks never share one, and the data of a step
-    depends only on B * world_size. Time and memory per call are O(B * S) for any number of tokens.
+    Epochs follow one another without a gap, and `BatchOrder` says which positions of this endless sequence are whose.
+    Ranks never share one, and the data of a step depends only on B * world_size. Time and memory per call are O(B * S)
+    for any number of tokens.
     """
 
     def __init__(
         self, shards: TokenShards, seq_len: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        check_sizes(seq_len, batch_size)
-        check_world(seed, rank, world_size)
+        super().__init__(seq_len, batch_size, seed, rank, world_size)
         if shards.num_tokens < seq_len + 1:
             raise ValueError(
                 f"the {shards.split} split in {shards.directory} has {shards.num_tokens} tokens, fewer than "
                 f"seq_len + 1 = {seq_len + 1}; lower seq_len or give more text"
             )
-        self.shards, self.seq_len, self.batch_size = shards, seq_len, batch_size
-        self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.num_windows = shards.num_tokens // seq_len
+        self.shards, self.num_windows = shards, shards.num_tokens // seq_len
 
     def batch(self, step: int) -> Batch:
         """(inputs, targets) of ``step`` >= 0, (B, S) int64 each; a target is the token after its input."""
@@ -52,12 +75,11 @@ class Sampler:
 
     def num_targets(self, first_step: int, steps: int) -> int:
         """Targets of all ranks together in so many steps."""
-        return steps * self.world_size * self.batch_size * self.seq_len
+        return self.of_all_ranks(first_step, steps)[1] * self.seq_len
 
     def starts(self, step: int) -> NDArray[np.int64]:
         """(B,) int64: where in the split each sequence of the batch begins."""
-        require_int("step", step, 0)
-        first, done = (step * self.world_size + self.rank) * self.batch_size, 0
+        first, done = self.first(step), 0
         starts = np.empty(self.batch_size, dtype=np.int64)  # at once: a batch for which there is no memory fails here
         for epoch, at in epochs(first, self.batch_size, self.num_windows):
             drawn = np.random.SeedSequence((_OFFSET, self.seed, epoch)).generate_state(1, np.uint64)
@@ -101,15 +123,6 @@ def _sequential_windows(shards: TokenShards, seq_len: int, batch_size: int) -> I
 def check_sizes(seq_len: int, batch_size: int) -> None:
     require_int("seq_len", seq_len, 1)
     require_int("batch_size", batch_size, 1)
-
-
-def check_world(seed: int, rank: int, world_size: int) -> None:
-    """ValueError: a process of a job that cannot be."""
-    require_int("seed", seed, 0)
-    require_int("world_size", world_size, 1)
-    require_int("rank", rank, 0)
-    if rank >= world_size:
-        raise ValueError(f"rank must be below world_size ({world_size}), got {rank}")
 
 
 def epochs(first: int, count: int, size: int) -> Iterator[tuple[int, NDArray[np.int64]]]:

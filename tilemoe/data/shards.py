@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tilemoe.data.corpus import SPLITS, Split
+from tilemoe.data.corpus import Split
 from tilemoe.data.files import sha256_file
 
 FORMAT = "tilemoe-token-shards"
@@ -124,19 +124,8 @@ class TokenShards:
         if self._start_of_shard[-1] != self.num_tokens:
             raise _bad_index(directory, "the shards do not add up")
 
-    @classmethod
-    def open(cls, directory: Path, split: str) -> TokenShards:
-        """The shards of ``split`` ("train" or "heldout") in a folder made by ``prepare``."""
-        for known in SPLITS:
-            if split == known:
-                return cls(Path(directory), known)
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
-
     def __repr__(self) -> str:
         return f"TokenShards({str(self.directory)!r}, {self.split!r}, num_tokens={self.num_tokens})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenShards, (self.directory, self.split)  # another process maps the files anew
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """(length,) int64: tokens ``start`` to ``start + length`` of the split, across the borders of shards.

@@ -44,15 +44,16 @@ class Tokenizer:
     separator_id   of the token that stands between documents and is no part of any text
     fingerprint    hex digest of all that decides the ids of a text
     chat_template  that of transformers' folder, if it has one
+    backend        the library's own, for those who only read it
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, name: str, chat_template: ChatTemplate | None = None) -> None:
         """ValueError, naming ``name``, if no token of ``backend`` can separate documents."""
         self.name, self.chat_template = name, chat_template
-        self._backend = backend
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.backend = backend
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
         separator = next((token for token in SEPARATORS if token in vocabulary), None)
         if separator is None:
             raise ValueError(
@@ -64,7 +65,7 @@ class Tokenizer:
                 f"tokenizer {name!r}: has an id of {self.vocab_size - 1}; correct it, ids must be below {_MOST_IDS}"
             )
         self.separator_id: int = vocabulary[separator]
-        self.fingerprint = hashlib.sha256(self._backend.to_str().encode("utf-8")).hexdigest()
+        self.fingerprint = hashlib.sha256(self.backend.to_str().encode("utf-8")).hexdigest()
 
     def encode(self, text: str) -> TokenIds:
         """(number of tokens,) int64, without separators; NUL is removed and lone surrogates become U+FFFD."""
@@ -75,13 +76,13 @@ class Tokenizer:
         texts = [clean_text(text) for text in texts]
         short = [text for text in texts if len(text) <= _PIECE]
         ids_of_short = iter(self._ids(short))
-        return [next(ids_of_short) if len(text) <= _PIECE else self._ids_of_long(text) for text in texts]
-
-    def _ids_of_long(self, text: str) -> TokenIds:
-        return np.concatenate([self._ids([piece])[0] for piece in _pieces(text)])
+        return [
+            next(ids_of_short) if len(text) <= _PIECE else np.concatenate([self._ids([p])[0] for p in _pieces(text)])
+            for text in texts
+        ]
 
     def _ids(self, texts: Sequence[str]) -> list[TokenIds]:
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -94,12 +95,7 @@ class Tokenizer:
         return self._text(array[array != self.separator_id])
 
     def _text(self, ids: TokenIds) -> str:
-        return self._backend.decode(ids.tolist(), skip_special_tokens=False)
-
-    @property
-    def backend(self) -> tokenizers.Tokenizer:
-        """The library's own, for those who only read it."""
-        return self._backend
+        return self.backend.decode(ids.tolist(), skip_special_tokens=False)
 
     @property
     def end_ids(self) -> list[int]:
@@ -107,12 +103,12 @@ class Tokenizer:
         with.
         """
         template = None if self.chat_template is None else dict(self.chat_template.special_tokens).get("eos_token")
-        found = None if template is None else self._backend.token_to_id(template)
+        found = None if template is None else self.backend.token_to_id(template)
         return [self.separator_id] if found in (None, self.separator_id) else [self.separator_id, found]
 
     def save(self, path: Path) -> None:
         """Write a tokenizer.json and, beside it, the chat template if there is one; atomically, each."""
-        write_atomic(path, self._backend.to_str(pretty=True).encode("utf-8"))
+        write_atomic(path, self.backend.to_str(pretty=True).encode("utf-8"))
         if self.chat_template is not None:
             config = json.dumps(self.chat_template.config(), indent=2) + "\n"
             write_atomic(path.with_name(TOKENIZER_CONFIG_FILE), config.encode("utf-8"))
@@ -124,7 +120,7 @@ class Tokenizer:
         """
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self._backend.id_to_token(self.separator_id),
+            "eos_token": self.backend.id_to_token(self.separator_id),
             "model_max_length": max_length,
             "clean_up_tokenization_spaces": False,
             **({} if self.chat_template is None else self.chat_template.config()),
