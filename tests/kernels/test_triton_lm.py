@@ -43,7 +43,7 @@ def test_rotation(heads: int, width: int, dtype: torch.dtype, capability: int, t
 def rotation(heads: int, width: int, dtype: torch.dtype, back: bool = True) -> Launch:
     x = torch.zeros(2, 16, heads, width, dtype=dtype)
     with recorded_launches(NVIDIA[90]) as launches:
-        rotate(x, *rotary_angles(0, 16, width, 1e4, x.device), dtype, back=back)
+        rotate(x, *rotary_angles(torch.arange(16), width, 1e4), dtype, back=back)
     return launches[0]
 
 

@@ -21,7 +21,7 @@ LIMIT = {torch.float32: 2e-7, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 @pytest.mark.parametrize(("heads", "width"), [(3, 16), (1, 2), (12, 128), (5, 80), (2, 256)])
 def test_as_a_complex_product_in_fp64(heads: int, width: int, dtype: torch.dtype, back: bool) -> None:
     torch.manual_seed(0)
-    cos, sin = rotary_angles(5, 7, width, 10000.0, DEVICE)
+    cos, sin = rotary_angles(torch.arange(5, 12, device=DEVICE), width, 10000.0)
     turn = torch.complex(cos.double(), -sin.double() if back else sin.double())
     whole = torch.randn(2, 7, heads, 3 * width, device=DEVICE).to(dtype)
     by_head = torch.randn(2, heads, 7, width, device=DEVICE).to(dtype).transpose(1, 2)
@@ -39,7 +39,7 @@ def test_as_a_complex_product_in_fp64(heads: int, width: int, dtype: torch.dtype
 
 def test_rounds_once_to_the_dtype_asked_for() -> None:
     torch.manual_seed(0)
-    cos, sin = rotary_angles(0, 9, 32, 10000.0, DEVICE)
+    cos, sin = rotary_angles(torch.arange(9, device=DEVICE), 32, 10000.0)
     x = torch.randn(1, 9, 4, 32, device=DEVICE)
     exact = rotate(x, cos, sin, torch.float32, back=False)
     assert torch.equal(rotate(x, cos, sin, torch.float16, back=False), exact.half())
@@ -47,7 +47,7 @@ def test_rounds_once_to_the_dtype_asked_for() -> None:
 
 def test_nothing_to_turn() -> None:
     for shape in ((0, 4, 2, 8), (3, 0, 2, 8)):
-        cos, sin = rotary_angles(0, shape[1], 8, 10000.0, DEVICE)
+        cos, sin = rotary_angles(torch.arange(shape[1], device=DEVICE), 8, 10000.0)
         x = torch.empty(shape, device=DEVICE, dtype=torch.float16)
         assert rotate(x, cos, sin, torch.float16, back=True).shape == shape
 
@@ -55,7 +55,7 @@ def test_nothing_to_turn() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attentions_rotation_and_its_gradient_take_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    cos, sin = rotary_angles(2, 9, 32, 10000.0, DEVICE)
+    cos, sin = rotary_angles(torch.arange(2, 11, device=DEVICE), 32, 10000.0)
     x, d_out = torch.randn(2, 2, 9, 3, 32, device=DEVICE).to(dtype)
     x.requires_grad_()
     if not INTERPRETED:

@@ -22,7 +22,7 @@ def make(dtype: torch.dtype) -> Attention:
 
 
 def angles(count: int, start: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    return rotary_angles(start, count, CONFIG.head_dim, CONFIG.rope_theta, torch.device("cpu"), dtype)
+    return rotary_angles(torch.arange(start, start + count), CONFIG.head_dim, CONFIG.rope_theta, dtype)
 
 
 def by_loops(attention: Attention, x: Tensor) -> Tensor:

@@ -62,13 +62,8 @@ class KVCache:
 
 
 def rotary_angles(
-    start: int, count: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """`angles_of` the positions from ``start`` on, (count, 1, D/2) each."""
-    return angles_of(torch.arange(start, start + count, device=device), head_dim, theta, dtype)
-
-
-def angles_of(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine (..., 1, D/2) of ``positions`` (...), integers (arXiv 2104.09864, equation 34).
 
     Position p turns the pair of columns (i, i + D/2) by ``p / theta^(2i/D)``, which is how Hugging Face's checkpoints

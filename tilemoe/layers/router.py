@@ -18,6 +18,7 @@ from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.ops import router as ops
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.topk import Routing
+from tilemoe.runtime.operator import refuse_transforms
 from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
 from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
@@ -95,19 +96,6 @@ def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 or (
         dtype == torch.float16 and not torch.backends.cuda.matmul.allow_fp16_accumulation
     )
-
-
-def _refuse_transforms(*tensors: Tensor) -> None:
-    """RuntimeError for what torch.vmap or torch.func wraps: the layer's operators refuse it, and what comes before them
-    would fail with a message about autograd functions.
-    """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
-        return
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
-        raise RuntimeError(
-            "tilemoe.MoE does not go through torch.vmap or torch.func. Pass a batch as further tokens, (B, T, d), and "
-            "differentiate with torch.autograd; or use tilemoe.reference."
-        )
 
 
 class RouterOutput(NamedTuple):
@@ -196,7 +184,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> RouterOutput:
         """x (T, d). ValueError: it is on another device than the weights, or its shape or dtype is off."""
         require_tensor("x", x)
-        _refuse_transforms(x, self.weight)
+        if not torch.compiler.is_compiling():  # as the operators do, before autograd's functions fail in other words
+            refuse_transforms("tilemoe.MoE", x, self.weight)
         if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x must be (T, d) with d = {self.weight.shape[1]}, got shape {tuple(x.shape)}")
         if x.dtype not in FLOAT_DTYPES:

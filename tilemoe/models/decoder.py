@@ -19,7 +19,7 @@ from tilemoe.config import CHECKPOINTING_MODES, ModelConfig
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
 from tilemoe.kernels.experts.registry import check_kernels
 from tilemoe.kernels.lm.documents import Documents
-from tilemoe.layers.attention import Attention, KVCache, LayerCache, angles_of, rotary_angles
+from tilemoe.layers.attention import Attention, KVCache, LayerCache, rotary_angles
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.moe import MoE
 from tilemoe.layers.norm import RMSNorm
@@ -303,11 +303,11 @@ class DecoderLM(nn.Module):
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        rotary = config.head_dim, config.rope_theta
         if documents is None:
-            angles = rotary_angles(start, input_ids.shape[1], *rotary, hidden.device, dtype)
+            positions = torch.arange(start, start + input_ids.shape[1], device=hidden.device)
         else:
-            angles = angles_of(documents.positions, *rotary, dtype)
+            positions = documents.positions
+        angles = rotary_angles(positions, config.head_dim, config.rope_theta, dtype)
         layer_caches = [None] * config.num_layers if cache is None else list(cache)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         layers: list[_Routed] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from tilemoe.checks import find_named
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
@@ -83,49 +84,22 @@ MOE_PRESETS: Mapping[str, MoEConfig] = MappingProxyType(
 )
 
 
-def _qwen3(layers: int, heads: int, moe: str) -> ModelConfig:
-    layer = MOE_PRESETS[moe]
-    return ModelConfig(
-        vocab_size=151_936,
-        hidden_size=layer.hidden_size,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=4,
-        head_dim=128,
-        max_seq_len=40_960,
-        moe=layer,
-        rope_theta=1_000_000.0,
-    )
+def _decoder(
+    name: str, vocab_size: int, layers: int, heads: int, kv_heads: int, max_seq_len: int, **settings: Any
+) -> ModelConfig:
+    """Of the layer of that name, with heads of 128."""
+    layer = MOE_PRESETS[name]
+    return ModelConfig(vocab_size, layer.hidden_size, layers, heads, kv_heads, 128, max_seq_len, layer, **settings)
 
 
+# Vocabulary, layers, heads, heads of keys and values, longest sequence.
 MODEL_PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "mixtral-8x7b": ModelConfig(
-            vocab_size=32_000,
-            hidden_size=4096,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            max_seq_len=32_768,
-            moe=MOE_PRESETS["mixtral-8x7b"],
-            rope_theta=1_000_000.0,
-            norm_eps=1e-5,
-            qk_norm="none",
+        "mixtral-8x7b": _decoder(
+            "mixtral-8x7b", 32_000, 32, 32, 8, 32_768, rope_theta=1_000_000.0, norm_eps=1e-5, qk_norm="none"
         ),
-        "olmoe-1b-7b": ModelConfig(
-            vocab_size=50_304,
-            hidden_size=2048,
-            num_layers=16,
-            num_heads=16,
-            num_kv_heads=16,
-            head_dim=128,
-            max_seq_len=4096,
-            moe=MOE_PRESETS["olmoe-1b-7b"],
-            norm_eps=1e-5,
-            qk_norm="full",
-        ),
-        "qwen3-30b-a3b": _qwen3(48, 32, "qwen3-30b-a3b"),
-        "qwen3-235b-a22b": _qwen3(94, 64, "qwen3-235b-a22b"),
+        "olmoe-1b-7b": _decoder("olmoe-1b-7b", 50_304, 16, 16, 16, 4096, norm_eps=1e-5, qk_norm="full"),
+        "qwen3-30b-a3b": _decoder("qwen3-30b-a3b", 151_936, 48, 32, 4, 40_960, rope_theta=1_000_000.0),
+        "qwen3-235b-a22b": _decoder("qwen3-235b-a22b", 151_936, 94, 64, 4, 40_960, rope_theta=1_000_000.0),
     }
 )

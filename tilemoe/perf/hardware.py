@@ -48,10 +48,6 @@ class Gpu:
     measured_tbps: float | None = None
 
     @property
-    def is_measured(self) -> bool:
-        return self.measured_bf16_tflops is not None
-
-    @property
     def interpreted(self) -> bool:
         """As of `tilemoe.runtime.device.Device`: never."""
         return False

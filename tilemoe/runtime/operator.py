@@ -106,7 +106,7 @@ class Operator:
                 if forward_ad._current_level >= 0:
                     self._refuse_tangents(operands)
                 if torch._C._functorch.peek_interpreter_stack() is not None:
-                    self._refuse_transforms(operands)
+                    refuse_transforms(f"tilemoe::{self.name}", *operands)
             if not _is_unwatched(operands):
                 return self.registered(*self._arguments.flatten(args))
         is_recorded = self._save is not None and not seen and is_differentiable(*operands)
@@ -179,15 +179,6 @@ class Operator:
                 "which has one."
             )
 
-    def _refuse_transforms(self, operands: Args) -> None:
-        """RuntimeError where torch.vmap or torch.func gave a tensor that stands for another: kernels cannot read it."""
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-        if any(wrapped(arg) for arg in operands if isinstance(arg, Tensor)):
-            raise RuntimeError(
-                f"tilemoe::{self.name} does not go through torch.vmap or torch.func. Pass a batch as further tokens, "
-                "(B*T, d), and differentiate with torch.autograd; or use tilemoe.reference."
-            )
-
 
 class _Unrecorded:
     """Autograd's context of a call that autograd does not know."""
@@ -220,6 +211,17 @@ class EagerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.operator.differentiate(ctx, *grads)
+
+
+def refuse_transforms(name: str, *args: Any) -> None:
+    """RuntimeError where torch.vmap or torch.func gave a tensor that stands for another: kernels cannot read it."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(arg) for arg in args if isinstance(arg, Tensor)):
+        raise RuntimeError(
+            f"{name} does not go through torch.vmap or torch.func. Pass a batch as further tokens, (B*T, d), and "
+            "differentiate with torch.autograd; or use tilemoe.reference."
+        )
 
 
 def is_differentiable(*args: Any) -> bool:

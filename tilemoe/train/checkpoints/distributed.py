@@ -112,15 +112,7 @@ def verify_by_first_rank(path: Path) -> None:
         CheckpointError: in every process, where it is damaged.
     """
     patient = dist.new_group(backend="gloo", timeout=_VERIFIED_WITHIN)
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            open_checkpoint(path)
-        except CheckpointError as error:
-            problem[0] = str(error)
-    dist.broadcast_object_list(problem, src=0, group=patient)
-    if problem[0] is not None:
-        raise CheckpointError(problem[0])
+    _by_first_rank(lambda: open_checkpoint(path), CheckpointError, patient)
     dist.destroy_process_group(patient)
 
 
@@ -143,14 +135,16 @@ def _require_seen(folder: Path, entries: dict[str, Any]) -> None:
             raise OSError(f"rank {rank} does not see all of {name}; all hosts must share the folder")
 
 
-def _by_first_rank(action: Callable[[], None]) -> None:
-    """Do it in rank 0 while the others wait; an OSError there is one everywhere."""
+def _by_first_rank(
+    action: Callable[[], object], kind: type[Exception] = OSError, group: dist.ProcessGroup | None = None
+) -> None:
+    """Do it in rank 0 while the others wait; an error of that ``kind`` there is one everywhere."""
     problem: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
-        except OSError as error:
+        except kind as error:
             problem[0] = str(error)
-    dist.broadcast_object_list(problem, src=0)
+    dist.broadcast_object_list(problem, src=0, group=group)
     if problem[0] is not None:
-        raise OSError(problem[0])
+        raise kind(problem[0])
