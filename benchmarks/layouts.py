@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -133,18 +133,18 @@ def check(layers: Layers, cell: Cell, exact: torch.dtype) -> tuple[Verdict, bool
     return judge(found, Operands(plainly(leaves), layers.ids, layers.do), cell, exact), copies
 
 
-def step_of(layers: Layers, cell: Cell) -> gpu_time.Step:
+def step_of(layers: Layers, cell: Cell) -> timing.Step:
     """Forward and backward as two parts; every gradient is made anew, and lies where training wants it."""
     leaves = layers.leaves(cell)
 
-    def step(mark: Callable[[], Any]) -> list[Any]:
+    def step() -> list[timing.Event]:
         for leaf in leaves.values():
             leaf.grad = None
-        start = mark()
+        start = timing.event()
         out = layers.run(cell)
-        middle = mark()
+        middle = timing.event()
         out.backward(layers.do)
-        return [start, middle, mark()]
+        return [start, middle, timing.event()]
 
     return step
 
@@ -167,10 +167,10 @@ def admitted(layers: Layers, names: list[str], exact: torch.dtype) -> dict[str, 
     return found
 
 
-def measure(layers: Layers, names: list[str], clock: gpu_time.Clock, args: argparse.Namespace) -> dict[str, Row]:
+def measure(layers: Layers, names: list[str], args: argparse.Namespace) -> dict[str, Row]:
     """Times of the cells and their ratios to the plain layer, which is timed beside them."""
     steps = {name: step_of(layers, CELLS[name]) for name in dict.fromkeys([PLAIN, *names])}
-    found = gpu_time.rounds(steps, clock, args.rounds, args.spell, args.milliseconds)
+    found = gpu_time.rounds(steps, args.rounds, args.spell, args.milliseconds)
     plain = list(zip(*found[PLAIN], strict=True))
     rows = {}
     for name in names:
@@ -190,7 +190,6 @@ def one_size(args: argparse.Namespace, size: str, shape: MoEShape, names: list[s
     """Rows of a few cells at a time, those of a wrong cell with its problem alone."""
     device, dtype = torch.device(args.device), {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     layers = Layers(shape, device, dtype, args.kernel_set)
-    clock = gpu_time.clock_of(device)
     chosen = args.kernel_set or tilemoe.select_kernels(device, dtype).name
     where = {"mode": MODE, "size": size, **asdict(shape), "dtype": args.dtype, "kernels": chosen}
     exact = torch.float64 if args.fp64 else torch.float32
@@ -199,7 +198,7 @@ def one_size(args: argparse.Namespace, size: str, shape: MoEShape, names: list[s
         start = time.perf_counter()
         checked = admitted(layers, group, exact)
         right = [name for name in group if checked[name]["problem"] is None]
-        timed = measure(layers, right, clock, args) if right else {}
+        timed = measure(layers, right, args) if right else {}
         rows = [{**where, "cell": name, **checked[name], **timed.get(name, {})} for name in group]
         for row in rows:
             print(describe(row), flush=True)
@@ -250,9 +249,9 @@ def each_kernel(args: argparse.Namespace, size: str, shape: MoEShape) -> None:
     for name in (PLAIN, args.kernels):
         step = step_of(layers, CELLS[name])
 
-        def work(step: gpu_time.Step = step) -> None:
+        def work(step: timing.Step = step) -> None:
             for _ in range(KERNEL_STEPS):
-                step(lambda: None)
+                step()
 
         work()
         rows = profiles.of_kernels(work)

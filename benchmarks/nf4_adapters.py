@@ -125,14 +125,14 @@ def step_of(layer: MoE, shape: MoEShape) -> Callable[[Callable[[], Any]], list[A
     x.requires_grad_()
     leaves = [x, *(each for each in layer.parameters() if each.requires_grad)]
 
-    def step(mark: Callable[[], Any]) -> list[Any]:
+    def step() -> list[timing.Event]:
         for leaf in leaves:
             leaf.grad = None
-        start = mark()
+        start = timing.event()
         hidden = layer(x).hidden
-        middle = mark()
+        middle = timing.event()
         hidden.backward(do)
-        return [start, middle, mark()]
+        return [start, middle, timing.event()]
 
     return step
 
@@ -159,15 +159,12 @@ def one_size(args: argparse.Namespace, size: str, shape: MoEShape) -> list[Row]:
     if problems:
         return list(rows.values())
     steps = {name: step_of(layer, shape) for name, layer in layers.items()}
-    clock = gpu_time.clock_of(device)
-    found = gpu_time.rounds(steps, clock, args.rounds, args.spell, args.milliseconds)
+    found = gpu_time.rounds(steps, args.rounds, args.spell, args.milliseconds)
     for name, step in steps.items():
         for part, values in zip(("fwd", "bwd"), zip(*found[name], strict=True), strict=True):
             rows[name][f"{part}_ms"] = timing.summary(list(values))
         rows[name]["ms"] = timing.summary([sum(parts) for parts in found[name]])
-        rows[name]["peak_bytes"] = (
-            timing.memory_of(lambda step=step: step(lambda: None))[2] if device.type == "cuda" else None
-        )
+        rows[name]["peak_bytes"] = timing.memory_of(lambda step=step: step())[2] if device.type == "cuda" else None
     speeds = [sum(plain) / sum(ours) for plain, ours in zip(found[BF16], found[NF4], strict=True)]
     speed = round(statistics.median(speeds), 4)
     share = round(rows[NF4]["frozen_bytes"] / rows[BF16]["frozen_bytes"], 4)
@@ -180,9 +177,9 @@ def each_kernel(args: argparse.Namespace, size: str, shape: MoEShape) -> None:
     for name, layer in make(shape, torch.device(args.device)).items():
         step = step_of(layer, shape)
 
-        def work(step: gpu_time.Step = step) -> None:
+        def work(step: timing.Step = step) -> None:
             for _ in range(KERNEL_STEPS):
-                step(lambda: None)
+                step()
 
         work()
         rows = profiles.of_kernels(work)

@@ -212,10 +212,10 @@ def poison(tensors: list[Tensor]) -> None:
 
 
 def between_events(call: Callable[[], Any]) -> timing.Step:
-    def step() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    def step() -> list[timing.Event]:
         start = timing.event()
         call()
-        return [(start, timing.event())]
+        return [start, timing.event()]
 
     return step
 

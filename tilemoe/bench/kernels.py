@@ -41,11 +41,11 @@ PARTS = {
 def one_part(run: Callable[[], Any], ahead: Callable[[], Any] = lambda: None) -> timing.Step:
     """A step of `timing.rounds` that is timed as a whole; ``ahead``, untimed, as in `forward_and_backward`."""
 
-    def step() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    def step() -> list[timing.Event]:
         ahead()
         start = timing.event()
         run()
-        return [(start, timing.event())]
+        return [start, timing.event()]
 
     return step
 
@@ -58,13 +58,13 @@ def forward_and_backward(
     ``ahead`` keeps the GPU busy until both are launched: of kernels this small the host's time would be measured.
     """
 
-    def step() -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    def step() -> list[timing.Event]:
         ahead()
-        start = timing.event()
+        events = [timing.event()]
         out = forward()
-        middle = timing.event()
+        events.append(timing.event())
         torch.autograd.grad(out, inputs, gradient)
-        return [(start, middle), (middle, timing.event())]
+        return [*events, timing.event()]
 
     return step
 

@@ -6,10 +6,9 @@ A contestant whose output or gradients are wrong is reported and not timed. Mode
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -117,28 +116,21 @@ def layer_rounds(
     contestants: list[peers.Contestant], x: Tensor, do: Tensor, mode: str, count: int
 ) -> dict[str, list[list[float]]]:
     """Name to, for each round, the median milliseconds of forward and backward."""
-    if mode == "alone":
-        marked = {contestant.name: marked_step(contestant, x, do) for contestant in contestants}
-        return gpu_time.rounds(marked, gpu_time.clock_of(x.device), count, timing.SUSTAINED_MS, ALONE_MS)
     steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
+    if mode == "alone":
+        return gpu_time.rounds(steps, count, timing.SUSTAINED_MS, ALONE_MS)
     return timing.rounds(steps, mode, count)
 
 
 def layer_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> timing.Step:
     """Forward and backward as two parts; every gradient is made anew."""
-    marked = marked_step(contestant, x, do)
-    return lambda: list(itertools.pairwise(marked(timing.event)))
 
-
-def marked_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> gpu_time.Step:
-    """The same, with marks before, between and after the parts."""
-
-    def step(mark: Callable[[], Any]) -> list[Any]:
-        marks = [mark()]
+    def step() -> list[timing.Event]:
+        events = [timing.event()]
         out = contestant.run(x)
-        marks.append(mark())
+        events.append(timing.event())
         torch.autograd.grad(out, [x, *contestant.leaves], do)
-        return [*marks, mark()]
+        return [*events, timing.event()]
 
     return step
 

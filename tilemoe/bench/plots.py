@@ -6,21 +6,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import matplotlib.pyplot as plt
 
-from tilemoe.bench import cases, record
+from tilemoe.bench import record
+from tilemoe.bench.summary import in_order
 
 
 def plot_layer(mode: str, gpu: str | None, folder: Path, suffix: str = ".svg") -> Path:
     """Times of the others over ours, forward and backward, one group of bars for each case."""
     rows = record.latest("layer", mode, gpu, "case", "contestant")
     rows = {key: row for key, row in rows.items() if "baseline" in row}
-    names = _in_order(case for case, _ in rows)
+    names = list(dict.fromkeys(row["case"] for row in in_order(rows.values())))
     contestants = list(dict.fromkeys(contestant for _, contestant in rows))
     figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
     width = 0.8 / max(1, len(contestants))
@@ -45,7 +44,7 @@ def plot_kernels(mode: str, gpu: str | None, folder: Path, suffix: str = ".svg")
     """Percent of its roofline for each kernel and case."""
     rows = record.latest("kernels", mode, gpu, "case", "kernel")
     rows = {key: row for key, row in rows.items() if row["of_roofline"] is not None}
-    names = _in_order(case for case, _ in rows)
+    names = list(dict.fromkeys(row["case"] for row in in_order(rows.values())))
     kernels = list(dict.fromkeys(kernel for _, kernel in rows))
 
     def share(case: str, kernel: str) -> float:
@@ -62,12 +61,6 @@ def plot_kernels(mode: str, gpu: str | None, folder: Path, suffix: str = ".svg")
     return save(figure, rows, f"Share of the roofline, {mode}", folder / f"kernels-{mode}{suffix}")
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
-    """Each once, as `cases` lists them, the user's own last."""
-    places = {name: place for place, name in enumerate(cases.ALL)}
-    return sorted(dict.fromkeys(names), key=lambda name: places.get(name, len(places)))
-
-
 def save(figure: Any, rows: dict[tuple[Any, ...], dict[str, Any]], title: str, path: Path) -> Path:
     gpus = ", ".join(sorted({str(row["gpu"]) for row in rows.values()}))
     commits = ", ".join(sorted({str(row["commit"]) for row in rows.values()}))
@@ -76,6 +69,3 @@ def save(figure: Any, rows: dict[tuple[Any, ...], dict[str, Any]], title: str, p
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
     return path
-
-
-PLOTS = MappingProxyType({"layer": plot_layer, "kernels": plot_kernels})

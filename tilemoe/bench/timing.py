@@ -6,6 +6,7 @@ The clock moves by 10% with what ran before, so every contestant runs in every r
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -34,8 +35,8 @@ class HostEvent:
 
 # A moment on the device; what takes two of them takes two of one kind.
 Event = Any
-# One call gives the events around its parts: (start, end) for each part.
-Step = Callable[[], list[tuple[Event, Event]]]
+# One call gives the moments before, between and after its parts.
+Step = Callable[[], list[Event]]
 
 
 def event() -> Event:
@@ -68,9 +69,14 @@ def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[l
                 steps[name]()
             samples = [steps[name]() for _ in range(calls)]
             synchronize()
-            parts = zip(*([start.elapsed_time(end) for start, end in sample] for sample in samples), strict=True)
-            found[name].append([statistics.median(part) for part in parts])
+            found[name].append(medians(samples))
     return found
+
+
+def medians(samples: list[list[Event]]) -> list[float]:
+    """The median milliseconds of each part, of calls whose device is done."""
+    times = [[start.elapsed_time(end) for start, end in itertools.pairwise(sample)] for sample in samples]
+    return [statistics.median(part) for part in zip(*times, strict=True)]
 
 
 def turn(names: list[str], index: int) -> list[str]:
@@ -108,8 +114,6 @@ def memory_of(run: Callable[[], Any]) -> tuple[Any, int, int]:
 
 def _calls_for(step: Step, milliseconds: float) -> int:
     step()
-    start = event()
-    step()
-    end = event()
-    end.synchronize()
-    return max(1, round(milliseconds / max(start.elapsed_time(end), 1e-3)))
+    events = step()
+    events[-1].synchronize()
+    return max(1, round(milliseconds / max(events[0].elapsed_time(events[-1]), 1e-3)))

@@ -79,14 +79,11 @@ def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
     }
 
 
-def router_costs(shape: MoEShape, logit_bytes: int = 4) -> tuple[Cost, Cost]:
+def router_costs(shape: MoEShape) -> tuple[Cost, Cost]:
     """The router's GEMMs, forward and backward: logits (T, E) from x and its weight (E, d), and both gradients."""
     tokens, d, experts = shape.num_tokens, shape.hidden_size, shape.num_experts
-    x, weight, logits = (
-        shape.element_bytes * tokens * d,
-        shape.element_bytes * experts * d,
-        logit_bytes * tokens * experts,
-    )
+    x, weight = shape.element_bytes * tokens * d, shape.element_bytes * experts * d
+    logits = 4 * tokens * experts  # fp32
     gemm = 2 * tokens * d * experts
     return Cost(gemm, x + weight, logits), Cost(2 * gemm, 2 * logits + x + weight, x + weight)
 
