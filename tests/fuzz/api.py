@@ -22,7 +22,7 @@ from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.lm.documents import Documents
 from tilemoe.layers.attention import KVCache
 from tilemoe.layers.experts import Experts
-from tilemoe.layers.lora import LoRAExperts, add_lora
+from tilemoe.layers.lora import add_lora
 from tilemoe.layers.moe import MoE
 from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
@@ -234,7 +234,6 @@ MODULES = {
     ),
     "Router": Call(Router, lambda: {"cfg": LAYER, "device": "cpu", "dtype": torch.float32}),
     "Router.forward": Call(lambda **given: layer().router(**given), lambda: {"x": numbers(T, D)}),
-    "LoRAExperts": Call(LoRAExperts, lambda: {"base": layer().experts, **of_adapters()}),
     "add_lora": Call(
         add_lora,
         lambda: {"model": model(), **of_adapters(), "modules": ("experts", "attention"), "storage": "dense"},

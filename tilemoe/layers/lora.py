@@ -36,16 +36,10 @@ class LoRAExperts(Experts):
     up_a (E, r, d), up_b (E, w, r) · down_a (E, r, n), down_b (E, d, r). Expert e's matrices become
     ``w1_e + alpha/r up_b_e up_a_e`` and ``w2_e + alpha/r down_b_e down_a_e``. The b's start at zero, so at first
     nothing changes. ``dtype`` is the adapters' own, the base's if None; they are computed in that of the input.
-
-    Raises:
-        ValueError: the rank or alpha is off, or the experts are spread over ranks already, recompute their up
-            projection or compute in FP8.
+    `add_lora` makes them, and checks what they are made of.
     """
 
-    def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
-        require_type("base", base, Experts)
-        _check_sizes(rank, alpha, dtype)
-        _check(base, rank)
+    def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None) -> None:
         super().__init__(base.cfg, device="meta", kernels=base.kernels)
         for name, parameter in base.named_parameters():
             setattr(self, name, parameter.requires_grad_(False))
@@ -126,8 +120,6 @@ class Nf4LoRAExperts(LoRAExperts):
 
     w1_codes (E, w, d / 2), w2_codes (E, d, n / 2) uint8 · w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64) fp32,
     which ``to(dtype)`` leaves in fp32. w1 and w2 are None; merged they are dense, of the base's dtype.
-
-    ValueError: as `LoRAExperts`, or a width is no multiple of 64, or the base is in fp64.
     """
 
     w1_codes: nn.Parameter
@@ -135,9 +127,7 @@ class Nf4LoRAExperts(LoRAExperts):
     w2_codes: nn.Parameter
     w2_absmax: nn.Parameter
 
-    def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
-        require_type("base", base, Experts)
-        _check_nf4(base)
+    def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None) -> None:
         super().__init__(base, rank, alpha, dtype=dtype)
         self.merged_dtype = base.w1.dtype
         for name in _WEIGHTS:
@@ -205,12 +195,6 @@ def _check_nf4(base: Experts) -> None:
         raise ValueError(why)
 
 
-def _check_sizes(rank: int, alpha: float, dtype: torch.dtype | None) -> None:
-    require_int("rank", rank, 1)
-    require_factory(None, dtype, FLOAT_DTYPES)
-    require_finite("alpha", alpha, positive=True)
-
-
 def _check(base: Experts, rank: int) -> None:
     if rank > base.cfg.hidden_size:
         raise ValueError(f"rank must be at most hidden_size ({base.cfg.hidden_size}), that of the weights, got {rank}")
@@ -242,7 +226,8 @@ def add_lora(
     ``storage``: of the frozen experts, "dense" as they are, or "nf4": 4.5 bits a value, see `Nf4LoRAExperts`.
 
     Raises:
-        ValueError: there is nothing of what is named, there are adapters already, or as `LoRAExperts`.
+        ValueError: there is nothing of what is named, there are adapters already, rank or alpha is off, or experts are
+            spread over ranks already, recompute their up projection, compute in FP8 or cannot be kept as asked.
 
     Source: arXiv 2106.09685. For w1 (E, 2n, d) of rank r, A (E, r, d) and B (E, 2n, r).
 
@@ -263,7 +248,9 @@ def add_lora(
             raise ValueError(f"{type(model).__name__} has no {kind} to put adapters on")
     if has_lora(model):
         raise ValueError("the model has adapters already; call merge_lora first")
-    _check_sizes(rank, alpha, dtype)
+    require_int("rank", rank, 1)
+    require_factory(None, dtype, FLOAT_DTYPES)
+    require_finite("alpha", alpha, positive=True)
     require_choice("storage", storage, tuple(STORAGES))
     if storage != "dense" and not layers:
         raise ValueError(f"storage={storage!r} is of experts; add 'experts' to modules, or leave storage out")
