@@ -93,8 +93,7 @@ def correctness(device: torch.device, dtype: torch.dtype) -> Finding:
 
 def recorded_speeds() -> dict[str, dict[str, Any]]:
     """GPU to case, milliseconds and commit."""
-    found: dict[str, dict[str, Any]] = json.loads(Path(_perf).with_name("recorded.json").read_text(encoding="utf-8"))
-    return found
+    return json.loads(Path(_perf).with_name("recorded.json").read_text(encoding="utf-8"))
 
 
 def speed(device: torch.device, recorded: Mapping[str, Any]) -> Finding:

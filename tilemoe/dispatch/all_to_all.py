@@ -71,8 +71,7 @@ class AllToAllDispatcher:
     @torch.compiler.disable
     def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
         assert dispatched.sent is not None, "the other half of what `dispatch` gave"
-        out: Tensor = FromExperts.apply(o, dispatched.sent)
-        return out
+        return FromExperts.apply(o, dispatched.sent)
 
     def local_weight(self, weight: Tensor) -> Tensor:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -80,8 +79,7 @@ class AllToAllDispatcher:
 
     @torch.compiler.disable  # which would trace a Function that changes its gradient in place otherwise than it runs
     def _with_divided_gradient(self, weight: Tensor) -> Tensor:
-        divided: Tensor = _DivideGradient.apply(weight, self.gradient_divide_factor)
-        return divided
+        return _DivideGradient.apply(weight, self.gradient_divide_factor)
 
 
 class _DivideGradient(torch.autograd.Function):

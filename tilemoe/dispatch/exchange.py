@@ -161,8 +161,7 @@ def _begin(tokens_back: WayBack, pairs_back: WayBack, dx: Tensor | None, ds: Ten
 
 def _summed(tokens_back: WayBack, sent: Sent) -> Tensor:
     """(T, d): of each token what became of it on all its ranks."""
-    total: Tensor = sum_copies(tokens_back.arrived(), sent.token_of_copy, sent.copy_of_token, sent.first_copy)
-    return total
+    return sum_copies(tokens_back.arrived(), sent.token_of_copy, sent.copy_of_token, sent.first_copy)
 
 
 def _leave(rows: Tensor, way: Way, transport: Transport) -> Travelling:

@@ -74,5 +74,4 @@ class Collective:
         self.group = group
 
     def send(self, leaving: Tensor, arriving: Tensor, way: Way) -> Arrival:
-        work: Arrival = dist.all_to_all_single(arriving, leaving, way.into, way.out, group=self.group, async_op=True)
-        return work
+        return dist.all_to_all_single(arriving, leaving, way.into, way.out, group=self.group, async_op=True)

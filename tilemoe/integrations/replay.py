@@ -212,5 +212,4 @@ class _Replay(TorchFunctionMode):
 
 def _top_k_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """(T, K) of what an experts module is called with."""
-    ids: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
-    return ids
+    return args[1] if len(args) > 1 else kwargs["top_k_index"]

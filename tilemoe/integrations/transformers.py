@@ -179,8 +179,7 @@ def set_dispatcher(module: nn.Module, dispatcher: Dispatcher) -> None:
 
 
 def _dispatcher_of(module: nn.Module) -> Dispatcher:
-    dispatcher: Dispatcher = vars(module).get(_DISPATCHER, _NOTHING_MOVES)
-    return dispatcher
+    return vars(module).get(_DISPATCHER, _NOTHING_MOVES)
 
 
 class _Weights(NamedTuple):

@@ -83,8 +83,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None
     if cos.ndim == 4:  # as one sequence of B S tokens
         one = rotate(x.flatten(0, 1)[None], cos.flatten(0, 1), sin.flatten(0, 1), dtype)
         return one.reshape(x.shape)
-    turned: Tensor = _Rotation.apply(x, cos, sin, dtype or torch.promote_types(x.dtype, cos.dtype))
-    return turned
+    return _Rotation.apply(x, cos, sin, dtype or torch.promote_types(x.dtype, cos.dtype))
 
 
 class _Rotation(torch.autograd.Function):

@@ -10,28 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in fp32 (fp64 for fp64 inputs).
 
     x (..., d) -> (..., d) in the wider of x's and the weight's dtype: fp32 weights over bf16 activations, as under
     autocast, give fp32.
     """
 
-    def __init__(
-        self, dim: int, eps: float, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
         # One dtype for both: PyTorch's fused kernel serves only that case.
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)

@@ -120,8 +120,7 @@ class Block(nn.Module):
     ) -> BlockOutput:
         """expert_ids (B, S, K): those to be replayed, of a MoE block."""
         if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
-            out: BlockOutput = checkpoint(self.body, x, angles, None, documents, expert_ids, use_reentrant=False)
-            return out
+            return checkpoint(self.body, x, angles, None, documents, expert_ids, use_reentrant=False)
         return self.body(x, angles, cache, documents, expert_ids)
 
     def body(
@@ -151,8 +150,7 @@ class Block(nn.Module):
         self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None, documents: Documents | None
     ) -> Tensor:
         if self.checkpointing == "attention" and cache is None and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self.attention, x, angles, None, documents, use_reentrant=False)
-            return out
+            return checkpoint(self.attention, x, angles, None, documents, use_reentrant=False)
         return self.attention(x, angles, cache, documents)
 
 

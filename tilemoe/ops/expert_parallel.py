@@ -20,21 +20,18 @@ from tilemoe.runtime.operator import Operator
 
 def _count_sent(*routed: Any) -> tuple[Tensor, Tensor]:
     given = Routed(*routed)
-    counted: tuple[Tensor, Tensor] = _kernels_for(given).count_sent(given)
-    return counted
+    return _kernels_for(given).count_sent(given)
 
 
 def _place_sent(x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, *routed: Any) -> tuple[Tensor, ...]:
     given = Routed(*routed)
-    placed: tuple[Tensor, ...] = _kernels_for(given).place_sent(x, scores, sizes, before, given)
-    return placed
+    return _kernels_for(given).place_sent(x, scores, sizes, before, given)
 
 
 def _plan_received(words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int) -> tuple[Tensor, ...]:
     ranks = sizes.shape[1]
     kernels = choose_expert_parallel(words.device, num_tokens, words.shape[0], experts, ranks).impl
-    planned: tuple[Tensor, ...] = kernels.plan_received(words, sizes, here, experts, num_tokens)
-    return planned
+    return kernels.plan_received(words, sizes, here, experts, num_tokens)
 
 
 def _sum_copies(copies: Tensor, token_of_copy: Tensor, copy_of_token: Tensor, first_copy: Tensor) -> Tensor:

@@ -62,8 +62,7 @@ def experts(
     for arg in args:  # neither is part of what a recording is found by
         if arg is not None and (not isinstance(arg, Tensor) or arg.device != device):
             return None
-    out: Tensor = _experts(*args, activation)
-    return out
+    return _experts(*args, activation)
 
 
 def _run(

@@ -90,8 +90,7 @@ def moe_lora(
         _check_nf4(backend, *like2.shape[1:])
     s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
     tensors = (x, data1, data2, s, *low_rank, b1, b2, absmax1, absmax2)
-    o: Tensor = _forward(*tensors, adapters.scale, plan, spec, backend)[0]
-    return o
+    return _forward(*tensors, adapters.scale, plan, spec, backend)[0]
 
 
 def _parts(weight: Weight) -> tuple[Tensor, Tensor | None]:

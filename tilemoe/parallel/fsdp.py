@@ -99,5 +99,4 @@ def _prefetch(model: DecoderLM) -> None:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
-    return dtype
+    return None if name is None else getattr(torch, name)

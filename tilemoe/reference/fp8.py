@@ -70,8 +70,7 @@ def up_proj(x: Tensor, w1: Tensor) -> Tensor:
 
     ``dx = dh w1`` of dh and w1 rounded; ``dw1 = dh^T x`` as they are.
     """
-    h: Tensor = _UpProj.apply(x, w1)
-    return h
+    return _UpProj.apply(x, w1)
 
 
 def down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
@@ -80,5 +79,4 @@ def down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
     ``da' = do w2`` of do and w2 rounded; ``da = score da'``, ``dscore = <da', a>``, ``dw2 = do^T (score a)`` as they
     are.
     """
-    y: Tensor = _DownProj.apply(a, w2, score)
-    return y
+    return _DownProj.apply(a, w2, score)

@@ -37,8 +37,7 @@ def find_non_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str |
 
 def _largest(tensor: Tensor) -> Tensor:
     """The largest absolute value, a NaN where there is one."""
-    norm: Tensor = torch.linalg.vector_norm(tensor, math.inf)
-    return norm
+    return torch.linalg.vector_norm(tensor, math.inf)
 
 
 @contextlib.contextmanager

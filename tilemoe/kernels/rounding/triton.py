@@ -231,8 +231,7 @@ def score_grad(d_scores: Tensor, *rest: Any) -> Tensor:
     device_of(d_scores)
     launch = score_grad_launch(d_scores, *rest)
     launch.run()
-    d_logits: Tensor = launch.args["d_logits"]
-    return d_logits
+    return launch.args["d_logits"]
 
 
 def score_grad_launch(

@@ -79,8 +79,7 @@ def select_grad(logits: Tensor, *rest: Any) -> Tensor:
         return torch.empty_like(logits)
     launch = select_grad_launch(logits, *rest)
     launch.run()
-    d_logits: Tensor = launch.args["d_logits"]
-    return d_logits
+    return launch.args["d_logits"]
 
 
 def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, spec: RouterSpec) -> Launch:

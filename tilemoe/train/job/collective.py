@@ -111,8 +111,7 @@ def values_of_processes(values: Tensor, job: Job) -> list[list[float]]:
         return [values.tolist()]
     gathered = [torch.empty_like(values) for _ in range(job.world_size)]
     dist.all_gather(gathered, values)
-    rows: list[list[float]] = torch.stack(gathered).tolist()
-    return rows
+    return torch.stack(gathered).tolist()
 
 
 def objects_of_processes(value: Any, job: Job) -> list[Any]:
