@@ -19,15 +19,15 @@ from tilemoe.checks import find_named, require_fields, require_int, shown
 ACTIVATIONS = frozenset(REGISTRY)
 GATED_ACTIVATIONS = frozenset(name for name in REGISTRY if REGISTRY[name].is_gated)
 UNGATED_ACTIVATIONS = ACTIVATIONS - GATED_ACTIVATIONS
-GATE_UP_LAYOUTS = ("concatenated", "interleaved")
-PRECISIONS = ("bf16", "fp8")
-CHECKPOINTING_MODES = ("none", "attention", "block")
-EXCHANGES = ("auto", "collective", "symmetric")
-KEPT_BETWEEN_MICRO_BATCHES = ("nothing", "weights", "weights_and_gradients")
-ROUNDING_MODES = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
 
 GateUp = Literal["concatenated", "interleaved"]
 Precision = Literal["bf16", "fp8"]
+Checkpointing = Literal["none", "attention", "block"]
+Exchange = Literal["auto", "collective", "symmetric"]
+Kept = Literal["nothing", "weights", "weights_and_gradients"]
+RoundingMode = Literal["nearest", "stochastic", "nearest_score", "balance", "up", "down"]
+GATE_UP_LAYOUTS, PRECISIONS, CHECKPOINTING_MODES = get_args(GateUp), get_args(Precision), get_args(Checkpointing)
+EXCHANGES, KEPT_BETWEEN_MICRO_BATCHES, ROUNDING_MODES = get_args(Exchange), get_args(Kept), get_args(RoundingMode)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class TokenRounding:
 
     # Drops an expert's least sure tokens, or adds the likeliest others, so that its GEMMs have no ragged tile: for
     # training on a GPU where experts are wide and have few tiles of rows each. Any of these options turns rounding on.
-    mode: Literal["nearest", "stochastic", "nearest_score", "balance", "up", "down"] = "nearest"
+    mode: RoundingMode = "nearest"
     tile: int = 128  # rows that each expert's are a multiple of, a power of two: 128 for GPUs
 
     def __post_init__(self) -> None:
@@ -342,9 +342,9 @@ class ParallelConfig:
     param_dtype: Literal["bfloat16", "float32"] | None = "bfloat16"
     reduce_dtype: Literal["bfloat16", "float32"] | None = "float32"
     reshard_after_forward: bool = True
-    between_micro_batches: Literal["nothing", "weights", "weights_and_gradients"] = "nothing"
-    checkpointing: Literal["none", "attention", "block"] = "none"
-    exchange: Literal["auto", "collective", "symmetric"] = "auto"
+    between_micro_batches: Kept = "nothing"
+    checkpointing: Checkpointing = "none"
+    exchange: Exchange = "auto"
 
     def __post_init__(self) -> None:
         require_fields("parallel.", self, at_least={"replicate": 1, "expert": 1})

@@ -14,12 +14,13 @@ from functools import partial
 import pytest
 import torch
 from fuzzing import judge_cases
+from helpers import assert_all_close_to_reference
 from routings import Layer, draw_routing, layers
 from triton_checks import DEVICE, INTERPRETED
 
 from tilemoe.kernels import choose
 from tilemoe.ops.moe import moe
-from tilemoe.testing import against_reference, assert_all_close_to_reference, make_inputs
+from tilemoe.testing import against_reference, make_inputs
 
 pytestmark = [
     pytest.mark.process("interpreter"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import assert_all_close_to_reference
 from ranks import run_on_ranks
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import (
     ERROR_CAPS,
-    assert_all_close_to_reference,
     assert_close_to_reference,
     assert_moe_matches_reference,
     hostile_routings,

@@ -83,21 +83,16 @@ def draw_uniform(
     num_experts: int, rounding: TokenRounding, device: torch.device, generator: torch.Generator | None
 ) -> Tensor | None:
     """(E,) fp32 in [0, 1) for the modes that are random, else None. ValueError: no generator, or one elsewhere."""
-    if generator is not None:
-        _check_generator(generator, device)
+    require_generator(generator)
+    there = device if generator is None else generator.device
+    if there != device and (there.type != device.type or None not in (there.index, device.index)):
+        raise ValueError(
+            f"generator is on {there} but the logits are on {device}; "
+            f"make it with torch.Generator(device={str(device)!r})"
+        )
     if rounding.mode not in _DRAWING:
         return None
     return torch.rand(num_experts, dtype=torch.float32, device=device, generator=generator)
-
-
-def _check_generator(generator: torch.Generator, device: torch.device) -> None:
-    require_generator(generator)
-    is_there = generator.device.type == device.type and None in (generator.device.index, device.index)
-    if not is_there and generator.device != device:
-        raise ValueError(
-            f"generator is on {generator.device} but the logits are on {device}; "
-            f"make it with torch.Generator(device={str(device)!r})"
-        )
 
 
 def row_capacity(rounding: TokenRounding, num_tokens: int, experts_per_token: int, num_experts: int) -> int:

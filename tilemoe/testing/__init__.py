@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from tilemoe.testing.compare import ERROR_CAPS as ERROR_CAPS
 from tilemoe.testing.compare import against_reference as against_reference
-from tilemoe.testing.compare import assert_all_close_to_reference as assert_all_close_to_reference
 from tilemoe.testing.compare import assert_close_to_reference as assert_close_to_reference
 from tilemoe.testing.compare import assert_equal as assert_equal
 from tilemoe.testing.compare import assert_moe_matches_reference as assert_moe_matches_reference

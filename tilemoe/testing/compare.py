@@ -6,7 +6,7 @@ T tokens · E experts
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -76,19 +76,6 @@ def against_reference(
     exact = forward_and_grads(reference.moe, exact_inputs, plan, **options)
     baseline = forward_and_grads(plain_moe, inputs, plan, **options)
     return forward_and_grads(moe, inputs, plan, **options), baseline, exact
-
-
-def assert_all_close_to_reference(
-    found: Sequence[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]], dtype: torch.dtype
-) -> None:
-    """`assert_close_to_reference` of several `against_reference` as one: of few elements each would say little.
-
-    ds = <da', a> and ordinary PyTorch's ds = <do, y> round differently: on three tokens either may be ten times better.
-    """
-    actual, baseline, exact = (
-        {name: torch.cat([t[name] for t in part]) for name in part[0]} for part in zip(*found, strict=True)
-    )
-    assert_close_to_reference(actual, baseline, exact, dtype)
 
 
 def _assert_close(

@@ -34,10 +34,7 @@ def stop_request() -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Within the block SIGTERM raises ``KeyboardInterrupt(SIGTERM)``, as Ctrl-C does: for work that can be cut short.
-
-    Native code, such as the training of a tokenizer, is not interrupted: the signal waits until it returns.
-    """
+    """Within the block SIGTERM raises ``KeyboardInterrupt(SIGTERM)``, as Ctrl-C does: for work that can be cut."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
