@@ -76,13 +76,12 @@ def layer_rows(
                 row[f"{label}_ratio"] = timing.ratio([sample[part] for sample in found[first]], values)
         if contestant != first:
             row["baseline"] = {key: rows[0][key] for key in ("contestant", "forward_ms", "backward_ms", *MEMORY)}
-            row |= {key.replace("bytes", "ratio"): _memory_ratio(rows[0][key], row[key]) for key in MEMORY}
+            for key in MEMORY:
+                ours, theirs = rows[0][key], row[key]
+                is_known = ours is not None and theirs is not None
+                row[key.replace("bytes", "ratio")] = round(ours / max(1, theirs), 4) if is_known else None
         rows.append(row)
     return rows
-
-
-def _memory_ratio(ours: int | None, theirs: int | None) -> float | None:
-    return None if ours is None or theirs is None else round(ours / max(1, theirs), 4)
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -21,12 +21,16 @@ def layer_lines(plan: Mapping[str, Any]) -> list[str]:
     return [
         *_head(plan),
         "",
-        *(f"{label:15}{_gib(plan['memory'][key])}   {note}" for key, label, note in _MEMORY),
+        *(f"{label:15}{plan['memory'][key] / _GIB:8.2f} GiB   {note}" for key, label, note in _MEMORY),
         *([_FP8_PEAKS] if plan["shape"]["dtype"] == "fp8" else []),
         _padding(plan["padding"]),
         "",
         *_step_table(plan["steps"]),
-        *(_time(part, times, plan["gpu"]["rates"]) for part, times in plan["times"].items()),
+        *(
+            f"{part:9} {times['predicted_ms']:.3f} ms predicted ({plan['gpu']['rates']}), "
+            f"no faster than {times['roofline_ms']:.3f} ms"
+            for part, times in plan["times"].items()
+        ),
         "",
         *_others(plan),
     ]
@@ -67,10 +71,6 @@ def _step_table(steps: Iterable[Mapping[str, Any]]) -> list[str]:
             f"{step['roofline_ms']:13.3f}{predicted}  {step['bound']}"
         )
     return lines
-
-
-def _time(part: str, times: Mapping[str, float], rates: str) -> str:
-    return f"{part:9} {times['predicted_ms']:.3f} ms predicted ({rates}), no faster than {times['roofline_ms']:.3f} ms"
 
 
 def _others(plan: Mapping[str, Any]) -> list[str]:
@@ -128,7 +128,3 @@ def _row(label: str, cells: Iterable[str]) -> str:
 
 def _gb(count: float | None) -> str:
     return "-" if count is None else f"{count / 1e9:,.2f}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / _GIB:8.2f} GiB"

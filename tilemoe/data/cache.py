@@ -112,7 +112,8 @@ def cached_shards(
     """
 
     def fingerprint_now() -> str:
-        return _fingerprint([corpus.fingerprint(), *made_from])
+        content = json.dumps([FORMAT, VERSION, corpus.fingerprint(), *made_from])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     fingerprint = fingerprint_now()
     # Not by the tokenizer's name: a checkpoint's copy of the tokenizer finds the shards of its training.
@@ -184,7 +185,3 @@ def _batches(pairs: Iterable[tuple[Split, str]]) -> Iterator[list[tuple[Split, s
             batch, chars = [], 0
     if batch:
         yield batch
-
-
-def _fingerprint(made_from: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps([FORMAT, VERSION, *made_from]).encode()).hexdigest()

@@ -192,18 +192,14 @@ class _Replay(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return out
         values = args[0] if args else kwargs["input"]
-        if not self._is_selection(out.indices, values):
-            return out
+        if values.shape[-1] != self._num_experts or out.indices.shape[-1] != self._ids.shape[-1]:
+            return out  # not the router's K of E values for each token
         self._taken.append(self._current)
         self._check(out.indices)
         ids = self._ids.long().view(out.indices.shape)
         if self._mask is not None:
             ids = torch.where(self._mask.view(*ids.shape[:-1], 1), ids, out.indices)
         return torch.return_types.topk((values.gather(-1, ids), ids))
-
-    def _is_selection(self, indices: Tensor, values: Tensor) -> bool:
-        """Whether this top K is the router's: K of E values for each token."""
-        return values.shape[-1] == self._num_experts and indices.shape[-1] == self._ids.shape[-1]
 
     def _check(self, chosen: Tensor) -> None:
         rows, k = chosen.shape[:-1].numel(), chosen.shape[-1]

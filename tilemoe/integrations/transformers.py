@@ -32,6 +32,7 @@ from tilemoe.runtime.tracing import constant_when_traced
 
 NAME = "tilemoe"
 OLDEST = (5, 7)  # transformers; before it the names of experts' implementations were a fixed list
+_UPGRADE = "pip install -U 'transformers>=5.7'"
 
 _INSTEAD = "use experts_implementation='grouped_mm' or 'eager' for it"
 # Where models keep the bound and the slope of a clamped gate.
@@ -324,7 +325,7 @@ def _tables() -> list[Any]:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError(f"transformers is not installed; {_upgrade()}") from error
+        raise ValueError(f"transformers is not installed; {_UPGRADE}") from error
     _require_version(transformers)
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -336,9 +337,5 @@ def _require_version(transformers: ModuleType) -> None:
     found = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
     if found < OLDEST:
         raise ValueError(
-            f"transformers {transformers.__version__} does not let others compute a model's experts; {_upgrade()}"
+            f"transformers {transformers.__version__} does not let others compute a model's experts; {_UPGRADE}"
         )
-
-
-def _upgrade() -> str:
-    return f"pip install -U 'transformers>={'.'.join(map(str, OLDEST))}'"

@@ -55,10 +55,6 @@ def _rounded_scores_grad(*args: Any) -> Tensor:
     return rounding.score_grad(*args[:8], rounding.RoundingSpec(*args[8:]))
 
 
-def _rounded_scores_grad_fake(d_scores: Tensor, logits: Tensor, *rest: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
 _SELECTION_SCHEMA = "Tensor expert_ids, Tensor kept_scores, Tensor? uniform, Tensor? token_mask"
 round_rows = Operator(
     "round_rows",
@@ -80,7 +76,7 @@ rounded_scores_grad = Operator(
     _rounded_scores_grad,
     "(Tensor d_scores, Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor norm, Tensor row_of_pair, "
     f"Tensor code_of_pair, Tensor pair_start_of_token, {_ROUNDING_SCHEMA}) -> Tensor",
-    _rounded_scores_grad_fake,
+    lambda d_scores, logits, *rest: logits.new_empty(logits.shape),
 )
 
 

@@ -50,10 +50,6 @@ def _select_grad(*args: Any) -> Tensor:
     return router.select_grad(*args[:6], router.RouterSpec(*args[6:]))
 
 
-def _select_grad_fake(logits: Tensor, *rest: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
 select = Operator(
     "select",
     _select,
@@ -65,7 +61,7 @@ select_grad = Operator(
     _select_grad,
     "(Tensor logits, Tensor expert_ids, Tensor? token_mask, Tensor? d_scores, Tensor? d_probability_sums, "
     f"Tensor? d_z_sum, {_SPEC_SCHEMA}) -> Tensor",
-    _select_grad_fake,
+    lambda logits, *rest: logits.new_empty(logits.shape),
 )
 
 
@@ -98,15 +94,11 @@ def _input_grad(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
         return torch.mm(d_logits, weight).add_(dx)  # addmm copies dx first, and takes longer
 
 
-def _input_grad_fake(d_logits: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
-    return dx.new_empty(dx.shape)
-
-
 input_grad = Operator(
     "router_input_grad",
     _input_grad,
     "(Tensor d_logits, Tensor weight, Tensor dx) -> Tensor",
-    _input_grad_fake,
+    lambda d_logits, weight, dx: dx.new_empty(dx.shape),
 )
 
 

@@ -35,6 +35,7 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
 
     Bytes, milliseconds, FLOP and FLOP/byte. ValueError for a dtype that the GPU has not.
     """
+    wide = "bf16" if dtype == "fp8" else dtype  # what the other designs compute in where ours computes in FP8
     return {
         "shape": {**asdict(shape), "num_rows": shape.num_rows, "dtype": dtype},
         "gpu": _gpu(gpu, dtype),
@@ -51,7 +52,7 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
         "padding": {"tile_rows": row_tile(shape, gpu), "waste": padding_waste(shape, row_tile(shape, gpu))},
         "steps": _steps(shape, gpu, dtype),
         "times": _times(shape, gpu, dtype),
-        "others": {name: _other(style(shape), gpu.ceilings(_wide(dtype))) for name, style in STYLES.items()},
+        "others": {name: _other(style(shape), gpu.ceilings(wide)) for name, style in STYLES.items()},
     }
 
 
@@ -119,8 +120,3 @@ def _other(style: Any, ceilings: Ceilings) -> dict[str, Any]:
             for step, cost in steps.items()
         ],
     }
-
-
-def _wide(dtype: str) -> str:
-    """What the other designs compute in where ours computes in FP8."""
-    return "bf16" if dtype == "fp8" else dtype

@@ -39,7 +39,8 @@ class LaunchCache:
         layouts = (
             first.device,
             *[traces.layout(operand) if isinstance(operand, Tensor) else operand for operand in operands],
-            _precision(first.dtype),
+            # How fp32 is multiplied, where there is any.
+            torch.backends.cuda.matmul.fp32_precision if first.dtype == torch.float32 else None,
         )
         known: Any = self.known.get(layouts, _UNKNOWN)  # asked once: another thread may forget it
         if known is _UNKNOWN:
@@ -74,8 +75,3 @@ def _launch_trace() -> Any:
     from tilemoe.runtime import launch_trace  # not on every machine
 
     return launch_trace
-
-
-def _precision(dtype: torch.dtype) -> Any:
-    """How fp32 is multiplied, where there is any."""
-    return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else None

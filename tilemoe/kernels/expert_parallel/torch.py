@@ -84,7 +84,8 @@ def plan_received(
     int32: what `plan_pairs` would give, without its sort by token; and the scores (Q,).
     """
     place = words[:, -1]
-    by_rank = _others_then(here, sizes[1].long())
+    came = sizes[1].long()
+    by_rank = torch.cat((came[:here], came[here + 1 :], came[here : here + 1]))
     first_token = by_rank[:, 0].cumsum(0) - by_rank[:, 0]
     token = torch.repeat_interleave(first_token, by_rank[:, 1], output_size=place.shape[0]) + place // experts
     token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, _ = plan_topk(place[:, None] % experts, experts)
@@ -103,10 +104,6 @@ def most_copies(routed: Routed) -> int:
 def _turn(rank: Tensor, ranks: int, here: int) -> Tensor:
     """Where a rank comes in the order of copies and pairs; W for none."""
     return (rank - (rank > here).int()).masked_fill(rank == here, ranks - 1).masked_fill(rank == ranks, ranks)
-
-
-def _others_then(here: int, of_rank: Tensor) -> Tensor:
-    return torch.cat((of_rank[:here], of_rank[here + 1 :], of_rank[here : here + 1]))
 
 
 def _token_of_pair(routed: Routed) -> Tensor:
