@@ -6,7 +6,7 @@ B sequences · S tokens each · d model width · V vocabulary · E experts · K 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,14 +65,6 @@ class BlockOutput(NamedTuple):
     pairs_per_expert: Tensor | None
     router_entropy: Tensor | None
     expert_ids: Tensor | None
-
-
-class _Routed(NamedTuple):
-    """Of `BlockOutput`, without what would keep a block's hidden states: (E,) twice, and the entropy () or None."""
-
-    tokens_per_expert: Tensor
-    pairs_per_expert: Tensor
-    router_entropy: Tensor | None
 
 
 class Block(nn.Module):
@@ -296,8 +288,8 @@ class DecoderLM(nn.Module):
         documents: Documents | None,
         expert_ids: Tensor | None,
         record: RoutingRecord | None,
-    ) -> tuple[Tensor, Tensor, list[_Routed]]:
-        """(normalised hidden (B, S, d), auxiliary loss (), what each MoE block says of its routing)."""
+    ) -> tuple[Tensor, Tensor, list[Sequence[Tensor | None]]]:
+        """(normalised hidden (B, S, d), auxiliary loss (), counts, pairs and entropy of each MoE block)."""
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -308,13 +300,13 @@ class DecoderLM(nn.Module):
         angles = rotary_angles(positions, config.head_dim, config.rope_theta, dtype)
         layer_caches = [None] * config.num_layers if cache is None else list(cache)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        layers: list[_Routed] = []
+        layers: list[Sequence[Tensor | None]] = []
         for number, (block, layer_cache) in enumerate(zip(self.blocks, layer_caches, strict=True)):
             replayed = None if expert_ids is None or not isinstance(block.mlp, MoE) else expert_ids[len(layers)]
             hidden, block_aux_loss, *routed, chosen = block(hidden, angles, layer_cache, documents, replayed)
             if block_aux_loss is not None:
                 aux_loss = aux_loss + block_aux_loss
-                layers.append(_Routed(*routed))
+                layers.append(routed)  # and not the whole output, which would keep the hidden states
                 if record is not None:
                     record.add(number, chosen)
         return self.norm(hidden), aux_loss, layers
@@ -386,7 +378,7 @@ class DecoderLM(nn.Module):
         _check_ids("labels", labels, self.config.vocab_size, lowest=IGNORED)
 
 
-def _of_layers(layers: Sequence[_Routed], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _of_layers(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """What `LMOutput` ends with."""
     if not layers:
         none = torch.zeros(0, 0, dtype=torch.int32, device=device)

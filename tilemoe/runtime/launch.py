@@ -47,7 +47,7 @@ class Launch:
         if not isinstance(self.kernel, JITFunction):  # the interpreter's
             self.kernel[self.grid](**self.args, **self.constants, **self.options)
             if watching is not None:
-                watching.spoil("the interpreter launches nothing")
+                watching.problem = "the interpreter launches nothing"
             return
         with torch.cuda.device_of(first):
             known = _compiled(self.kernel, first.device)

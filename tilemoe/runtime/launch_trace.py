@@ -227,10 +227,6 @@ class LaunchTracer(TorchDispatchMode):
         self._steps.append(_Kept([self._add(tensor) for tensor in found], source, find))
         return found
 
-    def spoil(self, problem: str) -> None:
-        """The call does what cannot be repeated."""
-        self.problem = problem
-
     def keep(self, results: Any) -> None:
         """Store the recording of a call that returned ``results``."""
         self._store(self.finish(results))
