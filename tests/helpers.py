@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.models import huggingface
 from tilemoe.testing import assert_close_to_reference, relative_error
 
 MODEL = ModelConfig(
@@ -58,6 +59,16 @@ def assert_all_close_to_reference(
         {name: torch.cat([t[name] for t in part]) for name in part[0]} for part in zip(*found, strict=True)
     )
     assert_close_to_reference(actual, baseline, exact, dtype)
+
+
+def from_hf_state_dict(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of ``DecoderLM(config)`` from hub-named tensors, or from experts stacked as in transformers 5."""
+    shapes, state = huggingface._meta_state(config), {}
+    for piece, tensor in huggingface._matched(config, tensors, tensors.__getitem__):
+        if piece.ours not in state:
+            state[piece.ours] = tensor.new_empty(shapes[piece.ours].shape)
+        piece.of_ours(state[piece.ours]).copy_(tensor.detach())
+    return state
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import raises_one_line
+from helpers import from_hf_state_dict, raises_one_line
 from hf_models import FAMILIES, tokens
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,7 +16,7 @@ from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora, merge_lora
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.models.huggingface import from_hf_state_dict, load_hf, save_hf
+from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import relative_error
 
 BASES = ("olmoe", "qwen3_moe", "mixtral")

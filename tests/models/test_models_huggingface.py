@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_one_line, tiny_model
+from helpers import from_hf_state_dict, raises_one_line, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,7 +28,7 @@ from tilemoe.models import huggingface
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import count_parameters
 from tilemoe.models.hf_config import config_from_hf, hf_config_dict
-from tilemoe.models.huggingface import from_hf_state_dict, load_hf, save_hf, to_hf_state_dict
+from tilemoe.models.huggingface import load_hf, save_hf, to_hf_state_dict
 from tilemoe.testing import assert_equal
 
 ROUTER = RouterConfig(aux_loss_coef=0.01)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,27 +59,12 @@ def to_hf_state_dict(model: DecoderLM) -> dict[str, Tensor]:
     return {piece.theirs: piece.of_ours(state[piece.ours]) for piece in pieces(model.config)}
 
 
-def from_hf_state_dict(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of ``DecoderLM(config)`` from hub-named tensors, or from experts stacked as in transformers 5.
-
-    ``tensors`` may read lazily. The result is new memory of the tensors' dtypes.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, or of the wrong shape; the message names it.
-    """
-    shapes = _meta_state(config)
-    state: dict[str, Tensor] = {}
-    for piece, tensor in _matched(config, tensors, tensors.__getitem__):
-        if piece.ours not in state:
-            state[piece.ours] = tensor.new_empty(shapes[piece.ours].shape)
-        piece.of_ours(state[piece.ours]).copy_(tensor.detach())
-    return state
-
-
 def _matched(
     config: ModelConfig, names: Collection[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Each part of our parameters with what the checkpoint has for it, read one at a time."""
+    """Each part of our parameters with what the checkpoint has for it, hub-named or stacked as in transformers 5, read
+    one at a time. ValueError: a tensor is missing, unknown, or of the wrong shape; the message names it.
+    """
     hf_config_dict(config)
     parameters = _meta_state(config)
     taken: set[str] = set()
@@ -186,7 +171,7 @@ def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, T
     """Each of our parameters by name, put together from the folder's tensors, one at a time in memory.
 
     Raises:
-        ValueError: as `from_hf_state_dict`, or a file is missing or damaged.
+        ValueError: as `_matched`, or a file is missing or damaged.
     """
     shapes = _meta_state(config)
     name, whole = "", torch.empty(0)
