@@ -51,7 +51,7 @@ def steps(shape: MoEShape) -> dict[str, timing.Step]:
     return {
         **{f"{name} bf16": wide[name] for name in GEMMS},
         **{f"{name} fp8": narrow[name] for name in GEMMS},
-        **{name: kernels.one_part(run) for name, run in runs.items()},
+        **{name: timing.one_part(run) for name, run in runs.items()},
     }
 
 

@@ -164,7 +164,7 @@ def measure(layers: list[nn.Module], tokens: int, rounds: int) -> list[dict[str,
         for mode, outputs, call in outcomes:
             found = problem(outputs, layers, calls)
             if found is None:
-                steps[mode][name] = between_events(call)
+                steps[mode][name] = timing.one_part(call)
             else:
                 wrong[mode][name] = found
     # Of all together, in changing order.
@@ -209,15 +209,6 @@ def poison(tensors: list[Tensor]) -> None:
     """NaN, so that what a replay does not write shows."""
     for tensor in tensors:
         tensor.fill_(float("nan"))
-
-
-def between_events(call: Callable[[], Any]) -> timing.Step:
-    def step() -> list[timing.Event]:
-        start = timing.event()
-        call()
-        return [start, timing.event()]
-
-    return step
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -38,37 +38,6 @@ PARTS = {
 }
 
 
-def one_part(run: Callable[[], Any], ahead: Callable[[], Any] = lambda: None) -> timing.Step:
-    """A step of `timing.rounds` that is timed as a whole; ``ahead``, untimed, as in `forward_and_backward`."""
-
-    def step() -> list[timing.Event]:
-        ahead()
-        start = timing.event()
-        run()
-        return [start, timing.event()]
-
-    return step
-
-
-def forward_and_backward(
-    forward: Callable[[], Any], inputs: list[Tensor], gradient: Any, ahead: Callable[[], Any]
-) -> timing.Step:
-    """A step of two parts: ``forward()``, a tensor or several, and the gradients of that with respect to ``inputs``.
-
-    ``ahead`` keeps the GPU busy until both are launched: of kernels this small the host's time would be measured.
-    """
-
-    def step() -> list[timing.Event]:
-        ahead()
-        events = [timing.event()]
-        out = forward()
-        events.append(timing.event())
-        torch.autograd.grad(out, inputs, gradient)
-        return [*events, timing.event()]
-
-    return step
-
-
 def kernel_steps(
     shape: MoEShape, weights: peers.Weights, x: Tensor, kernels: str, ahead: Callable[[], Any]
 ) -> dict[str, timing.Step]:
@@ -96,7 +65,10 @@ def kernel_steps(
         "up_proj_wgrad": lambda: ks.up_proj_wgrad(x, dh, plan),
         "combine_grad": lambda: ks.combine_grad(y, plan, out),  # it sums rows of that shape, whatever they are
     }
-    return {name: one_part(run, ahead) if name.startswith("combine") else one_part(run) for name, run in runs.items()}
+    return {
+        name: timing.one_part(run, ahead) if name.startswith("combine") else timing.one_part(run)
+        for name, run in runs.items()
+    }
 
 
 def router_steps(
@@ -114,10 +86,10 @@ def router_steps(
 
     d_logits, d_scores = torch.randn_like(logits), torch.randn_like(scores())
     return {
-        "logits": forward_and_backward(
+        "logits": timing.forward_and_backward(
             lambda: moe.router(x), [x, weights.router], (d_logits, torch.randn_like(x)), ahead
         ),
-        "route": forward_and_backward(scores, [logits], d_scores, ahead),
+        "route": timing.forward_and_backward(scores, [logits], d_scores, ahead),
     }
 
 
@@ -176,9 +148,9 @@ def each_kernel(settings: Settings, name: str, shape: MoEShape) -> Iterator[Rows
     square = torch.randn(MATMUL, MATMUL, device=device, dtype=torch.bfloat16)
     copy = copier(COPY_BYTES, device)
     yardsticks = {
-        "matmul": one_part(lambda: square @ square),
-        "copy": one_part(copy),
-        "copy_as_combine": one_part(copier(kernel_costs(shape)["combine"].bytes // 2, device), ahead=copy),
+        "matmul": timing.one_part(lambda: square @ square),
+        "copy": timing.one_part(copy),
+        "copy_as_combine": timing.one_part(copier(kernel_costs(shape)["combine"].bytes // 2, device), ahead=copy),
     }
     weights = peers.make_weights(shape, device, torch.bfloat16)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()

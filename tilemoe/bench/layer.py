@@ -123,15 +123,7 @@ def layer_rounds(
 
 def layer_step(contestant: peers.Contestant, x: Tensor, do: Tensor) -> timing.Step:
     """Forward and backward as two parts; every gradient is made anew."""
-
-    def step() -> list[timing.Event]:
-        events = [timing.event()]
-        out = contestant.run(x)
-        events.append(timing.event())
-        torch.autograd.grad(out, [x, *contestant.leaves], do)
-        return [*events, timing.event()]
-
-    return step
+    return timing.forward_and_backward(lambda: contestant.run(x), [x, *contestant.leaves], do)
 
 
 def layer_memory(contestant: peers.Contestant, x: Tensor, do: Tensor) -> dict[str, int | None]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe.bench import peers, timing
-from tilemoe.bench.kernels import one_part
 from tilemoe.bench.layer import admitted
 from tilemoe.bench.settings import Rows, Settings
 from tilemoe.config import ModelConfig
@@ -51,7 +50,9 @@ def step(settings: Settings, name: str, shape: MoEShape) -> Iterator[Rows]:
     peaks = {contestant: _peak(run, settings.device) for contestant, run in runs.items()}
     versions = {contestant.name: contestant.version for contestant in contestants}
     for mode in settings.modes if runs else ():
-        found = timing.rounds({contestant: one_part(run) for contestant, run in runs.items()}, mode, settings.rounds)
+        found = timing.rounds(
+            {contestant: timing.one_part(run) for contestant, run in runs.items()}, mode, settings.rounds
+        )
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": settings.rounds, "layers": LAYERS}
         rows = [
             {**where, "sequence": length, "contestant": contestant, "version": versions[contestant], **times}

@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 IDLE_SECONDS = 0.3
 SUSTAINED_MS = 120.0  # of the same work before it is measured
@@ -52,6 +53,37 @@ def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def one_part(run: Callable[[], Any], ahead: Callable[[], Any] = lambda: None) -> Step:
+    """A step that is timed as a whole; ``ahead``, untimed, as in `forward_and_backward`."""
+
+    def step() -> list[Event]:
+        ahead()
+        start = event()
+        run()
+        return [start, event()]
+
+    return step
+
+
+def forward_and_backward(
+    forward: Callable[[], Any], inputs: Sequence[Tensor], gradient: Any, ahead: Callable[[], Any] = lambda: None
+) -> Step:
+    """A step of two parts: ``forward()``, a tensor or several, and the gradients of that with respect to ``inputs``.
+
+    ``ahead`` keeps the GPU busy until both are launched: of kernels this small the host's time would be measured.
+    """
+
+    def step() -> list[Event]:
+        ahead()
+        events = [event()]
+        out = forward()
+        events.append(event())
+        torch.autograd.grad(out, inputs, gradient)
+        return [*events, event()]
+
+    return step
 
 
 def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[list[float]]]:
