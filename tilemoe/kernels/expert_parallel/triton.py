@@ -130,37 +130,6 @@ def _constants(routed: Routed) -> dict[str, int]:
 
 
 @triton.jit
-def pairs_of_tokens(pair_start_of_token, token, num_tokens, PAIRS_PER_TOKEN: tl.constexpr):
-    """(first pair, number of pairs) of each token; none past the last."""
-    inside = token < num_tokens
-    if PAIRS_PER_TOKEN > 0:
-        first = token * PAIRS_PER_TOKEN
-        count = tl.where(inside, PAIRS_PER_TOKEN, 0)
-    else:
-        first = tl.load(pair_start_of_token + token, mask=inside, other=0)
-        count = tl.load(pair_start_of_token + token + 1, mask=inside, other=0) - first
-    return first, count
-
-
-@triton.jit
-def rows_of_ranks(row_start_of_expert, experts_per_rank, rank, RANKS: tl.constexpr):
-    """(first row, end) of each rank's experts; none past the last rank."""
-    start = tl.load(row_start_of_expert + rank * experts_per_rank, mask=rank < RANKS, other=2147483647)
-    end = tl.load(row_start_of_expert + (rank + 1) * experts_per_rank, mask=rank < RANKS, other=0)
-    return start[None, :], end[None, :]
-
-
-@triton.jit
-def pairs_for_ranks(row_of_pair, first, count, start, end, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr):
-    """(BLOCK, BLOCK_W) int32: the pairs of each token that go to each rank."""
-    pairs = tl.zeros((BLOCK, BLOCK_W), dtype=tl.int32)
-    for i in range(tl.max(count, axis=0)):
-        row = tl.load(row_of_pair + first + i, mask=i < count, other=-1)[:, None]
-        pairs += ((row >= start) & (row < end)).to(tl.int32)
-    return pairs
-
-
-@triton.jit
 def destinations_of_block(
     row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank,
     RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -170,9 +139,20 @@ def destinations_of_block(
     """
     rank = tl.arange(0, BLOCK_W)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first, count = pairs_of_tokens(pair_start_of_token, token, num_tokens, PAIRS_PER_TOKEN)
-    start, end = rows_of_ranks(row_start_of_expert, experts_per_rank, rank, RANKS)
-    pairs = pairs_for_ranks(row_of_pair, first, count, start, end, BLOCK, BLOCK_W)
+    inside = token < num_tokens
+    if PAIRS_PER_TOKEN > 0:
+        first = token * PAIRS_PER_TOKEN
+        count = tl.where(inside, PAIRS_PER_TOKEN, 0)
+    else:
+        first = tl.load(pair_start_of_token + token, mask=inside, other=0)
+        count = tl.load(pair_start_of_token + token + 1, mask=inside, other=0) - first
+    first_row = row_start_of_expert + rank * experts_per_rank
+    start = tl.load(first_row, mask=rank < RANKS, other=2147483647)[None, :]  # no row is past the last rank's
+    end = tl.load(first_row + experts_per_rank, mask=rank < RANKS, other=0)[None, :]
+    pairs = tl.zeros((BLOCK, BLOCK_W), dtype=tl.int32)
+    for i in range(tl.max(count, axis=0)):
+        row = tl.load(row_of_pair + first + i, mask=i < count, other=-1)[:, None]
+        pairs += ((row >= start) & (row < end)).to(tl.int32)
     return rank, token, first, count, start, end, pairs
 
 
