@@ -291,7 +291,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         files = _read_manifest(path)
         if verify:
             _require_files(path, files)
-    except _Damage as damage:
+    except ValueError as damage:
         raise _damaged(path, str(damage)) from None
     unlisted = sorted(name for name in _READ - files.keys() if (path / name).exists())
     if unlisted:
@@ -324,14 +324,10 @@ def _require_state(path: Path, data: Any) -> None:
         raise _damaged(path, f"{STATE_FILE} has no such step or seconds")
 
 
-class _Damage(Exception):
-    """What is wrong with a checkpoint's files."""
-
-
 def _read_sums(path: Path, sums: str) -> dict[str, dict[str, Any]]:
-    """What a manifest says of each file; _Damage where it is missing, changed, or names what is not in the folder."""
+    """What a manifest says of each file; ValueError where it is missing, changed, or names what is not there."""
     if not (path / sums).is_file():
-        raise _Damage(f"{sums} is missing")
+        raise ValueError(f"{sums} is missing")
     raw = (path / sums).read_bytes()
     try:
         manifest = json.loads(raw)
@@ -339,34 +335,34 @@ def _read_sums(path: Path, sums: str) -> dict[str, dict[str, Any]]:
         intact = _canonical(manifest) == raw and hashlib.sha256(_canonical(files)).hexdigest() == manifest["sha256"]
         outside = sorted(name for name in files if name in ("", ".", "..") or "/" in name or "\\" in name)
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise _Damage(f"{sums} does not match its checksum") from None
+        raise ValueError(f"{sums} does not match its checksum") from None
     if not intact:
-        raise _Damage(f"{sums} does not match its checksum")
+        raise ValueError(f"{sums} does not match its checksum")
     if outside:
-        raise _Damage(f"{sums} lists {outside[0]!r}, which is not in the folder")
+        raise ValueError(f"{sums} lists {outside[0]!r}, which is not in the folder")
     return files
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """As `_read_sums`, of a checkpoint: _Damage where a file that it needs is not listed, too."""
+    """As `_read_sums`, of a checkpoint: ValueError where a file that it needs is not listed, too."""
     files = _read_sums(path, MANIFEST_FILE)
     needed = {STATE_FILE} if METADATA_FILE in files else {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE}
     if needed - files.keys():
-        raise _Damage(f"{min(needed - files.keys())} is not listed in {MANIFEST_FILE}")
+        raise ValueError(f"{min(needed - files.keys())} is not listed in {MANIFEST_FILE}")
     return files
 
 
 def _require_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    """_Damage where a file is missing or not what the manifest says of it."""
+    """ValueError where a file is missing or not what the manifest says of it."""
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
-            raise _Damage(f"{name} is missing")
+            raise ValueError(f"{name} is missing")
         size = file.stat().st_size
         if size != expected["bytes"]:
-            raise _Damage(f"{name} has {size} bytes instead of {expected['bytes']}")
+            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
         if sha256_file(file) != expected["sha256"]:
-            raise _Damage(f"{name} does not match its checksum")
+            raise ValueError(f"{name} does not match its checksum")
 
 
 def write_sums(folder: Path) -> None:
@@ -379,7 +375,7 @@ def require_sums(folder: Path) -> None:
     try:
         files = _read_sums(folder, SUMS_FILE)
         _require_files(folder, files)
-    except _Damage as damage:
+    except ValueError as damage:
         raise ValueError(f"{folder} is damaged: {damage}; export it again") from None
     read = (path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
     unlisted = sorted(set(read) - files.keys() - {SUMS_FILE})
@@ -390,7 +386,7 @@ def require_sums(folder: Path) -> None:
 def _is_intact(path: Path) -> bool:
     try:
         _require_files(path, _read_manifest(path))
-    except _Damage:
+    except ValueError:
         return False
     return True
 
