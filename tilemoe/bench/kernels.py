@@ -15,7 +15,6 @@ from torch import Tensor
 from tilemoe.activations import activation_spec
 from tilemoe.bench import peers, timing
 from tilemoe.bench.layer import layer_step
-from tilemoe.bench.settings import Rows, Settings
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.layers.moe import MoE
@@ -142,7 +141,7 @@ def copier(count: int, device: torch.device) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def each_kernel(settings: Settings, name: str, shape: MoEShape) -> Iterator[Rows]:
+def each_kernel(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[timing.Rows]:
     """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
     device = settings.device
     square = torch.randn(MATMUL, MATMUL, device=device, dtype=torch.bfloat16)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tilemoe.bench import gate, gpu_time, peers, timing
-from tilemoe.bench.settings import Rows, Settings
 from tilemoe.perf.costs import layer_roofline_ms
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.shape import MoEShape
@@ -27,7 +26,7 @@ PARTS = ("forward", "backward")
 MEMORY = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 
-def layer(settings: Settings, name: str, shape: MoEShape) -> Iterator[Rows]:
+def layer(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[timing.Rows]:
     """One row for each contestant, a list for each mode."""
     torch.compiler.reset()  # or the eighth size would run uncompiled
     weights = peers.make_weights(shape, settings.device, torch.bfloat16)
@@ -58,14 +57,14 @@ def _rooflines(shape: MoEShape, device: torch.device) -> tuple[float | None, flo
 
 def layer_rows(
     found: dict[str, list[list[float]]], once: dict[str, dict[str, Any]], roofs: tuple[float | None, float | None]
-) -> Rows:
+) -> timing.Rows:
     """A row for each contestant; ``once`` is what was measured once, by contestant: memory, host.
 
     All but the first also say how they compare to it, ``baseline``: ``forward_ratio`` and ``backward_ratio`` are their
     time over its time, round by round; memory ratios are its bytes over theirs.
     """
     first = next(iter(found))
-    rows: Rows = []
+    rows: timing.Rows = []
     for contestant, samples in found.items():
         row: dict[str, Any] = {"contestant": contestant, **once[contestant]}
         for part, (label, roof) in enumerate(zip(PARTS, roofs, strict=True)):

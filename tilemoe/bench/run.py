@@ -8,18 +8,17 @@ from types import MappingProxyType
 
 import torch
 
-from tilemoe.bench import record
+from tilemoe.bench import record, timing
 from tilemoe.bench.kernels import each_kernel
 from tilemoe.bench.layer import layer
-from tilemoe.bench.settings import Rows, Settings
 from tilemoe.bench.step import step
 from tilemoe.shape import MoEShape
 
-Measure = Callable[[Settings, str, MoEShape], Iterator[Rows]]
+Measure = Callable[[timing.Settings, str, MoEShape], Iterator[timing.Rows]]
 MEASURES: Mapping[str, Measure] = MappingProxyType({"layer": layer, "kernels": each_kernel, "step": step})
 
 
-def each_case(what: str, shapes: Mapping[str, MoEShape], settings: Settings, seconds: float) -> None:
+def each_case(what: str, shapes: Mapping[str, MoEShape], settings: timing.Settings, seconds: float) -> None:
     """Measure ``what`` of `MEASURES`, and append to its file of results; no case is begun after ``seconds``."""
     start = time.perf_counter()
     for name, shape in shapes.items():

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from tilemoe.bench import peers, timing
 from tilemoe.bench.layer import admitted
-from tilemoe.bench.settings import Rows, Settings
 from tilemoe.config import ModelConfig
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.shape import MoEShape
@@ -38,7 +37,7 @@ class PeerMLP(nn.Module):
         return self.run(x.flatten(0, 1)).view_as(x)
 
 
-def step(settings: Settings, name: str, shape: MoEShape) -> Iterator[Rows]:
+def step(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[timing.Rows]:
     """One row for each contestant, a list for each mode. Tokens that fill no whole sequence are left out."""
     torch.compiler.reset()
     weights = [peers.make_weights(shape, settings.device, torch.bfloat16) for _ in range(LAYERS)]

@@ -10,6 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,10 +35,26 @@ class HostEvent:
         """Nothing is under way."""
 
 
+Rows = list[dict[str, Any]]
 # A moment on the device; what takes two of them takes two of one kind.
 Event = Any
 # One call gives the moments before, between and after its parts.
 Step = Callable[[], list[Event]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is timed how: the device, the contestants (the first is what the others are compared to), modes and rounds.
+
+    modes: "burst", "sustained" and, of the layer, "alone". kernels: the backend whose kernels are timed; None: the one
+    that is chosen.
+    """
+
+    device: torch.device
+    peers: Sequence[str] = ("tilemoe",)
+    modes: Sequence[str] = ("burst", "sustained")
+    rounds: int = 7
+    kernels: str | None = None
 
 
 def event() -> Event:

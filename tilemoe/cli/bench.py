@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> None:
     import torch
 
     from tilemoe.bench.run import each_case
-    from tilemoe.bench.settings import Settings
+    from tilemoe.bench.timing import Settings
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -33,7 +32,7 @@ _HASH_THREADS = 8
 _AGAIN = "delete the folder and it is prepared again"
 
 
-class ShardWriter:
+class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     """Append token ids to the shards of one split. A context manager: leaving it closes the file at hand."""
 
     def __init__(self, directory: Path, split: Split, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
@@ -49,10 +48,7 @@ class ShardWriter:
         self._digest = hashlib.sha256()
         self._tokens_in_shard = 0
 
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._close_shard()
 
     def append(self, ids: NDArray[np.int64], num_bytes: int) -> None:
