@@ -18,6 +18,7 @@ from parallel_checks import (
     shared_backward,
     whole,
 )
+from ranks import device_of_rank
 from torch import Tensor
 from torch.profiler import profile
 
@@ -28,7 +29,6 @@ from tilemoe.ops import experts as expert_ops
 from tilemoe.parallel.fsdp import begin_micro_batch
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.parallel.model import parallelize
-from tilemoe.testing.ranks import device_of_rank
 
 PARTS = 3  # micro-batches of a step
 KEPT = replace(FSDP, reshard_after_forward=False, between_micro_batches="weights_and_gradients")
