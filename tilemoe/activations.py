@@ -189,9 +189,12 @@ def activation_spec(
     """The spec of an entry; ValueError for an unknown name or parameters it does not have."""
     from tilemoe.runtime.tracing import specialised  # imports torch
 
-    limit, alpha = specialised(limit, alpha)
+    if limit is not None or alpha is not None:
+        limit, alpha = specialised(limit, alpha)
     validate_activation(name, limit, alpha)
+    entry = REGISTRY[name]
+    if entry.limit is None:
+        return ActivationSpec(name, gate_up)
     # The defaults, too: torch.compile(dynamic=True) makes symbols of numbers that it finds in a table.
-    given = specialised(limit or REGISTRY[name].limit, alpha or REGISTRY[name].alpha)
-    parameters = {key: value for key, value in zip(("limit", "alpha"), given, strict=True) if value is not None}
-    return ActivationSpec(name, gate_up, **parameters)
+    limit, alpha = specialised(limit or entry.limit, alpha or entry.alpha)
+    return ActivationSpec(name, gate_up, limit, 1.0 if alpha is None else alpha)
