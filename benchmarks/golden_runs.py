@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import tilemoe
 
 Found = dict[str, Tensor | str]
-GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai")
+GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai", "swiglu_clamped")
 UNGATED = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
 INF, NAN = float("inf"), float("nan")
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -189,8 +188,14 @@ def _quantised() -> Any:
     return module
 
 
+class _ClampedTwice(Gemma4TextExperts):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return nn.functional.silu(gate.clamp(max=1.0)) * up.clamp(-2.0, 2.0)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "clamped without the shift": (lambda: experts(DeepseekV4Experts), r"DeepseekV4Experts \(made_up\): its gate is"),
+    "clamped at two limits": (lambda: experts(_ClampedTwice), r"_ClampedTwice \(made_up\): its gate is"),
     "quick GELU gate": (
         lambda: experts(Gemma4TextExperts, hidden_activation="quick_gelu"),
         r"Gemma4TextExperts \(made_up\): its gate is none",
