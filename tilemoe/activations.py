@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilemoe.checks import require_choice, require_finite
 
@@ -171,30 +171,31 @@ def validate_activation(name: str, limit: float | None, alpha: float | None) -> 
     for parameter, value in (("limit", limit), ("alpha", alpha)):
         if value is None:
             continue
-        arg, owners = f"activation_{parameter}", [known for known in REGISTRY if _default(known, parameter) is not None]
-        if name not in owners:
-            named = " or ".join(map(repr, owners))
-            raise ValueError(f"{arg} is a parameter of activation={named}; leave it None for {name!r}")
+        arg = f"activation_{parameter}"
+        if getattr(REGISTRY[name], parameter) is None:
+            owners = " or ".join(
+                repr(other) for other, entry in REGISTRY.items() if getattr(entry, parameter) is not None
+            )
+            raise ValueError(f"{arg} is a parameter of activation={owners}; leave it None for {name!r}")
         require_finite(arg, value, positive=True)
-
-
-def _default(name: str, parameter: str) -> float | None:
-    default: float | None = getattr(REGISTRY[name], parameter)
-    return default
 
 
 def activation_spec(
     name: str, gate_up: str = "concatenated", limit: float | None = None, alpha: float | None = None
 ) -> ActivationSpec:
     """The spec of an entry; ValueError for an unknown name or parameters it does not have."""
-    from tilemoe.runtime.tracing import specialised  # imports torch
-
     if limit is not None or alpha is not None:
-        limit, alpha = specialised(limit, alpha)
+        limit, alpha = _specialised(limit, alpha)
     validate_activation(name, limit, alpha)
     entry = REGISTRY[name]
     if entry.limit is None:
         return ActivationSpec(name, gate_up)
     # The defaults, too: torch.compile(dynamic=True) makes symbols of numbers that it finds in a table.
-    limit, alpha = specialised(limit or entry.limit, alpha or entry.alpha)
+    limit, alpha = _specialised(limit or entry.limit, alpha or entry.alpha)
     return ActivationSpec(name, gate_up, limit, 1.0 if alpha is None else alpha)
+
+
+def _specialised(limit: float | None, alpha: float | None) -> tuple[Any, Any]:
+    from tilemoe.runtime.tracing import specialised  # imports torch
+
+    return specialised(limit, alpha)

@@ -167,25 +167,35 @@ def moe_backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None,
         dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # B1
         del h
         ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
-        if need_w2:  # B2
-            total = sum_to_add_to(ctx, 2, w2) if ctx.accumulate else None
-            if total is None:
-                dw2 = down_proj_wgrad(do, a_scaled, is_column_major(w2), *routed)
-            else:
-                add_down_proj_wgrad(total, do, a_scaled, *routed)
+        if need_w2:
+            dw2 = _wgrad(ctx, 2, w2, down_proj_wgrad, add_down_proj_wgrad, do, a_scaled, *routed)  # B2
         del a_scaled
         if need_b1:
             db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)
         if need_x:  # before dw1: dx_rows is alive beside every gradient made so far
             dx = up_proj_input_grad(dh, w1, *routed)  # B3 and B5
             _announce(ctx, dx, ds if need_s else None)
-        if need_w1:  # B4
-            total = sum_to_add_to(ctx, 1, w1) if ctx.accumulate else None
-            if total is None:
-                dw1 = up_proj_wgrad(x, dh, is_column_major(w1), *routed)
-            else:
-                add_up_proj_wgrad(total, x, dh, *routed)
+        if need_w1:
+            dw1 = _wgrad(ctx, 1, w1, up_proj_wgrad, add_up_proj_wgrad, x, dh, *routed)  # B4
     return dx, dw1, dw2, ds if need_s else None, db1, db2
+
+
+def _wgrad(
+    ctx: Any,
+    index: int,
+    weight: Tensor,
+    make: Callable[..., Tensor],
+    add: Callable[..., None],
+    by_token: Tensor,
+    by_row: Tensor,
+    *routed: Any,
+) -> Tensor | None:
+    """The gradient of the operator's input ``index``, or None once it is added to the sum of several backwards."""
+    total = sum_to_add_to(ctx, index, weight) if ctx.accumulate else None
+    if total is None:
+        return make(by_token, by_row, is_column_major(weight), *routed)
+    add(total, by_token, by_row, *routed)
+    return None
 
 
 def _announce(ctx: Any, dx: Tensor, ds: Tensor | None) -> None:
