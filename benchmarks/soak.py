@@ -10,6 +10,7 @@ with 1 where one grows by more than 0.1% per 1,000 steps, its uncertainty apart.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import gc
 import itertools
@@ -145,12 +146,27 @@ def soak(device: torch.device, minutes: float) -> dict[str, Any]:
     }
 
 
+def sleep_while_waiting() -> None:
+    """Let the host sleep while it waits for the GPU, before PyTorch makes its context: spinning would count as the
+    host's time, and a GPU that others share makes it spin for longer.
+    """
+    cuda, device, blocking_sync = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), 4  # CU_CTX_SCHED_BLOCKING_SYNC
+    for status in (
+        cuda.cuInit(0),
+        cuda.cuDeviceGet(ctypes.byref(device), 0),
+        cuda.cuDevicePrimaryCtxSetFlags_v2(device, blocking_sync),
+    ):
+        assert status == 0, f"CUDA error {status}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.device == "cuda":
+        sleep_while_waiting()
     row = soak(torch.device(arguments.device), arguments.minutes)
     print(f"{row}\nrecorded in {append('soak', [row])}")
     return 1 if row["growing"] else 0
