@@ -34,7 +34,7 @@ def run(sanitizer: str, tool: str, cases: str, *options: str) -> str:
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,  # minutes alone, longer where others share the GPU
         check=False,
     )
     output = done.stdout + done.stderr
