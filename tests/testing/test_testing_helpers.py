@@ -5,6 +5,7 @@ T tokens · E experts · K experts per token
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_comparison_refuses_a_single_element_that_the_mean_hides() -> None:
     actual[17, 3] += 0.5  # far below two rounding errors in the RMS of two million elements
     with pytest.raises(AssertionError, match="an element is off by"):
         compare(actual, torch.bfloat16, exact)
+
+
+@pytest.mark.parametrize(("caps", "is_refused"), [(0.9, False), (1.1, True)])
+def test_an_element_far_beyond_the_mean_may_be_off_by_a_cap_of_its_own_size(caps: float, is_refused: bool) -> None:
+    exact = torch.randn(2000, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact[17, 3] = 70.0
+    actual = exact.clone()
+    actual[17, 3] *= 1 + caps * ERROR_CAPS[torch.bfloat16]  # at a cap 2.1, 12 caps of the RMS are 0.36
+    with pytest.raises(AssertionError, match="an element is off by") if is_refused else nullcontext():
+        compare(actual.bfloat16(), torch.bfloat16, exact)
 
 
 def test_comparison_refuses_inputs_that_prove_nothing() -> None:
