@@ -160,6 +160,12 @@ def test_a_whole_model_in_training(name: str, run: Run) -> None:
     assert re.search(rf"^largest micro-batch +{' +'.join(micro_batches)}$", table, flags=re.M)
 
 
+def test_one_gpu_alone_is_not_fsdp(run: Run) -> None:
+    arguments = ("--preset", "olmoe-1b-7b", "--train", "--expert-parallel", 1, "--gpus")
+    assert "\non one GPU alone, AdamW" in run("plan", *arguments, 1)[1]
+    assert "\non 2 GPUs by FSDP, AdamW" in run("plan", *arguments, 2)[1]
+
+
 def test_a_model_that_fits_nowhere_says_so(run: Run) -> None:
     _, out, _ = run("plan", "--preset", "qwen3-235b", "--train", "--gpu", "rtx-4090", "--seq-len", 1 << 20)
     assert re.search(r"^largest micro-batch( +none fits){4}$", out, flags=re.M)

@@ -44,7 +44,7 @@ RUNS = recorded("train_throughput", contestant="tilemoe", between_micro_batches=
 
 @pytest.mark.parametrize("row", RUNS, ids=[f"{row['recipe']}-{row['processes']}-{row['time']}" for row in RUNS])
 def test_memory_and_speed_are_those_of_recorded_runs(row: dict[str, Any]) -> None:
-    setup = setup_of(row["recipe"], row["processes"])
+    setup = replace(setup_of(row["recipe"], row["processes"]), wrapped=row["sharded"])
     parts = memory_parts(setup, row["batch_size"])
     assert sum(parts.values()) == pytest.approx(max(row["peak_bytes"]), rel=0.03)
     daily = tokens_per_day(setup, row["batch_size"], row["mfu"])
@@ -57,6 +57,14 @@ def test_queries_and_keys_that_are_not_normalised_are_kept_once() -> None:
     projected = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * model.num_layers * 4 * setup.seq_len
     plain = memory_parts(replace(setup, model=replace(model, qk_norm="none")), 4)
     assert memory_parts(setup, 4)["activations"] - plain["activations"] == projected
+
+
+def test_a_gpu_alone_is_not_sharded_and_keeps_more() -> None:
+    alone = setup_of("single-gpu", 1)
+    assert not alone.is_sharded
+    assert setup_of("single-gpu", 2).is_sharded
+    kept, of_fsdp = (memory_parts(setup, 16)["activations"] for setup in (alone, replace(alone, wrapped=True)))
+    assert kept - of_fsdp == 8 * alone.model.hidden_size * alone.model.num_layers * 16 * alone.seq_len
 
 
 def layer_of(name: str) -> MoEConfig:
@@ -100,7 +108,7 @@ def test_fp8_and_shared_experts_change_what_they_should() -> None:
     plain, shared = setup_of("7b", 8), setup_of("7b", 8, expert_parallel=8)
     fp8 = replace(plain, dtype="fp8")
     parts = memory_parts(plain, 4)
-    assert memory_parts(shared, 4)["gathered"] < parts["gathered"] < memory_parts(fp8, 4)["gathered"]
+    assert memory_parts(shared, 4)["copies"] < parts["copies"] < memory_parts(fp8, 4)["copies"]
     assert memory_parts(shared, 4)["activations"] > parts["activations"]
     tokens, speed = 4 * plain.seq_len, tokens_per_day(plain, 4, 0.35)
     moe = plain.model.moe

@@ -104,10 +104,11 @@ def training_lines(train: Mapping[str, Any]) -> list[str]:
     setups: Sequence[Mapping[str, Any]] = train["setups"]
     sizes = f"{train['parameters'] / 1e9:.2f} B parameters, {train['active_parameters'] / 1e9:.2f} B active"
     speed = f"{100 * train['mfu']:g}% MFU of {train['stated_tflops']:g} TFLOP/s"
+    where = f"{train['gpus']} GPUs by FSDP" if train["gpus"] > 1 else "one GPU alone"
     room = f"{100 * train['usable']:g}% of {train['memory_bytes'] / 1e9:g} GB"
     lines = [
         f"training: {sizes}, {train['flops_per_token'] / 1e9:.2f} GFLOP per token in sequences of {train['seq_len']}",
-        f"on {train['gpus']} GPUs by FSDP, AdamW; assumed: {speed}, {room} usable; EP: GPUs that share the experts",
+        f"on {where}, AdamW; assumed: {speed}, {room} usable; EP: GPUs that share the experts",
         "",
         _row("", [f"{setup['dtype']}, EP {setup['expert_parallel']}" for setup in setups]),
         _row("fewest GPUs", [str(setup["fewest_gpus"] or "none fit") for setup in setups]),

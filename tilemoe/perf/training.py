@@ -3,8 +3,9 @@
 T tokens of a GPU's micro-batch · d model width · H, H_kv, D heads and their width · n intermediate_size · E experts ·
 K experts per token · V vocabulary · P parameters · N GPUs · X GPUs that share a layer's experts
 
-As `tilemoe train` does it: FSDP2 over N GPUs, fp32 weights and AdamW, blocks gathered and computed in bf16, gradients
-reduced in fp32, the loss in chunks, nothing checkpointed, nothing kept between micro-batches.
+As `tilemoe train` does it: fp32 weights and AdamW, blocks compiled, the loss in chunks, nothing checkpointed. Over N
+GPUs by FSDP2: blocks gathered and computed in bf16, gradients reduced in fp32, nothing kept between micro-batches. One
+GPU alone computes under autocast: the residual stream is fp32, and each weight has a bf16 copy until its backward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _DAY = 86400
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained: N GPUs of which X share the experts, sequences of ``seq_len`` tokens, bf16 or fp8."""
+    """How a model is trained: N GPUs of which X share the experts, sequences of ``seq_len`` tokens, bf16 or fp8.
+
+    wrapped: in FSDP2. None: where there are several GPUs.
+    """
 
     model: ModelConfig
     gpu: Gpu
@@ -39,25 +43,35 @@ class Setup:
     expert_parallel: int
     seq_len: int
     dtype: str = "bf16"
+    wrapped: bool | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.gpus > 1 if self.wrapped is None else self.wrapped
 
 
 def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
-    """Bytes on each GPU by part, at the peak of a step with micro-batches of ``sequences``."""
+    """Bytes on each GPU by part, at the peak of a step with micro-batches of ``sequences``.
+
+    "copies" are the weights that kernels read: gathered by FSDP2, or cast.
+    """
     model, tokens = setup.model, sequences * setup.seq_len
     parameters = count_parameters(model)
     share = math.ceil(parameters / setup.gpus)
     block, experts = _block_parameters(setup)
     head = model.vocab_size * model.hidden_size
     root = head * (1 if model.tie_embeddings else 2)
-    gathered = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
+    copies = _BF16 * parameters
+    if setup.is_sharded:
+        copies = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
     if setup.dtype == "fp8":  # both layouts of a byte each: of all blocks where they are kept, of one where not
         layers = model.num_layers - model.num_dense_layers if setup.gpus == 1 else 1
-        gathered += 2 * layers * experts
+        copies += 2 * layers * experts
     return {
         "weights": _FP32 * share,
         "gradients": _FP32 * share,
         "AdamW": 2 * _FP32 * share,
-        "gathered": gathered,
+        "copies": copies,
         "activations": sum(_activation_bytes(setup, tokens)),
         "working": max(_moe_working_bytes(setup, tokens), LOSS_CHUNK_BYTES + _FP32 * head),
     }
@@ -141,13 +155,16 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
 def _activation_bytes(setup: Setup, tokens: int) -> Iterator[int]:
     """Of each block, what is kept for the backward: residuals and normed inputs, attention, the MLP's or the experts'.
 
+    Alone, both residuals are fp32, and the normed input of the experts is kept in fp32, for the router, and in bf16.
     Attention keeps queries and keys as rotated and, where they are normalised, as projected, values, its output in both
     orders of heads, and a number for each query and head.
     """
     model, moe = setup.model, setup.model.moe
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     projected = 0 if model.qk_norm == "none" else heads + kv
-    common = tokens * (_BF16 * (4 * model.hidden_size + 3 * heads + 2 * kv + projected) + _FP32 * model.num_heads)
+    stream = 4 * _BF16 if setup.is_sharded else 3 * _FP32 + 2 * _BF16
+    attention = _BF16 * (3 * heads + 2 * kv + projected) + _FP32 * model.num_heads
+    common = tokens * (stream * model.hidden_size + attention)
     yield model.num_layers * common
     yield model.num_dense_layers * tokens * _BF16 * 3 * model.dense_intermediate_size
     if moe is not None:
