@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_docs_names import NAME, ROOT, prose
 
-from tilemoe.kernels.experts.hopper.configs import BLOCK_K, TILES
+from tilemoe.kernels.experts.hopper.configs import BLOCK_K, TILES, is_faster
 from tilemoe.kernels.experts.triton import configs
 from tilemoe.perf.costs import IN_FP8, Cost, kernel_costs, router_costs
 from tilemoe.runtime.device import Device
@@ -71,16 +71,20 @@ def cost_of(cost: Cost) -> str:
     return f"{cost.flops / 1e12:.2f} TFLOP, {moved}, {cost.flops / cost.bytes:.0f} FLOP/byte"
 
 
+def widths_of(kernel: configs.Kernel) -> tuple[int, int]:
+    """As `choose_tile` and `is_faster` take them."""
+    d, n, w = SIZES["d"], SIZES["n"], SIZES["w"]
+    return {"down_proj": (n, d), "up_proj_dgrad": (w, d), "up_proj_wgrad": (d, w)}.get(kernel, (d, n))
+
+
 def tiles_of(kernel: configs.Kernel) -> list[str]:
     """What a page says of a GEMM's tiles, by both sets of kernels."""
-    d, n, w = SIZES["d"], SIZES["n"], SIZES["w"]
-    widths = {"down_proj": (n, d), "up_proj_dgrad": (w, d), "up_proj_wgrad": (d, w)}.get(kernel, (d, n))
     gate_up = "concatenated" if kernel in configs.WITH_ACTIVATION else None
     hopper, parts = TILES[kernel], 2 if kernel == "up_proj_act" else 1
     registers = f"{hopper.consumer_registers} registers a consumer's thread, {hopper.producer_registers} a producer's"
     told = [f"- Hopper: {hopper.block_m} x {hopper.block_n} x {BLOCK_K}, {hopper.num_stages} stages, {registers}."]
     for name, device in GPUS.items():
-        told.append(f"{tile_of(configs.choose_tile(kernel, *widths, 2, device, gate_up), parts)} on {name}")
+        told.append(f"{tile_of(configs.choose_tile(kernel, *widths_of(kernel), 2, device, gate_up), parts)} on {name}")
     return told
 
 
@@ -211,11 +215,13 @@ def test_a_page_says_what_code_and_results_say(kernel: str) -> None:
     moved = [sum(bytes_of(*found[:2]) for found in TENSOR.findall(side)) for side in (read, written)]
     assert moved == [cost.read, cost.written]
     assert part(page, "Measured").startswith(measured(kernel))
-    if kernel in TILES:
-        assert [line for line in tiles_of(kernel) if line not in part(page, "Tile")] == []  # type: ignore[arg-type]
+    for gemm in configs.KERNELS:
+        if gemm == kernel:
+            assert [line for line in tiles_of(gemm) if line not in part(page, "Tile")] == []
+            assert ("By the portable kernel." in part(page, "Measured")) != is_faster(gemm, *widths_of(gemm))
 
 
-@pytest.mark.parametrize("page", PAGES.keys() - PAGE_OF.values())
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - PAGE_OF.values()))
 def test_another_page_says_what_code_and_results_say(page: str) -> None:
     text, told = part(page, "Measured"), other_times().get(page)
     if told is None:
