@@ -118,7 +118,7 @@ def test_times_are_the_newest_recorded() -> None:
             newest[row["kernel"]] = (f"{row['ms']['median']:.3f}", row["commit"][:7])
     seen = set()
     for line in prose(ROOT / "docs" / "kernels.md").splitlines():
-        first = line.strip("| ").partition("|")[0].strip().strip("`")
+        first = re.sub(r"[`\[]|\]\(.*", "", line.strip("| ").partition("|")[0]).strip()
         for told in TIME.findall(line):
             kernel = KERNEL_OF.get(first, first)
             assert told == newest[kernel], f"{first}: results/kernels.jsonl has {newest[kernel]}"
