@@ -407,6 +407,7 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         PropagateNan=SimpleNamespace(ALL=None),  # PyTorch's way
         static_assert=require,
         math=SimpleNamespace(rsqrt=torch.rsqrt, exp2=torch.exp2),
+        **{name: getattr(torch, name) for name in ("sigmoid", "erf", "exp")},
     )
     jit = SimpleNamespace(jit=lambda function=None, **options: (lambda f: f) if function is None else function)
     return {

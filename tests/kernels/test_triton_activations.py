@@ -115,6 +115,18 @@ def test_gelu_is_as_exact_as_pytorchs(approximate: str, dtype: torch.dtype) -> N
         assert errors[0] <= 1.001 * errors[1]
 
 
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_slopes_in_fp32_have_the_quality_of_pytorchs(name: str) -> None:
+    z = torch.linspace(-6, 6, 120_001)
+    _, slope = of_kernels(inner)(z, name, True)
+    theirs, exact = (
+        torch.autograd.grad(reference.activation(of[:, None], name).sum(), of)[0]
+        for of in (z.requires_grad_(), z.double().detach().requires_grad_())
+    )
+    errors = [float((found.double() - exact).norm()) for found in (slope.detach(), theirs)]
+    assert errors[0] <= 2 * errors[1]
+
+
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_what_is_not_finite(name: str) -> None:
     """NaN stays, in the gradient where the table has it, too; infinities give what the table gives in fp32."""

@@ -66,11 +66,15 @@ def inner(z, NAME: tl.constexpr, PRECISE: tl.constexpr):
         # 0.5 * (1 + tanh(u)) is sigmoid(2u)
         square = z * z
         if PRECISE:
-            sig = tl.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * square))
+            exponent = z * (1.5957691216057308 + 0.07135481627260025 * square)
+            sig = tl.sigmoid(exponent)
+            value = z * sig
+            rest = value * tl.sigmoid(-exponent)  # value * (1 - sig), whose error the next line would multiply
         else:
             sig = base2_sigmoid(z * (-2.302208198144325 - 0.1029432395800235 * square))
-        value = z * sig
-        slope = sig + (value - value * sig) * (1.5957691216057308 + 0.21406444881780075 * square)
+            value = z * sig
+            rest = value - value * sig
+        slope = sig + rest * (1.5957691216057308 + 0.21406444881780075 * square)
     elif NAME == "relu" or NAME == "reglu":
         value = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
         slope = tl.where(z > 0, 1.0, 0.0)
