@@ -30,6 +30,7 @@ TOLERANCE = 6e-4  # as on a GPU
 OUTPUTS = {
     "up_proj_act_kernel": ("a", "h"),
     "gemm_rows_kernel": ("out",),
+    "gemm_stationary_kernel": ("out",),
     "gemm_dgrad_dact_kernel": ("dh", "a_scaled", "partial"),
     "gemm_wgrad_kernel": ("out",),
 }

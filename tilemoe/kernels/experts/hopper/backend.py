@@ -17,7 +17,7 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import Given
 from tilemoe.kernels.experts.hopper import configs, host, serves
-from tilemoe.kernels.experts.hopper.configs import TILES, is_faster
+from tilemoe.kernels.experts.hopper.configs import TILES, is_faster, tile_of
 from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, has_aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, tile_rows
@@ -43,7 +43,7 @@ class HopperBackend(TritonBackend):
         d, n = x.shape[1], w1.shape[1] // spec.width_factor
         following = _device("down_proj", x, plan, n, d)
         if following is not None:  # F2's tiles are listed with F1's, whichever kernel F1 takes: one launch, not two
-            listed_tiles(plan, tile_rows(x.element_size(), following), TILES["down_proj"].block_m)
+            listed_tiles(plan, tile_rows(x.element_size(), following), tile_of("down_proj", n).block_m)
         device = _device("up_proj_act", x, plan, d, n)
         weight = split_parts(w1, spec).transpose(2, 3)
         if device is None or not (has_aligned_rows(x) and _describable_weight(weight, device)):
@@ -59,7 +59,7 @@ class HopperBackend(TritonBackend):
         device = _device(kernel, rows, plan, *weight.shape[1:])
         if device is None or not (can_describe_rows(device, rows) and _describable_weight(weight, device)):
             return super()._rows(kernel, rows, weight, bias, plan)
-        tiles = listed_tiles(plan, TILES[kernel].block_m)
+        tiles = listed_tiles(plan, tile_of(kernel, weight.shape[1]).block_m)
         launch, out = host.rows_launch(kernel, rows, weight, _aligned_bias(bias), plan, tiles, device)
         launch.run()
         return out

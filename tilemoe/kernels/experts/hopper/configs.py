@@ -31,13 +31,15 @@ ADDED_N = EPILOGUE_N // 2  # of one that adds: fp32, so as many bytes
 COOPERATIVE_M = CONSUMERS * WARPGROUP_M  # the consumers share a tile
 PINGPONG_BLOCKS = 3  # accumulators of 64 x 128 that a consumer's registers hold
 PINGPONG_M = PINGPONG_BLOCKS * WARPGROUP_M  # each consumer has a tile of its own
+STATIONARY_M = 1024  # rows that share one load of a weight's slices: more, and CTAs end at different times
 
 
 @dataclass(frozen=True)
 class TileConfig:
     """A tile of block_m x block_n, the pipeline's stages, and the registers of a consumer's and a producer's thread.
 
-    Registers are multiples of 8; those of 256 consumer and 128 producer threads are at most 65536.
+    Registers are multiples of 8; those of 256 consumer and 128 producer threads are at most 65536. b_stages: steps of
+    the contraction whose B stays in shared memory for all of the tile's rows; 0: B streams, as A does.
     """
 
     block_m: int
@@ -45,6 +47,7 @@ class TileConfig:
     num_stages: int
     consumer_registers: int
     producer_registers: int
+    b_stages: int = 0
 
 
 _COOPERATIVE = TileConfig(COOPERATIVE_M, 256, 4, 224, 56)
@@ -59,6 +62,8 @@ TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
         "up_proj_wgrad": _COOPERATIVE,
     }
 )
+# Of down_proj and up_proj_dgrad, while the contraction is that short: B's 128 KB are all that shared memory has room for.
+STATIONARY = (TileConfig(STATIONARY_M, 256, 8, 240, 24, 4), TileConfig(STATIONARY_M, 128, 8, 240, 24, 8))
 # Beyond these contractions of up_proj_dgrad the portable kernel was faster: there is little epilogue to overlap.
 # up_proj_act, down_proj_dgrad_dact and down_proj: within 1% of it or faster nearly everywhere (docs/lab/hopper.md).
 MAX_CONTRACTION = 1024
@@ -87,6 +92,15 @@ def why_unsupported(device: Device, triton_version: str) -> str | None:
     if not triton_version.startswith(TRITON_VERSIONS):
         return f"the Hopper kernels need Triton {' or '.join(v + 'x' for v in TRITON_VERSIONS)}, not {triton_version}"
     return None
+
+
+def tile_of(kernel: Kernel, width_in: int) -> TileConfig:
+    """Of a contraction of that length."""
+    if kernel in ("down_proj", "up_proj_dgrad"):
+        for tile in STATIONARY:
+            if width_in <= tile.b_stages * BLOCK_K:
+                return tile
+    return TILES[kernel]
 
 
 def is_faster(kernel: Kernel, width_in: int, width_out: int) -> bool:

@@ -12,11 +12,20 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import is_column_major
 from tilemoe.kernels.experts.hopper import configs
-from tilemoe.kernels.experts.hopper.configs import ADDED_N, BLOCK_K, EPILOGUE_N, TILES, WARPGROUP_M, TileConfig
+from tilemoe.kernels.experts.hopper.configs import (
+    ADDED_N,
+    BLOCK_K,
+    EPILOGUE_N,
+    TILES,
+    WARPGROUP_M,
+    TileConfig,
+    tile_of,
+)
 from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor, weight_descriptor
 from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import gemm_dgrad_dact_kernel
 from tilemoe.kernels.experts.hopper.gemm_gather_act import up_proj_act_kernel
 from tilemoe.kernels.experts.hopper.gemm_pingpong import gemm_rows_kernel
+from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_wgrad_kernel
 from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.kernels.experts.triton.host import act_outputs, dact_outputs, gate_up_layout, split_parts
@@ -39,16 +48,20 @@ def rows_launch(
     device: Device,
 ) -> tuple[Launch, Tensor]:
     """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, p, q), whose p or q is contiguous, plus bias (E, q)
-    of contiguous rows.
+    of contiguous rows. tiles: of `tile_of`'s height.
     """
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
-    tile = TILES[kernel]
+    tile = tile_of(kernel, p)
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
     left, to = described(rows, [WARPGROUP_M, BLOCK_K]), ragged_descriptor(out, _EPILOGUE_BLOCK)
-    args = (left, right, bias, to, *tiles, p, q, _row_stride(bias))
+    operands, sizes = (left, right, bias, to, *tiles), (p, q, _row_stride(bias))
     grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n))
-    return hopper_launch(gemm_rows_kernel, grid, args, {"B_K_MAJOR": k_major}, tile), out
+    if tile.b_stages:
+        args = (*operands, plan.row_start_of_expert, *sizes)
+        constants = {"B_K_MAJOR": k_major, "B_STAGES": tile.b_stages}
+        return hopper_launch(gemm_stationary_kernel, grid, args, constants, tile), out
+    return hopper_launch(gemm_rows_kernel, grid, (*operands, *sizes), {"B_K_MAJOR": k_major}, tile), out
 
 
 def up_proj_act_launch(

@@ -85,7 +85,7 @@ class HopperFp8Backend(HopperBackend):
         """F2 and B3: (R_max, q) of rows (R_max, p) and a weight (E, q, p) that is contiguous along p."""
         if plan.capacity == 0:
             return weight.scale.new_empty(0, weight.data.shape[1], dtype=weight.dtype)
-        tiles, device = listed_tiles(plan, host.TILE.block_m), device_of(weight.data)
+        tiles, device = listed_tiles(plan, host.rows_tile(weight.data.shape[2]).block_m), device_of(weight.data)
         operand = quantized_rows(rows if isinstance(rows, Operand) else rows.contiguous())
         bias = None if bias is None else aligned_rows(bias)
         launch, out = host.rows_launch(operand, weight, bias, plan, tiles, device)

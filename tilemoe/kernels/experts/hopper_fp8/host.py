@@ -20,6 +20,7 @@ from tilemoe.kernels.experts.hopper.configs import BLOCK_K, EPILOGUE_N, WARPGROU
 from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor
 from tilemoe.kernels.experts.hopper.host import h_descriptors, h_output, hopper_launch, swizzle_of
 from tilemoe.kernels.experts.hopper_fp8.gemm import gemm_dgrad_dact_kernel, gemm_rows_kernel, up_proj_act_kernel
+from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.quantize import BLOCK, ROWS
 from tilemoe.kernels.experts.triton.host import dact_outputs, gate_up_layout, split_parts
 from tilemoe.kernels.experts.triton.tiles import TileList
@@ -27,7 +28,8 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
-TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel
+TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel but those of short contractions
+STATIONARY = TileConfig(configs.STATIONARY_M, 2 * BLOCK, 8, 232, 40, 4)
 _EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
 
 
@@ -39,17 +41,29 @@ def rows_launch(
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, q, p), plus bias (E, q) of contiguous rows."""
+    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, q, p), plus bias (E, q) of contiguous rows.
+
+    tiles: of `rows_tile`'s height.
+    """
     q, p = weight.data.shape[1:]
-    dtype = rows.dtype
+    dtype, tile = rows.dtype, rows_tile(p)
     out = rows.data.new_empty(plan.capacity, q, dtype=dtype)
-    right = described(_pairs(weight.data, dtype).unsqueeze(1), [1, 1, TILE.block_n, BLOCK_K])
-    operands = (*_rows(rows, dtype), right, weight.scale, bias, ragged_descriptor(out, _EPILOGUE_BLOCK))
-    bias_stride = 0 if bias is None else bias.stride(0)
-    sizes = (p // 2, q, *_strides(weight), bias_stride)
-    column_tiles = ceil_div(q, TILE.block_n)
-    args = (*operands, *tiles, swizzle_of(plan, column_tiles), *sizes)
-    return _launch(gemm_rows_kernel, tiles.capacity * column_tiles, args, {}, device), out
+    left, row_scale = _rows(rows, dtype)
+    right = described(_pairs(weight.data, dtype).unsqueeze(1), [1, 1, tile.block_n, BLOCK_K])
+    operands = (right, weight.scale, bias, ragged_descriptor(out, _EPILOGUE_BLOCK), *tiles)
+    sizes = (p // 2, q, *_strides(weight), 0 if bias is None else bias.stride(0))
+    column_tiles = ceil_div(q, tile.block_n)
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
+    if tile.b_stages:
+        args = (described(left, [WARPGROUP_M, BLOCK_K]), row_scale, *operands, plan.row_start_of_expert, *sizes)
+        return hopper_launch(gemm_stationary_kernel, grid, args, {"B_STAGES": tile.b_stages}, tile), out
+    args = (left, row_scale, *operands, swizzle_of(plan, column_tiles), *sizes)
+    return hopper_launch(gemm_rows_kernel, grid, args, {}, tile), out
+
+
+def rows_tile(width_in: int) -> TileConfig:
+    """Of F2 and B3 with a contraction of that length."""
+    return STATIONARY if width_in <= STATIONARY.b_stages * BLOCK else TILE
 
 
 def up_proj_act_launch(

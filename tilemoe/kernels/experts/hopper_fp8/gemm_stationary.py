@@ -1,0 +1,202 @@
+"""F2 and B3 of a short contraction with FP8 operands, weight-stationary: `hopper.gemm_stationary` with scaled products.
+
+E experts · R_max row capacity · BN tile columns · S stages of A · B_STAGES slices of B
+
+Operands as in `gemm`. The consumers are not ordered: while one multiplies by scales, the tensor cores work for the
+other. So a block has at most half as many steps as there are stages, or a consumer would wait for a stage more than one
+phase ahead, and mbarriers know only a phase's parity. For lack of registers the producer decodes tiles for them.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilemoe.kernels.experts.hopper.gemm_stationary import (
+    BUFFERS,
+    arrivals_of,
+    item_coords,
+    load_b,
+    load_rows,
+    new_rings,
+    release_b,
+    store_columns,
+)
+from tilemoe.kernels.experts.hopper.pipeline import (
+    BK,
+    CONSUMERS,
+    EPILOGUE_N,
+    WARPGROUP_M,
+    consumer_wait,
+    halves,
+    new_tile_info,
+    producer_acquire,
+    publish_tile,
+    receive_tile,
+)
+from tilemoe.kernels.experts.hopper_fp8.mainloop import (
+    BLOCK,
+    add_bias_to_slices,
+    operand,
+    scale_pointers,
+    zero_half,
+)
+
+STEPS = gl.constexpr(4)  # at most, of a block
+WARP_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def load_row_scales(rows_scale, row, end, steps):
+    """Four times (WARPGROUP_M), a step's each, on their way. Rows past the expert's end, and steps, count as the last."""
+    rows = gl.maximum(gl.minimum(row + gl.arange(0, WARPGROUP_M, WARP_LAYOUT), end - 1), 0)
+    pointers = rows_scale + rows.to(gl.int64) * steps
+    last = steps - 1
+    first, second = gl.load(pointers), gl.load(pointers + gl.minimum(1, last))
+    return first, second, gl.load(pointers + gl.minimum(2, last)), gl.load(pointers + last)
+
+
+@gluon.jit
+def scaled_producer(
+    rows, rows_scale, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring, row_scale,
+    tile_info, BN: gl.constexpr,
+):  # fmt: skip
+    """Producer, one warp: as `stationary_producer`, and row_scale (S, WARPGROUP_M), each stage's.
+
+    tile_info of a block: (expert, arrivals and phase of B in one number, -1 after the last; row, end, column).
+    """
+    column_tiles = gl.cdiv(width_out, BN)
+    total = gl.load(num_tiles) * column_tiles
+    steps = width_in // BK
+    step, item = 0, 0
+    expert, row, end, col, count = item_coords(gl.program_id(0), total, column_tiles, tiles, row_start_of_expert, BN)
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_expert, next_row, next_end, next_col, next_count = item_coords(
+            index + gl.num_programs(0), total, column_tiles, tiles, row_start_of_expert, BN
+        )
+        for block in range(count):
+            scales = load_row_scales(rows_scale, row, end, steps)
+            stage = producer_acquire(ring, step)
+            publish_tile(tile_info, stage, 8 * expert + 2 * arrivals_of(block, count) + (item & 1), row, end, col)
+            for piece in gl.static_range(STEPS):
+                if piece < steps:
+                    row_scale.index(producer_acquire(ring, step)).store(scales[piece])
+                    if block == 0:
+                        load_b(weight, expert, piece, col, b_ring, item, True)
+                    load_rows(rows, row, piece * BK, ring, step)
+                    step += 1
+            row += WARPGROUP_M
+        item += 1
+        expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count
+    for _ in gl.static_range(CONSUMERS):
+        stage = producer_acquire(ring, step)
+        publish_tile(tile_info, stage, -1, 0, 0, 0)
+        mbarrier.arrive(ring[2].index(stage), count=1)
+        step += steps
+
+
+@gluon.jit
+def scaled_mainloop_stationary(ring, b_ring, row_scale, weight_scales, stride_in, step, steps, phase, arrivals):
+    """A block's rows as four slices (WARPGROUP_M, EPILOGUE_N) fp32, left to right.
+
+    row_scale: (S, WARPGROUP_M) in shared memory. weight_scales, stride_in: as for `mainloop.scaled_mainloop`. phase: of
+    B. arrivals: as for `release_b`.
+    """
+    a_smem, b_smem, b_full, _b_empty = b_ring
+    _a_smem, _b_smem, _full, empty = ring
+    left_pointer, right_pointer = weight_scales
+    left, right, product = zero_half(), zero_half(), zero_half()
+    of_rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
+    for piece in range(steps):
+        # Used once the products are there, which hides the loads.
+        left_weight, right_weight = (
+            gl.load(left_pointer + piece * stride_in),
+            gl.load(right_pointer + piece * stride_in),
+        )
+        stage = consumer_wait(ring, step)
+        mbarrier.wait(b_full.index(piece), phase)
+        a, b = operand(a_smem.index(stage), WARPGROUP_M), operand(b_smem.index(piece), 2 * BLOCK)
+        product = warpgroup_mma(a, b.slice(0, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)
+        scale = row_scale.index(stage).load(of_rows)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        left += product * (scale * left_weight)[:, None]
+        left = warpgroup_mma_wait(0, deps=(left,))  # nothing: the sums are made before the next products are issued
+        product = warpgroup_mma(a, b.slice(BLOCK, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        release_b(b_ring, piece, arrivals)
+        right += product * (scale * right_weight)[:, None]
+        step += 1
+    return halves(left, WARPGROUP_M, BLOCK) + halves(right, WARPGROUP_M, BLOCK)
+
+
+@gluon.jit
+def scaled_consumer(
+    out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
+    ring, b_ring, row_scale, tile_info, staging, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Consumer: every other block of the CTA's."""
+    steps = width_in // BK
+    step = CONSUMER * steps
+    block, row, end, col = receive_tile(ring, tile_info, step)
+    while block >= 0:
+        expert, arrivals, phase = block // 8, block // 2 % 4, block & 1
+        scales = scale_pointers(weight_scale, expert, col, col + BLOCK, width_out, stride_se, stride_sout)
+        slices = scaled_mainloop_stationary(ring, b_ring, row_scale, scales, stride_sin, step, steps, phase, arrivals)
+        if bias is not None:
+            slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + BLOCK, width_out)
+        store_columns(slices, out, None, row, end, col, staging, CONSUMER)
+        step += CONSUMERS * steps
+        block, row, end, col = receive_tile(ring, tile_info, step)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_stationary_kernel(
+    rows,
+    rows_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    expert_of_tile,
+    row_of_tile,
+    end_of_tile,
+    num_tiles,
+    row_start_of_expert,
+    width_in,
+    width_out,
+    stride_se,
+    stride_sout,
+    stride_sin,
+    stride_bias,
+    B_STAGES: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """F2 and B3, width_in <= B_STAGES * BK <= STAGES * BK / 2: as `gemm.gemm_rows_kernel`, rows by descriptor and BN 256."""
+    gl.static_assert(B_STAGES == STEPS and STAGES >= 2 * STEPS, "see above")
+    gl.static_assert(BN == 2 * BLOCK, "two blocks of scales")
+    ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)
+    row_scale = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUP_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    staging = gl.allocate_shared_memory(
+        rows.dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    tile_info = new_tile_info(STAGES)
+    tiles = (expert_of_tile, row_of_tile, end_of_tile)
+    gl.warp_specialize(
+        [
+            (scaled_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
+                               width_out, ring, b_ring, row_scale, tile_info, staging, 0)),
+            (scaled_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
+                               width_out, ring, b_ring, row_scale, tile_info, staging, 1)),
+            (scaled_producer, (rows, rows_scale, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out,
+                               ring, b_ring, row_scale, tile_info, BN)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
