@@ -62,7 +62,7 @@ TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
         "up_proj_wgrad": _COOPERATIVE,
     }
 )
-# Of down_proj and up_proj_dgrad, while the contraction is that short: B's 128 KB are all that shared memory has room for.
+# Of down_proj and up_proj_dgrad with so short a contraction: B's 128 KB are all that shared memory has room for.
 STATIONARY = (TileConfig(STATIONARY_M, 256, 8, 240, 24, 4), TileConfig(STATIONARY_M, 128, 8, 240, 24, 8))
 # Beyond these contractions of up_proj_dgrad the portable kernel was faster: there is little epilogue to overlap.
 # up_proj_act, down_proj_dgrad_dact and down_proj: within 1% of it or faster nearly everywhere (docs/lab/hopper.md).

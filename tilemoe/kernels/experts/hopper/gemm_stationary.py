@@ -107,10 +107,12 @@ def stationary_producer(
             load_b(weight, expert, k // BK, col, b_ring, item, B_K_MAJOR)
             load_rows(rows, row, k, ring, step)
             step += 1
-        for block in range(1, count):
+        block = 1
+        while block < count:  # not `for`: Triton 3.6 takes a value that bounds an inner loop alone for one that stays
             for k in range(0, width_in, BK):
                 load_rows(rows, row + block * WARPGROUP_M, k, ring, step)
                 step += 1
+            block += 1
         item += 1
         expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count
 
