@@ -62,8 +62,9 @@ TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
         "up_proj_wgrad": _COOPERATIVE,
     }
 )
-# Of down_proj and up_proj_dgrad with so short a contraction: B's 128 KB are all that shared memory has room for.
-STATIONARY = (TileConfig(STATIONARY_M, 256, 8, 240, 24, 4), TileConfig(STATIONARY_M, 128, 8, 240, 24, 8))
+# Of down_proj and up_proj_dgrad with so short a contraction: B's 128 KB are all that shared memory has room for. With 8
+# steps of 128 columns instead, up to 512, it was 5 to 9% slower than ping-pong.
+STATIONARY = TileConfig(STATIONARY_M, 256, 8, 240, 24, 4)
 # Beyond these contractions of up_proj_dgrad the portable kernel was faster: there is little epilogue to overlap.
 # up_proj_act, down_proj_dgrad_dact and down_proj: within 1% of it or faster nearly everywhere (docs/lab/hopper.md).
 MAX_CONTRACTION = 1024
@@ -96,11 +97,8 @@ def why_unsupported(device: Device, triton_version: str) -> str | None:
 
 def tile_of(kernel: Kernel, width_in: int) -> TileConfig:
     """Of a contraction of that length."""
-    if kernel in ("down_proj", "up_proj_dgrad"):
-        for tile in STATIONARY:
-            if width_in <= tile.b_stages * BLOCK_K:
-                return tile
-    return TILES[kernel]
+    is_short = width_in <= STATIONARY.b_stages * BLOCK_K
+    return STATIONARY if is_short and kernel in ("down_proj", "up_proj_dgrad") else TILES[kernel]
 
 
 def is_faster(kernel: Kernel, width_in: int, width_out: int) -> bool:

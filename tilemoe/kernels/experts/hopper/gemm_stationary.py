@@ -28,7 +28,6 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     EPILOGUE_N,
     PAIR_LAYOUT,
     RAGGED_EXTENT,
-    THREAD_LAYOUT,
     WARPGROUP_M,
     b_operand,
     consumer_release_previous,
@@ -98,9 +97,9 @@ def stationary_producer(
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     step, item = 0, 0
-    expert, row, end, col, count = item_coords(gl.program_id(0), total, column_tiles, tiles, row_start_of_expert, BN)
+    expert, row, _end, col, count = item_coords(gl.program_id(0), total, column_tiles, tiles, row_start_of_expert, BN)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_expert, next_row, next_end, next_col, next_count = item_coords(
+        next_expert, next_row, _next_end, next_col, next_count = item_coords(
             index + gl.num_programs(0), total, column_tiles, tiles, row_start_of_expert, BN
         )
         for k in range(0, width_in, BK):
@@ -113,8 +112,8 @@ def stationary_producer(
                 load_rows(rows, row + block * WARPGROUP_M, k, ring, step)
                 step += 1
             block += 1
-        item += 1
-        expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count
+        item += 1  # noqa: SIM113  # not Python's enumerate
+        expert, row, col, count = next_expert, next_row, next_col, next_count
 
 
 @gluon.jit
@@ -186,7 +185,6 @@ def stationary_consumer(
     bias_smem, mma_order, CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
     """Consumer: every other block of the CTA's. mma_order: as in `gemm_pingpong`."""
-    BIAS_LAYOUT: gl.constexpr = PAIR_LAYOUT if BN == 256 else THREAD_LAYOUT
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     steps = gl.cdiv(width_in, BK)
@@ -200,7 +198,7 @@ def stationary_consumer(
         bias_of_item = None
         if bias is not None:
             bias_of_item = bias_smem.index(CONSUMER)
-            columns = col + gl.arange(0, BN, BIAS_LAYOUT)
+            columns = col + gl.arange(0, BN, PAIR_LAYOUT)
             bias_of_item.store(load_bias(bias, expert, stride_bias, columns, width_out).to(gl.float32))
         for block in range((before + CONSUMER) & 1, count, CONSUMERS):
             mbarrier.wait(mma_order.index(CONSUMER), phase)
@@ -212,7 +210,7 @@ def stationary_consumer(
             row = first + block * WARPGROUP_M
             store_columns(epilogue_slices(acc, BN), out, bias_of_item, row, end, col, staging, CONSUMER)
         before += count
-        item += 1
+        item += 1  # noqa: SIM113
         expert, first, end, col, count = next_expert, next_first, next_end, next_col, next_count
     tma.store_wait(0)
 

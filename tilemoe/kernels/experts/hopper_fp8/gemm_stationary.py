@@ -50,7 +50,7 @@ WARP_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 @gluon.jit
 def load_row_scales(rows_scale, row, end, steps):
-    """Four times (WARPGROUP_M), a step's each, on their way. Rows past the expert's end, and steps, count as the last."""
+    """Four times (WARPGROUP_M), a step's each, on their way. Rows and steps past the last count as the last."""
     rows = gl.maximum(gl.minimum(row + gl.arange(0, WARPGROUP_M, WARP_LAYOUT), end - 1), 0)
     pointers = rows_scale + rows.to(gl.int64) * steps
     last = steps - 1
@@ -88,7 +88,7 @@ def scaled_producer(
                     load_rows(rows, row, piece * BK, ring, step)
                     step += 1
             row += WARPGROUP_M
-        item += 1
+        item += 1  # noqa: SIM113
         expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count
     for _ in gl.static_range(CONSUMERS):
         stage = producer_acquire(ring, step)
@@ -178,7 +178,7 @@ def gemm_stationary_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3, width_in <= B_STAGES * BK <= STAGES * BK / 2: as `gemm.gemm_rows_kernel`, rows by descriptor and BN 256."""
+    """F2 and B3, width_in <= B_STAGES * BK: as `gemm.gemm_rows_kernel`; rows is a descriptor."""
     gl.static_assert(B_STAGES == STEPS and STAGES >= 2 * STEPS, "see above")
     gl.static_assert(BN == 2 * BLOCK, "two blocks of scales")
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)
