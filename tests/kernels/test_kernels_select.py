@@ -122,6 +122,7 @@ def test_every_chooser_asks_one_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         choose.choose_plan(GPU, 8, 4),
         choose.choose_inference_plan(GPU, 8, 4),
         choose.choose_expert_parallel(GPU, 4, 8, 4, 2),
+        choose.choose_packing(GPU, torch.bfloat16),
         choose_lm(torch.ones(2)),
     )
     choose._known_experts_on.cache_clear()
@@ -137,6 +138,25 @@ def test_a_layers_own_limits_are_the_reason_where_triton_runs() -> None:
         (choose_lm(torch.nn.Parameter(torch.ones(2))), "Parameter may stand for a tensor"),
     ):
         assert (choice.name, choice.reason) == ("torch", reason)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [
+        (89, torch.bfloat16, "one kernel each way"),
+        (80, torch.bfloat16, "e4m3 needs compute capability 8.9"),
+        (90, torch.float64, "no Triton kernel computes in torch.float64"),
+    ],
+)
+def test_rows_are_packed_by_triton_where_it_has_e4m3(
+    capability: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilemoe.kernels.experts.triton_fp8 import backend
+
+    monkeypatch.setattr(backend, "gpu", lambda index: Device(capability, 0, 0))
+    choice = choose.choose_packing(GPU, dtype)
+    assert choice.name == ("triton" if capability == 89 else "torch")
+    assert reason in choice.reason
 
 
 KB = 1024

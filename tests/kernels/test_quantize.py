@@ -6,8 +6,18 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from tilemoe.kernels.experts.quantize import LARGEST, ROWS, WEIGHTS, quantize, why_not_quantized
+from tilemoe.kernels.experts.quantize import (
+    LARGEST,
+    ROWS,
+    WEIGHTS,
+    pack_rows,
+    packed_operand,
+    quantize,
+    unpack_rows,
+    why_not_quantized,
+)
 from tilemoe.reference import fp8
 
 
@@ -73,6 +83,69 @@ def test_a_weight_and_its_transpose_share_their_scales() -> None:
     assert other.scale is not None
     assert torch.equal(one.scale.transpose(1, 2), other.scale)
     assert torch.equal(one.data.float().transpose(1, 2), other.data.float())
+
+
+def rows_of_every_largest(dtype: torch.dtype, sample: int) -> Tensor:
+    """A row of 128 for each finite magnitude of a 16-bit dtype, none of its values larger."""
+    bits = torch.arange(1 << 15, dtype=torch.int16)
+    bits = bits[bits.view(dtype).isfinite()].int()[:, None]
+    generator = torch.Generator().manual_seed(sample)
+    share = torch.rand(len(bits), 127, generator=generator)
+    of_a_binade = round(1 / torch.finfo(dtype).eps)
+    lowest = torch.zeros_like(bits) if sample % 2 else (bits - 18 * of_a_binade).clamp(min=0)  # what e4m3 spans
+    rows = torch.cat((bits, (lowest + share * (bits - lowest + 1)).int().minimum(bits)), dim=1)
+    return rows.to(torch.int16).view(dtype) * torch.randint(0, 2, rows.shape, generator=generator).mul(2).sub(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sample", range(4))
+def test_rounded_rows_are_quantised_to_the_same(dtype: torch.dtype, sample: int) -> None:
+    """Of every largest value that a block may have; but below what the module says the neighbour, seldom."""
+    rows = rows_of_every_largest(dtype, sample)
+    first = quantize(rows, ROWS)
+    again = quantize(first.dense(dtype), ROWS)
+    assert torch.equal(again.scale, first.scale)
+    codes = [each.data.view(torch.uint8).int() for each in (first, again)]
+    is_exact = rows[:, 0].abs().double() >= LARGEST * 512 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert is_exact.double().mean() > 0.5
+    assert torch.equal(codes[0][is_exact], codes[1][is_exact])
+    assert (codes[0] - codes[1]).abs().max() <= 1
+    assert ((codes[0] != codes[1]).any(1)).double().mean() < 0.005
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e30, 1e-30], ids=str)
+def test_rounded_rows_of_fp32_are_quantised_to_the_same(magnitude: float) -> None:
+    torch.manual_seed(0)
+    rows = magnitude * torch.randn(20000, 256) * torch.exp(3 * torch.randn(20000, 256))
+    first = quantize(rows, ROWS)
+    again = quantize(first.dense(torch.float32), ROWS)
+    assert torch.equal(again.scale, first.scale)
+    assert torch.equal(again.data.view(torch.uint8), first.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_packed_rows(count: int, dtype: torch.dtype) -> None:
+    """A byte for each value and four for each 128; what they hold is the oracle's."""
+    torch.manual_seed(0)
+    rows = torch.randn(count, 384).to(dtype)
+    words = pack_rows(rows)
+    assert words.dtype == torch.int32
+    assert words.nbytes == count * (384 + 4 * 3)
+    found, expected = packed_operand(words, dtype), quantize(rows, ROWS)
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(unpack_rows(words, dtype), fp8.rounded(rows.float(), 1).to(dtype))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_in_its_packed_block(bad: float) -> None:
+    rows = torch.ones(2, 256)
+    rows[0, 130] = bad
+    found = unpack_rows(pack_rows(rows), torch.float32)
+    assert found[0, 130].isnan()
+    assert (found[0, :128] == 1).all()
+    assert (found[1] == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,10 @@ from replay_cases import (
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaLauncher
 
-from tilemoe.kernels.choose import Choice, ExpertParallelKernels, PlanBuilder
+from tilemoe.kernels.choose import Choice, ExpertParallelKernels, PlanBuilder, RowPacking
 from tilemoe.kernels.expert_parallel import triton as by_triton
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.triton_fp8 import quantize as packed
 from tilemoe.kernels.plan import triton_small as plan_small
 from tilemoe.kernels.plan.triton import plan_topk as triton_plan_topk
 from tilemoe.ops import expert_parallel as exchange
@@ -348,6 +349,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Choice("triton", ExpertParallelKernels(*steps), "")
     monkeypatch.setattr(exchange, "choose_expert_parallel", lambda *args: kernels)
     monkeypatch.setattr(exchange, "choose_experts", lambda *args: Choice("hopper", backend_named("hopper"), ""))
+    packing = Choice("triton", RowPacking(packed.pack_rows, packed.unpack_rows), "")
+    monkeypatch.setattr(exchange, "choose_packing", lambda *args: packing)
 
 
 def indices(*shape: int) -> Tensor:
@@ -386,6 +389,18 @@ def test_what_has_come(score_words: int) -> None:
         return (indices(90, score_words + 1), indices(2, RANKS, 2), 1, 64, 50)
 
     assert launched(assert_repeated(exchange._plan_received, make)) == 4
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("columns_apart", [False, True])
+def test_rows_that_are_packed_and_unpacked(columns_apart: bool) -> None:
+    def make() -> Args:
+        rows = torch.zeros(TOKENS, D, dtype=BF16)
+        return (rows.t().contiguous().t() if columns_apart else rows,)
+
+    assert launched(assert_repeated(exchange._pack_rows, make)) == 1
+    unpack = assert_repeated(exchange._unpack_rows, lambda: (indices(TOKENS, 33), BF16))
+    assert launched(unpack) == 1
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

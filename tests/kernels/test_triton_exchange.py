@@ -1,5 +1,6 @@
 """The kernels that prepare what is sent between ranks, compiled for GPUs that are not here."""
 
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from triton_compile import GFX942, MI300, NVIDIA, compile_launches, compiled_key
 from tilemoe.kernels.choose import choose_expert_parallel
 from tilemoe.kernels.expert_parallel import triton as exchange
 from tilemoe.kernels.expert_parallel.torch import Routed
+from tilemoe.kernels.experts.quantize import words_of_row
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime.device import Device
@@ -28,10 +30,12 @@ def plans(tokens: int = TOKENS) -> list[RoutingPlan]:
     return [plan_topk(ids, EXPERTS), plan_pairs(token, ids.flatten(), tokens, EXPERTS)]
 
 
-def launches(device: Device, plan: RoutingPlan, ranks: int, dtype: torch.dtype, here: int = 1) -> list[Launch]:
+def launches(
+    device: Device, plan: RoutingPlan, ranks: int, dtype: torch.dtype, here: int = 1, width: int = 1536
+) -> list[Launch]:
     arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
     routed = Routed(*arrays, plan.num_tokens, ranks, here)
-    x, scores = torch.zeros(plan.num_tokens, 1536, dtype=dtype), torch.zeros(plan.num_pairs)
+    x, scores = torch.zeros(plan.num_tokens, width, dtype=dtype), torch.zeros(plan.num_pairs)
     scores = scores.double() if dtype == torch.float64 else scores
     with recorded_launches(device) as found:
         sizes, before = exchange.count_sent(routed)
@@ -53,6 +57,17 @@ def test_kernels_compile(ranks: int, dtype: torch.dtype, capability: int, tmp_pa
             assert "ld.global.v4.b32" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"]
     own = {name for name, value in vars(exchange).items() if isinstance(value, JITFunction) and "_kernel" in name}
     assert own <= names, "a kernel is left out"
+
+
+@pytest.mark.parametrize("width", [768, 2048])
+def test_rows_that_are_quantised(width: int, tmp_path: Path) -> None:
+    """Lines of int32 words; 16 bytes at a time where d is a multiple of 2048."""
+    found = launches(NVIDIA[90], plans()[0], 4, torch.int32, width=words_of_row(width))
+    copies = [launch for launch in found if launch.kernel is exchange.copy_tokens_kernel]
+    ((_, compiled),) = compile_launches(copies, 90)
+    assert stack_bytes(compiled, tmp_path) == 0
+    assert ("ld.global.v4.b32" in compiled.asm["ptx"]) == (width == 2048)
+    assert not re.search(r"ld\.global\S*\.b(8|16)\s", compiled.asm["ptx"])
 
 
 def test_other_numbers_of_tokens_and_other_ranks_compile_nothing() -> None:

@@ -15,6 +15,7 @@ from triton_checks import DEVICE
 from tilemoe.kernels.expert_parallel import torch as by_torch
 from tilemoe.kernels.expert_parallel import triton as by_triton
 from tilemoe.kernels.expert_parallel.torch import Routed
+from tilemoe.kernels.experts.quantize import words_of_row
 from tilemoe.kernels.plan.triton import MAX_EXPERTS
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
@@ -130,6 +131,17 @@ def test_columns_of_a_wider_x_and_what_lies_past_the_last_pair() -> None:
     longer = torch.cat((plan.row_of_pair[:end], torch.full((18 - end + 3,), 7777, dtype=torch.int32, device=DEVICE)))
     routed = routed_of(replace(plan, row_of_pair=longer), 2, 1)
     assert_same(sent(by_triton, routed, x, scores), sent(by_torch, routed, x, scores))
+
+
+@pytest.mark.parametrize("width", [128, 1536])
+def test_rows_that_are_quantised(width: int) -> None:
+    """Lines of words, as FP8 tokens cross: what a copy holds is a token's line, to the bit."""
+    ids = ids_of(2, 66, 4, 24)
+    x = torch.randint(-(2**31), 2**31, (66, words_of_row(width)), dtype=torch.int32, device=DEVICE)
+    scores, routed = torch.rand(264, device=DEVICE), routed_of(plan_topk(ids, 24), 3, 1)
+    found = [sent(kernels, routed, x, scores) for kernels in (by_triton, by_torch)]
+    assert_same(*found)
+    assert_each_token_once(found[0], ids, x, routed)
 
 
 @pytest.mark.parametrize("width", [1, 37])

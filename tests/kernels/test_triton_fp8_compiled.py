@@ -10,7 +10,9 @@ import torch
 from triton_compile import KB, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
 from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.quantize import words_of_row
 from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
+from tilemoe.kernels.experts.triton_fp8.quantize import pack_rows, unpack_rows
 from tilemoe.ops import experts
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
@@ -60,3 +62,18 @@ def test_compiled(activation: str, gate_up: str, capability: int, tmp_path: Path
         else:
             assert re.search(r"ld\.global\.v4\.b32", ptx), name
             assert re.search(r"st\.global\.v4\.b32", ptx), name
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_that_cross_between_processes(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    """16 bytes at a time where a row's 33 d / 32 bytes are a multiple of 16."""
+    with recorded_launches(GPUS[capability]) as launches:
+        pack_rows(torch.zeros(T, D, dtype=dtype))
+        unpack_rows(torch.zeros(T, words_of_row(D), dtype=torch.int32), dtype)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == ["quantize_rows_kernel", "dequantize_rows_kernel"]
+    for _, compiled in compile_launches(launches, capability):
+        assert stack_bytes(compiled, tmp_path) == 0
+        assert re.search(r"ld\.global\.v4\.b32", compiled.asm["ptx"])
+        assert re.search(r"st\.global\.v4\.b32", compiled.asm["ptx"])

@@ -17,11 +17,12 @@ from torch import Tensor
 from triton_checks import turn
 
 from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts import quantize as by_torch
 from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
+from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, packed_operand, quantize
 from tilemoe.kernels.experts.triton_fp8 import backend as fp8_backend
 from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
-from tilemoe.kernels.experts.triton_fp8.quantize import rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import pack_rows, rows_launch, unpack_rows, weight_launch
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, hostile_routings, make_inputs
@@ -89,6 +90,31 @@ def test_rows_are_quantized(count: int, dtype: torch.dtype) -> None:
     launch, found = rows_launch(values)
     launch.run()
     assert_quantized(found, values, ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 33, 64])
+@pytest.mark.parametrize("width", [128, 384])
+def test_rows_are_packed(width: int, count: int, dtype: torch.dtype) -> None:
+    """As lines of words, of any strides; and what PyTorch has packed is unpacked to the bit."""
+    torch.manual_seed(0)
+    rows = torch.randn(width, count, device=DEVICE).to(dtype).t()
+    rows[:1, :128] = 0
+    for values in (rows, rows.contiguous(), torch.randn(count, 1, device=DEVICE).to(dtype).expand(count, width)):
+        words, expected = pack_rows(values), by_torch.pack_rows(values)
+        assert (words.shape, words.dtype) == (expected.shape, torch.int32)
+        assert_quantized(packed_operand(words, dtype), values, ROWS)
+        assert_equal(unpack_rows(expected, dtype), by_torch.unpack_rows(expected, dtype))
+
+
+def test_packed_rows_that_are_not_finite() -> None:
+    rows = torch.ones(3, D, device=DEVICE)
+    rows[0, 5], rows[1, 130] = float("nan"), float("inf")
+    expected = by_torch.unpack_rows(by_torch.pack_rows(rows), torch.float32)
+    for words in (by_torch.pack_rows(rows), pack_rows(rows)):
+        found = unpack_rows(words, torch.float32)
+        assert_equal(found.isfinite(), expected.isfinite())
+        assert_equal(found[expected.isfinite()], expected[expected.isfinite()])
 
 
 def test_rows_that_are_not_finite() -> None:

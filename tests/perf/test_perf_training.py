@@ -15,6 +15,7 @@ from tilemoe.perf.predict import layer_ms
 from tilemoe.perf.training import (
     USABLE,
     Setup,
+    _shape,
     exchange_bytes,
     fewest_gpus,
     largest_micro_batch,
@@ -85,6 +86,13 @@ def test_reached_by_hand() -> None:
     assert exchange_bytes(MoEConfig(8, 8, 4, 2), 10, 1) == 0
 
 
+def test_there_in_fp8_and_back_in_bf16() -> None:
+    """Of a token that has an expert on both of two processes, one of which is its own: x, o, do and dx cross once."""
+    moe, of_a_token = MoEConfig(256, 128, 2, 2), 2 * (256 + 2 * 4) + 2 * 512
+    assert exchange_bytes(moe, 10, 2, "fp8") == 10 * of_a_token
+    assert exchange_bytes(moe, 10, 2) == 10 * 4 * 512
+
+
 def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     setup = setup_of("7b", 4)
     most = largest_micro_batch(setup)
@@ -106,19 +114,27 @@ def test_fewest_gpus_is_the_least_that_holds_a_sequence(gpu: str) -> None:
 
 def test_fp8_and_shared_experts_change_what_they_should() -> None:
     plain, shared = setup_of("7b", 8), setup_of("7b", 8, expert_parallel=8)
-    fp8 = replace(plain, dtype="fp8")
+    fp8, shared_fp8 = (replace(setup, dtype="fp8") for setup in (plain, shared))
     parts = memory_parts(plain, 4)
     assert memory_parts(shared, 4)["copies"] < parts["copies"] < memory_parts(fp8, 4)["copies"]
     assert memory_parts(shared, 4)["activations"] > parts["activations"]
     tokens, speed = 4 * plain.seq_len, tokens_per_day(plain, 4, 0.35)
     moe = plain.model.moe
     assert moe is not None
-    seconds = {name: 8 * 86400 / tokens_per_day(setup, 4, 0.35) for name, setup in (("fp8", fp8), ("shared", shared))}
+    setups = {"fp8": fp8, "shared": shared, "both": shared_fp8}
+    seconds = {name: 8 * 86400 / tokens_per_day(setup, 4, 0.35) for name, setup in setups.items()}
     shape = replace(cases.MAIN["7B-n256"], num_tokens=tokens)
     gained = sum(layer_ms(shape, H200)) - sum(layer_ms(shape, H200, "fp8"))
     assert seconds["fp8"] == pytest.approx(8 * 86400 / speed - plain.model.num_layers * gained / 1e3 / tokens)
     moved = exchange_bytes(moe, tokens, 8) / 370e9
     assert seconds["shared"] == pytest.approx(8 * 86400 / speed + plain.model.num_layers * moved / tokens)
+    here = _shape(shared, moe, tokens)
+    gained = sum(layer_ms(here, H200)) - sum(layer_ms(here, H200, "fp8"))
+    saved = (exchange_bytes(moe, tokens, 8) - exchange_bytes(moe, tokens, 8, "fp8")) / 370e9
+    assert saved > 0.2 * moved
+    assert seconds["both"] == pytest.approx(
+        seconds["shared"] - plain.model.num_layers * (gained / 1e3 + saved) / tokens
+    )
 
 
 @pytest.mark.parametrize("name", cases.MAIN)

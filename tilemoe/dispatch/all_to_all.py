@@ -6,6 +6,7 @@ E experts · d model width
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +24,17 @@ from tilemoe.plan import RoutingPlan
 _INT32_MAX = 2**31 - 1
 
 
+def in_own_dtype(x: Tensor) -> str:
+    """The precision of experts that never quantise."""
+    return "bf16"
+
+
 class AllToAllDispatcher:
     """Experts ``[r e, (r + 1) e)`` live in the group's rank r; all its ranks call the layer together.
 
     A token crosses once to each rank that holds one of its experts, however many it holds, with one score and one
     index for each of these. There the experts' outputs are summed with their scores, and that sum alone comes back.
+    Where the experts compute in FP8 a token crosses so, as does the gradient of its output (docs/fp8.md).
     The host reads the sizes once in the forward, which waits for the device; the backward uses them again. A process
     may have no tokens, and a process' experts may get none. The gradient of an expert is that of all W processes'
     tokens, summed and divided by ``gradient_divide_factor``.
@@ -36,8 +43,15 @@ class AllToAllDispatcher:
     for a moment the copies sent and, in backward, those that come back (docs/lab/distributed.md).
     """
 
-    def __init__(self, transports: Transports, num_experts: int, gradient_divide_factor: float = 1.0) -> None:
-        """``transports``: a group's, which the layers of a model share.
+    def __init__(
+        self,
+        transports: Transports,
+        num_experts: int,
+        gradient_divide_factor: float = 1.0,
+        precision_of: Callable[[Tensor], str] = in_own_dtype,
+    ) -> None:
+        """``transports``: a group's, which the layers of a model share. ``precision_of(x)``: in which of
+        `tilemoe.config.PRECISIONS` the experts compute x (T, d), which is in the dtype that they get.
 
         ValueError: the group's ranks do not divide ``num_experts``.
         """
@@ -48,7 +62,7 @@ class AllToAllDispatcher:
                 "choose an expert-parallel size that divides it"
             )
         self.transports, self.num_experts, self.ranks = transports, num_experts, ranks
-        self.gradient_divide_factor = gradient_divide_factor
+        self.gradient_divide_factor, self._precision_of = gradient_divide_factor, precision_of
         self.experts_per_rank, self.here = num_experts // ranks, dist.get_rank(transports.group)
 
     # Sizes that the host reads are no part of a graph, and an exchange would end one anyway.
@@ -65,7 +79,7 @@ class AllToAllDispatcher:
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         routed = Routed(*arrays, plan.num_tokens, self.ranks, self.here)
         group, transport = self.transports.group, self.transports.of(x.device)
-        tokens, scores, here, sent = ToExperts.apply(x, scores, routed, group, transport)
+        tokens, scores, here, sent = ToExperts.apply(x, scores, routed, group, transport, self._precision_of(x))
         return Dispatched(tokens, here, scores, sent)
 
     @torch.compiler.disable

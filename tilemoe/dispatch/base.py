@@ -27,6 +27,7 @@ class Sent:
     tokens                 how many copies of tokens go from each rank to each
     pairs                  how many (token, expert) pairs do
     transport              what brings them there and back
+    precision              what x and do cross in: "bf16", their own dtype, or "fp8", e4m3 with scales of 1 x 128
     """
 
     token_of_copy: Tensor
@@ -36,6 +37,7 @@ class Sent:
     tokens: Way
     pairs: Way
     transport: Transport
+    precision: str
 
 
 class Dispatched(NamedTuple):

@@ -4,6 +4,9 @@ T tokens of this process · W ranks · M tokens at its experts · C copies of to
 rank's own · P pairs sent · Q pairs received · d model width
 
 What is for this rank itself is copied here, while the rest travels: no message holds it.
+
+There go x and do, back come o and dx. Where the experts compute in FP8, x and do are quantised before they leave, once
+for each token and as the experts' GEMMs do, this rank's own, too; o and dx are partial sums and stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from tilemoe.dispatch.base import Sent
 from tilemoe.dispatch.transport import Arrival, Transport, Way
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.kernels.experts.base import compute_dtype
-from tilemoe.ops.expert_parallel import count_sent, place_sent, plan_received, sum_copies
+from tilemoe.ops.expert_parallel import count_sent, pack_rows, place_sent, plan_received, sum_copies, unpack_rows
 from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
 
 tell_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in PyTorch 2.11
@@ -34,7 +37,13 @@ class ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scores: Tensor, routed: Routed, group: dist.ProcessGroup, transport: Transport
+        ctx: Any,
+        x: Tensor,
+        scores: Tensor,
+        routed: Routed,
+        group: dist.ProcessGroup,
+        transport: Transport,
+        precision: str,
     ) -> tuple[Tensor, Tensor, RoutingPlan, Sent]:
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
         sizes, before = count_sent(*routed)
@@ -43,18 +52,19 @@ class ToExperts(torch.autograd.Function):
             told = sizes.new_empty(routed.ranks * routed.ranks, 2)
             arrival = tell_all(told, sizes[0], group=group, async_op=True)
         # All that does not need the sizes is begun before the host waits for them.
-        *places, words, position_of_pair, copies = place_sent(x, s, sizes, before, *routed)
+        rows = _as_sent(x, precision)
+        *places, words, position_of_pair, copies = place_sent(rows, s, sizes, before, *routed)
         with beside:
             arrival.wait()
             between = told.view(routed.ranks, routed.ranks, 2)
             sizes[1] = between[:, routed.here]
             sizes_on_host = between.tolist()  # the one read from the device
-        sent = _sent(sizes_on_host, places, position_of_pair, routed.here, transport)
+        sent = _sent(sizes_on_host, places, position_of_pair, routed.here, transport, precision)
 
         pairs = _leave(words, sent.pairs, transport)
         tokens = _leave(copies, sent.tokens, transport)
         _keep(words, sent.pairs, pairs)
-        _gather_own(x, sent, tokens)
+        _gather_own(rows, sent, tokens)
         pairs.arrival.wait()
         experts = routed.experts_per_rank
         token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, s = plan_received(
@@ -64,17 +74,18 @@ class ToExperts(torch.autograd.Function):
         plan = RoutingPlan(*arrays, experts, len(tokens.rows))  # made while the tokens travel
         plan.derived[ROWS_PER_EXPERT] = rows_per_expert
         tokens.arrival.wait()
+        received = _as_given(tokens.rows, x.dtype, precision)
 
         needs_x, needs_scores = ctx.needs_input_grad[:2]
         ctx.sent, ctx.scores_are = sent, (scores.shape, scores.dtype)
         ctx.tokens_back, ctx.pairs_back = (WayBack(way.back(), transport) for way in (sent.tokens, sent.pairs))
         ctx.input_grads_are_made = partial(_begin, ctx.tokens_back, ctx.pairs_back)
-        ctx.mark_non_differentiable(*([] if needs_x else [tokens.rows]), *([] if needs_scores else [s]))
-        return tokens.rows, s, plan, sent
+        ctx.mark_non_differentiable(*([] if needs_x else [received]), *([] if needs_scores else [s]))
+        return received, s, plan, sent
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx: Tensor, ds: Tensor, *_: None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dx: Tensor, ds: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         needs_x, needs_scores = ctx.needs_input_grad[:2]
         sent: Sent = ctx.sent
         _begin(ctx.tokens_back, ctx.pairs_back, dx if needs_x else None, ds if needs_scores else None)
@@ -85,7 +96,7 @@ class ToExperts(torch.autograd.Function):
             shape, dtype = ctx.scores_are
             of_pairs = ctx.pairs_back.arrived()
             dscores = ds.new_zeros(shape.numel()).index_add_(0, sent.position_of_pair, of_pairs).to(dtype).view(shape)
-        return dx_home, dscores, None, None, None
+        return dx_home, dscores, None, None, None, None
 
 
 class FromExperts(torch.autograd.Function):
@@ -102,11 +113,12 @@ class FromExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:
         sent: Sent = ctx.sent
-        copies = do.index_select(0, sent.token_of_copy[: sum(sent.tokens.out)])
+        rows = _as_sent(do, sent.precision)
+        copies = rows.index_select(0, sent.token_of_copy[: sum(sent.tokens.out)])
         tokens = _leave(copies, sent.tokens, sent.transport)
-        _gather_own(do, sent, tokens)
+        _gather_own(rows, sent, tokens)
         tokens.arrival.wait()
-        return tokens.rows, None
+        return _as_given(tokens.rows, do.dtype, sent.precision), None
 
 
 class Travelling(NamedTuple):
@@ -164,6 +176,16 @@ def _summed(tokens_back: WayBack, sent: Sent) -> Tensor:
     return sum_copies(tokens_back.arrived(), sent.token_of_copy, sent.copy_of_token, sent.first_copy)
 
 
+def _as_sent(rows: Tensor, precision: str) -> Tensor:
+    """What crosses of x or do (T, d)."""
+    return pack_rows(rows) if precision == "fp8" else rows
+
+
+def _as_given(arrived: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
+    """(M, d) of what crossed, to the experts."""
+    return unpack_rows(arrived, dtype) if precision == "fp8" else arrived
+
+
 def _leave(rows: Tensor, way: Way, transport: Transport) -> Travelling:
     """``rows`` for other ranks set out; where theirs come there is room for this rank's own, behind them."""
     leaving, coming = sum(way.out), sum(way.into)
@@ -185,14 +207,19 @@ def _gather_own(x: Tensor, sent: Sent, travelling: Travelling) -> None:
 
 
 def _sent(
-    between: list[list[list[int]]], places: list[Tensor], position_of_pair: Tensor, here: int, transport: Transport
+    between: list[list[list[int]]],
+    places: list[Tensor],
+    position_of_pair: Tensor,
+    here: int,
+    transport: Transport,
+    precision: str,
 ) -> Sent:
     """From the tokens and pairs of each rank for each, and the first three tensors of `place_sent`."""
     tokens, pairs = (_way([[size[column] for size in sent] for sent in between], here) for column in range(2))
     token_of_copy, copy_of_token, first_copy = places
     token_of_copy = token_of_copy[: sum(tokens.out) + tokens.own]
     position_of_pair = position_of_pair[: sum(pairs.out) + pairs.own]
-    return Sent(token_of_copy, copy_of_token, first_copy, position_of_pair, tokens, pairs, transport)
+    return Sent(token_of_copy, copy_of_token, first_copy, position_of_pair, tokens, pairs, transport, precision)
 
 
 def _way(between: list[list[int]], here: int) -> Way:

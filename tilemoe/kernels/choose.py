@@ -21,7 +21,7 @@ from tilemoe.checks import require_type, shown
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.expert_parallel import torch as torch_expert_parallel
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
-from tilemoe.kernels.experts.quantize import why_not_quantized
+from tilemoe.kernels.experts.quantize import pack_rows, unpack_rows, why_not_quantized
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
 from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
@@ -76,6 +76,13 @@ class ExpertParallelKernels(NamedTuple):
     count_sent: Callable[..., Any]
     place_sent: Callable[..., Any]
     plan_received: Callable[..., Any]
+
+
+class RowPacking(NamedTuple):
+    """As `tilemoe.kernels.experts.quantize` documents them."""
+
+    pack_rows: Callable[[Tensor], Tensor]
+    unpack_rows: Callable[[Tensor, torch.dtype], Tensor]
 
 
 def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfig | None = None) -> Choice[Backend]:
@@ -233,6 +240,16 @@ def choose_expert_parallel(
 
 def _steps_of(module: Any) -> ExpertParallelKernels:
     return ExpertParallelKernels(module.count_sent, module.place_sent, module.plan_received)
+
+
+def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPacking]:
+    """For rows of this dtype that cross between processes in FP8."""
+    why = why_no_triton(device) or backend_named("triton_fp8").why_unsupported(device, dtype)
+    if why is not None:
+        return Choice("torch", RowPacking(pack_rows, unpack_rows), why)
+    from tilemoe.kernels.experts.triton_fp8 import quantize as by_triton
+
+    return Choice("triton", RowPacking(by_triton.pack_rows, by_triton.unpack_rows), "one kernel each way")
 
 
 def choose_lm(x: Tensor) -> Choice[None]:

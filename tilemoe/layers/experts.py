@@ -15,7 +15,7 @@ from tilemoe.config import MoEConfig
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend
 from tilemoe.kernels.experts.registry import check_kernels
-from tilemoe.ops.moe import check_options, moe
+from tilemoe.ops.moe import backend_for, check_options, moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.tensors import require_factory
 
@@ -85,6 +85,11 @@ class Experts(nn.Module):
             precision=self.cfg.precision,
         )
         return self.dispatcher.combine(o, here)
+
+    def precision_of(self, x: Tensor) -> str:
+        """What ``cfg.precision`` comes to for x (T, d), which is in the dtype that is computed in."""
+        widths = (self.cfg.hidden_size, self.cfg.intermediate_size)
+        return backend_for(self.kernels, x, widths, self.cfg.precision).precision
 
     def extra_repr(self) -> str:
         cfg = self.cfg

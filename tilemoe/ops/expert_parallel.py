@@ -3,16 +3,18 @@
 T tokens · W ranks · P pairs sent · C copies of tokens · Q pairs received · M tokens received · d model width
 
 No operators of torch.library: what is sent is decided between two exchanges, which no graph holds.
-The first three are those of `tilemoe.kernels.expert_parallel.torch`; a `Routed` is given field by field.
+The first three are those of `tilemoe.kernels.expert_parallel.torch`; a `Routed` is given field by field. The last two
+are those of `tilemoe.kernels.experts.quantize`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tilemoe.kernels.choose import ExpertParallelKernels, choose_expert_parallel, choose_experts
+from tilemoe.kernels.choose import ExpertParallelKernels, choose_expert_parallel, choose_experts, choose_packing
 from tilemoe.kernels.expert_parallel.torch import Routed
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.operator import Operator
@@ -49,6 +51,14 @@ def _sum_copies(copies: Tensor, token_of_copy: Tensor, copy_of_token: Tensor, fi
     return total
 
 
+def _pack_rows(rows: Tensor) -> Tensor:
+    return choose_packing(rows.device, rows.dtype).impl.pack_rows(rows)
+
+
+def _unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
+    return choose_packing(words.device, dtype).impl.unpack_rows(words, dtype)
+
+
 def _kernels_for(routed: Routed) -> ExpertParallelKernels:
     row_of_pair, experts = routed.row_of_pair, routed.row_start_of_expert.shape[0] - 1
     pairs = row_of_pair.shape[0]
@@ -59,3 +69,5 @@ count_sent = Operator("count_sent", _count_sent)
 place_sent = Operator("place_sent", _place_sent)
 plan_received = Operator("plan_received", _plan_received)
 sum_copies = Operator("sum_copies", _sum_copies)
+pack_rows = Operator("pack_rows", _pack_rows)
+unpack_rows = Operator("unpack_rows", _unpack_rows)

@@ -96,13 +96,14 @@ def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype not in castable else t.to(dtype) for t in tensors)
 
 
-def backend_for(kernels: str | Backend | None, w2: Tensor, widths: Sequence[int], precision: str = "bf16") -> Backend:
-    """The one that the argument ``kernels`` says; None: by device, dtype, the layer's widths and the precision.
+def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[int], precision: str = "bf16") -> Backend:
+    """The one that the argument ``kernels`` says; None: by ``like``'s device and dtype, the layer's widths and the
+    precision.
 
     ValueError: the one that ``kernels`` says computes in another precision, or not in FP8 for these operands.
     """
     if kernels is None:
-        return choose_experts(w2.device, w2.dtype, widths, precision).impl
+        return choose_experts(like.device, like.dtype, widths, precision).impl
     backend = backend_of(kernels)
     computes_in = type(backend).precision  # of the class, which torch.compile takes for a constant
     if computes_in != precision:
@@ -110,7 +111,7 @@ def backend_for(kernels: str | Backend | None, w2: Tensor, widths: Sequence[int]
             f"kernels={backend.name!r} computes in {computes_in}, but precision is {precision!r}: change one, or "
             "leave kernels out"
         )
-    why = why_not_quantized(w2.dtype, *widths) if precision == "fp8" else None
+    why = why_not_quantized(like.dtype, *widths) if precision == "fp8" else None
     if why is not None:
         raise ValueError(f"kernels={backend.name!r} cannot serve precision='fp8': {why}; leave one of them out")
     return backend

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import DTensor, Shard
 
 from tilemoe.checks import require_finite
-from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.all_to_all import AllToAllDispatcher, in_own_dtype
 from tilemoe.dispatch.choose import Transports
 from tilemoe.integrations import transformers as integration
 from tilemoe.layers.experts import Experts
@@ -106,7 +106,15 @@ def divide_experts(
 
     ``transports``: the mesh's. ValueError: the mesh does not divide a layer's experts; then nothing has changed.
     """
-    dispatchers = [AllToAllDispatcher(transports, _num_experts(layer), gradient_divide_factor) for layer in layers]
+    dispatchers = [
+        AllToAllDispatcher(
+            transports,
+            _num_experts(layer),
+            gradient_divide_factor,
+            layer.precision_of if isinstance(layer, Experts) else in_own_dtype,
+        )
+        for layer in layers
+    ]
     for layer, dispatcher in zip(layers, dispatchers, strict=True):
         first = mesh.get_local_rank() * dispatcher.experts_per_rank
         for name, parameter in list(layer.named_parameters()):

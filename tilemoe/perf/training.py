@@ -26,7 +26,7 @@ USABLE = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's and what the
 LINK_SHARE = 370 / 450  # of a stated link that a GPU read from its peers (results/expert_parallel.jsonl, docs/lab)
 LOSS_CHUNK_BYTES = 1 << 29  # tilemoe/models/loss.py
 MOST_GPUS = 1 << 14
-_BF16, _FP32 = 2, 4
+_BF16, _FP32, _E4M3 = 2, 4, 1 + 4 / 128
 _DAY = 86400
 
 
@@ -116,7 +116,7 @@ def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
         if setup.dtype == "fp8":
             gain = sum(layer_ms(shape, setup.gpu)) - sum(layer_ms(shape, setup.gpu, "fp8"))
             seconds -= moe_layers * gain / 1e3 / tokens
-        moved = exchange_bytes(model.moe, tokens, setup.expert_parallel)
+        moved = exchange_bytes(model.moe, tokens, setup.expert_parallel, setup.dtype)
         seconds += moe_layers * moved / (LINK_SHARE * setup.gpu.link_gbps * 1e9) / tokens
     return _DAY * setup.gpus / seconds
 
@@ -131,13 +131,15 @@ def reached(moe: MoEConfig, processes: int) -> float:
     return processes * (1 - missed)
 
 
-def exchange_bytes(moe: MoEConfig, tokens: int, processes: int) -> float:
+def exchange_bytes(moe: MoEConfig, tokens: int, processes: int, dtype: str = "bf16") -> float:
     """Bytes that a GPU sends in a layer's forward and backward: there, back, and both again; none to itself.
 
-    A token crosses once to each process that holds any of its experts.
+    A token crosses once to each process that holds any of its experts; there in a byte a value and a scale of four for
+    128 where ``dtype`` is "fp8", back in bf16.
     """
     remote = reached(moe, processes) * (processes - 1) / processes
-    return 4 * _BF16 * moe.hidden_size * tokens * remote
+    there = _E4M3 if dtype == "fp8" else _BF16
+    return 2 * (there + _BF16) * moe.hidden_size * tokens * remote
 
 
 def _block_parameters(setup: Setup) -> tuple[int, int]:

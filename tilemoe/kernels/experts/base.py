@@ -93,7 +93,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]  # that it is registered by
-    precision: ClassVar[str] = "bf16"  # of `tilemoe.config.PRECISIONS`: what its GEMMs read
+    # Of `tilemoe.config.PRECISIONS`: what its GEMMs read. "fp8": between processes x and do cross in e4m3, 1 x 128.
+    precision: ClassVar[str] = "bf16"
     # Whether `up_proj`, `down_proj` and `up_proj_dgrad` take an `Nf4Weight`; asked of precision "bf16" alone.
     reads_nf4: ClassVar[bool] = False
     # Whether a token's o and dx have the same bits whatever the other tokens of its batch are (docs/replay.md).

@@ -4,6 +4,11 @@ Activations and gradients have a scale for each 128 elements of a row, weights f
 its transpose share their scales. A scale is the block's largest magnitude / 448 in fp32; 1 for a block of zeros.
 ``data`` is ``value * (1 / scale)``, the inverse and the product in fp32, rounded to nearest, ties to even. A NaN or an
 infinity makes its block NaN.
+
+What was quantised, multiplied back and rounded to its dtype is quantised to the same ``data`` and scales: the scale is
+that of the largest, which comes back as it was, and no step of e4m3 is as fine as the dtype. But where values are
+subnormal in the dtype and the largest of their block is less than 448 * 2^9 times the smallest subnormal (0.014 in
+fp16, 2e-35 in bf16), e4m3's steps are the finer ones, and a value may fall to the neighbour.
 """
 
 from __future__ import annotations
@@ -30,6 +35,31 @@ def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
     scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
     data = (blocks * (1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :p, :q]
     return Operand(data.contiguous(), scale.view(*batch, rows, columns), block, values.dtype)
+
+
+def words_of_row(width: int) -> int:
+    """int32 words of a row of this many values, a multiple of 128, in e4m3 with its scales: 33 / 128 of ``width``."""
+    return width // 4 + width // BLOCK
+
+
+def pack_rows(rows: Tensor) -> Tensor:
+    """Rows (R, p), p a multiple of 128, quantised, as (R, `words_of_row`) int32, which any exchange carries: p bytes of
+    data, then the scales.
+    """
+    operand = quantize(rows, ROWS)
+    return torch.cat((operand.data.view(torch.int32), operand.scale.view(torch.int32)), dim=1)
+
+
+def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values (R, p) of what `pack_rows` gave."""
+    return packed_operand(words, dtype).dense(dtype)
+
+
+def packed_operand(words: Tensor, dtype: torch.dtype) -> Operand:
+    """Rows (R, p) as views of ``words``, which hold them as `pack_rows` says."""
+    width = words.shape[1] * BLOCK // words_of_row(BLOCK)
+    data = words.view(torch.float8_e4m3fn)[:, :width]
+    return Operand(data, words.view(torch.float32)[:, width // 4 :], ROWS, dtype)
 
 
 def why_not_quantized(dtype: torch.dtype, *widths: int) -> str | None:

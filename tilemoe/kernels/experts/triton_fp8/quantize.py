@@ -1,4 +1,5 @@
-"""`tilemoe.kernels.experts.quantize` on a GPU: rows in blocks of 1 x 128, weights of 128 x 128 with their transposes.
+"""`tilemoe.kernels.experts.quantize` on a GPU: rows in blocks of 1 x 128, weights of 128 x 128 with their transposes;
+rows packed into lines of words, and back.
 
 E experts · each value is read once, and written in one byte, once more of a weight whose both contractions are wanted
 """
@@ -14,8 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.quantize import BLOCK, LARGEST, ROWS, SMALLEST_SCALE, WEIGHTS
+from tilemoe.kernels.experts.quantize import (
+    BLOCK,
+    LARGEST,
+    ROWS,
+    SMALLEST_SCALE,
+    WEIGHTS,
+    packed_operand,
+    words_of_row,
+)
 from tilemoe.kernels.launching import launch_of
+from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -24,14 +34,37 @@ _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _ROWS = 32  # of a program: 8 KB of 16-bit values
 
 
-def rows_launch(values: Tensor) -> tuple[Launch, Operand]:
-    """Of values (R, p), p a multiple of 128 and each row contiguous."""
+def rows_launch(values: Tensor, into: Operand | None = None) -> tuple[Launch, Operand]:
+    """Of values (R, p), p a multiple of 128 and each row contiguous; ``into``: what is written, else it is made."""
     count, width = values.shape
-    data = values.new_empty(count, width, dtype=torch.float8_e4m3fn)
-    scale = values.new_empty(count, width // BLOCK, dtype=torch.float32)
-    args = (values, data, scale, count, width, values.stride(0))
-    grid = (ceil_div(count, _ROWS), width // BLOCK)
-    return launch_of(quantize_rows_kernel, grid, args, {"BLOCK_M": _ROWS}), Operand(data, scale, ROWS, values.dtype)
+    if into is None:
+        data = values.new_empty(count, width, dtype=torch.float8_e4m3fn)
+        into = Operand(data, values.new_empty(count, width // BLOCK, dtype=torch.float32), ROWS, values.dtype)
+    strides = (values.stride(0), into.data.stride(0), into.scale.stride(0))
+    args = (values, into.data, into.scale, count, width, *strides)
+    return launch_of(quantize_rows_kernel, _grid(count, width), args, {"BLOCK_M": _ROWS}), into
+
+
+def pack_rows(rows: Tensor) -> Tensor:
+    """As `tilemoe.kernels.experts.quantize.pack_rows`."""
+    device_of(rows)
+    words = rows.new_empty(rows.shape[0], words_of_row(rows.shape[1]), dtype=torch.int32)
+    if rows.shape[0]:
+        values = rows if rows.stride(1) == 1 else rows.contiguous()
+        rows_launch(values, packed_operand(words, rows.dtype))[0].run()
+    return words
+
+
+def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `tilemoe.kernels.experts.quantize.unpack_rows`."""
+    device_of(words)
+    packed = packed_operand(words, dtype)
+    count, width = packed.data.shape
+    values = words.new_empty(count, width, dtype=dtype)
+    args = (packed.data, packed.scale, values, count, width, packed.data.stride(0), packed.scale.stride(0))
+    if count:
+        launch_of(dequantize_rows_kernel, _grid(count, width), args, {"BLOCK_M": _ROWS}).run()
+    return values
 
 
 def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, dict[int, Operand]]:
@@ -48,6 +81,10 @@ def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, di
     return launch, {dim: Operand(of_dim, scale, WEIGHTS, weight.dtype) for dim, of_dim in data.items()}
 
 
+def _grid(count: int, width: int) -> tuple[int, int]:
+    return ceil_div(count, _ROWS), width // BLOCK
+
+
 @triton.jit
 def _scale_of(largest, has_nan):
     scale = tl.where(largest == 0, 1.0, tl.maximum(largest / _LARGEST, _SMALLEST_SCALE))
@@ -61,8 +98,10 @@ def _rounded(values, scale):
 
 
 @triton.jit
-def quantize_rows_kernel(values, data, scale, count, width, stride, BLOCK_M: tl.constexpr):
-    """data (R, p) and scale (R, p / 128) of values (R, p) with rows of ``stride``."""
+def quantize_rows_kernel(
+    values, data, scale, count, width, stride, stride_data, stride_scale, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """data (R, p) and scale (R, p / 128) of values (R, p), rows with these strides."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
     column = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -71,8 +110,21 @@ def quantize_rows_kernel(values, data, scale, count, width, stride, BLOCK_M: tl.
     tile = tl.load(values + line[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale_of_row = _scale_of(tl.max(tl.abs(tile), axis=1), tl.max((tile != tile).to(tl.int32), axis=1))
     tile = _rounded(tile, scale_of_row[:, None])
-    tl.store(data + line[:, None] * width + column[None, :], tile, mask=inside)
-    tl.store(scale + line * (width // _BLOCK) + block, scale_of_row, mask=row < count)
+    tl.store(data + line[:, None] * stride_data + column[None, :], tile, mask=inside)
+    tl.store(scale + line * stride_scale + block, scale_of_row, mask=row < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def dequantize_rows_kernel(data, scale, values, count, width, stride_data, stride_scale, BLOCK_M: tl.constexpr):
+    """values (R, p), contiguous, of data (R, p) and scale (R, p / 128) with rows of these strides."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(1)
+    column = block * _BLOCK + tl.arange(0, _BLOCK)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    line = row.to(tl.int64)
+    tile = tl.load(data + line[:, None] * stride_data + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    tile *= tl.load(scale + line * stride_scale + block, mask=row < count, other=0.0)[:, None]
+    tl.store(values + line[:, None] * width + column[None, :], tile.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
