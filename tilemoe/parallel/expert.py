@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.torch_version import TorchVersion
 
 from tilemoe.checks import require_finite
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher, in_own_dtype
@@ -26,6 +28,7 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.layers.experts import Experts
 
 _FSDP = "fsdp"  # of a dimension that is added to a mesh without one
+SHARDS_INTEGERS = TorchVersion(torch.__version__) >= "2.13"  # FSDP2 of 2.11 asks for floating point
 
 
 def expert_parallel(
@@ -176,6 +179,11 @@ def _layers(module: nn.Module) -> list[nn.Module]:
             raise ValueError(
                 f"module has experts ({name}) that share {shared[0]}, which cannot be divided; move it out of them, or "
                 "shard the model by fully_shard alone"
+            )
+        if not (SHARDS_INTEGERS or all(p.is_floating_point() for p in parameters.values())):
+            raise ValueError(
+                f"module has experts in 4 bit ({name}), which FSDP2 of PyTorch {torch.__version__} cannot shard; "
+                "pip install -U 'torch>=2.13', or keep them in bf16"
             )
     for name, layer in theirs:
         if name.endswith("base_layer"):
