@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.torch_version import TorchVersion
 
 from tilemoe.checks import require_finite
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher, in_own_dtype
@@ -28,7 +27,7 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.layers.experts import Experts
 
 _FSDP = "fsdp"  # of a dimension that is added to a mesh without one
-SHARDS_INTEGERS = TorchVersion(torch.__version__) >= "2.13"  # FSDP2 of 2.11 asks for floating point
+SHARDS_INTEGERS = torch.__version__ >= "2.13"  # FSDP2 of 2.11 asks for floating point
 
 
 def expert_parallel(
