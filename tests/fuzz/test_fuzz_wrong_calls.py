@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from api import CALLS
-from fuzzing import judge_cases
+from fuzzing import Cases, judge_cases, seed_of
 from hypothesis import strategies as st
 from wrong_calls import kinds_of, why_wrong
 
@@ -35,6 +35,9 @@ def test_one_wrong_argument(function: str, record_property: Callable[..., None])
     assert {change: why for change, why in found.items() if why is not None} == {}
 
 
+SEVERAL = Cases(10_000, parts=1, short=200)  # in one part, because two would draw some calls both
+
+
 @st.composite
 def wrong_calls(draw: Any) -> tuple[str, dict[str, str]]:
     """A function, and two or three of its arguments with what takes their place."""
@@ -48,4 +51,4 @@ def test_several_wrong_arguments(record_property: Callable[..., None]) -> None:
     def judge(wrong: tuple[str, dict[str, str]]) -> None:
         assert why_wrong(*wrong) is None
 
-    judge_cases(judge, wrong_calls(), record_property, short=200, full=10_000)
+    judge_cases(judge, wrong_calls(), record_property, SEVERAL, seed_of("wrong calls"))
