@@ -32,7 +32,8 @@ class Faults(Outcomes):
         kind, is_case, _ = name.partition("[")[2].partition("-")
         if report.when == "call" and is_case:  # the others look at what is enumerated
             topic = file.rpartition("test_faults_")[2].removesuffix(".py")
-            self.faults[f"{topic}: {kind}"] += dict(report.user_properties).get("cases", 1)
+            said = dict(report.user_properties)
+            self.faults[f"{topic}: {said.get('kind', kind)}"] += said.get("cases", 1)
 
 
 def main(arguments: list[str]) -> int:

@@ -64,7 +64,7 @@ def pretend(results: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
             given.extend(arguments)
             for name, cases in tests.items():
                 wrong = isinstance(cases, str)
-                properties = [] if wrong else [("cases", cases)]
+                properties = [*cases.items()] if isinstance(cases, dict) else [] if wrong else [("cases", cases)]
                 plugins[0].pytest_runtest_logreport(
                     SimpleNamespace(
                         nodeid=name, when="call", outcome="failed" if wrong else "passed", failed=wrong, longrepr="",
@@ -113,10 +113,16 @@ def test_what_judged_nothing_is_not_recorded(benchmark: ModuleType, pretend: Cal
     assert record.rows(benchmark.__name__) == []
 
 
-def test_faults_until_then_are_counted(pretend: Callable[..., list[str]]) -> None:
-    pretend(faults, [], {"tests/faults/test_faults_files.py::test_every_call[checkpoint-EIO]": 3}, 2)
+def test_faults_until_then_are_counted_by_kind(pretend: Callable[..., list[str]]) -> None:
+    tests = {
+        "tests/faults/test_faults_files.py::test_every_call[checkpoint-EIO]": 3,
+        "tests/faults/test_faults_reads.py::test_mutated[model-a.json]": {"cases": 5, "kind": "model, a.json"},
+        "tests/faults/test_faults_reads.py::test_mutated[model-b.json]": {"cases": 5, "kind": "model, b.json"},
+    }
+    pretend(faults, [], tests, 2)
     row = record.rows("faults")[0]
-    assert (row["faults_of_kind"], row["unfinished"]) == ({"files: checkpoint": 3}, "pytest exited with 2")
+    assert row["faults_of_kind"] == {"files: checkpoint": 3, "reads: model, a.json": 5, "reads: model, b.json": 5}
+    assert (row["faults"], row["unfinished"]) == (13, "pytest exited with 2")
 
 
 class Interrupted:
