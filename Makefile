@@ -1,7 +1,8 @@
 # env: the pinned development environment in .venv · demo: train the tiny recipe · test · newest-triton: what can be
 # tested of the kernels on the newest Triton · oldest-transformers: the integration on it · docs: the site · check: all of
 # these, ruff, codespell, mypy
-# fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core
+# fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core; with SEED=N what is left
+# of that seed's
 # oldest-torch, newest: what traces, compiles and differentiates on the oldest PyTorch, and on the newest with the newest
 # transformers; apart from check, because each downloads 3 GB: before a release, and once a week
 PYTHON ?= python3
@@ -25,6 +26,7 @@ INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py e
 # are seldom made twice.
 JOBS ?= 2
 SHARE ?= 1
+SEED ?= $(shell date +%s)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py hopper_layouts.py \
 	hopper_fp8_compiled.py small_m.py triton_router_input.py)
@@ -83,7 +85,7 @@ test: env
 	$(PYTEST) -m "not gpu"
 
 fuzz: env
-	$(BIN)/python benchmarks/fuzz.py --share $(SHARE) -n $(JOBS) --dist worksteal
+	$(BIN)/python benchmarks/fuzz.py --share $(SHARE) --seed $(SEED) -n $(JOBS) --dist worksteal
 
 # Every fault of tests/faults, of which the tests have a selection; recorded in results/faults.jsonl. Seven minutes on two
 # cores, and signals to jobs and two runs at once about an hour more.

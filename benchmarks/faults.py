@@ -2,7 +2,7 @@
 
     TILEMOE_FAULTS=all python benchmarks/faults.py [further arguments of pytest]
 
-`make faults` does that. Exits as pytest does.
+`make faults` does that. Exits as pytest does. A run that is interrupted, by SIGTERM too, records what it got to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from gpu_tests import Outcomes
+from gpu_tests import Outcomes, interrupt_once, unfinished
 
 from tilemoe.bench.record import ROOT, append
 
@@ -32,15 +32,19 @@ class Faults(Outcomes):
         kind, is_case, _ = name.partition("[")[2].partition("-")
         if report.when == "call" and is_case:  # the others look at what is enumerated
             topic = file.rpartition("test_faults_")[2].removesuffix(".py")
-            self.faults[f"{topic}: {kind}"] += dict(report.user_properties).get("cases", 1)
+            said = dict(report.user_properties)
+            self.faults[f"{topic}: {said.get('kind', kind)}"] += said.get("cases", 1)
 
 
 def main(arguments: list[str]) -> int:
+    interrupt_once()
     outcomes = Faults()
     start = time.perf_counter()
     command = [f"--rootdir={ROOT}", "-m", "not gpu", "-p", "no:cacheprovider", "-W", "ignore"]
     code = pytest.main([*command, *arguments, str(ROOT / "tests" / "faults")], plugins=[outcomes])
     found = outcomes.summary()
+    if not outcomes.by_test:
+        raise SystemExit(f"no fault was tried and nothing is recorded; pytest exited with {int(code)}")
     row = {
         "selection": os.environ.get("TILEMOE_FAULTS", "short"),
         "faults": sum(outcomes.faults.values()),
@@ -48,9 +52,8 @@ def main(arguments: list[str]) -> int:
         **{name: found[name] for name in ("passed", "failed", "skipped", "not_passed")},
         "arguments": arguments,
         "seconds": round(time.perf_counter() - start, 1),
+        **unfinished(code),
     }
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        row["unfinished"] = f"pytest exited with {int(code)}"
     print(f"{row}\nrecorded in {append('faults', [row])}")
     return int(code)
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -56,6 +57,24 @@ class Outcomes:
         }
 
 
+def interrupt_once() -> None:
+    """SIGTERM interrupts as Ctrl-C does. A second signal is ignored, while what was found is recorded."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, interrupt)
+
+
+def unfinished(code: int) -> dict[str, str]:
+    """What a row says of a run that pytest did not end by itself."""
+    ended = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return {} if ended else {"unfinished": f"pytest exited with {int(code)}"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _, more = parser.parse_known_args()
@@ -63,14 +82,13 @@ def main() -> int:
         raise SystemExit("no CUDA GPU here: these tests are for a machine with one")
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
     files.sort(key=lambda path: path.stem != SANITIZER)  # by far the longest: not last, with the other processes idle
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    interrupt_once()
     outcomes = Outcomes()
     start = time.perf_counter()
     command = [f"--rootdir={ROOT}", "-m", "gpu and not dist", "-p", "no:cacheprovider", *more, *map(str, files)]
     code = pytest.main(command, plugins=[outcomes])
-    row = {**outcomes.summary(), "seconds": round(time.perf_counter() - start, 1), "arguments": more}
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        row["unfinished"] = f"pytest exited with {int(code)}"
+    seconds = round(time.perf_counter() - start, 1)
+    row = {**outcomes.summary(), "seconds": seconds, "arguments": more, **unfinished(code)}
     path = append("gpu_tests", [row])
     print(f"{row}\nrecorded in {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return int(code)

@@ -4,7 +4,8 @@
 
 A round trains steps of each of three shapes in turn, evaluates, saves and generates; after it memory, the host's time
 for a step, open files, threads and what caches hold are measured. A line is fitted to each but for a warm-up. Exits
-with 1 where one grows by more than 0.1% per 1,000 steps, its uncertainty apart. Recorded in results/soak.jsonl.
+with 1 where one grows by more than 0.1% per 1,000 steps, its uncertainty apart. Recorded in results/soak.jsonl; what is
+interrupted, by SIGTERM too, after nine rounds or more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_tests import interrupt_once
 
 from tilemoe.bench.record import append
 from tilemoe.runtime.launch_cache import LaunchCache
@@ -34,6 +36,7 @@ from tilemoe.train.sample import continue_text
 
 BOUND = 1e-3  # of growth per 1,000 steps
 WARM_UP = 1 / 3  # of the rounds, which are left out
+ROUNDS = 9  # at least, of which six are judged
 STEPS = 20  # of each shape in a round
 SHAPES = ((8, 32), (3, 128), (16, 16))  # (sequences, tokens of each)
 
@@ -123,17 +126,23 @@ class Soak:
 
 
 def soak(device: torch.device, minutes: float) -> dict[str, Any]:
-    """Rounds for so long, at least nine; the row to record."""
+    """Rounds for so long, at least `ROUNDS`, or until it is interrupted; the row to record."""
     steps: list[int] = []
     values: dict[str, list[float]] = {}
+    begun, unfinished = time.monotonic(), {}
     with tempfile.TemporaryDirectory() as folder:
-        run, end = Soak(device, Path(folder)), time.monotonic() + 60 * minutes
-        while len(steps) < 9 or time.monotonic() < end:
-            found = {"step_ms": run.round(), **measured(device)}
-            steps.append(run.trainer.step)
-            for name, value in found.items():
-                values.setdefault(name, []).append(value)
-    fits = {name: growth(steps, column) for name, column in values.items()}
+        try:
+            run = Soak(device, Path(folder))
+            while len(steps) < ROUNDS or time.monotonic() < begun + 60 * minutes:
+                found = {"step_ms": run.round(), **measured(device)}
+                for name, value in found.items():
+                    values.setdefault(name, []).append(value)
+                steps.append(run.trainer.step)
+        except KeyboardInterrupt:
+            unfinished["unfinished"] = f"interrupted after {(time.monotonic() - begun) / 60:.1f} minutes"
+    if len(steps) < ROUNDS:
+        raise SystemExit(f"interrupted after {len(steps)} of at least {ROUNDS} rounds: nothing is recorded")
+    fits = {name: growth(steps, column[: len(steps)]) for name, column in values.items()}
     return {
         "device": device.type,
         "minutes": minutes,
@@ -143,6 +152,7 @@ def soak(device: torch.device, minutes: float) -> dict[str, Any]:
         "growth_per_1000_steps": {name: round(fit.per_1000, 6) for name, fit in fits.items()},
         "standard_error": {name: round(fit.error, 6) for name, fit in fits.items()},
         "growing": [name for name, fit in fits.items() if not fit.is_bounded],
+        **unfinished,
     }
 
 
@@ -165,6 +175,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    interrupt_once()
     if arguments.device == "cuda":
         sleep_while_waiting()
     row = soak(torch.device(arguments.device), arguments.minutes)

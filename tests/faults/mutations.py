@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count
 from typing import Any
 
 HUGE = (-1, 0, 10**6, 2**31, 2**63, 10**30, -(2**63) - 1)
@@ -110,13 +111,19 @@ JSON: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "not utf-8": _not_utf8,
     "deep": _deep,
 }
-FILES = ("deleted", "of another", "folder", "empty")  # what can become of a whole file
 
 
-def ways(name: str) -> list[str]:
-    """The mutations of a file of that name."""
-    return [*BINARY, *FILES, *(JSON if name.endswith((".json", ".jsonl")) else ())]
+def mutations(name: str, content: bytes, others: Sequence[bytes]) -> Iterator[tuple[str, bytes | None]]:
+    """What can become of a file of that name, no two alike: what is done to it, and the new content, None for no file.
 
-
-def mutate(content: bytes, way: str, number: int) -> bytes:
-    return ({**BINARY, **JSON})[way](content, random.Random(number))
+    It is deleted, a folder, emptied, one of the ``others``; then it is changed in each way in turn, for ever.
+    """
+    yield from (("deleted", None), ("folder", None))
+    whole = {"empty": b"", **{f"of another {number}": other for number, other in enumerate(others)}}
+    ways = {**BINARY, **(JSON if name.endswith((".json", ".jsonl")) else {})}
+    changed = ((f"{way} {n}", change(content, random.Random(n))) for n in count() for way, change in ways.items())
+    seen = {content}
+    for what, found in chain(whole.items(), changed):
+        if found not in seen:
+            seen.add(found)
+            yield what, found

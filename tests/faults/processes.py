@@ -1,4 +1,4 @@
-"""Runs of one process, or of torchrun's several, of which one gets a signal exactly when it comes to a stage.
+"""Runs of one process, or of torchrun's several, to one of which something happens exactly when it comes to a stage.
 
 Each process is a copy of this one, which has imported everything, so that a run takes a second or two: where torchrun's
 agent would start interpreters it starts copies, too. All else is torchrun's own.
@@ -18,20 +18,25 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from writes import end_of_run, little
 
 from tilemoe.cli.main import main
+from tilemoe.config import ParallelConfig, to_dict
+from tilemoe.train.config import Recipe
 from tilemoe.train.loop import Trainer
 
+STEPS = 4  # of a run
+TIMEOUT_S = 4  # train.timeout where a process stays stopped, else as long as the run may take
 PATIENCE = 90.0  # seconds that a run may take
 GRACE = 4.0  # seconds that torchrun's agent gives a process to end, here; 30 by itself
 PAUSE = 0.3  # seconds after which a process that was stopped goes on, if it does
@@ -53,8 +58,17 @@ STAGES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+class Fault(Protocol):
+    """Something that happens to process ``rank`` of a run, within the block that ``planted`` gives."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def planted(self) -> AbstractContextManager[object]: ...
+
+
 @dataclass(frozen=True)
-class Fault:
+class Signal:
     """``rank`` gets a signal when it first comes to ``stage``; then the file ``reached`` has its process id.
 
     lasts: a process that was stopped stays so; else it goes on after `PAUSE`.
@@ -65,6 +79,39 @@ class Fault:
     rank: int
     reached: Path
     lasts: bool = False
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        trainers: list[Trainer] = []
+        steps, places = STAGES[self.stage]
+
+        def hit() -> None:
+            if (trainers[-1].step if trainers else 0) >= steps and not self.reached.exists():
+                self.reached.write_text(str(os.getpid()))
+                os.kill(os.getpid(), self.number)
+
+        def seen(real: Callable[..., Any]) -> Callable[..., Any]:
+            def function(*arguments: Any, **options: Any) -> Any:
+                if self.stage == "exit":
+                    result = real(*arguments, **options)
+                    hit()
+                    return result
+                hit()
+                return real(*arguments, **options)
+
+            return function
+
+        def noted(trainer: Trainer, *arguments: Any, **options: Any) -> None:
+            trainers.append(trainer)
+            real_init(trainer, *arguments, **options)
+
+        real_init = Trainer.__init__
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "__init__", noted)
+            for place in places:
+                owner, name = place_of(place)
+                patch.setattr(owner, name, seen(getattr(owner, name)))
+            yield
 
 
 @dataclass(frozen=True)
@@ -79,6 +126,43 @@ class Ended:
     @property
     def lines(self) -> list[str]:
         return [line for line in self.err.splitlines() if line.startswith("tilemoe: error: ")]
+
+
+def four_steps(corpus: Path) -> Recipe:
+    """A run of so many, with a checkpoint after every other."""
+    base = little("bytes", corpus)
+    settings = replace(
+        base.train, steps=STEPS, save_every=2, keep_last=2, log_every=1, eval_every=3, eval_batches=4, plot=False,
+        tensorboard=False, sample_tokens=0, precision="fp32", device="cpu", threads=1,
+    )  # fmt: skip
+    return replace(base, data=replace(base.data, heldout_every=40), train=settings)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of a run, and its command."""
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    def command(self, processes: int, timeout: int) -> list[str]:
+        settings = replace(self.recipe.train, out_dir=str(self.run), timeout=timeout)
+        data = replace(self.recipe.data, batch_size=4 // processes, cache_dir=str(self.folder / "cache"))
+        parallel = ParallelConfig(expert=min(processes, 2))
+        path = self.folder / "recipe.json"
+        path.write_text(json.dumps(to_dict(replace(self.recipe, train=settings, data=data, parallel=parallel))))
+        return ["train", "--recipe", str(path), "--resume", "auto"]
+
+    def go(self, processes: int, restarts: int | None, fault: Fault | None = None) -> Ended:
+        timeout = TIMEOUT_S if isinstance(fault, Signal) and fault.lasts else 60
+        return run(self.command(processes, timeout), processes, restarts, fault, self.folder)
+
+    def end(self) -> Any:
+        return end_of_run(self.run, self.folder / "cache")
 
 
 class Copy:
@@ -132,7 +216,7 @@ def run(arguments: Sequence[object], processes: int, restarts: int | None, fault
 
     def command() -> int:
         is_hit = fault is not None and int(os.environ.get("RANK", 0)) == fault.rank
-        with planted(fault) if fault is not None and is_hit else nullcontext():
+        with fault.planted() if fault is not None and is_hit else nullcontext():
             return main([*map(str, arguments)])
 
     def watched() -> None:
@@ -149,9 +233,9 @@ def run(arguments: Sequence[object], processes: int, restarts: int | None, fault
 
 def _until_it_ends(copy: Copy, fault: Fault | None) -> int | None:
     deadline = time.monotonic() + PATIENCE
-    is_stopped = fault is not None and fault.number == signal.SIGSTOP and not fault.lasts
+    is_stopped = isinstance(fault, Signal) and fault.number == signal.SIGSTOP and not fault.lasts
     while time.monotonic() < deadline:
-        if is_stopped and fault is not None and fault.reached.exists():
+        if is_stopped and isinstance(fault, Signal) and fault.reached.exists():
             time.sleep(PAUSE)
             os.kill(int(fault.reached.read_text()), signal.SIGCONT)
             is_stopped = False
@@ -205,41 +289,6 @@ def torchrun(command: Callable[[], object], processes: int, restarts: int) -> in
             print(error, file=sys.stderr)
             return 1
     return 0
-
-
-@contextmanager
-def planted(fault: Fault) -> Iterator[None]:
-    """Within the block this process gets the fault's signal where it is due, once."""
-    trainers: list[Trainer] = []
-    steps, places = STAGES[fault.stage]
-
-    def hit() -> None:
-        if (trainers[-1].step if trainers else 0) >= steps and not fault.reached.exists():
-            fault.reached.write_text(str(os.getpid()))
-            os.kill(os.getpid(), fault.number)
-
-    def seen(real: Callable[..., Any]) -> Callable[..., Any]:
-        def function(*arguments: Any, **options: Any) -> Any:
-            if fault.stage == "exit":
-                result = real(*arguments, **options)
-                hit()
-                return result
-            hit()
-            return real(*arguments, **options)
-
-        return function
-
-    def noted(trainer: Trainer, *arguments: Any, **options: Any) -> None:
-        trainers.append(trainer)
-        real_init(trainer, *arguments, **options)
-
-    real_init = Trainer.__init__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "__init__", noted)
-        for place in places:
-            owner, name = place_of(place)
-            patch.setattr(owner, name, seen(getattr(owner, name)))
-        yield
 
 
 def place_of(place: str) -> tuple[Any, str]:

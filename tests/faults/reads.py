@@ -165,10 +165,10 @@ def _make_metrics(folder: Path, corpus: Path) -> None:
 
 
 _STEP = "step_00000001/"
-_ALONE = tuple(_STEP + name for name in ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json",
-                                         "tokenizer_config.json"))  # fmt: skip
 _JOB = tuple(_STEP + name for name in (".metadata", "__0_0.distcp", "state.json"))
-_INDEXED = ("config.json", "model.safetensors.index.json", "model-00001-of-00003.safetensors", "tokenizer.json")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_ALONE = tuple(_STEP + name for name in ("model.safetensors", "optimizer.safetensors", "state.json", *_TOKENIZER))
+_INDEXED = ("config.json", "model.safetensors.index.json", "model-00001-of-00003.safetensors", *_TOKENIZER)
 _SHARDS = ("index.json", "train-00000.bin", "heldout-00000.bin")
 
 READS = {
@@ -181,15 +181,13 @@ READS = {
         _checkpoint_of("distributed checkpoint"), _JOB, checkpoint_read, sign=_sign_manifest
     ),
     "recipe": Read(_make_recipe, ("mine.json",), lambda folder: load_recipe(folder / "mine.json")),
-    "tokenizer": Read(_make_tokenizer, ("tokenizer.json", "tokenizer_config.json"), _read_tokenizer),
+    "tokenizer": Read(_make_tokenizer, _TOKENIZER, _read_tokenizer),
     "token shards": Read(_make_shards, _SHARDS, _read_shards, True),
     "signed token shards": Read(_make_shards, _SHARDS[:1], _read_shards, sign=_sign_index),
     "parquet": Read(_make_parquet, ("rows.parquet",), _read_corpus),
     "text": Read(_make_text, ("plain.jsonl", "packed.jsonl.gz", "packed.jsonl.zst", "words.txt"), _read_corpus),
     "conversations": Read(_make_chats, ("chats.jsonl",), _read_chats),
     "model": Read(_make_sharded, _INDEXED, _read_model),
-    "export": Read(
-        _make_export, ("config.json", "model.safetensors", "tokenizer.json", "checksums.json"), _verified, True
-    ),
+    "export": Read(_make_export, ("config.json", "model.safetensors", *_TOKENIZER, "checksums.json"), _verified, True),
     "metrics": Read(_make_metrics, ("metrics.jsonl",), lambda folder: list(read_metrics(folder / "metrics.jsonl"))),
 }

@@ -1,13 +1,12 @@
 """NaN, infinities and overflow in every weight, activation, gradient and router score of a process alone.
 
-The step and the module are named, nothing of the step is kept, and the checkpoint before it goes on. What becomes of
-one of several processes is in tests/train/test_train_distributed.py.
+The step and the module are named, nothing of the step is kept, and the checkpoint before it goes on. One of several
+processes: test_faults_one_rank.py.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,16 @@ from typing import Any
 import pytest
 import torch
 from filesystem import ALL
-from torch import Tensor, nn
+from nonfinite import MODULES, PLACES, VALUES, WEIGHTS, Where
 from writes import checkpoint_read, little
 
 from tilemoe.data import prepare
-from tilemoe.models.decoder import DecoderLM
 from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.loop import NonFiniteLossError, NonFiniteWeightsError, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-VALUES = {"nan": float("nan"), "inf": float("inf"), "overflow": 3e38}
-MODEL = little("bytes", Path()).model
-WHOLE = DecoderLM(MODEL, device="meta")
-MODULES = [  # but the head, whose weight the loss takes
-    name for name, module in WHOLE.named_modules() if name not in ("", "head") and not isinstance(module, nn.ModuleList)
-]
-WEIGHTS = [name for name, _ in WHOLE.named_parameters()]
 
 
 @pytest.fixture
@@ -52,43 +43,6 @@ def trainer_of(recipe: Any) -> Trainer:
     return Trainer(recipe, build_model(recipe, CPU), data, CPU)
 
 
-def spoilt(value: float) -> Callable[[Tensor], Tensor]:
-    def spoil(tensor: Tensor) -> Tensor:
-        return tensor.masked_fill(torch.ones_like(tensor, dtype=torch.bool), value)
-
-    return spoil
-
-
-def in_weight(trainer: Trainer, name: str, value: float) -> None:
-    with torch.no_grad():
-        trainer.model.get_parameter(name).fill_(value)
-
-
-def in_gradient(trainer: Trainer, name: str, value: float) -> None:
-    trainer.model.get_parameter(name).register_hook(spoilt(value))
-
-
-def in_activation(trainer: Trainer, name: str, value: float) -> None:
-    """In what the module is given, which for a router are its scores' inputs, and in what it gives where it can be."""
-
-    def hook(module: nn.Module, given: Any, output: Any) -> Any:
-        return spoilt(value)(output) if isinstance(output, Tensor) else output
-
-    def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (spoilt(value)(given[0]), *given[1:])
-
-    module = trainer.model.get_submodule(name)
-    if name.endswith(("router", "mlp")) or name.count(".") == 1:
-        module.register_forward_pre_hook(before)
-    else:
-        module.register_forward_hook(hook)
-
-
-PLACES: dict[Callable[[Trainer, str, float], None], list[str]] = {
-    in_weight: WEIGHTS, in_gradient: WEIGHTS, in_activation: MODULES,
-}  # fmt: skip
-
-
 def cases() -> list[Any]:
     every = [
         (where, name, value) for where, names in PLACES.items() for name, value in itertools.product(names, VALUES)
@@ -97,9 +51,9 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("where", "name", "value"), cases())
-def test_every_place(where: Callable[[Trainer, str, float], None], name: str, value: str, trainer: Trainer) -> None:
+def test_every_place(where: Where, name: str, value: str, trainer: Trainer) -> None:
     saved = checkpoint_read(trainer.run_dir)
-    where(trainer, name, VALUES[value])
+    where(trainer.model, name, VALUES[value])
     before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
     line = ""
     try:
@@ -111,7 +65,7 @@ def test_every_place(where: Callable[[Trainer, str, float], None], name: str, va
         assert "step 2" in line
         assert "\n" not in line
         assert "the last checkpoint is" in line
-        module = name.rpartition(".")[0] if where is not in_activation else name
+        module = name if name in MODULES else name.rpartition(".")[0]
         # What is too large is finite where it is, and first overflows elsewhere.
         blamed = [name, *children(module)] if value != "overflow" else [*MODULES, *WEIGHTS]
         assert any(f"{part}," in line or line.startswith(f"{part} ") for part in blamed), line

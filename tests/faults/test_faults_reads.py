@@ -13,19 +13,20 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from filesystem import ALL, complaint
-from mutations import mutate, ways
+from mutations import mutations
 from reads import READS, Read
 
 from tilemoe.train.checkpoints.metadata import _ADMITTED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NUMBERS = 320  # mutations of each kind
+MUTATIONS, SELECTED = 300, 3  # of each file
 SECONDS, MORE_MEMORY = 60, 4 << 30  # that a reading may take
 _RUNS = frozenset({"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect"})
 _CHANGES = frozenset(
@@ -41,18 +42,6 @@ _CHANGES = frozenset(
         "shutil.rmtree",
     }
 )
-
-
-def cases() -> list[Any]:
-    """Every way of every file in turn, until there are enough; of the selection each way once."""
-    found = []
-    for kind, read in READS.items():
-        of_files = [(name, way) for name in read.files for way in ways(name)]
-        chosen = of_files[:: 1 if ALL else max(len(of_files) // 8, 1)]
-        for number in range(max(NUMBERS, len(of_files)) if ALL else len(chosen)):
-            name, way = chosen[number % len(chosen)]
-            found.append(pytest.param(kind, name, way, number, id=f"{kind}-{name}-{way}-{number}"))
-    return found
 
 
 class Intact:
@@ -76,17 +65,13 @@ def intact(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     return of
 
 
-def spoil(folder: Path, read: Read, name: str, way: str, number: int) -> None:
+def spoil(folder: Path, read: Read, name: str, what: str, content: bytes | None) -> None:
     file = folder / name
-    content = file.read_bytes()
-    others = [other for other in read.files if other != name]
     file.unlink()
-    if way == "folder":
+    if what == "folder":
         file.mkdir()
-    elif way == "of another":
-        file.write_bytes((folder / others[number % len(others)]).read_bytes() if others else b"PK\3\4")
-    elif way != "deleted":
-        file.write_bytes(b"" if way == "empty" else mutate(content, way, number))
+    elif content is not None:
+        file.write_bytes(content)
     if read.sign is not None:
         read.sign(folder)
 
@@ -148,15 +133,41 @@ def _answer(folder: Path, intact: Intact) -> tuple[str, str]:
     return ("wrong", f"it did {seen[0]}") if seen else outcome
 
 
-@pytest.mark.parametrize(("kind", "name", "way", "number"), cases())
-def test_mutated(kind: str, name: str, way: str, number: int, intact: Callable[[str], Intact], tmp_path: Path) -> None:
-    whole = intact(kind)
-    folder = tmp_path / "files"
-    shutil.copytree(whole.folder, folder)
-    spoil(folder, whole.read, name, way, number)
-    outcome, line = read_apart(folder, whole)
-    assert outcome != "wrong", line
-    if whole.read.is_sealed:
-        assert outcome != "other", "it gives other content than was written"
-    if outcome == "refused" and len(whole.read.files) > 1:
-        assert Path(name).name in line or whole.read.sign is not None or not whole.read.is_sealed, line
+def chosen(read: Read, folder: Path, name: str) -> list[tuple[str, bytes | None]]:
+    """The mutations of a file: so many that differ, or of the selection some of its first, others for each file."""
+    others = [(folder / other).read_bytes() for other in read.files if other != name] or [b"PK\3\4"]
+    every = mutations(name, (folder / name).read_bytes(), others)
+    return list(islice(every, MUTATIONS) if ALL else islice(every, len(name) % 7, 7 * SELECTED, 7))
+
+
+def wrong_with(outcome: str, line: str, read: Read, name: str) -> str | None:
+    """What is wrong with what came of a reading; None: nothing."""
+    if outcome == "wrong":
+        return line
+    if read.is_sealed and outcome == "other":
+        return "it gives other content than was written"
+    is_named = Path(name).name in line or read.sign is not None or not read.is_sealed or len(read.files) == 1
+    return None if outcome != "refused" or is_named else f"the file is not named: {line}"
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, read in READS.items() for name in read.files])
+def test_mutated(
+    kind: str, name: str, intact: Callable[[str], Intact], tmp_path: Path, record_property: Callable[[str, Any], None]
+) -> None:
+    whole, wrong = intact(kind), {}
+    every = chosen(whole.read, whole.folder, name)
+    for what, content in every:
+        folder = tmp_path / "files"
+        shutil.copytree(whole.folder, folder)
+        spoil(folder, whole.read, name, what, content)
+        found = wrong_with(*read_apart(folder, whole), whole.read, name)
+        if found is not None:
+            wrong[what] = found
+        shutil.rmtree(folder)
+    record_property("cases", len(every))
+    record_property("kind", f"{kind}, {Path(name).name}")
+    assert len(every) == (MUTATIONS if ALL else SELECTED)
+    if wrong:
+        pytest.fail(
+            f"{len(wrong)} of {len(every)}\n" + "\n".join(f"{w}: {wrong[w]}" for w in [*wrong][:30]), pytrace=False
+        )

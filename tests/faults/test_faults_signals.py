@@ -7,26 +7,23 @@ Alone and as jobs of torchrun, with and without its restarts. No process is left
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filesystem import ALL
-from processes import STAGES, Ended, Fault, run
-from writes import checkpoint_read, end_of_run, little
+from processes import STAGES, STEPS, Ended, Place, Signal, four_steps
+from writes import checkpoint_read
 
 from tilemoe.cli.main import main
-from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.train.config import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STEPS, PROCESSES = 4, (1, 2, 4)
-TIMEOUT_S = 4  # train.timeout where a process stays stopped, else as long as the run may take
+PROCESSES = (1, 2, 4)
 KILL, TERM, INT, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP
 
 
@@ -63,41 +60,9 @@ def cases() -> list[Any]:
     return [pytest.param(case, id=str(case)) for case in found]
 
 
-@dataclass(frozen=True)
-class Place:
-    """A folder of a run, and its command."""
-
-    folder: Path
-    recipe: Recipe
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "run"
-
-    def command(self, processes: int, timeout: int) -> list[str]:
-        settings = replace(self.recipe.train, out_dir=str(self.run), timeout=timeout)
-        data = replace(self.recipe.data, batch_size=4 // processes, cache_dir=str(self.folder / "cache"))
-        parallel = ParallelConfig(expert=min(processes, 2))
-        path = self.folder / "recipe.json"
-        path.write_text(json.dumps(to_dict(replace(self.recipe, train=settings, data=data, parallel=parallel))))
-        return ["train", "--recipe", str(path), "--resume", "auto"]
-
-    def go(self, processes: int, restarts: int | None, fault: Fault | None = None) -> Ended:
-        timeout = TIMEOUT_S if fault is not None and fault.lasts else 60
-        return run(self.command(processes, timeout), processes, restarts, fault, self.folder)
-
-    def end(self) -> Any:
-        return end_of_run(self.run, self.folder / "cache")
-
-
 @pytest.fixture(scope="module")
 def recipe(corpus: Path) -> Recipe:
-    base = little("bytes", corpus)
-    settings = replace(
-        base.train, steps=STEPS, save_every=2, keep_last=2, log_every=1, eval_every=3, eval_batches=4, plot=False,
-        tensorboard=False, sample_tokens=0, precision="fp32", device="cpu", threads=1,
-    )  # fmt: skip
-    return replace(base, data=replace(base.data, heldout_every=40), train=settings)
+    return four_steps(corpus)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -154,7 +119,7 @@ def complaints(ended: Ended, case: Case) -> Iterator[str]:
 def test_every_stage(case: Case, recipe: Recipe, undisturbed: Callable[[int], Any], tmp_path: Path) -> None:
     place, expected = Place(tmp_path, recipe), undisturbed(case.processes)
     reached = tmp_path / "reached"
-    first = place.go(case.processes, case.restarts, Fault(case.stage, case.number, case.rank, reached, case.lasts))
+    first = place.go(case.processes, case.restarts, Signal(case.stage, case.number, case.rank, reached, case.lasts))
     assert reached.exists(), first.err
     wrong = [f"left behind: {process}" for process in first.left]
     if not (first.code == 0 and (place.run / "result.json").exists()):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fuzzing import judge_cases
+from fuzzing import Cases, judge_cases, seed_of
 from routings import Drawn, Layer, draw_routing, layer_oracle, layers
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from tilemoe.testing import ERROR_CAPS
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned_memory")
 
 FP64 = torch.float64
-AT_ONCE = 20  # routings of a layer: hypothesis draws the layer
+CASES = Cases(1_000_000, parts=320, short=10, each=20, short_parts=4)  # each: of a layer, which hypothesis draws
 LIMIT = ERROR_CAPS[FP64]
 
 
@@ -78,11 +78,11 @@ def _has_rows(drawn: Drawn) -> Tensor:
     return has
 
 
-@pytest.mark.parametrize("part", range(4))  # for as many processes
+@pytest.mark.parametrize("part", CASES.numbers)
 def test_torch_backend(part: int, record_property: Callable[..., None]) -> None:
     def judge_layer(layer: Layer) -> None:
-        for generator in layer.generators(AT_ONCE):
+        for generator in layer.generators(CASES.each):
             judge(layer, generator)
 
-    strategy = layers((1, 2, 3, 5, 7), most_tokens=9)
-    judge_cases(judge_layer, strategy, record_property, short=10, full=12_500, each=AT_ONCE, part=part)
+    number = seed_of("torch", FP64, part)
+    judge_cases(judge_layer, layers((1, 2, 3, 5, 7), 9, number), record_property, CASES, number)

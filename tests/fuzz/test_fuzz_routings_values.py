@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from fuzzing import judge_cases
+from fuzzing import Cases, judge_cases, seed_of
 from helpers import assert_all_close_to_reference
 from routings import Drawn, Layer, draw_routing, layers
 from triton_checks import DEVICE, INTERPRETED
@@ -32,9 +32,15 @@ pytestmark = [
 ]
 
 Found = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]
-AT_ONCE = 4 if INTERPRETED else 20  # routings of a layer: hypothesis draws the layer
 FEW_PAIRS, MOST_INPUTS = 64, 8
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+BACKEND = "interpreter" if INTERPRETED else "GPU"
+# Of each dtype; each: routings of a layer, which hypothesis draws.
+CASES_OF = {
+    "interpreter": Cases(10_000, parts=64, short=2, each=8),
+    "GPU": Cases(3_334, parts=16, short=3, each=20),
+}
+CASES = CASES_OF[BACKEND]
 
 
 @pytest.fixture
@@ -45,23 +51,23 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("triton_everywhere")
+@pytest.mark.parametrize("part", CASES.numbers)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_triton_backends(dtype: torch.dtype, record_property: Callable[..., None]) -> None:
+def test_triton_backends(dtype: torch.dtype, part: int, record_property: Callable[..., None]) -> None:
     def judge(layer: Layer) -> None:
-        drawn = [judge_routing(layer, generator) for generator in layer.generators(AT_ONCE)]
+        drawn = [judge_routing(layer, generator) for generator in layer.generators(CASES.each)]
         # On few numbers plain PyTorch's error, which is the yardstick, is now and then none at all.
         pairs = sum(sum(each.rows) for each in drawn)
         inputs_of_each = min(MOST_INPUTS, math.ceil(FEW_PAIRS / max(1, pairs)))
         found = [
-            run_experts(layer, each.plan, layer.seed + number + AT_ONCE * again, dtype)
+            run_experts(layer, each.plan, layer.seed + number + CASES.each * again, dtype)
             for number, each in enumerate(drawn)
             for again in range(inputs_of_each)
         ]
         assert_all_close_to_reference(found, dtype)
 
-    strategy = layers((8, 16, 24), most_tokens=9)
-    full = 10_000 // AT_ONCE // len(DTYPES)
-    judge_cases(judge, strategy, record_property, short=3, full=full, each=AT_ONCE)
+    number = seed_of(BACKEND, dtype, part)
+    judge_cases(judge, layers((8, 16, 24), 9, number), record_property, CASES, number)
 
 
 def judge_routing(layer: Layer, generator: torch.Generator) -> Drawn:

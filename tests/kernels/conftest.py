@@ -8,7 +8,7 @@ from typing import Any
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
 
-    tl, patch_lang = interpreter.tl, interpreter._patch_lang
+    tl, patch_lang, patch_tensor = interpreter.tl, interpreter._patch_lang, interpreter._patch_lang_tensor
 
     def patch_lang_once(fn: Any) -> Any:
         """As `patch_lang`; nothing where the launch of the kernel that calls ``fn`` has patched the language already.
@@ -20,6 +20,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             return interpreter._LangPatchScope()
         return patch_lang(fn)
 
+    def patch_tensor_of_any_numpy(tensor: Any, scope: Any) -> None:
+        """As `patch_tensor`; its scalars are arrays of one element, which numpy takes for numbers up to 2.3."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
     def reduce_by_descriptor(builder: Any, kind: Any, descriptor: Any, value: Any, place: Any) -> None:
         """A tile added to what a tensor has, which 3.6 does not interpret."""
         assert kind == interpreter.tl.semantic.ir.DESCRIPTOR_REDUCE_KIND.ADD
@@ -28,6 +33,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         builder.create_masked_store(pointers, builder.create_fadd(old, value), inside, None, None)
 
     interpreter._patch_lang = patch_lang_once
+    interpreter._patch_lang_tensor = patch_tensor_of_any_numpy
     interpreter.InterpreterBuilder.create_descriptor_reduce = reduce_by_descriptor
     # Each sum of integers is made again in 64 bits, for an assertion that is skipped where options.debug is False.
     options = interpreter.interpreter_builder.options
