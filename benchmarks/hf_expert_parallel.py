@@ -1,4 +1,4 @@
-"""A training step of transformers' Qwen3-MoE under `tilemoe.expert_parallel` against that of our decoder.
+"""A training step of transformers' Qwen3-MoE under `tilemoe.expert_parallel` against that of our decoder, in one job.
 
     torchrun --nproc-per-node 2 benchmarks/hf_expert_parallel.py --layers 6
     torchrun --nproc-per-node 2 benchmarks/hf_expert_parallel.py --device cpu --rounds 1      (to see that it works)

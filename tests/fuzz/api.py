@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 import tilemoe
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig, TokenRounding
+from tilemoe.integrations.peft import load_adapter, save_adapter
 from tilemoe.kernels.experts import registry
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.lm.documents import Documents
@@ -82,6 +83,19 @@ def model() -> DecoderLM:
 def saved_model() -> TemporaryDirectory[str]:
     folder = TemporaryDirectory()
     save_hf(model(), folder.name)
+    return folder
+
+
+def adapted_model() -> DecoderLM:
+    adapted = model()
+    add_lora(adapted, 2, 4.0)
+    return adapted
+
+
+@cache
+def saved_adapter() -> TemporaryDirectory[str]:
+    folder = TemporaryDirectory()
+    save_adapter(adapted_model(), folder.name)
     return folder
 
 
@@ -271,6 +285,10 @@ MODULES = {
     ),
     "generate": Call(generate, of_generate),
     "load_hf": Call(tilemoe.load_hf, lambda: {"folder": saved_model().name, "device": "cpu", "dtype": torch.float32}),
+    "save_adapter": Call(
+        save_adapter, lambda: {"model": adapted_model(), "folder": saved_adapter().name, "base": "mine"}
+    ),
+    "load_adapter": Call(load_adapter, lambda: {"model": model(), "folder": saved_adapter().name}),
     "build_meshes": Call(
         tilemoe.build_meshes, lambda: {"config": ParallelConfig(), "model": MODEL, "device_type": "cpu"}
     ),

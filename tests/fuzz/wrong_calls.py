@@ -47,6 +47,7 @@ _VALID: tuple[tuple[str, set[str]], ...] = (
     ("max_new_tokens", {"0"}),
     ("device", {"device"}),
     ("MoE.router", {"module"}),
+    ("save_adapter.base", {"None", "text", "two lines"}),
     ("RoutingRecord.add.layer", set(ANYTHING) - {"list", "empty list", "dict", "numpy array"}),
     ("RoutingRecord.add.expert_ids", _ROWS | _COLUMNS | {"its meta", "its a dimension more", "its without columns"}),
     ("plan_topk.expert_ids", _ROWS | _COLUMNS | {"its meta"}),

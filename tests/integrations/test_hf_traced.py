@@ -83,11 +83,17 @@ def test_target_parameters(family: str) -> None:
     assert relative_error(plain(input_ids=tokens()).logits.detach(), logits) > 0.01
 
 
-def test_merged() -> None:
-    model = adapted("qwen3_moe").eval()
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_merged(family: str) -> None:
+    """gpt-oss keeps its weights transposed, gate and up interleaved, with biases."""
+    model = adapted(family).eval()
     assert integration.use(model.base_model.model) == 2
     with torch.no_grad():
         logits = model(input_ids=tokens()).logits
         merged = model.merge_and_unload()
         assert merged.config._experts_implementation == "tilemoe"
         assert relative_error(merged(input_ids=tokens()).logits, logits) < 1e-5
+        merged.set_experts_implementation("eager")
+        assert relative_error(merged(input_ids=tokens()).logits, logits) < 1e-5
+        plain = FAMILIES[family].make()
+        assert relative_error(plain(input_ids=tokens()).logits, logits) > 0.01

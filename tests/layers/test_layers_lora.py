@@ -44,14 +44,25 @@ def test_nothing_changes_at_first_and_only_adapters_train() -> None:
     assert [bool(adapter.grad.any()) for adapter in adapters] == [False, True, False, True], "b is zero"
 
 
-def test_merged_computes_the_same() -> None:
-    moe, x = layer(), tokens()
+@pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_merged_computes_the_same(turned: bool, gate_up: str) -> None:
+    """Turned: weights that are stored (E, d, w), as gpt-oss has them, stay where they are and as they are stored."""
+    moe, x = MoE(replace(CFG, gate_up=gate_up)), tokens()
+    moe.reset_parameters(torch.Generator().manual_seed(0))
+    nn.init.normal_(moe.experts.b1, 0.0, 0.2, generator=torch.Generator().manual_seed(3))
+    if turned:
+        for name in ("w1", "w2"):
+            stored = getattr(moe.experts, name).detach().transpose(1, 2).contiguous()
+            setattr(moe.experts, name, nn.Parameter(stored.transpose(1, 2)))
     train(add_lora(moe, rank=4, alpha=8.0))
-    before = moe.experts.w1.detach().clone()
+    w1 = moe.experts.w1
+    before, layout = w1.detach().clone(), (w1.data_ptr(), w1.stride())
     adapted = moe(x).hidden
     merge_lora(moe)
     torch.testing.assert_close(moe(x).hidden, adapted, rtol=1e-4, atol=1e-5)
     assert relative_error(moe.experts.w1, before) > 0.1
+    assert (moe.experts.w1.data_ptr(), moe.experts.w1.stride()) == layout
 
 
 def test_merging_bf16_rounds_once() -> None:

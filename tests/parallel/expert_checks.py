@@ -53,8 +53,10 @@ D, E, K = 16, 8, 2
 ROUTER = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01)
 CFG = MoEConfig(D, 8, E, K, router=ROUTER, initializer_range=0.3)
 OTHER = MoEConfig(D, 12, 4, 1, router=ROUTER, initializer_range=0.3, expert_bias=True, shared_intermediate_size=8)
-FP64 = (torch.float64,)
-CANCELLING = ("router.bias", "q_a_layernorm.weight")  # whose gradients are small sums over all tokens
+DTYPES = (torch.float64, torch.float32)
+CANCELLING = (
+    "router.bias",
+)  # its gradient's terms, which add up to zero over a token's experts, cancel over tokens, too
 Make = Callable[[torch.dtype], Any]  # a Net or one of transformers' models
 
 
@@ -95,8 +97,12 @@ def make_net(dtype: torch.dtype, theirs: nn.Module | None = None) -> Net:
 
 
 def make_theirs(family: str, dtype: torch.dtype, **sizes: Any) -> Any:
-    """Of transformers, with as many experts as four processes divide."""
+    """Of transformers, with as many experts as four processes divide.
+
+    Of `hf_models`' weights, three times as large, one process' own gradients in fp32 are up to 8e-6 off; of these 1e-6.
+    """
     integration.register()
+    sizes = {"initializer_range": 0.1, **sizes}
     names = {"num_experts", "num_local_experts", "n_routed_experts"} & FAMILIES[family].sizes.keys()
     sizes |= dict.fromkeys(names, E)
     return FAMILIES[family].make(experts_implementation="tilemoe", **sizes).train().to(device_of_rank(), dtype)
@@ -186,15 +192,18 @@ def to_one_rank(model: nn.Module) -> Tensor:
 
 
 def limits_of(make: Make, expert_ids: Tensor | None, dtype: torch.dtype) -> dict[str, float] | None:
-    """Of gradients in fp32 that are not to be had to 1e-6: on a GPU, and where a model has sums that cancel."""
-    cancels = any(name.endswith(CANCELLING) for name, _ in make(dtype).named_parameters())
-    if dtype == torch.float64 or (device_of_rank().type == "cpu" and not cancels):
+    """Of gradients in fp32 that are not to be had to 1e-6: on a GPU all, on a CPU sums that cancel."""
+    names = {name for name, _ in make(dtype).named_parameters()}
+    if device_of_rank().type == "cpu":
+        names = {name for name in names if name.endswith(CANCELLING)}
+    if dtype == torch.float64 or not names:
         return None
-    return limits_by_noise(make, lambda near: backward(near, shared=False, expert_ids=expert_ids).gradients)
+    limits = limits_by_noise(make, lambda near: backward(near, shared=False, expert_ids=expert_ids).gradients)
+    return {name: limit for name, limit in limits.items() if name in names}
 
 
 def assert_as_one_process(
-    make: Make, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32), **options: Any
+    make: Make, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...] = DTYPES, **options: Any
 ) -> None:
     """Experts by score; then all tokens to experts of one rank."""
     for dtype in dtypes:
@@ -211,12 +220,12 @@ def assert_as_one_process(
 def check_any_module() -> None:
     for mesh in (ep_and_fsdp(), ep_alone()):
         assert_as_one_process(make_net, mesh)
-        assert_as_one_process(make_net_with_a_block, mesh, FP64)
+    assert_as_one_process(make_net_with_a_block, ep_alone())
 
 
 def check_meshes_of_three_dimensions_and_of_another_order() -> None:
-    assert_as_one_process(make_net, mesh_of(2, world() // 2, 1, names=("expert", "replicate", "fsdp")), FP64)
-    assert_as_one_process(make_net, mesh_of(world() // 2, 2, names=("dp", "ep")), FP64, dim="ep")
+    assert_as_one_process(make_net, mesh_of(2, world() // 2, 1, names=("expert", "replicate", "fsdp")))
+    assert_as_one_process(make_net, mesh_of(world() // 2, 2, names=("dp", "ep")), dim="ep")
 
 
 def make_net_with_adapters(dtype: torch.dtype) -> Net:
@@ -226,7 +235,7 @@ def make_net_with_adapters(dtype: torch.dtype) -> Net:
 def make_net_in_4_bit(dtype: torch.dtype) -> Net:
     """Experts in NF4, whose blocks are 64 wide."""
     torch.manual_seed(0)
-    wide = partial(replace, hidden_size=64, intermediate_size=128)
+    wide = partial(replace, hidden_size=64, intermediate_size=128, initializer_range=0.1)
     return with_adapters(Net(MoE(wide(OTHER)), wide(CFG)), storage="nf4").to(device_of_rank(), dtype)
 
 
@@ -234,26 +243,24 @@ def with_adapters(net: Net, **options: Any) -> Net:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for adapter in add_lora(net, 3, 6.0, **options):
-            adapter.copy_(0.2 * torch.randn(adapter.shape, generator=generator))
+            adapter.copy_(0.1 * torch.randn(adapter.shape, generator=generator))
     return net
 
 
 def check_adapters() -> None:
     for make in (make_net_with_adapters, make_net_in_4_bit):
-        assert_as_one_process(make, ep_and_fsdp(), FP64)
+        assert_as_one_process(make, ep_and_fsdp())
 
 
 def check_transformers() -> None:
     integration.unregister()
     tables = dict(ALL_EXPERTS_FUNCTIONS)
     mesh = ep_and_fsdp()
-    for family in ("qwen3_moe", "gpt_oss"):
+    for family in ("qwen3_moe", "gpt_oss", "mixtral", "olmoe"):
         assert_as_one_process(partial(make_theirs, family), mesh)
-    for family in ("mixtral", "olmoe"):
-        assert_as_one_process(partial(make_theirs, family), mesh, FP64)
     # DeepSeek-V3's router computes in fp32, whatever the model's dtype is.
     assert_as_one_process(partial(make_theirs, "deepseek_v3"), mesh, (torch.float32,))
-    assert_as_one_process(partial(make_theirs, "qwen3_moe"), ep_alone(), FP64)
+    assert_as_one_process(partial(make_theirs, "qwen3_moe"), ep_alone())
     integration.unregister()
     assert dict(ALL_EXPERTS_FUNCTIONS) == tables
 
@@ -278,10 +285,11 @@ def check_activation_checkpointing() -> None:
 
 
 def check_compiled() -> None:
-    one, many = make_net(torch.float64), make_net(torch.float64)
-    many.first.compile(backend="eager")
-    share(many, ep_and_fsdp())
-    assert_same(backward(many, shared=True), backward(one, shared=False), LIMIT_64)
+    for dtype, limit in zip(DTYPES, (LIMIT_64, LIMIT_32), strict=True):
+        one, many = make_net(dtype), make_net(dtype)
+        many.first.compile(backend="eager")
+        share(many, ep_and_fsdp())
+        assert_same(backward(many, shared=True), backward(one, shared=False), limit, limits_of(make_net, None, dtype))
 
 
 def check_mixed_precision() -> None:
@@ -304,22 +312,26 @@ def check_mixed_precision() -> None:
 
 
 def check_training() -> None:
-    """Steps of AdamW of two micro-batches each, clipped, give the weights of one process; torch's clipping cannot."""
-    one, many = make_net(torch.float64), make_net(torch.float64)
-    share(many, ep_and_fsdp())
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (one, many)]
-    for _ in range(3):
-        norms = []
-        for model, optimizer in zip((one, many), optimizers, strict=True):
-            optimizer.zero_grad()
-            for expert_ids in (None, to_one_rank(one)):
-                backward(model, shared=model is many, expert_ids=expert_ids)
-            norms.append(clip_gradients(model.parameters(), 0.5))
-            optimizer.step()
-        assert_within({"norm": (error(norms[1], norms[0]), LIMIT_64)})
-        assert norms[0] > 0.5
-    pairs = zip(one.named_parameters(), many.parameters(), strict=True)
-    assert_within({name: (error(whole(got), want), 1e-9) for (name, want), got in pairs})
+    """Steps of AdamW of two micro-batches each, clipped, give the weights of one process; torch's clipping cannot.
+
+    eps: of a gradient that is rounding alone AdamW's step would be its sign.
+    """
+    for dtype, limit, of_weights in ((torch.float64, LIMIT_64, 1e-9), (torch.float32, LIMIT_32, LIMIT_32)):
+        one, many = make_net(dtype), make_net(dtype)
+        share(many, ep_and_fsdp())
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3) for model in (one, many)]
+        for _ in range(2):
+            norms = []
+            for model, optimizer in zip((one, many), optimizers, strict=True):
+                optimizer.zero_grad()
+                for expert_ids in (None, to_one_rank(one)):
+                    backward(model, shared=model is many, expert_ids=expert_ids)
+                norms.append(clip_gradients(model.parameters(), 0.5))
+                optimizer.step()
+            assert_within({f"norm in {dtype}": (error(norms[1], norms[0]), limit)})
+            assert norms[0] > 0.5
+        pairs = zip(one.named_parameters(), many.parameters(), strict=True)
+        assert_within({f"{name} in {dtype}": (error(whole(got), want), of_weights) for (name, want), got in pairs})
 
 
 def trained(make: Make, mesh: DeviceMesh | None, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""A model's adapters as a folder that ``peft.PeftModel.from_pretrained`` loads on transformers' model of the same base.
+"""A model's adapters as a folder of PEFT, written for transformers' model of the same base and read as PEFT saved it.
 
 d hidden_size · n intermediate_size · E experts · r rank · w = 2n
 
@@ -8,27 +8,48 @@ PEFT's `ParamWrapper` adapts a stacked parameter (E, o, i) by ``lora_A`` (E r, i
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from tilemoe.layers.lora import LoRAExperts
+from tilemoe.checks import require_path, require_text, require_type, shown
+from tilemoe.layers.lora import ATTENTION, EXPERTS, LoRAExperts, add_lora
 from tilemoe.layers.lora_linear import LoRALinear
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.hf_config import hf_config_dict
 from tilemoe.models.huggingface import Piece, pieces
 
-WEIGHTS_FILE = "adapter_model.safetensors"
+SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _ADAPTER = "default"  # PEFT's name of an adapter that has none
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Of a router and of the norms; the last are those whose names end so.
 _ROUTER, _NORMS = ["mlp.gate"], ["input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "model.norm"]
+# Of adapter_config.json: what is read, and what changes nothing that is computed (dropout while PEFT trains alone).
+_READ = frozenset({"r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "init_lora_weights"})
+_UNREAD = frozenset(
+    {
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+    }
+)
+_INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # the other ways to begin change the base, too
 _INSTALL = "pip install 'tilemoe[lora]'"
+
+Adapted = Mapping[str, LoRAExperts | LoRALinear]
 
 
 def require_peft() -> ModuleType:
@@ -41,7 +62,7 @@ def require_peft() -> ModuleType:
     return peft
 
 
-def save_adapter(model: DecoderLM, folder: Path, *, base: str | None = None) -> None:
+def save_adapter(model: DecoderLM, folder: str | Path, *, base: str | None = None) -> None:
     """Write adapter_config.json and adapter_model.safetensors into ``folder``, which is there.
 
     PEFT's own code names the tensors, on transformers' model without memory. Routers and norms that want gradients are
@@ -49,68 +70,277 @@ def save_adapter(model: DecoderLM, folder: Path, *, base: str | None = None) -> 
     with, None where it has no name.
 
     Raises:
-        ValueError: peft is not installed, the model has no adapters, or (as `hf_config_dict`) transformers has no place
-            for it.
-    """
-    peft = require_peft()
-    from transformers import AutoConfig, AutoModelForCausalLM
+        ValueError: peft is not installed, there is no such folder, the model has no adapters, or (as `hf_config_dict`)
+            transformers has no place for it.
 
-    config = _lora_config(model, peft)
-    settings = {**hf_config_dict(model.config), "eos_token_id": None}  # or else transformers takes that of its preset
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
-        theirs = peft.get_peft_model(whole, config)
-    _fill(theirs, model)
-    tensors = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
+    Examples:
+        >>> from tilemoe.integrations.peft import save_adapter
+        >>> from tilemoe.layers.lora import add_lora
+        >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(64, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...                              max_seq_len=16, moe=moe)
+        >>> model = tilemoe.DecoderLM(config)
+        >>> adapters = add_lora(model, rank=2, alpha=4.0)
+        >>> Path("adapter").mkdir()
+        >>> save_adapter(model, "adapter")
+        >>> sorted(path.name for path in Path("adapter").iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    require_type("model", model, DecoderLM)
+    path = require_path("folder", folder)
+    if not path.is_dir():
+        raise ValueError(f"folder {path} is not there; make it first")
+    if base is not None:
+        require_text("base", base)
+    peft = require_peft()
+    settings = _settings(model, peft)
+    theirs = _without_memory(model, settings, peft)
+    for link in _links(theirs, model):
+        link.holder.weight = nn.Parameter(link.in_their_order(model.get_parameter(link.ours).detach()))
+    tensors = _tensors_of(theirs, peft)
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
     assert not missing, f"PEFT adapts what has no adapter here: {missing}"
-    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
-    (folder / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it its owner's alone
-    config.base_model_name_or_path = base  # PEFT has put the name of the model without memory there
-    config.save_pretrained(folder)
+    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path / WEIGHTS_FILE, {"format": "pt"})
+    (path / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it its owner's alone
+    settings.base_model_name_or_path = base  # PEFT has put the name of the model without memory there
+    settings.save_pretrained(path)
 
 
-def _lora_config(model: DecoderLM, peft: ModuleType) -> Any:
+def load_adapter(model: DecoderLM, folder: str | Path) -> None:
+    """Give ``model`` the adapters of ``folder``, which PEFT saved on transformers' model of this base, or we did.
+
+    A model without adapters is frozen and gets them, in the dtype of the folder's. One that has some, on experts in NF4
+    say, must have the same. Routers and norms that the folder has whole replace the model's, and train. Not looked at
+    are the base that the folder names, and ``lora_dropout``, which our adapters do not have. Only safetensors are read.
+
+    Raises:
+        ValueError: peft is not installed, a file is missing or damaged, transformers has no place for the model, the
+            adapters are of a kind, on modules, of a rank or of shapes that the model has not, or the model is without
+            memory or shared by processes. Then it is as it was.
+
+    Examples:
+        >>> from tilemoe.integrations.peft import load_adapter, save_adapter
+        >>> from tilemoe.layers.lora import add_lora
+        >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
+        >>> config = tilemoe.ModelConfig(64, 32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        ...                              max_seq_len=16, moe=moe)
+        >>> model, other = tilemoe.DecoderLM(config), tilemoe.DecoderLM(config)
+        >>> adapters = add_lora(model, rank=2, alpha=4.0)
+        >>> Path("adapter").mkdir()
+        >>> save_adapter(model, "adapter")
+        >>> load_adapter(other, "adapter")
+        >>> torch.equal(other.blocks[0].mlp.experts.up_a, model.blocks[0].mlp.experts.up_a)
+        True
+    """
+    require_type("model", model, DecoderLM)
+    path = require_path("folder", folder)
+    if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model is without memory or shared by processes; load adapters before tilemoe.parallelize")
+    peft = require_peft()
+    asked = _asked(path / SETTINGS_FILE, model, peft)
+    theirs = _without_memory(asked, _settings(asked, peft), peft)
+    names = {module: _saved_name(name) for name, module in theirs.named_modules()}
+    links = {names[link.holder]: link for link in _links(theirs, asked)}
+    shapes = {name: tensor.shape for name, tensor in _tensors_of(theirs, peft).items()}
+    assert shapes.keys() == links.keys(), "PEFT saves what has no place here"
+    tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
+    if not _adapted(model):
+        first = next(iter(_adapted(asked).values()))
+        dtype = next(tensor.dtype for name, tensor in tensors.items() if ".lora_" in name)
+        add_lora(model, first.rank, first.alpha, dtype=dtype, modules=_kinds(_adapted(asked)))
+    elif _described(_adapted(model)) != _described(_adapted(asked)):
+        raise ValueError(
+            f"model has adapters {_described(_adapted(model))}, and {path} has them {_described(_adapted(asked))}; "
+            "load it into a model without adapters"
+        )
+    with torch.no_grad():
+        for name, link in links.items():
+            parameter = model.get_parameter(link.ours).requires_grad_(True)
+            parameter.copy_(link.in_our_order(tensors[name], parameter.shape))
+
+
+def _adapted(model: nn.Module) -> Adapted:
+    return {name: each for name, each in model.named_modules() if isinstance(each, (LoRAExperts, LoRALinear))}
+
+
+def _kinds(adapted: Adapted) -> list[str]:
+    """What of a model has adapters, as `add_lora` calls it."""
+    kinds = {EXPERTS: LoRAExperts, ATTENTION: LoRALinear}
+    return [name for name, kind in kinds.items() if any(isinstance(each, kind) for each in adapted.values())]
+
+
+def _described(adapted: Adapted) -> str:
+    sizes = sorted({f"of rank {each.rank} and alpha {each.alpha:g}" for each in adapted.values()})
+    return f"{', '.join(sizes)} on {' and '.join(_kinds(adapted))}"
+
+
+def _settings(model: DecoderLM, peft: ModuleType) -> Any:
     """PEFT's settings of the adapters that ``model`` has."""
-    adapted = [module for module in model.modules() if isinstance(module, (LoRAExperts, LoRALinear))]
+    adapted = _adapted(model)
     if not adapted:
         raise ValueError("the model has no adapters; write its weights instead")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     also = [name for name in _ROUTER if any(".router." in name for name in trained)]
     also += [name for name in _NORMS if any("norm." in name for name in trained)]
-    alpha = adapted[0].alpha
+    first = next(iter(adapted.values()))
     return peft.LoraConfig(
-        r=adapted[0].rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        target_modules=_PROJECTIONS if any(isinstance(module, LoRALinear) for module in adapted) else [],
-        target_parameters=_PARAMETERS if any(isinstance(module, LoRAExperts) for module in adapted) else None,
+        r=first.rank,
+        lora_alpha=int(first.alpha) if first.alpha == int(first.alpha) else first.alpha,
+        target_modules=_PROJECTIONS if ATTENTION in _kinds(adapted) else [],
+        target_parameters=_PARAMETERS if EXPERTS in _kinds(adapted) else None,
         modules_to_save=also or None,
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
 
 
-def _fill(theirs: nn.Module, model: DecoderLM) -> None:
-    """Put our adapters, and what else is trained, in the places that PEFT has for them."""
+def _asked(path: Path, model: DecoderLM, peft: ModuleType) -> DecoderLM:
+    """A model without memory of the settings of ``model``, with the adapters, and what else trains, that ``path`` says.
+
+    ValueError: it cannot be read, or says what adapters here are not; the message names the setting.
+    """
+    settings = _read_settings(path, peft)
+    parameters = settings["target_parameters"]
+    if isinstance(parameters, list):  # PEFT takes the end of a name, too
+        ends = {name.split(".", cut)[cut]: name for name in _PARAMETERS for cut in range(3)}
+        settings["target_parameters"] = [ends.get(each, each) if isinstance(each, str) else each for each in parameters]
+    modules = [ATTENTION] if _named(path, settings, "target_modules", [_PROJECTIONS]) else []
+    modules += [EXPERTS] if _named(path, settings, "target_parameters", [_PARAMETERS]) else []
+    also = _named(path, settings, "modules_to_save", [_ROUTER, _NORMS])
+    if not modules:
+        raise ValueError(f"{path}: neither target_modules nor target_parameters says what has adapters")
+    asked = DecoderLM(model.config, device="meta")
+    try:
+        add_lora(asked, settings["r"], settings["lora_alpha"], modules=modules)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    for name, parameter in asked.named_parameters():
+        parameter.requires_grad_(
+            parameter.requires_grad
+            or (".router." in name and also.issuperset(_ROUTER))
+            or ("norm." in name and also.issuperset(_NORMS))
+        )
+    return asked
+
+
+def _read_settings(path: Path, peft: ModuleType) -> dict[str, Any]:
+    """Of an adapter_config.json, as PEFT has those it leaves out; ValueError as `_asked`."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); give a folder that PEFT saved") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a table of settings, got {shown(found)}; give a folder that PEFT saved")
+    usual = peft.LoraConfig().to_dict()
+    settings = {**usual, **found}
+    if settings["init_lora_weights"] not in _INITIAL:
+        way = shown(settings["init_lora_weights"])
+        raise ValueError(f"{path}: init_lora_weights {way} changes the base, too; let PEFT convert it as it saves")
+    for name in sorted(settings.keys() - _READ - _UNREAD):
+        if settings[name] != usual.get(name) and (settings[name] or usual.get(name)):
+            raise ValueError(
+                f"{path}: {name} is {shown(settings[name])}, which adapters here have not; train without it"
+            )
+    return settings
+
+
+def _named(path: Path, settings: dict[str, Any], name: str, groups: list[list[str]]) -> set[str]:
+    """What the setting lists, whole ``groups`` or nothing; ValueError where it is anything else."""
+    value = [] if settings[name] is None else settings[name]
+    found = set(map(str, value)) if isinstance(value, list) else {None}
+    whole = [group for group in groups if found.issuperset(group)]
+    if found != {each for group in whole for each in group}:
+        known = ", or ".join(", ".join(group) for group in groups)
+        raise ValueError(f"{path}: {name} is {shown(value)}; here it may be none or all of {known}")
+    return {each for group in whole for each in group}
+
+
+def _read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The file's tensors, of these names and shapes; ValueError where it has others or cannot be read."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; let PEFT save safetensors, nothing else is read")
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); save or download it again") from error
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        what = "is missing" if name in shapes else f"is of no adapter that {SETTINGS_FILE} and the model have"
+        raise ValueError(f"{path}: {name} {what}; save it from a model of the same base and settings")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            raise ValueError(f"{path}: {name} must be {tuple(shapes[name])} for the model, got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{path}: {name} must be of a floating dtype, got {tensor.dtype}")
+    return tensors
+
+
+def _without_memory(model: DecoderLM, settings: Any, peft: ModuleType) -> Any:
+    """transformers' model of the same architecture under PEFT's adapters, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {**hf_config_dict(model.config), "eos_token_id": None}  # or else transformers takes that of its preset
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    return peft.get_peft_model(whole, settings)
+
+
+def _tensors_of(theirs: Any, peft: ModuleType) -> dict[str, Tensor]:
+    """What PEFT saves of its model, by the names in its file."""
+    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
+    return tensors
+
+
+class _Link(NamedTuple):
+    """One of our parameters, by name, and the module of theirs whose ``weight`` it is in another order."""
+
+    ours: str
+    holder: Any
+    of_weight: list[Piece] | None = None  # of b (E, o, r) of experts: how the rows o lie in the weight
+
+    def in_their_order(self, ours: Tensor) -> Tensor:
+        """A matrix as it is, a (E, r, i) -> (E r, i), b (E, o, r) -> (o, r E) with gate's rows before up's."""
+        if self.of_weight is None:
+            return ours.flatten(0, -2) if ours.ndim == 3 else ours
+        rows = torch.empty_like(ours)
+        for piece in self.of_weight:
+            piece.of_theirs(rows).copy_(piece.of_ours(ours))
+        return rows.permute(1, 2, 0).flatten(1)
+
+    def in_our_order(self, theirs: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of `in_their_order`, to ``shape``."""
+        if self.of_weight is None:
+            return theirs.view(shape)
+        experts, rows, rank = shape
+        lying = theirs.view(rows, rank, experts).permute(2, 0, 1)
+        ours = torch.empty_like(lying)
+        for piece in self.of_weight:
+            piece.of_ours(ours).copy_(piece.of_theirs(lying))
+        return ours
+
+
+def _links(theirs: nn.Module, model: DecoderLM) -> Iterator[_Link]:
+    """Where PEFT has our adapters, and what else is trained."""
     layers = range(model.config.num_layers)
     stacked = {f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in layers}  # as transformers has them
     pieces_of: dict[str, list[Piece]] = {}
     for piece in pieces(model.config, stacked):
         pieces_of.setdefault(piece.ours, []).append(piece)
-    for name, module in model.named_modules():
+    for name, module in _adapted(model).items():
         if isinstance(module, LoRALinear):
             place = _place(theirs, pieces_of[f"{name}.weight"][0].theirs.removesuffix(".weight"))
-            _set_pair(place, module.lora_a, module.lora_b)
-        elif isinstance(module, LoRAExperts):
-            for weight, a, b in (("w1", module.up_a, module.up_b), ("w2", module.down_a, module.down_b)):
-                of_weight = pieces_of[f"{name}.{weight}"]
-                path, _, stack = of_weight[0].theirs.rpartition(".")
-                wrapper = _wrapper(_place(theirs, path), stack)
-                _set_pair(wrapper, a.flatten(0, 1), _stacked_b(b, of_weight))
+            yield _Link(f"{name}.lora_a", place.lora_A[_ADAPTER])
+            yield _Link(f"{name}.lora_b", place.lora_B[_ADAPTER])
+            continue
+        for weight, adapter in (("w1", "up"), ("w2", "down")):
+            of_weight = pieces_of[f"{name}.{weight}"]
+            path, _, stack = of_weight[0].theirs.rpartition(".")
+            wrapper = _wrapper(_place(theirs, path), stack)
+            yield _Link(f"{name}.{adapter}_a", wrapper.lora_A[_ADAPTER])
+            yield _Link(f"{name}.{adapter}_b", wrapper.lora_B[_ADAPTER], of_weight)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name in pieces_of:
             path = pieces_of[name][0].theirs.removesuffix(".weight")
-            _place(theirs, path).modules_to_save[_ADAPTER].weight = nn.Parameter(parameter.detach())
+            yield _Link(name, _place(theirs, path).modules_to_save[_ADAPTER])
 
 
 def _place(theirs: nn.Module, path: str) -> Any:
@@ -124,15 +354,6 @@ def _wrapper(outermost: Any, parameter: str) -> Any:
     return outermost
 
 
-def _stacked_b(b: Tensor, of_weight: list[Piece]) -> Tensor:
-    """b (E, o, r) -> (o, r E), the rows o in their order: gate first, then up."""
-    rows = torch.empty_like(b)
-    for piece in of_weight:
-        piece.of_theirs(rows).copy_(piece.of_ours(b.detach()))
-    return rows.permute(1, 2, 0).flatten(1)
-
-
-def _set_pair(place: Any, a: Tensor, b: Tensor) -> None:
-    for linear, tensor in ((place.lora_A[_ADAPTER], a), (place.lora_B[_ADAPTER], b)):
-        assert linear.weight.shape == tensor.shape, (linear.weight.shape, tensor.shape)
-        linear.weight = nn.Parameter(tensor.detach())
+def _saved_name(module: str) -> str:
+    """What the weight of this module of PEFT's model is called in its file."""
+    return f"{module}.weight".replace(f".modules_to_save.{_ADAPTER}.", ".").replace(f".{_ADAPTER}.", ".")

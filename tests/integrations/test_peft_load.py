@@ -1,0 +1,249 @@
+"""Adapters that PEFT saved: in our decoder, and in transformers' own model over our experts, they compute the same."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_one_line
+from hf_models import FAMILIES, tokens
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_peft_export import BASES, base_of, trained
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from tilemoe.integrations.peft import load_adapter, save_adapter
+from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.huggingface import load_hf
+from tilemoe.testing import assert_equal, relative_error
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+Settings, Tensors = dict[str, Any], dict[str, Tensor]
+
+
+def emptied(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def train_whole(model: DecoderLM) -> None:
+    """Routers and norms, as if trained."""
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.weight") or "norm." in name:
+            parameter.requires_grad_(True).data.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def state_of(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+    """Its values, and the names of what trains."""
+    return dict(model.state_dict()), [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "whole"),
+    [
+        *((family, (EXPERTS, ATTENTION), True) for family in BASES),
+        ("olmoe", (EXPERTS,), False),
+        ("mixtral", (ATTENTION,), False),
+    ],
+)
+def test_ours_through_peft_and_back(family: str, modules: tuple[str, ...], whole: bool, tmp_path: Path) -> None:
+    theirs = base_of(family, tmp_path / "base")
+    model = trained(load_hf(tmp_path / "base"), modules)
+    if whole:
+        train_whole(model)
+    save_adapter(model, emptied(tmp_path / "ours"))
+    PeftModel.from_pretrained(theirs, tmp_path / "ours").save_pretrained(str(tmp_path / "theirs"))
+    read = load_hf(tmp_path / "base")
+    load_adapter(read, tmp_path / "theirs")
+    assert_equal(state_of(read)[0], state_of(model)[0])
+    assert state_of(read)[1] == state_of(model)[1]
+
+
+def test_interleaved_rows_and_another_dtype(tmp_path: Path) -> None:
+    base_of("qwen3_moe", tmp_path / "base")
+    config = load_hf(tmp_path / "base").config
+    assert config.moe is not None
+    config = replace(config, moe=replace(config.moe, gate_up="interleaved"))
+    model = trained(DecoderLM(config, dtype=torch.float64), (EXPERTS, ATTENTION))
+    save_adapter(model, emptied(tmp_path / "adapter"))
+    read = DecoderLM(config)
+    load_adapter(read, str(tmp_path / "adapter"))
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert_equal({name: p for name, p in read.named_parameters() if p.requires_grad}, adapters)
+
+
+def test_experts_in_4_bit_have_their_adapters_already(tmp_path: Path) -> None:
+    FAMILIES["olmoe"].make(hidden_size=64, intermediate_size=64).float().save_pretrained(tmp_path / "base")
+    model = trained(load_hf(tmp_path / "base"), (EXPERTS, ATTENTION), "nf4")
+    save_adapter(model, emptied(tmp_path / "adapter"))
+    read = load_hf(tmp_path / "base")
+    add_lora(read, 3, 6.0, modules=(EXPERTS, ATTENTION), storage="nf4")
+    load_adapter(read, tmp_path / "adapter")
+    assert_equal(state_of(read)[0], state_of(model)[0])
+
+
+def train_a_step(model: Any) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> Tensor:
+    return model(tokens()).logits
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_what_peft_trained_computes_the_same_here(family: str, tmp_path: Path) -> None:
+    theirs = base_of(family, tmp_path / "base")
+    plain = logits_of(theirs)
+    settings = LoraConfig(
+        r=4, lora_alpha=10, target_modules=PROJECTIONS, target_parameters=["experts.down_proj", "gate_up_proj"]
+    )
+    peft: Any = get_peft_model(theirs, settings)
+    train_a_step(peft)
+    peft.save_pretrained(str(tmp_path / "adapter"))
+    model = load_hf(tmp_path / "base")
+    load_adapter(model, tmp_path / "adapter")
+    expected = logits_of(peft)
+    assert relative_error(plain, expected) > 0.05
+    assert relative_error(logits_of(model), expected) < 1e-5
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_peft_saves_and_loads_over_our_experts(family: str, tmp_path: Path) -> None:
+    base_of(family, tmp_path / "base")
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", experts_implementation="tilemoe").eval()
+
+    peft: Any = get_peft_model(
+        base(), LoraConfig(r=4, target_modules=PROJECTIONS, target_parameters=["gate_up_proj", "down_proj"])
+    )
+    plain = logits_of(peft)
+    train_a_step(peft)
+    expected = logits_of(peft)
+    assert relative_error(plain, expected) > 0.05
+    peft.save_pretrained(str(tmp_path / "adapter"))
+    read: Any = PeftModel.from_pretrained(base(), tmp_path / "adapter")
+    assert read.get_base_model().config._experts_implementation == "tilemoe"
+    assert_equal(logits_of(read), expected)
+    read.set_experts_implementation("eager")
+    assert relative_error(logits_of(read), expected) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base, and a folder of adapters on all of it."""
+    folder = tmp_path_factory.mktemp("saved")
+    base_of("olmoe", folder / "base")
+    save_adapter(trained(load_hf(folder / "base"), (EXPERTS, ATTENTION)), emptied(folder / "adapter"))
+    return folder / "base", folder / "adapter"
+
+
+FIRST = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+
+
+def without_first(tensors: Tensors) -> None:
+    del tensors[FIRST]
+
+
+def with_another(tensors: Tensors) -> None:
+    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(3, 32)
+
+
+def narrower(tensors: Tensors) -> None:
+    tensors[FIRST] = tensors[FIRST][:, 1:].contiguous()
+
+
+def of_integers(tensors: Tensors) -> None:
+    tensors[FIRST] = tensors[FIRST].int()
+
+
+def unchanged(tensors: Tensors) -> None:
+    """They are PEFT's own."""
+
+
+ALL = "here it may be none or all of"
+WRONG: list[tuple[Settings, Callable[[Tensors], None], str]] = [
+    ({"use_dora": True}, unchanged, "adapter_config.json: use_dora is True, which adapters here have not"),
+    ({"use_rslora": True}, unchanged, "use_rslora is True, which"),
+    ({"peft_type": "LOHA"}, unchanged, "peft_type is 'LOHA', which"),
+    ({"rank_pattern": {"q_proj": 2}}, unchanged, "rank_pattern is {'q_proj': 2}, which"),
+    ({"bias": "all"}, unchanged, "bias is 'all', which"),
+    ({"of_a_later_release": 3}, unchanged, "of_a_later_release is 3, which"),
+    ({"init_lora_weights": "pissa"}, unchanged, "init_lora_weights 'pissa' changes the base, too"),
+    ({"target_modules": ["q_proj", "v_proj"]}, unchanged, rf"target_modules is \['q_proj', 'v_proj'\]; {ALL} q_proj, "),
+    ({"target_modules": "all-linear"}, unchanged, f"target_modules is 'all-linear'; {ALL}"),
+    ({"target_modules": [*PROJECTIONS, "gate"]}, unchanged, f"target_modules is .*'gate'.*; {ALL}"),
+    ({"target_parameters": ["mlp.experts.down_proj"]}, unchanged, f"target_parameters is .*; {ALL} mlp.experts.gate"),
+    ({"target_parameters": [3]}, unchanged, f"target_parameters is .*; {ALL}"),
+    ({"modules_to_save": ["lm_head"]}, unchanged, f"modules_to_save is .*'lm_head'.*; {ALL} mlp.gate, or input_layern"),
+    ({"target_modules": None, "target_parameters": None}, unchanged, "neither target_modules nor target_parameters"),
+    ({"r": "3"}, unchanged, "adapter_config.json: rank must be an integer >= 1, got '3'"),
+    ({"lora_alpha": None}, unchanged, "adapter_config.json: alpha must be a finite number > 0, got None"),
+    ({"r": 4}, unchanged, r"adapter_model.safetensors: .*lora_A.weight must be \(.*\) for the model, got"),
+    ({"modules_to_save": ["mlp.gate"]}, unchanged, "layers.0.mlp.gate.weight is missing; save it from"),
+    ({}, without_first, f"{FIRST} is missing"),
+    ({}, with_another, "lm_head.lora_A.weight is of no adapter that adapter_config.json and the model have"),
+    ({}, narrower, rf"{FIRST} must be \(18, 32\) for the model, got \(18, 31\)"),
+    ({}, of_integers, f"{FIRST} must be of a floating dtype, got torch.int32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "change", "message"), WRONG)
+def test_what_is_not_ours_is_named_and_nothing_changes(
+    settings: Settings, change: Callable[[Tensors], None], message: str, saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = saved
+    config, weights = "adapter_config.json", "adapter_model.safetensors"
+    (tmp_path / config).write_text(json.dumps(json.loads((adapter / config).read_text()) | settings))
+    tensors = load_file(adapter / weights)
+    change(tensors)
+    save_file(tensors, tmp_path / weights)
+    model = load_hf(base)
+    before = state_of(load_hf(base))
+    with raises_one_line(message):
+        load_adapter(model, tmp_path)
+    assert_equal(state_of(model)[0], before[0])
+    assert state_of(model)[1] == before[1]
+
+
+def test_files_that_are_missing_or_damaged_are_named(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = saved
+    model = load_hf(base)
+    with raises_one_line("adapter_config.json cannot be read .*; give a folder that PEFT saved"):
+        load_adapter(model, tmp_path)
+    for text, message in (("{", "cannot be read"), ("[]", r"must hold a table of settings, got \[\]")):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with raises_one_line(message):
+            load_adapter(model, tmp_path)
+    (tmp_path / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
+    torch.save({}, tmp_path / "adapter_model.bin")
+    with raises_one_line("adapter_model.safetensors is missing; let PEFT save safetensors, nothing else is read"):
+        load_adapter(model, tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 20)
+    with raises_one_line("adapter_model.safetensors cannot be read .*; save or download it again"):
+        load_adapter(model, tmp_path)
+
+
+def test_models_that_cannot_take_them(saved: tuple[Path, Path]) -> None:
+    base, adapter = saved
+    model = load_hf(base)
+    add_lora(model, 3, 7.0)
+    with raises_one_line(
+        "model has adapters of rank 3 and alpha 7 on experts, and .*adapter has them of rank 3 and alpha 6 on experts "
+        "and attention; load it into a model without adapters"
+    ):
+        load_adapter(model, adapter)
+    with raises_one_line("model is without memory or shared by processes; load adapters before tilemoe.parallelize"):
+        load_adapter(DecoderLM(model.config, device="meta"), adapter)
+    with raises_one_line("model must be a DecoderLM, got Linear"):
+        load_adapter(nn.Linear(2, 2), adapter)  # type: ignore[arg-type]
