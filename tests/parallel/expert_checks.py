@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,8 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.replay import replay_routing
 from tilemoe.layers.lora import add_lora
 from tilemoe.layers.moe import MoE
-from tilemoe.parallel import clip_gradients, expert_parallel
+from tilemoe.parallel import clip_gradients, expert, expert_parallel
+from tilemoe.parallel.expert import SHARDS_INTEGERS
 from tilemoe.testing import assert_equal
 
 RUN = "TILEMOE_TEST_EXPERTS"  # names a folder that the processes share
@@ -248,8 +250,11 @@ def with_adapters(net: Net, **options: Any) -> Net:
 
 
 def check_adapters() -> None:
-    for make in (make_net_with_adapters, make_net_in_4_bit):
-        assert_as_one_process(make, ep_and_fsdp())
+    assert_as_one_process(make_net_with_adapters, ep_and_fsdp())
+    if SHARDS_INTEGERS:
+        assert_as_one_process(make_net_in_4_bit, ep_and_fsdp())
+    with mock.patch.object(expert, "SHARDS_INTEGERS", False), raises_one_line(r"experts in 4 bit \(first.experts\)"):
+        expert_parallel(make_net_in_4_bit(torch.float32), ep_and_fsdp())
 
 
 def check_transformers() -> None:
