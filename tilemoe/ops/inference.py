@@ -88,7 +88,7 @@ def _run(
     plan = RoutingPlan(token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, expert_ids.shape[0])
     check_plan(x, w1, plan, scores)
     s = scores.reshape(-1).contiguous()
-    return moe_forward(x, w1, w2, s, b1, b2, False, False, plan, spec, backend)[0]
+    return moe_forward(x, w1, w2, s, b1, b2, "none", False, plan, spec, backend)[0]
 
 
 def _advise(name: str, found: str, arguments: dict[str, Any]) -> str:

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilemoe.config import FP8_BLOCK
 from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.torch.activations import row_blocks
 
-BLOCK = 128
+BLOCK = FP8_BLOCK
 ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
 LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, fp32 would lose the scale's own digits
@@ -30,6 +32,24 @@ def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
     scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
     data = (blocks * (1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :p, :q]
     return Operand(data.contiguous(), scale.view(*batch, rows, columns), block, values.dtype)
+
+
+def quantize_rows(rows: Tensor) -> Operand:
+    """`quantize` of rows (R, p) in blocks of 1 x 128, some rows at a time: its temporaries are in fp32."""
+    data = rows.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
+    scale = rows.new_empty(rows.shape[0], -(-rows.shape[1] // BLOCK), dtype=torch.float32)
+    for part in row_blocks(rows):
+        found = quantize(rows[part], ROWS)
+        data[part], scale[part] = found.data, found.scale
+    return Operand(data, scale, ROWS, rows.dtype)
+
+
+def dense_rows(rows: Operand) -> Tensor:
+    """The values (R, p) of what `quantize_rows` gave, in the dtype that was quantised; some rows at a time."""
+    values = rows.data.new_empty(rows.data.shape, dtype=rows.dtype)
+    for part in row_blocks(values):
+        values[part] = rows[part,].dense(rows.dtype)
+    return values
 
 
 def why_not_quantized(dtype: torch.dtype, *widths: int) -> str | None:

@@ -34,6 +34,15 @@ def rows_launch(values: Tensor) -> tuple[Launch, Operand]:
     return launch_of(quantize_rows_kernel, grid, args, {"BLOCK_M": _ROWS}), Operand(data, scale, ROWS, values.dtype)
 
 
+def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
+    """Of rows (R, p) as `rows_launch` has them: the values, in the dtype that was quantised."""
+    count, width = rows.data.shape
+    values = rows.data.new_empty(count, width, dtype=rows.dtype)
+    grid = (ceil_div(count, _ROWS), width // BLOCK)
+    args = (rows.data, rows.scale, values, count, width)
+    return launch_of(dequantize_rows_kernel, grid, args, {"BLOCK_M": _ROWS}), values
+
+
 def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, dict[int, Operand]]:
     """Of weight (E, p, q) of any strides, p and q multiples of 128: for each dimension in ``contracted``, 1 or 2, an
     operand (E, p, q) that is contiguous along it.
@@ -73,6 +82,20 @@ def quantize_rows_kernel(values, data, scale, count, width, stride, BLOCK_M: tl.
     tile = _rounded(tile, scale_of_row[:, None])
     tl.store(data + line[:, None] * width + column[None, :], tile, mask=inside)
     tl.store(scale + line * (width // _BLOCK) + block, scale_of_row, mask=row < count)
+
+
+@triton.jit
+def dequantize_rows_kernel(data, scale, values, count, width, BLOCK_M: tl.constexpr):
+    """values (R, p) of data (R, p) and scale (R, p / 128), all contiguous."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block = tl.program_id(1)
+    column = block * _BLOCK + tl.arange(0, _BLOCK)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    line = row.to(tl.int64)
+    tile = tl.load(data + line[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale_of_row = tl.load(scale + line * (width // _BLOCK) + block, mask=row < count, other=1.0)
+    tile = (tile * scale_of_row[:, None]).to(values.dtype.element_ty)
+    tl.store(values + line[:, None] * width + column[None, :], tile, mask=inside)
 
 
 @triton.jit
