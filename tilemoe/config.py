@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tilemoe.activations import REGISTRY, validate_activation
-from tilemoe.checks import find_named, require_fields, require_int, shown
+from tilemoe.checks import find_named, require_choice, require_fields, require_int, shown
 
 ACTIVATIONS = frozenset(REGISTRY)
 GATED_ACTIVATIONS = frozenset(name for name in REGISTRY if REGISTRY[name].is_gated)
@@ -22,12 +22,25 @@ UNGATED_ACTIVATIONS = ACTIVATIONS - GATED_ACTIVATIONS
 
 GateUp = Literal["concatenated", "interleaved"]
 Precision = Literal["bf16", "fp8"]
+Save = Literal["full", "fp8"]
 Checkpointing = Literal["none", "attention", "block"]
 Exchange = Literal["auto", "collective", "symmetric"]
 Kept = Literal["nothing", "weights", "weights_and_gradients"]
 RoundingMode = Literal["nearest", "stochastic", "nearest_score", "balance", "up", "down"]
 GATE_UP_LAYOUTS, PRECISIONS, CHECKPOINTING_MODES = get_args(GateUp), get_args(Precision), get_args(Checkpointing)
+SAVES = get_args(Save)
 EXCHANGES, KEPT_BETWEEN_MICRO_BATCHES, ROUNDING_MODES = get_args(Exchange), get_args(Kept), get_args(RoundingMode)
+FP8_BLOCK = 128  # elements of a row that share a scale
+
+
+def require_save(save: Any, width: int) -> None:
+    """ValueError: h, of ``width`` columns, cannot be kept as ``save`` says."""
+    require_choice("save", save, SAVES)
+    if save == "fp8" and width % FP8_BLOCK:
+        raise ValueError(
+            f"save='fp8' needs h's width, n or 2n where gated, to be a multiple of {FP8_BLOCK}, got {width}; change "
+            "intermediate_size, or use save='full'"
+        )
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,9 @@ class MoEConfig:
     ``shared_intermediate_size`` 0 means no shared expert; ``shared_gate`` multiplies it by a sigmoid of the token.
     ``precision`` of the routed experts' GEMMs: "bf16" reads operands in their own dtype, "fp8" quantises them where a
     backend can (`tilemoe doctor` says where, and why not; docs/fp8.md how).
+    ``save`` of the routed experts' pre-activations between forward and backward: "full" keeps them as they are, "fp8"
+    in e4m3, about half of 16 bits, which gradients see and the output does not. Then n, or 2n where gated, is a
+    multiple of 128.
 
     Raises:
         ValueError: a size or a setting is out of range, or two contradict each other; the message names them.
@@ -190,12 +206,14 @@ class MoEConfig:
     rounding: TokenRounding | None = None
     initializer_range: float = 0.02
     precision: Precision = "bf16"
+    save: Save = "full"
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
         numbers = ("activation_limit", "activation_alpha")
         require_fields("", self, at_least=dict.fromkeys(sizes, 1), positive=numbers)
         validate_activation(self.activation, self.activation_limit, self.activation_alpha)
+        require_save(self.save, self.up_rows)
         if not isinstance(self.router, RouterConfig):
             raise ValueError(f"router must be a RouterConfig, got {type(self.router).__name__}")
         if self.num_experts_per_tok > self.num_experts:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class MoEShape:
     """``rows`` is R, or R_max where memory is meant; None: T*K. ``element_bytes`` of x, the weights and h.
 
-    ``is_topk``: every token has exactly K pairs. ValueError for a size below 1 (T and R: below 0) or K > E.
+    ``is_topk``: every token has exactly K pairs. ``save``: how h is kept for the backward, "full" or "fp8". ValueError
+    for a size below 1 (T and R: below 0) or K > E.
     """
 
     num_tokens: int
@@ -24,6 +25,7 @@ class MoEShape:
     element_bytes: int = 2
     rows: int | None = None
     is_topk: bool = True
+    save: str = "full"
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok", "element_bytes"):

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_json_of_a_preset_in_any_case(run: Run) -> None:
         name: cost.flops for name, cost in kernel_costs(shape).items()
     }
     assert set(plan["others"]) == set(STYLES)
+
+
+def test_h_kept_in_fp8(run: Run) -> None:
+    plan, plain = (as_json(run, "--train", "--gpus", 8, *options) for options in (("--save", "fp8"), ()))
+    assert plan["memory"]["saved_bytes"] == saved_bytes(replace(OLMOE, save="fp8")) < plain["memory"]["saved_bytes"]
+    of_all, of_plain = (each["train"]["setups"][0] for each in (plan, plain))
+    assert of_all["micro_batch"] > of_plain["micro_batch"]
+    _, out, _ = run("plan", "--save", "fp8")
+    assert out.splitlines()[0].endswith("gated, bf16, h kept in fp8")
+    status, _, err = run("plan", "--save", "fp8", "--intermediate-size", 32)
+    assert status != 0
+    assert "save='fp8' needs h's width, n or 2n where gated, to be a multiple of 128, got 64" in err
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -233,7 +233,10 @@ SETTINGS = {
     "register_backend": Call(register, lambda: {"name": "mine", "cls": Mine}),
 }
 OPERATORS = {
-    "moe": Call(tilemoe.moe, lambda: {**weights(), "recompute": "up_proj", "precision": "bf16", "accumulate": False}),
+    "moe": Call(
+        tilemoe.moe,
+        lambda: {**weights(), "recompute": "up_proj", "precision": "bf16", "accumulate": False, "save": "full"},
+    ),
     "moe_lora": Call(moe_lora, lambda: {**weights(), "adapters": adapters()}),
     "route": Call(tilemoe.route, lambda: routed(generator=generator())),
     "route_biased": Call(tilemoe.route, lambda: routed(cfg=BIASED, selection_bias=numbers(E))),

@@ -84,8 +84,10 @@ class Case:
         h, a = (torch.zeros(plan.capacity, columns, dtype=self.dtype) for columns in (width, n))
         do = torch.zeros_like(x, memory_format=torch.contiguous_format)
         return {
-            "moe": (x, w1, w2, s, b1, b2, True, False, *tail),
-            "moe_inference": (x, w1, w2, s, b1, b2, False, False, *tail),
+            "moe": (x, w1, w2, s, b1, b2, "full", False, *tail),
+            "moe_inference": (x, w1, w2, s, b1, b2, "none", False, *tail),
+            "moe_h_in_fp8": (x, w1, w2, s, b1, b2, "fp8", False, *tail),
+            "dequantize_h": (h.to(torch.float8_e4m3fn), h.float()[:, ::128].contiguous(), self.dtype, *tail),
             "up_proj": (x, w1, b1, *tail),
             "down_proj_dgrad_dact": (do, w2, b2, h, s, *tail),
             "down_proj_wgrad": (do, a, self.turned, *tail),

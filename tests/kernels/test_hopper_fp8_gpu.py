@@ -34,10 +34,10 @@ def on_hopper(poisoned_memory: None) -> None:
         pytest.skip("these kernels are for compute capability 9.0")
 
 
-def make_layer(**options: Any) -> tilemoe.MoE:
+def make_layer(kernels: str | None = None, **options: Any) -> tilemoe.MoE:
     torch.manual_seed(0)
-    cfg = tilemoe.MoEConfig(D, N, E, K, precision="fp8", **options)
-    return tilemoe.MoE(cfg, device="cuda", dtype=BF16)
+    cfg = tilemoe.MoEConfig(D, N, E, K, **{"precision": "fp8", **options})
+    return tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels)
 
 
 def step(layer: tilemoe.MoE, x: Tensor) -> list[Tensor]:
@@ -102,6 +102,36 @@ def test_weights_that_have_changed_are_quantised_anew() -> None:
         for parameter, grad in zip(layer.parameters(), found[2:], strict=True):
             parameter.grad = grad
         optimizer.step()
+
+
+@pytest.mark.parametrize(("precision", "by_torch"), [("bf16", "torch"), ("fp8", "torch_fp8")])
+def test_h_kept_in_fp8(precision: str, by_torch: str) -> None:
+    """The same output at each call, compiled, recorded and repeated; gradients are the torch backend's."""
+    x = torch.randn(T, D, device="cuda", dtype=BF16)
+    layer, plain = make_layer(precision=precision, save="fp8"), make_layer(precision=precision)
+    first, expected = step(layer, x), step(plain, x)
+    assert_equal(first[0], expected[0])
+    assert all(0.005 < relative_error(*pair) < 0.1 for pair in zip(first[1:], expected[1:], strict=True))
+    for _ in range(3):
+        assert_equal(step(layer, x), first)
+    for value, right in zip(first, step(make_layer(by_torch, precision=precision, save="fp8"), x), strict=True):
+        assert relative_error(value, right) < 0.02
+
+
+def test_captured_in_a_graph_h_is_kept_in_fp8() -> None:
+    layer, x = make_layer(precision="bf16", save="fp8"), torch.randn(T, D, device="cuda", dtype=BF16)
+    expected, stream = step(layer, x), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(layer, x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = step(layer, x)
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal(found, expected)
 
 
 def test_twice_the_same_bits() -> None:

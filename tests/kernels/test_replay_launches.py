@@ -85,6 +85,21 @@ def test_quantised_weights_are_found_again(name: str) -> None:
     assert sum(isinstance(step, replay._Kept) for step in recording.steps) == len(weights)
 
 
+@pytest.mark.parametrize("name", ["hopper", "hopper, pairs", "triton, many rows", "triton, fp32"])
+def test_h_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of h is made before F2 and h given back; in the backward h is made again."""
+    case = CASES[name]
+    monkeypatch.setattr(case, "n", 128)
+    rows, width = case.tokens * case.k, 2 * case.n
+    operator = assert_repeated(library.moe_forward, lambda: case.args("moe_h_in_fp8"))
+    tracker, (o, data, scale) = watch(operator, case.args("moe_h_in_fp8"))
+    sizes = [tracker.bytes[name[0][0]] for name in (data, scale)]
+    assert sizes == [rows * width, 4 * rows * width // 128]
+    alive_at_o = [tracker.bytes[number] for number in tracker.alive[o[0][0]]]
+    assert case.dtype.itemsize * rows * width not in alive_at_o, "h"
+    assert_repeated(library._dequantize_h, lambda: case.args("dequantize_h"))
+
+
 @pytest.mark.parametrize("tokens", [1, 40, 2100])
 def test_inference_by_ids(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     few = plan_small.why_unsupported(2 * tokens, 4) is None

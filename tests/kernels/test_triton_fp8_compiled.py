@@ -41,13 +41,15 @@ def test_compiled(activation: str, gate_up: str, capability: int, tmp_path: Path
 
     x, w1, w2, h, s = made(T, D), made(E, w, D), made(E, D, N), made(plan.capacity, w), torch.zeros(plan.num_pairs)
     with recorded_launches(GPUS[capability]) as launches:
-        experts.moe_forward(x, w1, w2, s, made(E, w), made(E, D), True, False, *tail)
+        experts.moe_forward(x, w1, w2, s, made(E, w), made(E, D), "full", False, *tail)
+        kept = experts.moe_forward(x, w1, w2, s, None, None, "fp8", False, *tail)[1:]
+        experts._dequantize_h(*kept, torch.bfloat16, *tail)
         experts._down_proj_dgrad_dact(x, w2, None, h, s, *tail)
         experts._up_proj_input_grad(h, w1, *tail)
     of_fp8 = [launch for launch in launches if "triton_fp8" in launch.kernel.fn.__module__]
     names = {launch.kernel.fn.__name__ for launch in of_fp8}
     gemms = {"up_proj_act_kernel", "rows_kernel", "dgrad_dact_kernel"}
-    assert names == gemms | {"quantize_rows_kernel", "quantize_weight_kernel"}
+    assert names == gemms | {"quantize_rows_kernel", "quantize_weight_kernel", "dequantize_rows_kernel"}
     for launch, compiled in compile_launches(of_fp8, capability):
         name, ptx = launch.kernel.fn.__name__, compiled.asm["ptx"]
         assert stack_bytes(compiled, tmp_path) <= (64 if name == "dgrad_dact_kernel" else 0), name

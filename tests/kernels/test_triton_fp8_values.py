@@ -16,12 +16,15 @@ from fp8_checks import Fp8Case, assert_gemms_agree
 from torch import Tensor
 from triton_checks import turn
 
+import tilemoe
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts import quantize as by_torch
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, packed_operand, quantize
+from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton_fp8 import backend as fp8_backend
 from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
+from tilemoe.kernels.experts.triton_fp8.operands import dequantized_rows
 from tilemoe.kernels.experts.triton_fp8.quantize import pack_rows, rows_launch, unpack_rows, weight_launch
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
@@ -126,6 +129,42 @@ def test_rows_that_are_not_finite() -> None:
     expected = quantize(values, ROWS).dense(torch.float32)
     assert_equal(found_values.isfinite(), expected.isfinite())
     assert_equal(found_values[expected.isfinite()], expected[expected.isfinite()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 33])
+def test_rows_are_made_again(count: int, dtype: torch.dtype) -> None:
+    """To the bit; each of e4m3's 256 values is in a row, but the interpreter's NaN is a number."""
+    torch.manual_seed(0)
+    codes = torch.arange(256).where((torch.arange(256) % 128 < 127) | (not INTERPRETED), 0)
+    data = codes.to(torch.uint8).view(torch.float8_e4m3fn).expand(count, D).contiguous()
+    scale = torch.rand(count, D // 128).exp() / 8
+    kept = Operand(data.to(DEVICE), scale.to(DEVICE), ROWS, dtype)
+    found, expected = dequantized_rows(kept), kept.dense(dtype)
+    assert found.dtype == dtype
+    assert_equal(found.isnan(), expected.isnan())
+    assert_equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_layer_that_keeps_h_in_fp8(precision: str) -> None:
+    """The same output, and the gradients of the h that is kept."""
+    torch.manual_seed(0)
+    plan, kernels = plan_named("random"), "triton" if precision == "bf16" else "triton_fp8"
+    given = {name: t.requires_grad_() for name, t in make_inputs(plan, D, N, "swiglu", dtype=DTYPE, bias=True).items()}
+    options = {"plan": plan, "kernels": kernels, "precision": precision}
+    o = tilemoe.moe(**given, **options, save="fp8")
+    assert_equal(o, tilemoe.moe(**given, **options))
+    do = torch.randn_like(o)
+    dw1, dw2, ds = torch.autograd.grad(o, [given[name] for name in ("w1", "w2", "scores")], do)
+    spec, ks = activation_spec("swiglu", "concatenated", None, None), backend_named(kernels)
+    x, w1, w2, s, b1, b2 = (given[name].detach() for name in ("x", "w1", "w2", "scores", "b1", "b2"))
+    _, h = ks.up_proj_act(x, w1, b1, plan, spec)
+    h = ks.dequantize_h(ks.quantize_h(h))
+    dh, ds_kept, a_scaled = ks.down_proj_dgrad_dact(do, w2, b2, h, s.reshape(-1), plan, spec)
+    assert_equal(ds, ds_kept.view_as(ds))
+    assert_equal(dw2, ks.down_proj_wgrad(do, a_scaled, plan))
+    assert_equal(dw1, ks.up_proj_wgrad(x, dh, plan))
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -165,6 +165,7 @@ def with_adapters() -> MoE:
         (layer, 0, 8.0, "rank must be an integer >= 1, got 0"),
         (layer, 4, -1, "alpha must be a finite number > 0, got -1"),
         (lambda: layer(recompute="up_proj"), 4, 8.0, "experts with recompute cannot have adapters"),
+        (lambda: MoE(replace(CFG, intermediate_size=128, save="fp8")), 4, 8.0, "experts with save 'fp8' cannot have"),
         (of_several_ranks, 4, 8.0, "experts under expert parallelism cannot have adapters"),
         (lambda: MoE(replace(CFG, precision="fp8")), 4, 8.0, "experts with precision 'fp8' cannot have adapters"),
         (with_adapters, 4, 8.0, "has adapters already; call merge_lora first"),

@@ -61,8 +61,10 @@ def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias
         _, h = ks.up_proj_act(x, w1, b1, plan, spec)
         do = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         dh, _, a_scaled = ks.down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
+        kept = ks.quantize_h(h)
     return {
-        "moe": (x, w1, w2, s, b1, b2, True, False, *tail), "up_proj": (x, w1, b1, *tail),
+        "moe": (x, w1, w2, s, b1, b2, "full", False, *tail), "up_proj": (x, w1, b1, *tail),
+        "dequantize_h": (kept.data, kept.scale, kept.dtype, *tail),
         "down_proj_dgrad_dact": (do, w2, b2, h, s, *tail),
         "down_proj_wgrad": (do, a_scaled, is_column_major(w2), *tail), "up_proj_input_grad": (dh, w1, *tail),
         "up_proj_wgrad": (x, dh, is_column_major(w1), *tail), "down_proj_bias_grad": (do, s, *tail),
@@ -70,6 +72,7 @@ def sample_arguments(plan: RoutingPlan, d: int, n: int, dtype: torch.dtype, bias
     }  # fmt: skip
 
 
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 OPS = {"moe": library.moe.registered, **{op.name: op.registered for op in library.BACKWARD_OPS}}
 
 
@@ -89,9 +92,21 @@ def test_opcheck(name: str) -> None:
             arguments = sample_arguments(PLANS[plan], *size, dtype, bias)[name]
             if name == "moe":
                 torch.library.opcheck(library.moe.registered, arguments)
-                arguments = (*arguments[:6], False, *arguments[7:])
+                arguments = (*arguments[:6], "none", *arguments[7:])
             # The steps of the backward refuse to be differentiated.
-            torch.library.opcheck(OPS[name], tuple(_detached(argument) for argument in arguments))
+            # PyTorch compares no e4m3 to tell whether an operand was written to.
+            checks = OPCHECKS[1:] if name == "dequantize_h" else OPCHECKS
+            torch.library.opcheck(OPS[name], tuple(_detached(argument) for argument in arguments), test_utils=checks)
+
+
+@pytest.mark.parametrize("plan", FULL_PLANS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck_of_what_is_kept_in_fp8(dtype: torch.dtype, plan: str) -> None:
+    arguments = sample_arguments(PLANS[plan], 8, 64, dtype, bias=True)["moe"]
+    arguments = (*arguments[:6], "fp8", *arguments[7:])
+    torch.library.opcheck(library.moe.registered, tuple(_detached(argument) for argument in arguments))
+    checks = OPCHECKS[:-1]  # the last adds up all outputs, and PyTorch adds no e4m3
+    torch.library.opcheck(library.moe.registered, arguments, test_utils=checks)
 
 
 def _detached(argument: Any) -> Any:
@@ -111,6 +126,18 @@ def test_opcheck_of_plan_building(dtype: torch.dtype) -> None:
 
 def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+@pytest.mark.parametrize("name", ["sentinels", "pairs, sentinels", "no tokens", "one token"])
+def test_what_is_kept_in_fp8_in_one_graph_equals_eager(name: str) -> None:
+    plan = PLANS[name]
+    fast = compiled(moe)
+    for dtype, activation in ((torch.bfloat16, "swiglu"), (torch.float32, "gelu")):
+        inputs = make_inputs(plan, 16, 128, activation, dtype=dtype, bias=True)
+        options = {"activation": activation, "save": "fp8"}
+        expected = forward_and_grads(moe, inputs, plan, **options)
+        assert_equal(forward_and_grads(fast, inputs, plan, **options), expected)
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("recompute", [None, "up_proj"])

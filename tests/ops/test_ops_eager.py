@@ -32,7 +32,7 @@ from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, m
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 FORWARD = {"tilemoe::moe"}
-BACKWARD = {f"tilemoe::{op.name}" for op in library.BACKWARD_OPS} - {"tilemoe::up_proj"}
+BACKWARD = {f"tilemoe::{op.name}" for op in library.BACKWARD_OPS} - {"tilemoe::up_proj", "tilemoe::dequantize_h"}
 
 
 class Seen(TorchDispatchMode):
@@ -54,14 +54,18 @@ def leaves_of(plan: RoutingPlan, **options: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("recompute", [None, "up_proj"])
-def test_a_watched_call_gives_the_same_bits(name: str, recompute: str | None) -> None:
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [({}, set()), ({"recompute": "up_proj"}, {"tilemoe::up_proj"}), ({"save": "fp8"}, {"tilemoe::dequantize_h"})],
+    ids=str,
+)
+def test_a_watched_call_gives_the_same_bits(name: str, options: dict[str, str], more: set[str]) -> None:
     plan = PLANS[name]
-    inputs = make_inputs(plan, 16, 8, dtype=torch.bfloat16, bias=True)
-    plain = forward_and_grads(moe, inputs, plan, recompute=recompute)
+    inputs = make_inputs(plan, 16, 64, dtype=torch.bfloat16, bias=True)
+    plain = forward_and_grads(moe, inputs, plan, **options)
     with Seen() as seen:
-        watched = forward_and_grads(moe, inputs, plan, recompute=recompute)
-    assert seen.names == FORWARD | BACKWARD | ({"tilemoe::up_proj"} if recompute else set())
+        watched = forward_and_grads(moe, inputs, plan, **options)
+    assert seen.names == FORWARD | BACKWARD | more
     assert_equal(watched, plain)
 
 

@@ -100,6 +100,17 @@ def test_layer_forward_and_backward(kind: str, name: str, dtype: torch.dtype, re
     assert_without_values(found["hidden"], kind)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_layer_that_keeps_h_in_fp8(kind: str, dtype: torch.dtype) -> None:
+    cfg = MoEConfig(D, 64, E, K, save="fp8")
+    expected = layer_gradients(MoE(cfg, dtype=dtype), dtype)
+    with where(kind):
+        found = layer_gradients(MoE(cfg, device=kind, dtype=dtype), dtype)
+    assert described(found) == described(expected)
+    assert_without_values(found["hidden"], kind)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", WITHOUT_VIEWS)
@@ -221,17 +232,19 @@ def assert_gradients(operator: Operator, inputs: tuple[Any, ...], output: Any) -
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("save", ["full", "fp8"])
 @torch.no_grad()
-def test_backward_of_experts_on_a_gpu_that_is_not_there(dtype: torch.dtype, bias: bool) -> None:
+def test_backward_of_experts_on_a_gpu_that_is_not_there(save: str, dtype: torch.dtype, bias: bool) -> None:
+    n = 2 * N
     with where("cuda"):
         plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64, device="cuda"), E)
-        shapes = ((T, D), (E, 2 * N, D), (E, D, N))
+        shapes = ((T, D), (E, 2 * n, D), (E, D, n))
         x, w1, w2 = (torch.rand(shape, device="cuda", dtype=dtype) for shape in shapes)
-        b1, b2 = (torch.rand(E, width, device="cuda", dtype=dtype) if bias else None for width in (2 * N, D))
-        backend = choose_experts(w2.device, w2.dtype, (D, N)).impl
+        b1, b2 = (torch.rand(E, width, device="cuda", dtype=dtype) if bias else None for width in (2 * n, D))
+        backend = choose_experts(w2.device, w2.dtype, (D, n)).impl
         assert (backend.name != "torch") == (dtype == torch.bfloat16)
         spec = activation_spec("swiglu", "concatenated", None, None)
-        inputs = (x, w1, w2, torch.rand(T * K, device="cuda"), b1, b2, True, False, plan, spec, backend)
+        inputs = (x, w1, w2, torch.rand(T * K, device="cuda"), b1, b2, save, False, plan, spec, backend)
         assert_gradients(library.moe, inputs, library.moe(*inputs))
 
 

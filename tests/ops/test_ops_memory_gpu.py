@@ -30,6 +30,8 @@ SHAPES = {
     "three slices": (MoEShape(24576, 1536, 1024, 32, 2), 3, 1),
     "slices in both": (MoEShape(16384, 2048, 128, 64, 16), 2, 2),
     "few tokens": (MoEShape(512, 2048, 512, 64, 8), 1, 1),
+    "h in fp8": (MoEShape(16384, 2048, 1024, 64, 8, save="fp8"), 1, 1),
+    "h in fp8, slices": (MoEShape(16384, 2048, 128, 64, 16, save="fp8"), 2, 2),
 }
 
 
@@ -67,7 +69,7 @@ def test_peaks_are_those_of_the_model(shape: MoEShape, in_forward: int, in_backw
     do = torch.randn_like(leaves["x"])
     # Autograd's own thread may hold the gradients for a while after it has handed them over.
     with torch.autograd.set_multithreading_enabled(False):
-        torch.autograd.grad(moe(plan=plan, **leaves), list(leaves.values()), do)  # compiles
+        torch.autograd.grad(moe(plan=plan, save=shape.save, **leaves), list(leaves.values()), do)  # compiles
         for _ in range(3):  # by itself, recorded, and repeated from a recording
             assert_peaks(shape, plan, leaves, do)
 
@@ -77,10 +79,10 @@ def assert_peaks(shape: MoEShape, plan: RoutingPlan, leaves: dict[str, Tensor], 
     start = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
-        moe(plan=plan, **leaves)
+        moe(plan=plan, save=shape.save, **leaves)
     assert_near(used_since(start)[1], inference_peak_bytes(shape), "inference")
     torch.cuda.reset_peak_memory_stats()
-    o = moe(plan=plan, **leaves)
+    o = moe(plan=plan, save=shape.save, **leaves)
     kept, peak = used_since(start)
     assert_near(peak, forward_peak_bytes(shape), "forward")
     alive_anyway = 16 * shape.num_rows + 4 * (shape.num_experts + 1)  # the plan and the scores

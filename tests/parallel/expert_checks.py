@@ -230,6 +230,16 @@ def check_meshes_of_three_dimensions_and_of_another_order() -> None:
     assert_as_one_process(make_net, mesh_of(world() // 2, 2, names=("dp", "ep")), dim="ep")
 
 
+def make_net_with_h_in_fp8(dtype: torch.dtype) -> Net:
+    torch.manual_seed(0)
+    wide = partial(replace, intermediate_size=128, save="fp8")
+    return Net(MoE(wide(OTHER)), wide(CFG)).to(device_of_rank(), dtype)
+
+
+def check_h_in_fp8() -> None:
+    assert_as_one_process(make_net_with_h_in_fp8, ep_and_fsdp(), (torch.float32,))
+
+
 def make_net_with_adapters(dtype: torch.dtype) -> Net:
     return with_adapters(make_net(dtype))
 

@@ -1,12 +1,13 @@
 """Sizes of a job, as far as they can be told without one, and what a decoder computes again in its backward."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, from_dict, to_dict
+from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, Save, from_dict, to_dict
 from tilemoe.models.decoder import Block, DecoderLM
 from tilemoe.models.generate import generate
 from tilemoe.parallel.mesh import build_meshes
@@ -79,9 +80,11 @@ def test_without_a_job() -> None:
 DECODER = ModelConfig(32, 16, 2, 2, 1, 8, 16, moe=MoEConfig(16, 8, 8, 2))
 
 
-def make() -> DecoderLM:
+def make(recompute: str | None = "up_proj", save: Save = "full") -> DecoderLM:
     torch.manual_seed(0)
-    return DecoderLM(DECODER, recompute="up_proj")
+    assert DECODER.moe is not None
+    moe = replace(DECODER.moe, intermediate_size=64, save=save)
+    return DecoderLM(replace(DECODER, moe=moe), recompute=recompute)
 
 
 def gradients(model: DecoderLM) -> list[torch.Tensor]:
@@ -89,6 +92,14 @@ def gradients(model: DecoderLM) -> list[torch.Tensor]:
     out = model(ids[:, :-1], ids[:, 1:])
     out.loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_a_repeated_block_keeps_no_h_in_fp8() -> None:
+    plain = gradients(make(None))
+    narrow, repeated = make(None, save="fp8"), make(None, save="fp8")
+    repeated.set_checkpointing("block")
+    assert_equal(gradients(repeated), plain)
+    assert not all(torch.equal(*pair) for pair in zip(gradients(narrow), plain, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilemoe.kernels.experts import slicing as slices_module
-from tilemoe.kernels.experts.base import Backend
+from tilemoe.kernels.experts.base import Backend, Operand
 from tilemoe.kernels.experts.memory import (
     backward_peak_bytes,
     backward_slices,
@@ -38,6 +38,12 @@ from tilemoe.testing import make_inputs
 SMALL = MoEShape(24, 64, 8, 6, 3)
 WIDE_EXPERTS = MoEShape(24, 16, 64, 2, 2)
 UNGATED_FP32 = MoEShape(40, 48, 24, 5, 2, is_gated=False, element_bytes=4)
+KEPT_IN_FP8 = {
+    "h in fp8": MoEShape(24, 16, 64, 6, 3, save="fp8"),
+    "h in fp8, fp32": MoEShape(40, 48, 256, 5, 2, is_gated=False, element_bytes=4, save="fp8"),
+    "h in fp8, wide outputs": MoEShape(300, 1024, 128, 4, 4, is_gated=False, save="fp8"),
+    "h in fp8, pairs": MoEShape(24, 64, 192, 6, 3, rows=70, is_topk=False, save="fp8"),
+}
 
 
 def plan_for(shape: MoEShape) -> RoutingPlan:
@@ -55,10 +61,12 @@ def inputs_for(shape: MoEShape, plan: RoutingPlan) -> dict[str, Any]:
     activation = "swiglu" if shape.is_gated else "relu2"
     tensors = make_inputs(plan, shape.hidden_size, shape.intermediate_size, activation, dtype=dtype)
     leaves: dict[str, Any] = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
-    return {**leaves, "plan": plan, "activation": activation}
+    return {**leaves, "plan": plan, "activation": activation, "save": shape.save}
 
 
-@pytest.mark.parametrize("shape", [SMALL, UNGATED_FP32, MoEShape(24, 64, 8, 6, 3, rows=70, is_topk=False)])
+@pytest.mark.parametrize(
+    "shape", [SMALL, UNGATED_FP32, MoEShape(24, 64, 8, 6, 3, rows=70, is_topk=False), *KEPT_IN_FP8.values()]
+)
 def test_saved_bytes_are_those_of_the_operator(shape: MoEShape) -> None:
     inputs = inputs_for(shape, plan_for(shape))
     with saved_tensors() as saved:
@@ -85,7 +93,8 @@ class Ledger:
                 self.calls[name] += 1
                 if result is None:  # its last argument is a slice of the output
                     self.enter(args[-1], args[-1].untyped_storage().nbytes())
-                for tensor in result if isinstance(result, tuple) else () if result is None else (result,):
+                made = (result.data, result.scale) if isinstance(result, Operand) else (result,)
+                for tensor in result if isinstance(result, tuple) else () if result is None else made:
                     self.enter(tensor, tensor.nbytes)
                 self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
                 self.most = max(self.most, sum(size for _, size in self.alive.values()))
@@ -93,7 +102,7 @@ class Ledger:
 
             return run
 
-        names = (*FORWARD, "up_proj_act_inference", "down_proj_inference", *BACKWARD)
+        names = (*FORWARD, "up_proj_act_inference", "down_proj_inference", *BACKWARD, "quantize_h", "dequantize_h")
         return {name: watched(name) for name in names}
 
     def enter(self, tensor: Tensor, size: int) -> None:
@@ -127,6 +136,10 @@ PEAKS = {
     "ungated slices": (MoEShape(300, 1024, 96, 4, 4, is_gated=False, element_bytes=4), 2, 2),
     "slices of pairs": (MoEShape(300, 512, 16, 4, 4, rows=1000, is_topk=False), 2, 2),
     "d is no multiple of 16": (MoEShape(300, 520, 16, 4, 4), 1, 1),
+    "h in fp8": (KEPT_IN_FP8["h in fp8"], 1, 1),
+    "h in fp8, fp32": (KEPT_IN_FP8["h in fp8, fp32"], 1, 1),
+    "h in fp8, slices": (KEPT_IN_FP8["h in fp8, wide outputs"], 2, 1),
+    "h in fp8, pairs": (KEPT_IN_FP8["h in fp8, pairs"], 1, 1),
 }
 
 
@@ -154,6 +167,14 @@ def test_peaks_are_those_of_the_operator(
     assert ledger.most - o.nbytes == backward_peak_bytes(shape)
     assert ledger.calls["up_proj_dgrad"] == ledger.calls["combine_grad"] == in_backward
     assert len(grads) == 4
+
+
+def test_saved_bytes_in_fp8_by_hand() -> None:
+    """72 rows of 128 columns and one scale, a score and three indices; 7 starts."""
+    assert saved_bytes(KEPT_IN_FP8["h in fp8"]) == 72 * (128 + 4 + 16) + 4 * 7
+    olmoe = MoEShape(32768, 2048, 1024, 64, 8)
+    kept = saved_bytes(olmoe) - saved_bytes(replace(olmoe, save="fp8"))
+    assert kept == 262144 * (2 * 2048 - 2048 - 64)
 
 
 def test_costs_by_hand() -> None:

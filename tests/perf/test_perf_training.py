@@ -68,6 +68,20 @@ def test_a_gpu_alone_is_not_sharded_and_keeps_more() -> None:
     assert kept - of_fsdp == 8 * alone.model.hidden_size * alone.model.num_layers * 16 * alone.seq_len
 
 
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+def test_h_kept_in_fp8_is_half_as_much_in_every_layer_and_whole_in_one(expert_parallel: int) -> None:
+    """The backward of a layer makes h again, beside what the others keep of theirs."""
+    plain = setup_of("30b-layer", 2, expert_parallel)
+    model, moe = plain.model, plain.model.moe
+    assert moe is not None
+    narrow = replace(plain, model=replace(model, moe=replace(moe, save="fp8")))
+    of_plain, of_narrow = (memory_parts(setup, 1) for setup in (plain, narrow))
+    rows, layers = plain.seq_len * moe.num_experts_per_tok, model.num_layers - model.num_dense_layers
+    less = rows * (2 * moe.up_rows - moe.up_rows - 4 * moe.up_rows // 128)
+    assert of_plain["activations"] - of_narrow["activations"] == layers * less
+    assert of_narrow["working"] - of_plain["working"] == less
+
+
 def layer_of(name: str) -> MoEConfig:
     shape = cases.MAIN[name]
     return MoEConfig(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.num_experts_per_tok)

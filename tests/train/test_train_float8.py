@@ -61,14 +61,21 @@ def test_losses_are_near_and_checkpoints_go_both_ways(
 ) -> None:
     """Of a run in FP8 that goes on without, of one that goes the other way, and of one that never was."""
     recipe = replace(recipe, train=replace(recipe.train, precision=precision))
-    runs = {"plain": [recipe, recipe], "on": [recipe, in_fp8(recipe)], "off": [in_fp8(recipe), recipe]}
+    narrow = in_fp8(recipe)
+    assert narrow.model.moe is not None
+    narrow = replace(narrow, model=replace(narrow.model, moe=replace(narrow.model.moe, save="fp8")))
+    runs = {"plain": [recipe, recipe], "on": [recipe, narrow], "off": [narrow, recipe]}
     for name, (first, second) in runs.items():
         settings = {"out_dir": str(tmp_path / name)}
         train(replace(first, train=replace(first.train, **settings, steps=2)))
         train(replace(second, train=replace(second.train, **settings)), restore(tmp_path / name, "cpu").checkpoint)
     said = capsys.readouterr().out
-    for setting in ("train.dense_precision", "model.moe.precision"):
-        for here, there in (("fp8", "bf16"), ("bf16", "fp8")):
+    for setting, wide in (
+        ("train.dense_precision", "bf16"),
+        ("model.moe.precision", "bf16"),
+        ("model.moe.save", "full"),
+    ):
+        for here, there in (("fp8", wide), (wide, "fp8")):
             assert f"note: {setting} is {here!r} here and {there!r} in the checkpoint" in said
     expected = losses(tmp_path / "plain")
     for name in ("on", "off"):

@@ -254,3 +254,8 @@ def test_settings_that_do_not_go_with_adapters(moe_recipe: Recipe, dense_recipe:
     assert moe is not None
     with raises_one_line(r"model\.moe\.precision 'fp8' is not for experts with adapters"):
         replace(moe_recipe, lora=LORA, model=replace(moe_recipe.model, moe=replace(moe, precision="fp8")))
+    in_fp8 = replace(moe_recipe.model, moe=replace(moe, intermediate_size=128, save="fp8"))
+    with raises_one_line(r"model\.moe\.save 'fp8' is not for experts with adapters; use --model\.moe\.save full"):
+        replace(moe_recipe, lora=LORA, model=in_fp8)
+    with raises_one_line(r"model\.moe\.save 'fp8' has nothing to keep with train\.recompute 'up_proj'"):
+        replace(moe_recipe, train=replace(moe_recipe.train, recompute="up_proj"), model=in_fp8)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tilemoe.checks import shown
 from tilemoe.cli.parsing import parse
 from tilemoe.cli.plan_tables import layer_lines, training_lines
-from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.config import ModelConfig, MoEConfig, Save, require_save
 from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_config, read_settings
 from tilemoe.models.hf_config import config_from_hf, layer_from_hf
 from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
@@ -40,6 +40,7 @@ class PlanOptions:
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     dtype: str = "bf16"  # bf16, fp16, fp8, tf32 or fp32
+    save: Save | None = None  # how h is kept for the backward, full or fp8; default: as the checkpoint has it, or full
     gpu: str = "H200"  # in any case
     train: bool = False  # the whole model in training, too
     seq_len: int | None = None  # of --train; default: 4096, or the model's longest
@@ -123,8 +124,13 @@ def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, 
     given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
     sizes = {name: getattr(cfg, name) for name in _SIZES} | given
     shape = MoEShape(
-        num_tokens=options.tokens, **sizes, is_gated=cfg.is_gated, element_bytes=DTYPE_BYTES[options.dtype]
+        num_tokens=options.tokens,
+        **sizes,
+        is_gated=cfg.is_gated,
+        element_bytes=DTYPE_BYTES[options.dtype],
+        save=options.save or cfg.save,
     )
+    require_save(shape.save, shape.width)
     if shape.num_rows >= _MOST or max(sizes.values()) >= _MOST:
         raise ValueError("--tokens x --num-experts-per-tok and every size must be below 2**31; lower them")
     was = {name: getattr(cfg, name) for name in given}
@@ -177,4 +183,6 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
     if experts % shared or (gpus or 0) % shared:
         raise ValueError(f"--expert-parallel must divide the {experts} experts and the GPUs, got {shared}")
     seq_len = options.seq_len or min(_SEQ_LEN, source.model.max_seq_len)
-    return training_plan(source.model, gpu, seq_len, options.mfu, gpus, shared, options.tokens_per_day)
+    moe = replace(source.layer, save=options.save or source.layer.save)
+    model = replace(source.model, moe=moe)
+    return training_plan(model, gpu, seq_len, options.mfu, gpus, shared, options.tokens_per_day)

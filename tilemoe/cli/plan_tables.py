@@ -43,7 +43,8 @@ def _head(plan: Mapping[str, Any]) -> list[str]:
         f"K={shape['num_experts_per_tok']}"
     )
     changes = ", ".join(f"{name} {is_} (was {was})" for name, (was, is_) in plan["overridden"].items())
-    lines = [f"{plan['source']}: {sizes}, {'gated' if shape['is_gated'] else 'ungated'}, {shape['dtype']}"]
+    kept = ", h kept in fp8" if shape["save"] == "fp8" else ""
+    lines = [f"{plan['source']}: {sizes}, {'gated' if shape['is_gated'] else 'ungated'}, {shape['dtype']}{kept}"]
     if changes:
         lines.append(f"not {plan['source']} as published: {changes}")
     ceilings = f"{gpu['tflops']:g} TFLOP/s and {gpu['tbps']:g} TB/s ({gpu['ceilings']})"

@@ -38,10 +38,10 @@ class Experts(nn.Module):
         super().__init__()
         require_type("cfg", cfg, MoEConfig)
         require_factory(device, dtype, FLOAT_DTYPES)
-        check_options(cfg.gate_up, recompute)
+        check_options(cfg.gate_up, recompute, save=cfg.save)
         if kernels is not None:
             check_kernels(kernels)
-        self.cfg, self.recompute, self.kernels = cfg, recompute, kernels
+        self.cfg, self.recompute, self.save, self.kernels = cfg, recompute, cfg.save, kernels
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.compute: Callable[..., Tensor] | None = None  # in place of `moe`: see `accumulate_grads`
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
@@ -83,6 +83,7 @@ class Experts(nn.Module):
             recompute=self.recompute,
             kernels=self.kernels,
             precision=self.cfg.precision,
+            save=self.save,
         )
         return self.dispatcher.combine(o, here)
 

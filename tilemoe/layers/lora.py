@@ -204,6 +204,8 @@ def _check(base: Experts, rank: int) -> None:
         )
     if base.recompute is not None:
         raise ValueError("experts with recompute cannot have adapters; build the model with recompute=None")
+    if base.save != "full":
+        raise ValueError(f"experts with save {base.save!r} cannot have adapters; build the model with save='full'")
     if base.cfg.precision != "bf16":
         raise ValueError(
             f"experts with precision {base.cfg.precision!r} cannot have adapters; build the model with precision='bf16'"
@@ -227,7 +229,7 @@ def add_lora(
 
     Raises:
         ValueError: there is nothing of what is named, there are adapters already, rank or alpha is off, or experts are
-            spread over ranks already, recompute their up projection, compute in FP8 or cannot be kept as asked.
+            spread over ranks already, recompute their up projection, keep or compute in FP8 or cannot be kept as asked.
 
     Source: arXiv 2106.09685. For w1 (E, 2n, d) of rank r, A (E, r, d) and B (E, 2n, r).
 

@@ -268,13 +268,14 @@ class DecoderLM(nn.Module):
         """What backward computes again, to keep less until then: "none", each block's "attention", or each "block".
 
         A repeated block keeps nothing of its experts, and makes what they need just before it is used: there
-        ``recompute="up_proj"`` would only run that GEMM a third time, so "block" takes it back.
+        ``recompute="up_proj"`` would only run that GEMM a third time, and ``save="fp8"`` only round, so "block" takes
+        both back.
         """
         require_choice("checkpointing", mode, CHECKPOINTING_MODES)
         for block in self._blocks():
             block.checkpointing = mode
             if mode == "block" and isinstance(block.mlp, MoE):
-                block.mlp.experts.recompute = None
+                block.mlp.experts.recompute, block.mlp.experts.save = None, "full"
 
     def compile_blocks(self, backend: str) -> None:
         """torch.compile every block, by its `Block.compile_body`."""

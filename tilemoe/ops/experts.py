@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Backend, compute_dtype, empty_weight_grad, is_column_major
+from tilemoe.kernels.experts.base import Backend, Operand, compute_dtype, empty_weight_grad, is_column_major
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices, inference_slices, shape_of
+from tilemoe.kernels.experts.quantize import BLOCK, ROWS
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.ops.accumulation import sum_to_add_to
 from tilemoe.ops.out_of_memory import advise
@@ -90,18 +91,25 @@ def moe_forward(
     s: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
-    keep_h: bool,
+    save: str,
     accumulate: bool,
     plan: RoutingPlan,
     spec: ActivationSpec,
     backend: Backend,
-) -> tuple[Tensor, Tensor | None]:
-    """(o, h), h None unless it is kept; the largest transient, y (R_max, d), exists a slice of d at a time."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, h, h's scales); the largest transient, y (R_max, d), exists a slice of d at a time.
+
+    save: "full" gives h as it is and no scales, "fp8" what is kept of it, "none" neither.
+    """
     plan = without_derived(plan)
-    shape = shape_of(x, w2.shape[1], w2.shape[2], plan, spec)
+    shape = shape_of(x, w2.shape[1], w2.shape[2], plan, spec, save)
     h: Tensor | None = None
-    if keep_h:  # F1
+    scale: Tensor | None = None
+    if save != "none":  # F1
         a, h = backend.up_proj_act(x, w1, b1, plan, spec)
+        if save == "fp8":
+            kept = backend.quantize_h(h)
+            h, scale = kept.data, kept.scale
         down_proj, slices = backend.down_proj, forward_slices(shape)
     else:
         a = backend.up_proj_act_inference(x, w1, b1, plan, spec)
@@ -116,7 +124,7 @@ def moe_forward(
         backend.combine(y, s, plan, o[:, columns])  # F3
         del y  # not to be alive beside the next slice
     assert o is not None, "d is at least 1"
-    return o, h
+    return o, h, scale
 
 
 def _moe_fake(
@@ -126,26 +134,28 @@ def _moe_fake(
     s: Tensor,
     b1: Tensor | None,
     b2: Tensor | None,
-    keep_h: bool,
+    save: str,
     accumulate: bool,
     plan: RoutingPlan,
     *_: Any,
-) -> tuple[Tensor, Tensor | None]:
-    h = x.new_empty(plan.capacity, w1.shape[1]) if keep_h else None
-    return x.new_empty(x.shape[0], w2.shape[1]), h
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    o, rows, w = x.new_empty(x.shape[0], w2.shape[1]), plan.capacity, w1.shape[1]
+    if save == "fp8":
+        return o, x.new_empty(rows, w, dtype=torch.float8_e4m3fn), x.new_empty(rows, w // BLOCK, dtype=torch.float32)
+    return o, x.new_empty(rows, w) if save == "full" else None, None
 
 
-def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
-    x, w1, w2, s, b1, b2, keep_h, ctx.accumulate, plan, ctx.spec, ctx.backend = args
-    h = output[1]
-    if h is not None:
-        ctx.mark_non_differentiable(h)
+def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+    x, w1, w2, s, b1, b2, save, ctx.accumulate, plan, ctx.spec, ctx.backend = args
+    h, scale = output[1:]
+    ctx.mark_non_differentiable(*(t for t in (h, scale) if t is not None))
     ctx.set_materialize_grads(False)
     ctx.num_tokens = plan.num_tokens
-    ctx.save_for_backward(x, w1, w2, s, b1, b2, h if keep_h else None, *plan.arrays)
+    kept = (None if save == "none" else h, scale if save == "fp8" else None)
+    ctx.save_for_backward(x, w1, w2, s, b1, b2, *kept, *plan.arrays)
 
 
-def moe_backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None, ...]:
+def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     """B1 to B5, each step only if something asks for its result; h is given back as soon as B1 has read it.
 
     Gradients that B2 and B4 add to the sums of several backwards are None here: autograd has nothing left to add.
@@ -154,7 +164,7 @@ def moe_backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None,
     if do is None:
         return (None,) * 6
     do = do.contiguous()
-    x, w1, w2, s, b1, b2, h, *arrays = ctx.saved_tensors
+    x, w1, w2, s, b1, b2, h, scale, *arrays = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         do = _DependentOnInputs.apply(do, x, w1, w2, s, b1, b2)
     routed = (plan_of(tuple(arrays), ctx.num_tokens), ctx.spec, ctx.backend)
@@ -164,6 +174,10 @@ def moe_backward(ctx: Any, do: Tensor | None, _dh: None) -> tuple[Tensor | None,
     if need_x or need_w1 or need_w2 or need_s or need_b1:
         if h is None:
             h = up_proj(x, w1, b1, *routed)
+        elif scale is not None:
+            h = dequantize_h(h, scale, x.dtype, *routed)
+            del scale
+            ctx.maybe_clear_saved_tensors()  # frees what was kept of h, before there is dh
         dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # B1
         del h
         ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
@@ -234,6 +248,17 @@ def _up_proj(
 
 def _up_proj_fake(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, *_: Any) -> Tensor:
     return x.new_empty(plan.capacity, w1.shape[1])
+
+
+def _dequantize_h(
+    data: Tensor, scale: Tensor, dtype: torch.dtype, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
+) -> Tensor:
+    """h of what was kept of it."""
+    return backend.dequantize_h(Operand(data, scale, ROWS, dtype))
+
+
+def _dequantize_h_fake(data: Tensor, scale: Tensor, dtype: torch.dtype, *_: Any) -> Tensor:
+    return torch.empty_like(data, dtype=dtype)
 
 
 def _down_proj_dgrad_dact(
@@ -331,12 +356,15 @@ def _up_proj_bias_grad_fake(dh: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
 
 moe = routed_operator(
     "moe",
-    "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, bool keep_h, bool accumulate",
-    "(Tensor, Tensor)",
+    "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor? b1, Tensor? b2, str save, bool accumulate",
+    "(Tensor, Tensor, Tensor)",
     moe_forward,
     _moe_fake,
 )
 up_proj = routed_operator("up_proj", "Tensor x, Tensor w1, Tensor? b1", "Tensor", _up_proj, _up_proj_fake)
+dequantize_h = routed_operator(
+    "dequantize_h", "Tensor data, Tensor scale, ScalarType dtype", "Tensor", _dequantize_h, _dequantize_h_fake
+)
 down_proj_dgrad_dact = routed_operator(
     "down_proj_dgrad_dact",
     "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
@@ -369,6 +397,7 @@ add_up_proj_wgrad = Operator("add_up_proj_wgrad", _add_up_proj_wgrad, arguments=
 
 BACKWARD_OPS = (
     up_proj,
+    dequantize_h,
     down_proj_dgrad_dact,
     down_proj_wgrad,
     up_proj_input_grad,

@@ -90,7 +90,7 @@ def _run(
     )
     check_plan(x, w1, plan, scores)
     s = scores.reshape(-1).contiguous()
-    return moe_forward(x, w1, w2, s, b1, b2, False, False, plan, spec, backend)[0]
+    return moe_forward(x, w1, w2, s, b1, b2, "none", False, plan, spec, backend)[0]
 
 
 def _advise(name: str, found: str, arguments: dict[str, Any]) -> str:

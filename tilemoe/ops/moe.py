@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilemoe.activations import activation_spec
 from tilemoe.checks import require_bool, require_choice, shown
-from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS
+from tilemoe.config import GATE_UP_LAYOUTS, PRECISIONS, SAVES, require_save
 from tilemoe.kernels.choose import choose_experts
 from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype
 from tilemoe.kernels.experts.quantize import why_not_quantized
@@ -41,6 +41,7 @@ def moe(
     activation_alpha: float | None = None,
     precision: str = "bf16",
     accumulate: bool = False,
+    save: str = "full",
 ) -> Tensor:
     """``o_t = sum over t's experts e of score * (w2_e act(w1_e x_t + b1_e) + b2_e)``: (T, d) in x's dtype.
 
@@ -51,6 +52,9 @@ def moe(
     ``kernels``: a `Backend`, or the name that one is registered by; None chooses by device, dtype and shape.
     ``precision="fp8"`` quantises the operands of F1, F2, B1 and B3 to e4m3 where a backend can (`select_kernels` says),
     and is "bf16", operands as they are, where none can; with ``kernels`` it is a ValueError there.
+    ``save="fp8"`` keeps h between forward and backward in e4m3 with a scale for 128 elements of a row, whose number is
+    a multiple of 128: o has the same bits, and the gradients are those of the h that is kept. Not with ``recompute``,
+    of fp64, or on a GPU below compute capability 8.9.
 
     ``accumulate=True`` is for several backwards a step: the kernels add the gradients of w1 and w2, where these are
     leaves, to their ``.grad`` in fp32 (fp64 of fp64), whose ``grad_dtype`` it becomes, and autograd adds nothing. With
@@ -67,7 +71,7 @@ def moe(
         >>> torch.allclose(o, tilemoe.reference.moe(x, w1, w2, plan, scores), rtol=1e-4, atol=1e-4)
         True
     """
-    check_options(gate_up, recompute, precision)
+    check_options(gate_up, recompute, precision, save)
     require_tensors({"x": x, "w1": w1, "w2": w2, "scores": scores}, {"b1": b1, "b2": b2})
     require_bool("accumulate", accumulate)
     spec = activation_spec(activation, gate_up, activation_limit, activation_alpha)
@@ -75,14 +79,15 @@ def moe(
     x, w1, w2, b1, b2 = cast_under_autocast(x, w1, w2, b1, b2)
     check_tensors(x, w1, w2, b1, b2, spec.width_factor)
     check_plan(x, w1, plan, scores)
+    _check_save(save, x.dtype, w1.shape[1])
     backend = backend_for(kernels, w2, w2.shape[1:], precision)
     s = scores.reshape(-1)
     if is_differentiable(x, w1, w2, s, b1, b2):  # otherwise only `combine` reads them, and upcasts as it does
         s = s.to(torch.promote_types(s.dtype, compute_dtype(x.dtype)))
     s = s.contiguous()  # kernels index it by position; of one column, or of an expanded tensor, reshape is a view
     inputs = (x, w1, w2, s, b1, b2)
-    keep_h = recompute is None and is_differentiable(*inputs)
-    o: Tensor = expert_ops.moe(*inputs, keep_h, accumulate, plan, spec, backend)[0]
+    kept = save if recompute is None and is_differentiable(*inputs) else "none"
+    o: Tensor = expert_ops.moe(*inputs, kept, accumulate, plan, spec, backend)[0]
     return o
 
 
@@ -117,12 +122,23 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
     return backend
 
 
-def check_options(gate_up: str, recompute: str | None, precision: str = "bf16") -> None:
-    """ValueError for a value that `moe` does not know."""
+def check_options(gate_up: str, recompute: str | None, precision: str = "bf16", save: str = "full") -> None:
+    """ValueError for a value that `moe` does not know, or for two that contradict each other."""
     require_choice("gate_up", gate_up, GATE_UP_LAYOUTS)
     if recompute is not None and not (isinstance(recompute, str) and recompute == "up_proj"):
         raise ValueError(f"recompute must be None or 'up_proj', got {shown(recompute)}")
     require_choice("precision", precision, PRECISIONS)
+    require_choice("save", save, SAVES)
+    if recompute is not None and save != "full":
+        raise ValueError(f"save={save!r} has no h to keep with recompute={recompute!r}; leave one of them out")
+
+
+def _check_save(save: str, dtype: torch.dtype, width: int) -> None:
+    """ValueError: h (R_max, ``width``) cannot be kept so."""
+    require_save(save, width)
+    why = why_not_quantized(dtype) if save == "fp8" else None
+    if why is not None:
+        raise ValueError(f"save='fp8': {why}; use save='full', or another dtype")
 
 
 def check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, width_factor: int) -> None:

@@ -27,7 +27,7 @@ def advise(name: str, found: str, arguments: dict[str, Any]) -> str:
     n = w // spec.width_factor if n is None and w is not None else n
     shape = None
     if d is not None and n is not None:
-        shape = shape_of(next(iter(arguments.values())), d, n, plan, spec)
+        shape = shape_of(next(iter(arguments.values())), d, n, plan, spec, arguments.get("save", "full"))
     return out_of_memory_message("forward" if name == "moe" else name, found, shape)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilemoe.config import ModelConfig, MoEConfig
-from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
+from tilemoe.kernels.experts.memory import backward_peak_bytes, kept_h_bytes, saved_bytes
 from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
 from tilemoe.perf.hardware import Gpu
 from tilemoe.perf.predict import layer_ms
@@ -187,12 +187,13 @@ def _moe_working_bytes(setup: Setup, tokens: int) -> int:
     if setup.model.moe is None:
         return 0
     shape = _shape(setup, setup.model.moe, tokens)
-    return backward_peak_bytes(shape) - _BF16 * shape.num_rows * shape.width
+    return backward_peak_bytes(shape) - kept_h_bytes(shape)
 
 
 def _shape(setup: Setup, moe: MoEConfig, tokens: int) -> MoEShape:
     """A GPU's share of a layer: as many rows as alone, of fewer experts and of the tokens that reach it."""
-    sizes: dict[str, Any] = {name: getattr(moe, name) for name in ("hidden_size", "intermediate_size", "is_gated")}
+    names = ("hidden_size", "intermediate_size", "is_gated", "save")
+    sizes: dict[str, Any] = {name: getattr(moe, name) for name in names}
     if setup.expert_parallel == 1:
         return MoEShape(tokens, num_experts=moe.num_experts, num_experts_per_tok=moe.num_experts_per_tok, **sizes)
     here = math.ceil(tokens * reached(moe, setup.expert_parallel))

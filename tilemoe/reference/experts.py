@@ -29,14 +29,15 @@ def moe(
     activation_alpha: float | None = None,
     precision: str = "bf16",
     accumulate: bool = False,
+    save: str = "full",
 ) -> Tensor:
     """``o_t = sum over t's experts e of score * (w2_e act(w1_e x_t + b1_e) + b2_e)``: (T, d) in x's dtype.
 
     Arguments as in ``tilemoe.moe``: x (T, d), w1 (E, 2n or n, d), w2 (E, d, n), b1 (E, 2n or n), b2 (E, d), scores
     (T, K) or (P,). Computed in fp32, or fp64 when x is fp64, whatever autocast says. ``recompute``, ``kernels``
     and ``accumulate`` are accepted so that the two calls are interchangeable: here they change nothing.
-    ``precision="fp8"``: as `tilemoe.reference.fp8` says. Nothing is checked: what `tilemoe.moe` calls a ValueError
-    fails here somewhere, or not at all.
+    ``precision="fp8"`` and ``save="fp8"``: as `tilemoe.reference.fp8` says. Nothing is checked: what `tilemoe.moe`
+    calls a ValueError fails here somewhere, or not at all.
 
     Examples:
         >>> plan = tilemoe.plan_topk(torch.tensor([[0], [1]]), num_experts=2)
@@ -46,6 +47,7 @@ def moe(
     """
     up_proj, down_proj = (fp8.up_proj, fp8.down_proj) if precision == "fp8" else (_up_proj, _down_proj)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    act = (activation, gate_up, activation_limit, activation_alpha)
     score_of_pair = scores.reshape(-1)
     out = x.new_zeros(x.shape, dtype=torch.promote_types(dtype, scores.dtype))
     row_start = plan.row_start_of_expert.tolist()
@@ -56,9 +58,11 @@ def moe(
             h = up_proj(x[token].to(dtype), w1[expert].to(dtype))
             if b1 is not None:
                 h = h + b1[expert]
-            a = activate(h, activation, gate_up, activation_limit, activation_alpha)
+            a = activate(h, *act)
             score = score_of_pair[plan.pair_of_row[rows].long()][:, None]
             y = down_proj(a, w2[expert].to(dtype), score)
+            if save == "fp8":
+                y = fp8.with_gradients_of(y, down_proj(activate(fp8.kept(h), *act), w2[expert].to(dtype), score))
             if b2 is not None:
                 y = y + score * b2[expert]
             out = out.index_add(0, token, y.to(out.dtype))

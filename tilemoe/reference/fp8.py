@@ -1,4 +1,4 @@
-"""One expert's products with FP8 operands, block by block: what ``precision="fp8"`` means.
+"""One expert's products with FP8 operands, block by block: what ``precision="fp8"`` means; and ``save="fp8"``.
 
 R rows · d hidden_size · n intermediate_size · w = 2n gated, n ungated
 
@@ -80,3 +80,33 @@ def down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
     are.
     """
     return _DownProj.apply(a, w2, score)
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return rounded(h, 1)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> Tensor:
+        return dh
+
+
+class _WithGradientsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+def kept(h: Tensor) -> Tensor:
+    """h (R, w), fp32, as ``save="fp8"`` keeps it for the backward; its gradient is h's."""
+    return _Kept.apply(h)
+
+
+def with_gradients_of(value: Tensor, other: Tensor) -> Tensor:
+    """``value``; what depends on it has the gradients that it would have of ``other``."""
+    return _WithGradientsOf.apply(value, other)

@@ -223,6 +223,12 @@ class Recipe:
             )
         if self.train.dense_precision == "fp8":
             self._check_dense_fp8()
+        moe = self.model.moe
+        if self.train.recompute is not None and moe is not None and moe.save != "full":
+            raise ValueError(
+                f"model.moe.save {moe.save!r} has nothing to keep with train.recompute {self.train.recompute!r}; leave "
+                "one of them out"
+            )
         if self.lora is not None:
             self._check_lora(self.lora)
 
@@ -258,6 +264,11 @@ class Recipe:
             raise ValueError(
                 f"model.moe.precision {moe.precision!r} is not for experts with adapters; use --model.moe.precision "
                 "bf16, or --lora.modules attention"
+            )
+        if moe.save != "full":
+            raise ValueError(
+                f"model.moe.save {moe.save!r} is not for experts with adapters; use --model.moe.save full, or "
+                "--lora.modules attention"
             )
         if self.train.recompute is not None:
             raise ValueError(

@@ -130,6 +130,18 @@ class Backend(ABC):
         """F1's product alone: h (R_max, w)."""
         return self.up_proj_act(x, w1, b1, plan, spec)[1]
 
+    def quantize_h(self, h: Tensor) -> Operand:
+        """What ``save="fp8"`` keeps of h (R_max, w), w a multiple of 128: e4m3, an fp32 scale for 128 of a row."""
+        from tilemoe.kernels.experts.quantize import quantize_rows  # here, because it imports this module
+
+        return quantize_rows(h)
+
+    def dequantize_h(self, h: Operand) -> Tensor:
+        """h (R_max, w) again, in the dtype that it had: each value times its scale in fp32, rounded once."""
+        from tilemoe.kernels.experts.quantize import dense_rows
+
+        return dense_rows(h)
+
     @abstractmethod
     def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) from c of w2's and b2's columns of d."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from tilemoe.config import FP8_BLOCK
 from tilemoe.kernels.experts.slicing import fewest, widest
 from tilemoe.shape import MoEShape
 
@@ -26,7 +27,7 @@ _SCORE_BYTES = 4
 _SHARE = 5 / 6  # of everything together: what slices bring a peak down to
 
 
-def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec) -> MoEShape:
+def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec, save: str = "full") -> MoEShape:
     """The sizes of one call in elements of ``like``; its rows are those that buffers have."""
     return MoEShape(
         num_tokens=plan.num_tokens,
@@ -38,30 +39,39 @@ def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSp
         element_bytes=like.element_size(),
         rows=plan.capacity,
         is_topk=plan.pair_start_of_token is None,
+        save=save,
     )
+
+
+def kept_h_bytes(shape: MoEShape) -> int:
+    """h as it is kept: w elements a row, or with ``save="fp8"`` w bytes and a scale of 4 for each 128 of them."""
+    if shape.save == "fp8":
+        return shape.num_rows * (shape.width + 4 * shape.width // FP8_BLOCK)
+    return shape.num_rows * shape.element_bytes * shape.width
 
 
 def saved_bytes(shape: MoEShape) -> int:
     """Kept beside x and the weights: h, the fp32 scores and the plan's indices.
 
-    ``4 R_max n + 16 R_max + O(E + T)`` for a gated 16-bit layer. The pairs are as many as the rows can be.
+    ``4 R_max n + 16 R_max + O(E + T)`` for a gated 16-bit layer, ``2.0625 R_max n`` in place of the first term with
+    ``save="fp8"``. The pairs are as many as the rows can be.
     """
     starts = shape.num_experts + 1 + (0 if shape.is_topk else shape.num_tokens + 1)
-    per_row = shape.element_bytes * shape.width + _SCORE_BYTES + 3 * _INDEX_BYTES
-    return shape.num_rows * per_row + _INDEX_BYTES * starts
+    per_row = _SCORE_BYTES + 3 * _INDEX_BYTES
+    return kept_h_bytes(shape) + shape.num_rows * per_row + _INDEX_BYTES * starts
 
 
 @lru_cache
 def forward_slices(shape: MoEShape) -> Sequence[slice]:
     """Slices of d that y is made and combined in where h is kept."""
     size = _Sizes(shape)
-    return _output_slices(size, shape, size.h)
+    return _output_slices(size, shape, size.kept_h, size.quantizing)
 
 
 @lru_cache
 def inference_slices(shape: MoEShape) -> Sequence[slice]:
     """Slices of d that y is made and combined in where h is not kept."""
-    return _output_slices(_Sizes(shape), shape, 0)
+    return _output_slices(_Sizes(shape), shape, 0, 0)
 
 
 @lru_cache
@@ -81,30 +91,38 @@ def inference_peak_bytes(shape: MoEShape) -> int:
 def forward_peak_bytes(shape: MoEShape) -> int:
     """The most at once in a forward that keeps h."""
     size = _Sizes(shape)
-    return _output_peak(size, size.h, forward_slices(shape))
+    return max(size.quantizing, _output_peak(size, size.kept_h, forward_slices(shape)))
 
 
 def backward_peak_bytes(shape: MoEShape) -> int:
-    """The most at once in a backward that gives every gradient, which are counted; h is freed after its one reader."""
+    """The most at once in a backward that gives every gradient, which are counted; h is freed after its one reader.
+
+    What ``save="fp8"`` keeps is freed before that, as soon as it is h again.
+    """
     size = _Sizes(shape)
     return size.s + max(_input_grad_peak(size, backward_slices(shape)), *_peaks_of_other_steps(size))
 
 
 class _Sizes:
-    """Bytes of each tensor, its gradient alike; ``column``: of one column of y."""
+    """Bytes of each tensor, its gradient alike; ``column``: of one column of y.
+
+    ``quantizing``: of a beside h and what is kept of h, while that is made.
+    """
 
     def __init__(self, shape: MoEShape) -> None:
         d, n, w, size = shape.hidden_size, shape.intermediate_size, shape.width, shape.element_bytes
         self.column = size * shape.num_rows
         self.h, self.a, self.y = self.column * w, self.column * n, self.column * d
+        self.kept_h = kept_h_bytes(shape)
+        self.quantizing = self.a + self.h + self.kept_h if shape.save == "fp8" else 0
         self.o = size * shape.num_tokens * d
         self.s = _SCORE_BYTES * shape.num_rows
         self.w1, self.w2 = size * shape.num_experts * w * d, size * shape.num_experts * d * n
 
 
-def _output_slices(size: _Sizes, shape: MoEShape, h: int) -> Sequence[slice]:
+def _output_slices(size: _Sizes, shape: MoEShape, h: int, before: int) -> Sequence[slice]:
     everything = h + size.a + size.y + size.o
-    return fewest(shape, lambda slices: _output_peak(size, h, slices), _SHARE * everything)
+    return fewest(shape, lambda slices: _output_peak(size, h, slices), max(_SHARE * everything, before))
 
 
 def _output_peak(size: _Sizes, h: int, slices: Sequence[slice]) -> int:

@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilemoe.config import FP8_BLOCK
 from tilemoe.kernels.experts.base import Operand
+from tilemoe.kernels.experts.torch.activations import row_blocks
 
-BLOCK = 128
+BLOCK = FP8_BLOCK
 ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
 LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, fp32 would lose the scale's own digits
@@ -60,6 +62,24 @@ def packed_operand(words: Tensor, dtype: torch.dtype) -> Operand:
     width = words.shape[1] * BLOCK // words_of_row(BLOCK)
     data = words.view(torch.float8_e4m3fn)[:, :width]
     return Operand(data, words.view(torch.float32)[:, width // 4 :], ROWS, dtype)
+
+
+def quantize_rows(rows: Tensor) -> Operand:
+    """`quantize` of rows (R, p) in blocks of 1 x 128, some rows at a time: its temporaries are in fp32."""
+    data = rows.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
+    scale = rows.new_empty(rows.shape[0], -(-rows.shape[1] // BLOCK), dtype=torch.float32)
+    for part in row_blocks(rows):
+        found = quantize(rows[part], ROWS)
+        data[part], scale[part] = found.data, found.scale
+    return Operand(data, scale, ROWS, rows.dtype)
+
+
+def dense_rows(rows: Operand) -> Tensor:
+    """The values (R, p) of what `quantize_rows` gave, in the dtype that was quantised; some rows at a time."""
+    values = rows.data.new_empty(rows.data.shape, dtype=rows.dtype)
+    for part in row_blocks(values):
+        values[part] = rows[part,].dense(rows.dtype)
+    return values
 
 
 def why_not_quantized(dtype: torch.dtype, *widths: int) -> str | None:

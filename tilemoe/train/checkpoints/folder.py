@@ -214,7 +214,7 @@ class Checkpoint:
     def require_model(self, config: ModelConfig) -> None:
         """Raise unless this checkpoint's model is ``config``, naming the first setting that differs.
 
-        The precision of experts may: their weights are the same.
+        The precision of experts and how they save may: their weights are the same.
         """
         ours, saved = _architecture(config), _architecture(self.state.recipe.model)
         difference = next(differences(ours, saved, "model."), None)
@@ -270,9 +270,9 @@ class Checkpoint:
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
-    """What decides which weights there are, and what they mean: all but the precision of experts."""
+    """What decides which weights there are, and what they mean: all but the experts' precision and how they save."""
     moe = config.moe
-    return to_dict(config if moe is None else replace(config, moe=replace(moe, precision="bf16")))
+    return to_dict(config if moe is None else replace(config, moe=replace(moe, precision="bf16", save="full")))
 
 
 def _rng_tensor(text: str) -> torch.Tensor:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Backend, Given, empty_weight_grad
+from tilemoe.kernels.experts.base import Backend, Given, Operand, empty_weight_grad
 from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.kernels.experts.triton import bias_grad, gemm_nf4, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.experts.triton.configs import WIDTH_MULTIPLE, Kernel, small_m, tile_rows, why_unsupported
 from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
+from tilemoe.kernels.experts.triton_fp8.operands import dequantized_rows, quantized_rows, why_no_e4m3
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of, why_no_triton
 
@@ -52,6 +53,15 @@ class TritonBackend(Backend):
         if not isinstance(w1, Nf4Weight):
             return super().up_proj(x, w1, b1, plan, spec)
         return _times_nf4(aligned_rows(x), plan.token_of_row, w1.transpose(1, 2), b1, plan)
+
+    def quantize_h(self, h: Tensor) -> Operand:
+        why = why_no_e4m3(h.device)
+        if why is not None:
+            raise ValueError(f"save='fp8': {why}; use save='full', or recompute='up_proj', which keeps no h")
+        return quantized_rows(h)
+
+    def dequantize_h(self, h: Operand) -> Tensor:
+        return dequantized_rows(h)
 
     def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)

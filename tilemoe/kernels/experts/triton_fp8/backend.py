@@ -20,13 +20,12 @@ from tilemoe.kernels.experts.triton import host
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.experts.triton_fp8 import gemm
-from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
+from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight, why_no_e4m3
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
-from tilemoe.runtime.device import Device, device_of, gpu
+from tilemoe.runtime.device import Device, device_of
 from tilemoe.runtime.launch import persistent_grid
 
-_MIN_CAPABILITY = 89  # Ada's tensor cores are the first that multiply e4m3
 _TILE = (128, 128)  # BM, BN of F2 and B3
 _ACT_TILE = (128, 64)  # of F1, whose gate and up are BN columns each, and of B1
 _INTERPRETED_ROWS = 16
@@ -38,7 +37,9 @@ class TritonFp8Backend(TritonBackend):
     precision = "fp8"
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-        return super().why_unsupported(device, dtype, widths) or why_not_quantized(dtype, *widths) or _why_not(device)
+        return (
+            super().why_unsupported(device, dtype, widths) or why_not_quantized(dtype, *widths) or why_no_e4m3(device)
+        )
 
     def rows_operand(self, rows: Tensor) -> Operand:
         return quantized_rows(rows.contiguous())
@@ -142,9 +143,3 @@ def _operands(rows: Operand, weight: Operand) -> tuple[tuple[Tensor, ...], tuple
 
 def _tile(tile: tuple[int, int], device: Device) -> tuple[int, int]:
     return (_INTERPRETED_ROWS if device.interpreted else tile[0]), tile[1]
-
-
-def _why_not(device: torch.device) -> str | None:
-    if device.type == "cuda" and gpu(device.index or 0).capability < _MIN_CAPABILITY:
-        return f"e4m3 needs compute capability {_MIN_CAPABILITY / 10}"
-    return None

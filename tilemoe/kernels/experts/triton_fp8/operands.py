@@ -1,4 +1,4 @@
-"""What the FP8 GEMMs read: rows quantised for a call, weights once for each of their values.
+"""What the FP8 GEMMs read: rows quantised for a call, weights once for each of their values; and rows again of them.
 
 E experts
 """
@@ -15,9 +15,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import WEIGHTS
-from tilemoe.kernels.experts.triton_fp8.quantize import rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import dense_rows_launch, rows_launch, weight_launch
+from tilemoe.runtime.device import gpu
 from tilemoe.runtime.launch_trace import recorder
 from tilemoe.runtime.precompile import withholds_values
+
+_MIN_CAPABILITY = 89  # Ada's are the first instructions that multiply e4m3, and convert to it
 
 
 class _Kept(NamedTuple):
@@ -41,6 +44,21 @@ def quantized_rows(rows: Tensor | Operand) -> Operand:
     if rows.shape[0]:
         launch.run()
     return operand
+
+
+def dequantized_rows(rows: Operand) -> Tensor:
+    """The values (R, p) of what `quantized_rows` gave, in the dtype that was quantised."""
+    launch, values = dense_rows_launch(rows)
+    if values.shape[0]:
+        launch.run()
+    return values
+
+
+def why_no_e4m3(device: torch.device) -> str | None:
+    """Why the kernels have no e4m3 on this device, in a few words; None if they have."""
+    if device.type == "cuda" and gpu(device.index or 0).capability < _MIN_CAPABILITY:
+        return f"e4m3 needs compute capability {_MIN_CAPABILITY / 10}"
+    return None
 
 
 def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:

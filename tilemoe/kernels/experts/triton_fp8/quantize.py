@@ -58,13 +58,20 @@ def pack_rows(rows: Tensor) -> Tensor:
 def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
     """As `tilemoe.kernels.experts.quantize.unpack_rows`."""
     device_of(words)
-    packed = packed_operand(words, dtype)
-    count, width = packed.data.shape
-    values = words.new_empty(count, width, dtype=dtype)
-    args = (packed.data, packed.scale, values, count, width, packed.data.stride(0), packed.scale.stride(0))
-    if count:
-        launch_of(dequantize_rows_kernel, _grid(count, width), args, {"BLOCK_M": _ROWS}).run()
+    launch, values = dense_rows_launch(packed_operand(words, dtype))
+    if values.shape[0]:
+        launch.run()
     return values
+
+
+def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
+    """Of rows (R, p), quantised, their data and scales contiguous along a row: the values."""
+    data, scale = rows.data, rows.scale
+    assert scale is not None
+    count, width = data.shape
+    values = data.new_empty(count, width, dtype=rows.dtype)
+    args = (data, scale, values, count, width, data.stride(0), scale.stride(0))
+    return launch_of(dequantize_rows_kernel, _grid(count, width), args, {"BLOCK_M": _ROWS}), values
 
 
 def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, dict[int, Operand]]:

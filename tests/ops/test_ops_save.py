@@ -1,0 +1,250 @@
+"""``save="fp8"``: the output has the same bits, gradients are those of the h that is kept, and h has half the bytes.
+
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R_max row capacity · w = 2n gated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import saved_tensors
+from test_ops_precision import NAMES, D, E, K, Layer, N, T, assert_agree
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import tilemoe
+from tilemoe import reference
+from tilemoe.activations import REGISTRY
+from tilemoe.kernels.experts.quantize import ROWS, quantize
+from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.kernels.experts.triton.backend import TritonBackend
+from tilemoe.kernels.experts.triton_fp8 import operands
+from tilemoe.runtime.device import Device
+from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs, relative_error
+
+PLANS = {routing.name: routing.plan for routing in hostile_routings()}
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", list(REGISTRY))
+def test_it_is_the_oracle(activation: str, bias: bool, precision: str) -> None:
+    layer = Layer(activation=activation, bias=bias, precision=precision)
+    found = layer(tilemoe.moe, save="fp8")
+    assert_equal(found["o"], layer(tilemoe.moe)["o"])
+    assert_agree(found, layer(reference.moe, save="fp8"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_are_those_of_the_h_that_is_kept(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit those of a layer whose F1 gives h so, and the output is the plain layer's."""
+    plan = PLANS[name]
+    inputs = make_inputs(plan, 16, 64, dtype=dtype, bias=True)
+    plain = forward_and_grads(tilemoe.moe, inputs, plan, kernels="torch")
+    found = forward_and_grads(tilemoe.moe, inputs, plan, kernels="torch", save="fp8")
+
+    def up_proj_act(*args: Any) -> tuple[Tensor, Tensor]:
+        a, h = TorchBackend().up_proj_act(*args)
+        return a, quantize(h, ROWS).dense(dtype)
+
+    monkeypatch.setitem(vars(backend_named("torch")), "up_proj_act", up_proj_act)
+    assert_equal(found, forward_and_grads(tilemoe.moe, inputs, plan, kernels="torch"))
+    assert_equal(found["o"], plain["o"])
+
+
+@pytest.mark.parametrize(("precision", "least", "most"), [("bf16", 0.02, 0.05), ("fp8", 0.05, 0.09)])
+def test_error_budget(precision: str, least: float, most: float) -> None:
+    """Beside fp64: an operand of three bits is 2.6% off, as h is in dx and dw1; a product of two, as a, 3.7%."""
+    layer = Layer()
+    given = ("x", "w1", "w2", "s", "do")
+    for name in given:
+        setattr(layer, name, getattr(layer, name).double())
+    exact = layer(reference.moe)
+    for name in given:
+        setattr(layer, name, getattr(layer, name).float())
+    found = layer(tilemoe.moe, save="fp8", precision=precision)
+    assert precision == "fp8" or relative_error(found["o"], exact["o"]) < 1e-6
+    for name in NAMES[1:5]:
+        error = relative_error(found[name], exact[name])
+        assert least < error < most, (name, error)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_token(bad: float) -> None:
+    layer = Layer()
+    layer.x[5, 3] = bad
+    found = layer(tilemoe.moe, save="fp8")
+    assert_equal(found["o"].nan_to_num(), layer(tilemoe.moe)["o"].nan_to_num())
+    for name in ("o", "x", "scores"):
+        broken = found[name].isnan().any(1)
+        assert broken[5]
+        assert broken.sum() == 1, name
+
+
+def test_an_expert_without_rows_and_a_token_of_zeros() -> None:
+    layer = Layer()
+    layer.plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64) + torch.arange(K), E)
+    layer.x[7] = 0
+    found = layer(tilemoe.moe, save="fp8")
+    assert (found["w1"][K:] == 0).all()
+    assert_agree(found, layer(reference.moe, save="fp8"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(("activation", "width"), [("swiglu", 2 * N), ("relu2", N)])
+def test_saved_is_h_in_e4m3_with_its_scales(activation: str, width: int, precision: str) -> None:
+    layer = Layer(torch.bfloat16, activation)
+    given = {"x": layer.x, "w1": layer.w1, "w2": layer.w2, "scores": layer.s}
+    given = {name: t.requires_grad_() for name, t in given.items()}
+    options = {"plan": layer.plan, "activation": activation, "precision": precision}
+
+    def saved(**more: str) -> list[Tensor]:
+        with saved_tensors() as found:
+            tilemoe.moe(**given, **options, **more)  # type: ignore[arg-type]
+        return found
+
+    plain, found = saved(), saved(save="fp8")
+    rows = layer.plan.capacity
+    (h,) = [t for t in plain if t.shape == (rows, width)]
+    (data,) = [t for t in found if t.dtype == torch.float8_e4m3fn]
+    (scale,) = [t for t in found if t.shape == (rows, width // 128)]
+    assert (data.shape, scale.dtype) == (h.shape, torch.float32)
+    before, after = (sum(t.untyped_storage().nbytes() for t in each) for each in (plain, found))
+    assert before - after == rows * (2 * width - (width + 4 * width // 128))
+    assert_equal(quantize(h, ROWS).dense(torch.bfloat16), backend_named("torch").dequantize_h(quantize(h, ROWS)))
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_no_h_of_either_kind_outlives_its_reader(retain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward h is gone before F2; in backward what was kept before B1, and h after it."""
+    alive: dict[str, set[str]] = {}
+    refs: dict[str, StorageWeakRef] = {}
+
+    def watched(name: str, note: Callable[[Any], dict[str, Tensor]]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            alive.setdefault(name, {key for key, ref in refs.items() if not ref.expired()})
+            result = getattr(TorchBackend(), name)(*args)
+            refs.update({key: StorageWeakRef(t.untyped_storage()) for key, t in note(result).items()})
+            return result
+
+        return run
+
+    notes: dict[str, Callable[[Any], dict[str, Tensor]]] = {
+        "up_proj_act": lambda found: {"h": found[1]},
+        "quantize_h": lambda found: {"data": found.data, "scale": found.scale},
+        "dequantize_h": lambda found: {"h again": found},
+    }
+    for name in (*notes, "down_proj", "down_proj_dgrad_dact", "down_proj_wgrad"):
+        monkeypatch.setitem(vars(backend_named("torch")), name, watched(name, notes.get(name, lambda found: {})))
+    layer = Layer(torch.bfloat16)
+    given = [t.requires_grad_() for t in (layer.x, layer.w1, layer.w2)]
+    o = tilemoe.moe(*given, layer.plan, layer.s, kernels="torch", save="fp8")
+    assert alive == {"up_proj_act": set(), "quantize_h": {"h"}, "down_proj": {"data", "scale"}}
+    o.sum().backward(retain_graph=retain)
+    kept = {"data", "scale"} if retain else set()
+    assert alive["dequantize_h"] == {"data", "scale"}
+    assert alive["down_proj_dgrad_dact"] == kept | {"h again"}
+    assert alive["down_proj_wgrad"] == kept
+    if retain:
+        o.sum().backward()
+
+
+def test_under_autocast_and_repeated_by_checkpointing() -> None:
+    layer = Layer(bias=True)
+
+    def under_autocast(*args: Any, **options: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return tilemoe.moe(*args, save="fp8", **options)
+
+    def repeated(*args: Any, **options: Any) -> Tensor:
+        o: Tensor = checkpoint(under_autocast, *args, use_reentrant=False, **options)
+        return o
+
+    found = layer(under_autocast)
+    assert found["o"].dtype == torch.bfloat16
+    assert_equal(layer(repeated), found)
+
+
+def test_accumulated_gradients_are_the_same() -> None:
+    layer = Layer()
+    expected = layer(tilemoe.moe, save="fp8")
+    w1, w2 = layer.w1.requires_grad_(), layer.w2.requires_grad_()
+    tilemoe.moe(layer.x, w1, w2, layer.plan, layer.s, save="fp8", accumulate=True).backward(layer.do)
+    for name, weight in (("w1", w1), ("w2", w2)):
+        assert weight.grad is not None
+        assert relative_error(weight.grad, expected[name]) < 1e-6, name
+
+
+def test_saved_tensors_may_be_moved_by_hooks() -> None:
+    layer = Layer()
+    expected = layer(tilemoe.moe, save="fp8")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+        assert_equal(layer(tilemoe.moe, save="fp8"), expected)
+
+
+def test_nothing_is_quantised_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(h: Tensor) -> None:
+        raise AssertionError
+
+    monkeypatch.setitem(vars(backend_named("torch")), "quantize_h", fail)
+    layer = Layer()
+    with torch.no_grad():
+        o = tilemoe.moe(layer.x, layer.w1, layer.w2, layer.plan, layer.s, kernels="torch", save="fp8")
+    assert_equal(o, layer(tilemoe.moe)["o"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (torch.float32, {"save": "fp4"}, r"save must be one of fp8, full; got 'fp4'"),
+        (torch.float32, {"save": None}, r"save must be one of fp8, full; got None"),
+        (torch.float32, {"recompute": "up_proj"}, r"save='fp8' has no h to keep with recompute='up_proj'; leave one"),
+        (torch.float64, {}, r"save='fp8': fp64 is not quantised; use save='full', or another dtype"),
+    ],
+)
+def test_contradictions(dtype: torch.dtype, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layer(dtype)(tilemoe.moe, **{"save": "fp8", **options})
+
+
+def test_a_width_without_whole_blocks_is_named() -> None:
+    message = r"save='fp8' needs h's width, n or 2n where gated, to be a multiple of 128, got 64; change inter.*"
+    with pytest.raises(ValueError, match=message):
+        tilemoe.MoEConfig(D, 32, E, K, save="fp8")
+    inputs = make_inputs(PLANS["random"], 16, 32)
+    with pytest.raises(ValueError, match=message):
+        tilemoe.moe(plan=PLANS["random"], save="fp8", **inputs)
+
+
+def test_a_gpu_without_e4m3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "gpu", lambda index: Device(80, 163 * 1024, 108))
+    monkeypatch.setattr(Tensor, "device", torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"save='fp8': e4m3 needs compute capability 8.9; use save='full', or"):
+        TritonBackend().quantize_h(torch.zeros(4, 128))
+
+
+@pytest.mark.parametrize("how", ["by itself", "compiled"])
+def test_a_layer_of_a_configuration(how: str) -> None:
+    torch.manual_seed(0)
+    cfg = tilemoe.MoEConfig(D, N, E, K, save="fp8", initializer_range=0.1)
+    layer, plain, x = tilemoe.MoE(cfg), tilemoe.MoE(replace(cfg, save="full")), torch.randn(T, D)
+    plain.load_state_dict(layer.state_dict())
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if how == "compiled" else layer
+    o, expected = run(x).hidden, plain(x).hidden
+    assert torch.equal(o, expected)
+    for out in (o, expected):
+        out.square().sum().backward()
+    for (name, found), right in zip(layer.named_parameters(), plain.parameters(), strict=True):
+        assert 0.01 < relative_error(found.grad, right.grad) < 0.1, name
+    with pytest.raises(ValueError, match="save='fp8' has no h to keep with recompute='up_proj'"):
+        tilemoe.MoE(cfg, recompute="up_proj")
