@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +73,17 @@ def test_a_folder_in_the_way_of_a_checkpoint_is_found_before_training(dense_reci
     with raises_one_line(rf"^train\.out_dir {folder}/\.tmp-step_00000003: cannot be used \(.* move it away\)"):
         train(dense_recipe)
     assert [path.name for path in folder.rglob("*")] == [".tmp-step_00000003", "mine"]
+
+
+def test_going_on_from_a_copy_sets_the_newer_aside(dense_recipe: Recipe) -> None:
+    """Whatever the copy's name: its step counts."""
+    train(dense_recipe)
+    folder = Path(dense_recipe.train.out_dir)
+    copy = shutil.copytree(folder / "step_00000003", folder / "the_best")
+    train(dense_recipe, open_checkpoint(copy))
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        "abandoned_step_00000006", "step_00000003", "step_00000006", "the_best",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["draw", "continue_text"])
