@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,9 +75,18 @@ def test_every_file_is_looked_at(intact: tuple[str, Path], run: Run) -> None:
     assert run("verify", folder)[0] == 0
 
 
+def copy_as_of(checkpoint: Path, path: Path, step: int) -> None:
+    """A copy of it that says of itself that it is of that step."""
+    shutil.copytree(checkpoint, path)
+    state = json.loads((path / "state.json").read_bytes())
+    (path / "state.json").write_text(json.dumps(state | {"step": step}))
+    files = [file for file in path.iterdir() if file.name != "manifest.json"]
+    (path / "manifest.json").write_bytes(checkpoints._manifest(file_entries(files)))
+
+
 def test_each_checkpoint_of_a_run(whole: dict[str, Path], tmp_path: Path, run: Run) -> None:
     for step in (10, 20, 30):
-        shutil.copytree(whole["one process"], tmp_path / f"step_000000{step}")
+        copy_as_of(whole["one process"], tmp_path / f"step_000000{step}", step)
     assert run("verify", tmp_path)[1].count("every byte is as its manifest says\n") == 3
     (tmp_path / "step_00000020" / "optimizer.safetensors").unlink()
     status, out, err = run("verify", tmp_path)

@@ -25,6 +25,7 @@ from tilemoe.train.checkpoints.folder import (
     set_aside,
 )
 from tilemoe.train.checkpoints.leftovers import clean_stale
+from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import OptimConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 
@@ -234,6 +235,31 @@ def test_what_has_a_name_of_ours_without_our_mark_is_named_and_stays(
         save(2, keep_last=1)
     assert (path if kind == "file" else path / "thesis.tex").read_bytes() == b"years of work"
     assert find_latest(tmp_path).state.step == 1
+
+
+@pytest.mark.parametrize("name", ["step_00000004", "step_000000002"])
+def test_a_renamed_checkpoint_is_named_with_the_step_that_it_is_of(
+    save: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    path = save(2).rename(tmp_path / name)
+    expected = rf"^checkpoint {path} was renamed: state\.json says step 2; name it step_00000002 again, or move it out"
+    for use in (find_latest, resolve_checkpoint):
+        with raises_one_line(expected, CheckpointError):
+            use(tmp_path)
+    [finding] = verify(tmp_path)
+    assert (finding.is_right, "was renamed" in finding.line) == (False, True)
+    assert open_checkpoint(path.rename(tmp_path / "kept")).state.step == 2, "a name that is of no step says nothing"
+    assert find_latest(tmp_path) is None
+
+
+def test_what_has_the_name_of_the_next_checkpoint_is_named_and_stays(save: Callable[..., Path], tmp_path: Path) -> None:
+    save(1)
+    theirs = save(2).rename(tmp_path / "step_00000003")
+    before = {file.name: file.read_bytes() for file in theirs.iterdir()}
+    with raises_one_line(rf"could not write .*has this checkpoint's name: move it away: '{theirs}'", CheckpointError):
+        save(3)
+    assert {file.name: file.read_bytes() for file in theirs.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]
 
 
 def test_a_killed_deletion_is_finished_by_the_next(

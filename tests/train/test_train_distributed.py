@@ -28,7 +28,7 @@ STEPS = 6
 
 # Started by torchrun in the place of ``-m tilemoe``: something happens to rank 1 in step 4, once.
 HURT = """
-import os, signal, sys, time
+import os, shutil, signal, sys, time
 from pathlib import Path
 from tilemoe.cli.main import main
 from tilemoe.train.loop import Trainer
@@ -51,6 +51,8 @@ def hurt(trainer):
             loss = loss * float("nan")
         elif how == "spoils weights":
             next(iter(trainer.optimizer.state.values()))["exp_avg"].to_local().fill_(float("nan"))
+        elif how == "removes the folder":
+            shutil.rmtree(trainer.run_dir)
         elif how == "is asked to stop":
             os.kill(os.getppid(), signal.SIGTERM)
     return loss, aux_loss, counts
@@ -174,6 +176,14 @@ def test_a_killed_process_is_restarted_and_nothing_shows(hurt: Any, uninterrupte
             {},
             [f"rank {r} of 2: blocks.0.attention.q_proj.weight of rank 1 is not finite after the" for r in (0, 1)],
         ),
+        (
+            "removes the folder",
+            {"save_every": 0},
+            [
+                f"rank {who}: train.out_dir {{run}}: metrics.jsonl was removed"
+                for who in ("0 of 2", "1 of 2: rank 0 failed")
+            ],
+        ),
         ("hangs", {"timeout": 4}, [f"rank {rank} of 2: rank 1 hangs in step 4: no process has" for rank in (0, 1)]),
     ],
 )
@@ -188,7 +198,7 @@ def test_a_failure_ends_the_job_and_every_process_says_which_and_why(
     found = sorted(said(done))
     assert len(found) == len(lines), done.stderr
     for line, beginning in zip(found, lines, strict=True):
-        assert line.startswith(f"tilemoe: error: {beginning}"), done.stderr
+        assert line.startswith(f"tilemoe: error: {beginning.format(run=tmp_path / 'run')}"), done.stderr
     assert "Traceback" not in done.stderr.partition("tilemoe: error")[0]
     for found in list_checkpoints(tmp_path / "run"):
         assert found.name == "step_00000002"

@@ -1,31 +1,36 @@
 """A run's folder is one run's and one process's, early signals lose nothing; bf16 by autocast or FSDP, never both."""
 
 import errno
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import raises_one_line
 
-from tilemoe.config import ParallelConfig
+from tilemoe.cli.main import main
+from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.data import Sampler, prepare
 from tilemoe.data.shards import ShardWriter
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.train import run as runs
-from tilemoe.train.checkpoints.folder import open_checkpoint
+from tilemoe.train.checkpoints.folder import find_latest, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
 from tilemoe.train.metrics import read_metrics
+from tilemoe.train.progress import StepStats
 from tilemoe.train.run import RunResult, Stopped, require_resumable, train
 
 
@@ -65,6 +70,73 @@ def test_a_full_disk_names_the_metrics(dense_recipe: Recipe, monkeypatch: pytest
         train(dense_recipe)
 
 
+def removed(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def moved(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def replaced(folder: Path) -> None:
+    """By that of a run that was started meanwhile."""
+    moved(folder)
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize("noticed", ["by a record", "by a checkpoint"])
+@pytest.mark.parametrize("change", [removed, moved, replaced])
+def test_a_folder_that_goes_during_the_run_ends_it(
+    dense_recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], None],
+    noticed: str,
+) -> None:
+    """In the very step, before anything is written at its name; a folder that was moved can be gone on in."""
+    every = {"log_every": 1, "save_every": 3} if noticed == "by a record" else {"log_every": 100, "save_every": 2}
+    recipe = replace(dense_recipe, train=replace(dense_recipe.train, eval_every=0, **every))
+    folder, last, real = Path(recipe.train.out_dir), 0, Trainer.train_step
+
+    def step(trainer: Trainer) -> StepStats:
+        nonlocal last
+        last = trainer.step + 1
+        if last == 4:
+            change(folder)
+        return real(trainer)
+
+    path = folder.with_name("recipe.json")
+    path.write_text(json.dumps(to_dict(recipe)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", step)
+        assert main(["train", "--recipe", str(path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tilemoe: error: train.out_dir {folder}: metrics.jsonl was removed, moved or replaced")
+    assert last == 4
+    assert [*folder.rglob("*")] == [folder / "metrics.jsonl"] * (change is replaced)
+    if change is not removed:
+        found = find_latest(folder.with_name("elsewhere"))
+        assert found is not None
+        assert found.state.step == every["save_every"]
+        settings = replace(recipe.train, out_dir=str(folder.with_name("elsewhere")))
+        assert isinstance(train(replace(recipe, train=settings), found), RunResult)
+
+
+def test_a_folder_that_goes_after_the_last_record_is_named_by_the_result(
+    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = runs._result
+
+    def result(*arguments: Any) -> dict[str, Any]:
+        shutil.rmtree(dense_recipe.train.out_dir)
+        return real(*arguments)
+
+    monkeypatch.setattr(runs, "_result", result)
+    with raises_one_line(rf"^train\.out_dir {dense_recipe.train.out_dir}: cannot be used \(No such file"):
+        train(dense_recipe)
+
+
 def test_a_folder_in_the_way_of_a_checkpoint_is_found_before_training(dense_recipe: Recipe) -> None:
     folder = Path(dense_recipe.train.out_dir)
     (folder / ".tmp-step_00000003").mkdir(parents=True)
@@ -72,6 +144,17 @@ def test_a_folder_in_the_way_of_a_checkpoint_is_found_before_training(dense_reci
     with raises_one_line(rf"^train\.out_dir {folder}/\.tmp-step_00000003: cannot be used \(.* move it away\)"):
         train(dense_recipe)
     assert [path.name for path in folder.rglob("*")] == [".tmp-step_00000003", "mine"]
+
+
+def test_going_on_from_a_copy_sets_the_newer_aside(dense_recipe: Recipe) -> None:
+    """Whatever the copy's name: its step counts."""
+    train(dense_recipe)
+    folder = Path(dense_recipe.train.out_dir)
+    copy = shutil.copytree(folder / "step_00000003", folder / "the_best")
+    train(dense_recipe, open_checkpoint(copy))
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        "abandoned_step_00000006", "step_00000003", "step_00000006", "the_best",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["draw", "continue_text"])

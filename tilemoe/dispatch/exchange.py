@@ -55,17 +55,14 @@ class ToExperts(torch.autograd.Function):
         rows = _as_sent(x, precision)
         *places, words, position_of_pair, copies = place_sent(rows, s, sizes, before, *routed)
         with beside:
-            arrival.wait()
-            between = told.view(routed.ranks, routed.ranks, 2)
-            sizes[1] = between[:, routed.here]
-            sizes_on_host = between.tolist()  # the one read from the device
+            sizes_on_host = _end_all_gather(arrival, told.view(routed.ranks, routed.ranks, 2), sizes, routed.here)
         sent = _sent(sizes_on_host, places, position_of_pair, routed.here, transport, precision)
 
         pairs = _leave(words, sent.pairs, transport)
         tokens = _leave(copies, sent.tokens, transport)
         _keep(words, sent.pairs, pairs)
         _gather_own(rows, sent, tokens)
-        pairs.arrival.wait()
+        _end_all_to_all(pairs)
         experts = routed.experts_per_rank
         token_of_row, pair_of_row, row_of_pair, pair_start, row_start, rows_per_expert, s = plan_received(
             pairs.rows, sizes, routed.here, experts, len(tokens.rows)
@@ -73,8 +70,7 @@ class ToExperts(torch.autograd.Function):
         arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
         plan = RoutingPlan(*arrays, experts, len(tokens.rows), unchecked=True)  # made while the tokens travel
         plan.derived[ROWS_PER_EXPERT] = rows_per_expert
-        tokens.arrival.wait()
-        received = _as_given(tokens.rows, x.dtype, precision)
+        received = _as_given(_end_all_to_all(tokens), x.dtype, precision)
 
         needs_x, needs_scores = ctx.needs_input_grad[:2]
         ctx.sent, ctx.scores_are = sent, (scores.shape, scores.dtype)
@@ -117,8 +113,7 @@ class FromExperts(torch.autograd.Function):
         copies = rows.index_select(0, sent.token_of_copy[: sum(sent.tokens.out)])
         tokens = _leave(copies, sent.tokens, sent.transport)
         _gather_own(rows, sent, tokens)
-        tokens.arrival.wait()
-        return _as_given(tokens.rows, do.dtype, sent.precision), None
+        return _as_given(_end_all_to_all(tokens), do.dtype, sent.precision), None
 
 
 class Travelling(NamedTuple):
@@ -149,7 +144,7 @@ class WayBack:
             earlier, changes, travelling = self._begun
             if earlier.untyped_storage()._cdata == memory and earlier.shape == rows.shape and changes == version:
                 return
-            travelling.arrival.wait()  # what it reads and writes is freed here
+            _end_all_to_all(travelling)  # what it reads and writes is freed here
         whole = rows.contiguous()
         travelling = _leave(whole, self._way, self._transport)
         _keep(whole, self._way, travelling)
@@ -159,8 +154,7 @@ class WayBack:
         """What came back: from other ranks, in their order, then own."""
         assert self._begun is not None, "begin comes first"
         (_, _, travelling), self._begun = self._begun, None
-        travelling.arrival.wait()
-        return travelling.rows
+        return _end_all_to_all(travelling)
 
 
 def _begin(tokens_back: WayBack, pairs_back: WayBack, dx: Tensor | None, ds: Tensor | None) -> None:
@@ -192,6 +186,22 @@ def _leave(rows: Tensor, way: Way, transport: Transport) -> Travelling:
     arriving = rows.new_empty(coming + way.own, *rows.shape[1:])
     left = rows[:leaving]
     return Travelling(arriving, left, transport.send(left, arriving[:coming], way))
+
+
+# What waits for other ranks has functions of its own: of a process that waits in vain their names are told.
+
+
+def _end_all_gather(arrival: Arrival, between: Tensor, sizes: Tensor, here: int) -> list[list[list[int]]]:
+    """``between`` (W, W, 2), once it is here, on the host: the one read from the device; ``sizes[1]`` of it to here."""
+    arrival.wait()
+    sizes[1] = between[:, here]
+    return between.tolist()
+
+
+def _end_all_to_all(travelling: Travelling) -> Tensor:
+    """The rows, once they are here."""
+    travelling.arrival.wait()
+    return travelling.rows
 
 
 def _keep(rows: Tensor, way: Way, travelling: Travelling) -> None:

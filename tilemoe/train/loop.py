@@ -92,6 +92,7 @@ class Trainer:
         if not job.is_alone:
             for block in model.blocks:
                 block.register_forward_pre_hook(lambda module, given: self._progress.mark())
+            self._progress.names = {id(module): name for name, module in model.named_modules()}
         self.optimizer = make_optimizer(model, recipe.optim)
         self.sampler = make_sampler(data, recipe.data, recipe.train.seed, job)
         self.data_fingerprint = data_fingerprint(data)

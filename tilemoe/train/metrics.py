@@ -15,6 +15,7 @@ Two kinds of record, told apart by ``kind``; everything except the ``TIMING_FIEL
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,14 +77,18 @@ def truncate_metrics(path: Path, step: int) -> None:
 class MetricsWriter:
     """Appends records to ``metrics.jsonl``, each at once, and tells ``trackers`` their numbers: each, and of a
     list that of each MoE layer, has a name of its own.
+
+    ValueError, of each record and sync: the file is no longer where readers look for it.
     """
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         # Unbuffered: what a full disk has refused is not written again, after a part of it, when the file closes.
-        self._file = (run_dir / METRICS_FILE).open("ab", buffering=0)
+        self._path = run_dir / METRICS_FILE
+        self._file = self._path.open("ab", buffering=0)
         self._trackers = trackers
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        self._require_place()
         line = json.dumps({"kind": kind, **record}).encode() + b"\n"
         while line:
             line = line[self._file.write(line) :]
@@ -92,7 +97,18 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Force what was written to the disk; a checkpoint must never be ahead of its metrics."""
+        self._require_place()
         os.fsync(self._file.fileno())
+
+    def _require_place(self) -> None:
+        """The file stays open when its folder goes, and takes records that nobody will find."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return
+        raise ValueError(
+            f"train.out_dir {self._path.parent}: {METRICS_FILE} was removed, moved or replaced during the run, which "
+            "ends: nothing is saved in another place; put the folder back and go on with --resume, or start again"
+        )
 
     def close(self) -> None:
         self._file.close()

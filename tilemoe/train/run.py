@@ -304,8 +304,7 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
         return
     clean_stale(run_dir)
     if checkpoint is not None:
-        newer = [path for path in list_checkpoints(run_dir) if path.name > checkpoint.path.name]
-        set_aside(newer)
+        set_aside(list_checkpoints(run_dir, after=trainer.step))
     truncate_metrics(run_dir / METRICS_FILE, trainer.step)
 
 

@@ -125,7 +125,6 @@ def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, 
         path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
         fsync(path)
     fsync(temporary)
-    assert not target.exists(), f"{target} is saved twice: newer checkpoints are set aside before a run goes on"
     publish_folder(temporary, target)
 
 
@@ -305,6 +304,12 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     _require_state(path, data)
     if data["format"] != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {data['format']}, this release reads {FORMAT}; upgrade it")
+    own_name = step_dir(path.parent, data["step"]).name
+    if is_step_dir(path) and path.name != own_name:
+        raise CheckpointError(
+            f"checkpoint {path} was renamed: {STATE_FILE} says step {data['step']}; name it {own_name} again, or move "
+            "it out of the run's folder"
+        )
     recipe = parse_recipe(json.dumps(data["recipe"]), f"checkpoint {path}")
     if TOKENIZER_FILE not in files and recipe.data.tokenizer != BYTES:
         raise _damaged(path, f"{TOKENIZER_FILE} is not listed in {MANIFEST_FILE}")

@@ -29,10 +29,12 @@ def make_temporary(target: Path) -> None:
     """Make that folder, with its mark; what interrupted writes have left is removed.
 
     Raises:
-        OSError: as `clean_stale`, or it cannot be made.
+        OSError: as `clean_stale`, or it cannot be made, or ``target`` is there already.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     clean_stale(target.parent)
+    if target.exists():  # newer checkpoints were set aside before the run went on
+        raise FileExistsError(errno.EEXIST, "something else has this checkpoint's name: move it away", str(target))
     temporary = temporary_of(target)
     temporary.mkdir()
     (temporary / MARK_FILE).write_bytes(_MARK)

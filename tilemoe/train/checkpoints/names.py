@@ -21,12 +21,12 @@ def is_step_dir(path: Path) -> bool:
     return _STEP_DIR.fullmatch(path.name) is not None
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The run's checkpoint folders, oldest first, judged by name alone."""
+def list_checkpoints(run_dir: Path, after: int = -1) -> list[Path]:
+    """The run's checkpoint folders of steps after ``after``, oldest first, judged by name alone."""
     if not run_dir.is_dir():
         return []
     found = [(int(match[1]), path) for path in run_dir.iterdir() if (match := _STEP_DIR.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return [path for step, path in sorted(found) if step > after]
 
 
 def read_recipe(folder: Path) -> Recipe:

@@ -2,7 +2,8 @@
 
 Who waits for a lost process cannot speak: NCCL waits within the GPU's driver, where Python handles no signal, and
 torchrun ends such a process without a word after half a minute. So a thread of each process holds a connection to rank
-0's thread. The system closes it however a process dies, and it tells how far its process has come.
+0's thread. The system closes it however a process dies, and it tells how far its process has come; of one that does
+not move also where that is, by the Python frames of its training thread.
 """
 
 from __future__ import annotations
@@ -27,16 +28,40 @@ GRACE = 2.0  # seconds that the training thread has to end by itself, once a pro
 GO_ON = "go on from the last checkpoint with --resume auto"
 _BACKLOG = 4096  # processes that connect at the same time
 _LONGEST = 1 << 14  # bytes of a message
+_MOST_PLACES = 4  # that are told of a job that stands still
+# Of functions that wait for other processes, PyTorch's, FSDP's and ours, the names have one of these.
+_WAITS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "barrier")
+_WAITS += ("wait_tensor", "wait_for_unshard", "wait_for_all", "values_of_processes")
 
 
 class Progress:
-    """How far a process has come: marks count up while it moves, wherever in its ``step`` it is."""
+    """How far a process has come: marks count up while it moves, wherever in its ``step`` it is.
+
+    names: of modules, by their id.
+    """
 
     def __init__(self) -> None:
+        """By the thread that trains."""
         self.marks, self.step = 0, 0
+        self.names: dict[int, str] = {}
+        self._thread = threading.get_ident()
 
     def mark(self) -> None:
         self.marks += 1
+
+    def place(self) -> str:
+        """In which module the thread is, or that it is in the backward, which has no modules, and which collective
+        it waits in; "" where neither is known. A GPU's backward is another thread's: there it is all that is known.
+
+        Not for a process that moves: what a frame held when it was looked at lives as long as the frame.
+        """
+        frame, module, waits = sys._current_frames().get(self._thread), "", ""
+        while frame is not None and not module:
+            function = frame.f_code.co_name
+            waits = waits or next((word for word in _WAITS if word in function), "")
+            module = "the backward" if function == "backward" else self.names.get(id(frame.f_locals.get("self")), "")
+            frame = frame.f_back
+        return ", in ".join(filter(None, (module, waits)))
 
 
 class Watch:
@@ -54,6 +79,8 @@ class Watch:
         self._verdict, self._word = "", secrets.token_hex(8)
         self._found, self._ended = threading.Event(), threading.Event()
         self._marks = dict.fromkeys(range(job.world_size), (0, 0))  # (marks, step) of each rank, as rank 0 knows them
+        self._places: dict[int, str] = {}  # of ranks that have not moved for half of the timeout
+        self._own, self._own_since = (0, 0), time.monotonic()  # marks of this one, and since when they are so
         self._moved = time.monotonic()  # when any process last did; of others than rank 0, when that was last heard of
         self._heard = dict.fromkeys(self._marks, self._moved)  # when rank 0 last heard of each, though it had not moved
         self._told = 0.0  # when the others were last told how far this one is
@@ -86,11 +113,15 @@ class Watch:
     def _run(self) -> None:
         while (self._server or self._links) and not self._ended.is_set():
             own = self.progress.marks, self.progress.step
+            if own != self._own:
+                self._own, self._own_since = own, time.monotonic()
+            is_late = time.monotonic() - self._own_since > self._timeout / 2
+            place = self.progress.place() if is_late else ""
             if self._job.is_first:
-                self._note(0, own)
+                self._note(0, own, place)
             if time.monotonic() - self._told >= BEAT:  # else each message would be answered at once, by another
                 self._told = time.monotonic()
-                self._tell({"marks": own})
+                self._tell({"marks": own, "place": place})
             verdict = self._look() or self._standing_still()
             if verdict:  # a rank 0 that was stopped hears it when it goes on
                 self._tell({"lost": verdict})
@@ -128,11 +159,11 @@ class Watch:
         elif not self._job.is_first:
             self._moved = time.monotonic()
         elif "marks" in message:
-            self._note(rank, tuple(message["marks"]))
+            self._note(rank, tuple(message["marks"]), message.get("place", ""))
         return str(message.get("lost", ""))
 
-    def _note(self, rank: int, marks: tuple[int, int]) -> None:
-        self._heard[rank] = time.monotonic()
+    def _note(self, rank: int, marks: tuple[int, int], place: str = "") -> None:
+        self._heard[rank], self._places[rank] = time.monotonic(), place
         if self._marks[rank] != marks:
             self._marks[rank], self._moved = marks, time.monotonic()
 
@@ -151,7 +182,19 @@ class Watch:
         who = [rank for rank, place in places.items() if place == min(places.values())]
         names = f"rank {who[0]} hangs" if len(who) == 1 else f"ranks {', '.join(map(str, who))} hang"
         step = self._marks[who[0]][1]
-        return f"{names} in step {step}: no process has moved within train.timeout ({self._timeout:g} s)"
+        limit = f"no process has moved within train.timeout ({self._timeout:g} s)"
+        return "; ".join([f"{names} in step {step}: {limit}", *self._told_places(who)])
+
+    def _told_places(self, who: list[int]) -> list[str]:
+        """Where processes are, those that have come least far first; those that are in one place together."""
+        ranks_of_place: dict[str, list[int]] = {}
+        for rank in [*who, *sorted(self._marks.keys() - set(who))]:
+            if place := self._places.get(rank):
+                ranks_of_place.setdefault(place, []).append(rank)
+        told = []
+        for place, ranks in [*ranks_of_place.items()][:_MOST_PLACES]:
+            told.append(f"rank {ranks[0]} {f'and {len(ranks) - 1} more are' if ranks[1:] else 'is'} in {place}")
+        return told
 
     def _tell(self, message: dict[str, Any]) -> None:
         for link in self._links:
