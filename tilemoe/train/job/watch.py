@@ -30,7 +30,7 @@ _BACKLOG = 4096  # processes that connect at the same time
 _LONGEST = 1 << 14  # bytes of a message
 _MOST_PLACES = 4  # that are told of a job that stands still
 # Of functions that wait for other processes, PyTorch's, FSDP's and ours, the names have one of these.
-_WAITS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "barrier")
+_WAITS: tuple[str, ...] = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "barrier")
 _WAITS += ("wait_tensor", "wait_for_unshard", "wait_for_all", "values_of_processes")
 
 
