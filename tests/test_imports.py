@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"checks"},
     "activations": {"checks", "runtime"},
     "config": {"activations", "checks"},
-    "plan": set(),
+    "plan": {"checks", "runtime"},
     "shape": set(),
     "kernels": _LEAVES,
     "ops": _LEAVES | {"kernels"},

@@ -1,15 +1,20 @@
-"""RoutingPlan: the indices that say which rows each expert computes. A leaf: it imports nothing of the package.
+"""RoutingPlan: the indices that say which rows each expert computes.
 
 T tokens · E experts · P (token, expert) pairs, token-major · R routed rows, expert-major · R_max their static capacity
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tilemoe.checks import shown
+from tilemoe.runtime.tensors import require_tensors
+
+_INT32_MAX = 2**31 - 1
 
 # Bits of RoutingPlan.error_bits, set on the device where reading a value back would stall it.
 NEGATIVE_EXPERT = 1
@@ -40,9 +45,11 @@ class RoutingPlan:
         row_start_of_expert: (E+1) slices the rows by expert; its last element is R, which stays on the device
         error_bits: () what `check` reports; 0 when every id was in range, None when nothing was recorded
         derived: what kernels have worked out from these arrays, to be used again with this plan
+        unchecked: whether they come from a kernel of this package, and need no look at their kinds and lengths
 
     Rows are sorted by expert, stable in token. Entries of the row arrays past R are 0 and are never used.
-    `plan_topk`, `plan_pairs` and `route` make plans. ValueError: `check` found an id that was out of range.
+    `plan_topk`, `plan_pairs` and `route` make plans. ValueError: an attribute is not as above, by its kind and length;
+    or `check` found an id that was out of range.
 
     Examples:
         >>> plan = tilemoe.plan_topk(torch.tensor([[0, 2], [2, 1], [0, 1]]), num_experts=3)
@@ -59,6 +66,35 @@ class RoutingPlan:
     num_tokens: int
     error_bits: Tensor | None = None
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    unchecked: InitVar[bool] = field(default=False, kw_only=True)
+
+    def __post_init__(self, unchecked: bool) -> None:
+        if unchecked:
+            return
+        check_count("num_experts", self.num_experts, minimum=1)
+        check_count("num_tokens", self.num_tokens, minimum=0)
+        given = dict(zip(PLAN_ARRAYS, self.arrays, strict=True))
+        optional = {"pair_start_of_token": given.pop("pair_start_of_token"), "error_bits": self.error_bits}
+        require_tensors(given, optional)
+        arrays = {name: array for name, array in (given | optional).items() if array is not None}
+        for name, array in arrays.items():
+            self._check_array(name, array, ndim=0 if name == "error_bits" else 1)
+        for name, length, what in (
+            ("pair_of_row", self.capacity, "as token_of_row"),
+            ("row_start_of_expert", self.num_experts + 1, "num_experts + 1"),
+            ("pair_start_of_token", self.num_tokens + 1, "num_tokens + 1"),
+        ):
+            if name in arrays and arrays[name].shape[0] != length:
+                raise ValueError(f"{name} must have {length} elements, {what}, got {arrays[name].shape[0]}")
+
+    def _check_array(self, name: str, array: Tensor, ndim: int) -> None:
+        if array.ndim != ndim or array.dtype != torch.int32:
+            raise ValueError(
+                f"{name} must be a {ndim}-D int32 tensor, got {tuple(array.shape)} {array.dtype}; let plan_topk, "
+                "plan_pairs or route make the plan"
+            )
+        if array.device != self.device:
+            raise ValueError(f"{name} is on {array.device} but token_of_row is on {self.device}; move one of them")
 
     @property
     def capacity(self) -> int:
@@ -96,10 +132,17 @@ class RoutingPlan:
             raise_for_bits(int(self.error_bits))
 
 
+def check_count(name: str, value: Any, minimum: int) -> None:
+    """ValueError unless it is an integer that int32 holds, which torch.compile may not know yet."""
+    integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not integer or value < minimum or value > _INT32_MAX:
+        raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {shown(value)}")
+
+
 def plan_of(arrays: PlanArrays, num_tokens: int) -> RoutingPlan:
     """The plan of `RoutingPlan.arrays`, from which nothing is derived yet."""
     row_start_of_expert = arrays[-1]
-    return RoutingPlan(*arrays, row_start_of_expert.shape[0] - 1, num_tokens)
+    return RoutingPlan(*arrays, row_start_of_expert.shape[0] - 1, num_tokens, unchecked=True)
 
 
 def experts_of_rows(row_start_of_expert: Tensor, rows: Tensor) -> Tensor:

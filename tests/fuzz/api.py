@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 import tilemoe
 from tilemoe.config import ModelConfig, MoEConfig, ParallelConfig, RouterConfig, TokenRounding
@@ -30,6 +32,7 @@ from tilemoe.models.generate import generate
 from tilemoe.models.huggingface import save_hf
 from tilemoe.models.loss import chunked_cross_entropy
 from tilemoe.ops.lora import Adapters, moe_lora
+from tilemoe.plan import PLAN_ARRAYS
 from tilemoe.routing.balance import update_selection_bias
 
 T, D, N, E, K, V = 6, 8, 4, 4, 2, 20
@@ -146,6 +149,23 @@ def of_parallelize() -> dict[str, Any]:
     return {"model": model(), "meshes": meshes, "device": "cpu", "generator": None, "compile_backend": None}
 
 
+def of_plan() -> dict[str, Any]:
+    plan = tilemoe.plan_pairs(ids(9, below=T), ids(9), T, E)
+    arrays = dict(zip(PLAN_ARRAYS, plan.arrays, strict=True))
+    return {**arrays, "num_experts": E, "num_tokens": T, "error_bits": plan.error_bits}
+
+
+def of_routing() -> dict[str, Any]:
+    return dict(vars(tilemoe.route(**routed(cfg=BIASED, selection_bias=numbers(E)))))
+
+
+def of_expert_parallel() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("expert",))
+    policies = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
+    more = {"gradient_divide_factor": 2.0, "reshard_after_forward": True, **policies, "exchange": "collective"}
+    return {"module": layer(), "mesh": mesh, "dim": "expert", **more}
+
+
 def register(**given: Any) -> None:
     """And forget it again."""
     before = dict(registry._BACKENDS)
@@ -213,6 +233,9 @@ OPERATORS = {
         updated_biases,
         lambda: {"biases": [numbers(E)], "tokens_per_expert": ids(1, E), "rate": 0.1, "group": None},
     ),
+    "RoutingPlan": Call(tilemoe.RoutingPlan, of_plan),
+    "Routing": Call(tilemoe.Routing, of_routing),
+    "RoutingRecord": Call(tilemoe.RoutingRecord, dict),
     "RoutingRecord.add": Call(recorded, lambda: {"layer": 0, "expert_ids": ids(T, K)}),
     "RoutingRecord.expert_ids": Call(recorded_ids, lambda: {"batch_size": 2}),
     "chunked_cross_entropy": Call(
@@ -252,5 +275,6 @@ MODULES = {
         tilemoe.build_meshes, lambda: {"config": ParallelConfig(), "model": MODEL, "device_type": "cpu"}
     ),
     "parallelize": Call(tilemoe.parallelize, of_parallelize),
+    "expert_parallel": Call(tilemoe.expert_parallel, of_expert_parallel),
 }
 CALLS: Mapping[str, Call] = MappingProxyType({**SETTINGS, **OPERATORS, **MODULES})

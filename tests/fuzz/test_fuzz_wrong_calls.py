@@ -9,8 +9,11 @@ import pytest
 import torch.distributed as dist
 from api import CALLS
 from fuzzing import Cases, judge_cases, seed_of
+from helpers import raises_one_line
 from hypothesis import strategies as st
 from wrong_calls import kinds_of, why_wrong
+
+import tilemoe
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
@@ -22,9 +25,22 @@ def a_job_of_one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_every_public_name_is_called() -> None:
+    """But what is derived from, what is returned and modules."""
+    uncalled = {"Backend", "MoEOutput", "reference", "__version__"}
+    assert {*tilemoe.__all__} - uncalled <= {function.partition(".")[0] for function in CALLS}
+
+
 @pytest.mark.parametrize("function", CALLS)
 def test_the_calls_that_wrong_ones_are_made_from_are_right(function: str) -> None:
     assert why_wrong(function, {}) is None
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_an_argument_that_it_does_not_have(function: str) -> None:
+    call = CALLS[function]
+    with raises_one_line("argument 'nothing'", TypeError):
+        call.function(**call.arguments(), nothing=None)
 
 
 @pytest.mark.parametrize("function", CALLS)

@@ -27,16 +27,20 @@ _ROWS, _COLUMNS = {"its shorter", "its longer", "its empty"}, {"its narrower", "
 _BOOLS = "softmax_after_topk normalize bias expert_bias tie_embeddings RouterConfig.selection_bias training accumulate"
 _NONE_OF_A_CALL = "b1 b2 token_mask group generator labels documents record cache expert_ids select_kernels.cfg"
 _NONE_OF_SETTINGS = "recompute device dtype router num_ids max_chunk_logits rounding param_dtype reduce_dtype"
+_NONE_OF_PARTS = "error_bits pair_start_of_token pairs_per_expert gradient_divide_factor mp_policy offload_policy"
+_INDICES = "token_of_row pair_of_row row_of_pair pair_start_of_token row_start_of_expert pairs_per_expert"
 # What is right although it is another kind of thing, or of another shape: names of arguments, perhaps with the
 # function's before them, and kinds.
 _VALID: tuple[tuple[str, set[str]], ...] = (
     (f"{_NONE_OF_A_CALL} {_NONE_OF_SETTINGS} kernels activation_limit activation_alpha compile_backend", {"None"}),
+    (f"{_NONE_OF_PARTS} expert_parallel.reshard_after_forward", {"None"}),
     (f"{_BOOLS} reshard_after_forward", {"True", "False"}),
     ("shared_gate", {"True", "False"}),
     ("rate temperature aux_loss_coef z_loss_coef initializer_range", {"0", "2**31", "0.5"}),
     ("alpha scale rope_theta norm_eps", {"2**31", "0.5"}),
     ("moe.activation_limit moe.activation_alpha moe_lora.activation_limit moe_lora.activation_alpha", {"2**31", "0.5"}),
     ("shard shared_intermediate_size dense_intermediate_size top_k", {"0", "2**31"}),
+    ("gradient_divide_factor", {"2**31", "0.5"}),
     ("num_groups tile replicate expert hidden_size intermediate_size num_experts head_dim", {"2**31"}),
     ("vocab_size num_layers max_seq_len num_heads num_ids max_chunk_logits", {"2**31"}),
     ("num_kv_heads num_experts_per_tok top_groups", {"2**31"}),  # where what they must not exceed is as large
@@ -49,6 +53,12 @@ _VALID: tuple[tuple[str, set[str]], ...] = (
     ("Router.forward.x route_rounded.logits chunked_cross_entropy.weight", _ROWS),
     ("generate.input_ids DecoderLM.next_logits.input_ids DecoderLM.forward_cached.input_ids", _ROWS | _COLUMNS),
     ("Documents.of.positions", _ROWS | {"its narrower", "its without columns"}),
+    ("error_bits aux_loss", {"its transposed", "its 0 dimensions", "its meta"}),
+    (_INDICES, {"its transposed"}),
+    ("row_of_pair", _ROWS | _COLUMNS | {"its without columns"}),  # its length is the number of pairs
+    ("Routing.expert_ids", {"its narrower", "its without columns"}),
+    ("aux_loss", {"tensor of 0 dimensions"}),
+    ("Routing.scores Routing.tokens_per_expert Routing.pairs_per_expert Routing.expert_ids", {"its meta"}),
     ("w2 token_mask tokens_per_expert selection_bias token expert labels expert_ids", {"its transposed"}),
 )
 VALID = {(name, kind) for names, kinds in _VALID for name in names.split() for kind in kinds}

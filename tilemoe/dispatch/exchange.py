@@ -61,7 +61,7 @@ class ToExperts(torch.autograd.Function):
             pairs.rows, sizes, routed.here, experts, len(tokens.rows)
         )
         arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
-        plan = RoutingPlan(*arrays, experts, len(tokens.rows))  # made while the tokens travel
+        plan = RoutingPlan(*arrays, experts, len(tokens.rows), unchecked=True)  # made while the tokens travel
         plan.derived[ROWS_PER_EXPERT] = rows_per_expert
         tokens.arrival.wait()
 

@@ -16,10 +16,9 @@ from tilemoe.checks import require_type
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.ops import router as ops
-from tilemoe.plan import RoutingPlan
 from tilemoe.routing.topk import Routing
 from tilemoe.runtime.operator import refuse_transforms
-from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
+from tilemoe.runtime.tensors import require_factory, require_tensor
 from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
 
@@ -125,15 +124,6 @@ def checked_output(
         raise ValueError(
             f"router must give logits (T, E) or a Routing, got {type(out).__name__}; return a tensor or tilemoe.Routing"
         )
-    require_type("Routing.plan", out.plan, RoutingPlan)
-    require_tensors(
-        {
-            "Routing.scores": out.scores,
-            "Routing.tokens_per_expert": out.tokens_per_expert,
-            "Routing.aux_loss": out.aux_loss,
-        },
-        {"Routing.pairs_per_expert": out.pairs_per_expert, "Routing.expert_ids": out.expert_ids},
-    )
     if out.plan.num_tokens != tokens or out.plan.num_experts != experts:
         raise ValueError(
             f"router gave a Routing of {out.plan.num_tokens} tokens and {out.plan.num_experts} experts, but there are "

@@ -232,7 +232,7 @@ def _activation_grads(h: Tensor, da: Tensor, s_row: Tensor, spec: ActivationSpec
 def _plan_of_rows(plan: RoutingPlan) -> RoutingPlan:
     """The same rows, of which each is its own token: for kernels that gather what lies by row already."""
     own = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
-    return replace(plan, token_of_row=own, num_tokens=plan.capacity)
+    return replace(plan, token_of_row=own, num_tokens=plan.capacity, unchecked=True)
 
 
 def _bias_products(do: Tensor, b2: Tensor, plan: RoutingPlan, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tilemoe.checks import require_finite
+from tilemoe.checks import require_finite, require_text, require_type, shown
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.choose import Transports
 from tilemoe.integrations import transformers as integration
@@ -66,7 +66,7 @@ def expert_parallel(
 
     Raises:
         ValueError: there is no MoE layer, or none that can be divided; the mesh has no dimension ``dim``, or not all
-            processes, or does not divide the experts. Then nothing has changed.
+            processes, or does not divide the experts; another argument is none of the above. Then nothing has changed.
 
     Examples:
         In a job of one process; with more, each keeps its share of w1, w2 (E, ., .).
@@ -83,6 +83,7 @@ def expert_parallel(
     if gradient_divide_factor is None:
         gradient_divide_factor = group_mesh.size()
     require_finite("gradient_divide_factor", gradient_divide_factor, positive=True)
+    _check_sharding(reshard_after_forward, mp_policy, offload_policy, shares.size(shares.ndim - 1))
     transports = exchange if isinstance(exchange, Transports) else Transports(group_mesh.get_group(), exchange)
     if group_mesh.size() == 1:
         return
@@ -183,6 +184,7 @@ def _meshes(mesh: DeviceMesh, dim: str) -> tuple[DeviceMesh, DeviceMesh]:
     """The 1-D mesh that divides experts and the one, 1-D or 2-D, over which FSDP shards a process' share."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one by init_device_mesh")
+    require_text("dim", dim)
     names = mesh.mesh_dim_names or ()
     if dim not in names:
         raise ValueError(
@@ -204,6 +206,20 @@ def _meshes(mesh: DeviceMesh, dim: str) -> tuple[DeviceMesh, DeviceMesh]:
         mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(0), mesh_dim_names=(_FSDP, dim))
         others = (_FSDP,)
     return mesh[dim], mesh[others]
+
+
+def _check_sharding(reshard: object, mp_policy: object, offload_policy: object, ranks: int) -> None:
+    """ValueError unless `fully_shard` takes these for a share that ``ranks`` processes hold."""
+    of_ranks = type(reshard) is int and 0 < reshard <= ranks and ranks % reshard == 0
+    if not (reshard is None or isinstance(reshard, bool) or of_ranks):
+        raise ValueError(
+            "reshard_after_forward must be None, True, False or a divisor of the number of processes that share an "
+            f"expert ({ranks}), got {shown(reshard)}"
+        )
+    if mp_policy is not None:
+        require_type("mp_policy", mp_policy, MixedPrecisionPolicy)
+    if offload_policy is not None:
+        require_type("offload_policy", offload_policy, OffloadPolicy)
 
 
 def _num_experts(layer: nn.Module) -> int:

@@ -8,11 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilemoe.checks import shown
 from tilemoe.ops import plan as plan_ops
-from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
-
-_INT32_MAX = 2**31 - 1
+from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan, check_count
 
 
 def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
@@ -26,12 +23,14 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
         [2, 1, 0]
     """
     plan_ops.check_topk_ids(expert_ids)
-    _check_count("num_experts", num_experts, minimum=1)
+    check_count("num_experts", num_experts, minimum=1)
     token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = plan_ops.plan_topk(
         expert_ids, num_experts, not torch.is_grad_enabled()
     )
     tokens = expert_ids.shape[0]
-    plan = RoutingPlan(token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, tokens, error_bits)
+    plan = RoutingPlan(
+        token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, tokens, error_bits, unchecked=True
+    )
     plan.derived[ROWS_PER_EXPERT] = rows_per_expert
     return plan
 
@@ -49,8 +48,8 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
     """
     plan_ops.check_ids("token", token, ndim=1)
     plan_ops.check_ids("expert", expert, ndim=1)
-    _check_count("num_tokens", num_tokens, minimum=0)
-    _check_count("num_experts", num_experts, minimum=1)
+    check_count("num_tokens", num_tokens, minimum=0)
+    check_count("num_experts", num_experts, minimum=1)
     if token.shape != expert.shape:
         raise ValueError(f"token {tuple(token.shape)} and expert {tuple(expert.shape)} must have the same length")
     if token.device != expert.device:
@@ -59,10 +58,4 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
         token, expert, num_tokens, num_experts
     )
     arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
-    return RoutingPlan(*arrays, num_experts, num_tokens, error_bits)
-
-
-def _check_count(name: str, value: int, minimum: int) -> None:
-    integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-    if not integer or value < minimum or value > _INT32_MAX:
-        raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {shown(value)}")
+    return RoutingPlan(*arrays, num_experts, num_tokens, error_bits, unchecked=True)

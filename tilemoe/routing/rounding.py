@@ -76,7 +76,7 @@ def round_tokens(
         scores = _scores_of_rows(scaled, expert_ids, kept_scores, token_of_row=tensors[0], row_start=tensors[4])
     token_of_row, pair_of_row, row_of_pair, pair_start, row_start, pairs_of_expert = tensors
     arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)
-    return RoutingPlan(*arrays, cfg.num_experts, logits.shape[0]), scores, pairs_of_expert
+    return RoutingPlan(*arrays, cfg.num_experts, logits.shape[0], unchecked=True), scores, pairs_of_expert
 
 
 def draw_uniform(

@@ -6,7 +6,7 @@ T tokens · E experts · K experts per token · P pairs
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from tilemoe.routing.rounding import round_tokens, rounds
 from tilemoe.runtime.tensors import require_generator, require_tensors
 from tilemoe.runtime.tracing import can_be_read, specialised
 
+_INTEGERS = (torch.int32, torch.int64)
 _EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
 
 
@@ -46,6 +47,9 @@ class Routing:
         pairs_per_expert: (E,) int32 what top-K chose, before the rows were rounded; None: ``tokens_per_expert``
         expert_ids: (T, K) int32, or None: the top-K selection or the one replayed, E for a token left out: before any
             rounding. None where a router of one's own has no such thing
+        unchecked: whether `route` has made all this, which needs no look
+
+    ValueError: an attribute is not as above, by its kind and shape.
 
     Examples:
         >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=3, num_experts_per_tok=2)
@@ -60,6 +64,27 @@ class Routing:
     aux_loss: Tensor
     pairs_per_expert: Tensor | None = None
     expert_ids: Tensor | None = None
+    unchecked: InitVar[bool] = field(default=False, kw_only=True)
+
+    def __post_init__(self, unchecked: bool) -> None:
+        if unchecked:
+            return
+        require_type("plan", self.plan, RoutingPlan)
+        needed = {"scores": self.scores, "tokens_per_expert": self.tokens_per_expert, "aux_loss": self.aux_loss}
+        require_tensors(needed, {"pairs_per_expert": self.pairs_per_expert, "expert_ids": self.expert_ids})
+        plan, ids = self.plan, self.expert_ids
+        leading = (plan.num_tokens,) if plan.pair_start_of_token is None else ()  # as many pairs for every token
+        fits = self.scores.ndim == 1 + len(leading) and self.scores.shape[: len(leading)] == leading
+        fits = fits and self.scores.numel() == plan.num_pairs
+        _require("scores", self.scores, FLOAT_DTYPES, fits, "(T, K) or (P,) with the pairs of plan")
+        _require("aux_loss", self.aux_loss, FLOAT_DTYPES, self.aux_loss.ndim == 0, "()")
+        counts = {"tokens_per_expert": self.tokens_per_expert, "pairs_per_expert": self.pairs_per_expert}
+        for name, count in counts.items():
+            if count is not None:
+                _require(name, count, _INTEGERS, count.shape == (plan.num_experts,), "(E,) with the experts of plan")
+        if ids is not None:
+            fits = ids.ndim == 2 and ids.shape[0] == plan.num_tokens
+            _require("expert_ids", ids, _INTEGERS, fits, "(T, K) with the tokens of plan")
 
     def dense(self) -> Tensor:
         """(T, E) scores, 0 where a token is not routed; differentiable."""
@@ -71,6 +96,12 @@ class Routing:
         dense = self.scores.new_zeros(plan.num_tokens, plan.num_experts + 1)
         at = (plan.token_of_row.long(), expert_of_row)
         return dense.index_put(at, score_of_row, accumulate=True)[:, :-1]
+
+
+def _require(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], fits: bool, shape: str) -> None:
+    if not fits or tensor.dtype not in dtypes:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {shape}, {known}; got {tuple(tensor.shape)} {tensor.dtype}")
 
 
 def route(
@@ -141,7 +172,7 @@ def route(
         plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
         tokens_per_expert = pairs_of_expert = plan.rows_per_expert
     aux_loss = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
-    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert, chosen.expert_ids.int())
+    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert, chosen.expert_ids.int(), unchecked=True)
 
 
 @torch.no_grad()
