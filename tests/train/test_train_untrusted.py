@@ -284,6 +284,16 @@ def test_a_signed_state_of_other_types_is_one_line(checkpoint: Path, name: str, 
         open_checkpoint(checkpoint)
 
 
+@pytest.mark.parametrize("text", ["ab" * 100, "ff" * torch.get_rng_state().numel()])
+def test_signed_random_numbers_that_are_none_are_named(checkpoint: Path, dense_recipe: Recipe, text: str) -> None:
+    state = json.loads((checkpoint / "state.json").read_bytes())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"rng_cpu": text}))
+    sign(checkpoint)
+    model = build_model(dense_recipe, CPU)
+    with raises_one_line("rng_cpu is no state of PyTorch's random numbers", CheckpointError):
+        open_checkpoint(checkpoint).load_training(model, make_optimizer(model, dense_recipe.optim))
+
+
 @pytest.mark.parametrize("content", ["null", "[]", "[" * 100_000])
 def test_a_signed_state_that_is_no_table_is_one_line(checkpoint: Path, content: str) -> None:
     (checkpoint / "state.json").write_text(content)

@@ -68,6 +68,8 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
             return None
         tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
         texts = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+        for text in (source, *texts.values()):
+            str(text).encode()  # half of a surrogate pair is in no text that can be tokens
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path}: no chat template can be read from it ({error}); correct or remove it") from error
     return ChatTemplate(str(source), tuple((name, str(text)) for name, text in texts.items() if text is not None))

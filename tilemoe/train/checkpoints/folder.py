@@ -51,6 +51,7 @@ from tilemoe.train.checkpoints.sharded_state import (
     read_training,
     read_whole,
     read_whole_model,
+    set_random,
 )
 from tilemoe.train.config import Recipe, differences, parse_recipe
 from tilemoe.train.optim import optimizer_tensors
@@ -248,9 +249,9 @@ class Checkpoint:
             read_whole(self.path / MODEL_FILE, self.path / OPTIMIZER_FILE, model, optimizer)
             if is_shared(model):
                 return
-            torch.set_rng_state(_rng_tensor(self.rng_cpu))
+            set_random("rng_cpu", _rng_tensor(self.rng_cpu), torch.set_rng_state)
             if self.rng_cuda and torch.cuda.device_count() == len(self.rng_cuda):
-                torch.cuda.set_rng_state_all([_rng_tensor(text) for text in self.rng_cuda])
+                set_random("rng_cuda", [_rng_tensor(text) for text in self.rng_cuda], torch.cuda.set_rng_state_all)
 
     def require_bytes(self) -> None:
         """CheckpointError where its model is of more parameters than its files can hold; before memory is taken."""

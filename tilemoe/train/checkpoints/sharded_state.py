@@ -84,9 +84,17 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     _read(reader, {**model_tensors, **state, **random})
     load_optimizer_tensors(model, optimizer, {name.removeprefix(_OPTIMIZER): t for name, t in state.items()})
     if f"{_RNG_CPU}{rank}" in random:
-        torch.set_rng_state(random[f"{_RNG_CPU}{rank}"])
+        set_random(f"{_RNG_CPU}{rank}", random[f"{_RNG_CPU}{rank}"], torch.set_rng_state)
     if f"{_RNG_CUDA}{rank}" in random and torch.cuda.is_available():
-        torch.cuda.set_rng_state(random[f"{_RNG_CUDA}{rank}"])
+        set_random(f"{_RNG_CUDA}{rank}", random[f"{_RNG_CUDA}{rank}"], torch.cuda.set_rng_state)
+
+
+def set_random(name: str, state: Any, setter: Callable[[Any], None]) -> None:
+    """Go on with random numbers from ``state``. ValueError that names it where PyTorch does not take it for one."""
+    try:
+        setter(state)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is no state of PyTorch's random numbers ({error})") from error
 
 
 def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
