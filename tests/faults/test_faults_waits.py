@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Ended, run
+from filesystem import ALL
+from processes import Ended, place_of, run
 from writes import little
 
 from tilemoe.config import ParallelConfig, to_dict
@@ -23,9 +25,13 @@ from tilemoe.dispatch import exchange
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.ops import experts
 from tilemoe.routing import topk
+from tilemoe.train.job.watch import GO_ON
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS, TIMEOUT_S = 3, 4
+LIMIT = f"no process has moved within train.timeout ({TIMEOUT_S} s)"
+SECONDS = 30  # in which all have ended whom nothing keeps; train.timeout is longer there
+Plant = Callable[[Any, str, Callable[..., Any]], None]
 HIT = LAYERS + 2  # of the calls that each layer makes once in a step: that of blocks.1 in the second
 
 
@@ -52,7 +58,7 @@ def go(corpus: Path, tmp_path: Path) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def happens(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, Callable[..., Any]], None]:
+def happens(monkeypatch: pytest.MonkeyPatch) -> Plant:
     """In rank 1 a function, which each layer calls once in a step, is another one in blocks.1 in the second step."""
 
     def plant(owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -69,63 +75,61 @@ def happens(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, Callable[...
     return plant
 
 
+def some(cases: dict[str, tuple[Any, ...]]) -> list[Any]:
+    """All, or every second of the selection."""
+    return [pytest.param(*case, id=name) for name, case in [*cases.items()][:: 1 if ALL else 2]]
+
+
+def told(line: str) -> list[str]:
+    """What both processes say."""
+    return [f"tilemoe: error: rank {rank} of 2: {line}; {GO_ON}" for rank in (0, 1)]
+
+
 def hang(*arguments: Any, **options: Any) -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize(
-    ("place", "instead", "expert", "expected"),
-    [
-        pytest.param(
-            (topk, "sum_over_ranks"), lambda counts, group: counts, 2,
-            "ranks 0, 1 hang in step 2: {limit}; rank 0 is in blocks.1.mlp, in all_reduce; "
-            "rank 1 is in blocks.1.mlp.experts, in all_gather",
-            id="auxiliary loss-experts divided",
-        ),
-        pytest.param(
-            (topk, "sum_over_ranks"), lambda counts, group: counts, 1,
-            "ranks 0, 1 hang in step 2: {limit}; rank 0 is in blocks.1.mlp, in all_reduce; "
-            "rank 1 is in blocks.2, in all_gather",
-            id="auxiliary loss-experts whole",
-        ),
-        pytest.param(
-            (AllToAllDispatcher, "combine"), hang, 2,
-            "ranks 0, 1 hang in step 2: {limit}; rank 0 is in blocks.1.mlp.experts, in all_to_all; "
-            "rank 1 is in blocks.1.mlp.experts",
-            id="combine-hangs",
-        ),
-        pytest.param(
-            (experts, "down_proj_dgrad_dact"), hang, 2,
-            "ranks 0, 1 hang in step 2: {limit}; rank 0 is in the backward, in all_to_all; rank 1 is in the backward",
-            id="backward-hangs",
-        ),
-    ],
-)  # fmt: skip
+LEFT_OUT = (topk, "sum_over_ranks", lambda counts, group: counts)  # the collective of an auxiliary loss
+WAITS = {
+    "auxiliary loss-experts divided": (
+        *LEFT_OUT, 2, "rank 0 is in blocks.1.mlp, in all_reduce; rank 1 is in blocks.1.mlp.experts, in all_gather",
+    ),
+    "auxiliary loss-experts whole": (
+        *LEFT_OUT, 1, "rank 0 is in blocks.1.mlp, in all_reduce; rank 1 is in blocks.2, in all_gather",
+    ),
+    "hangs-in the backward": (
+        experts, "down_proj_dgrad_dact", hang, 2,
+        "rank 0 is in the backward, in all_to_all; rank 1 is in the backward",
+    ),
+    "hangs-before an exchange": (
+        AllToAllDispatcher, "combine", hang, 2,
+        "rank 0 is in blocks.1.mlp.experts, in all_to_all; rank 1 is in blocks.1.mlp.experts",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name", "instead", "expert", "places"), some(WAITS))
 def test_who_waits_where(
-    place: tuple[Any, str],
+    owner: Any,
+    name: str,
     instead: Callable[..., Any],
     expert: int,
-    expected: str,
+    places: str,
     go: Callable[..., Ended],
-    happens: Callable[[Any, str, Callable[..., Any]], None],
+    happens: Plant,
 ) -> None:
-    happens(*place, instead)
+    happens(owner, name, instead)
     ended = go(expert)
-    limit = f"no process has moved within train.timeout ({TIMEOUT_S} s)"
-    line = f"{expected.format(limit=limit)}; go on from the last checkpoint with --resume auto"
-    assert sorted(ended.lines) == [f"tilemoe: error: rank {rank} of 2: {line}" for rank in (0, 1)], ended.err
+    assert sorted(ended.lines) == told(f"ranks 0, 1 hang in step 2: {LIMIT}; {places}"), ended.err
     assert (ended.code, ended.left) == (1, [])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("place_sent", id="out of memory-sizes under way"),
-        pytest.param("plan_received", id="out of memory-tokens under way"),
-    ],
-)
+MOMENTS = {"out of memory-tokens under way": ("plan_received",), "out of memory-sizes under way": ("place_sent",)}
+
+
+@pytest.mark.parametrize("name", some(MOMENTS))
 def test_one_process_out_of_memory_in_dispatch(
-    name: str, go: Callable[..., Ended], happens: Callable[[Any, str, Callable[..., Any]], None], tmp_path: Path
+    name: str, go: Callable[..., Ended], happens: Plant, tmp_path: Path
 ) -> None:
     """The others, which wait for its tokens, are told; nobody waits for the limit."""
     full = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -136,10 +140,35 @@ def test_one_process_out_of_memory_in_dispatch(
 
     happens(exchange, name, fails)
     ended = go(timeout=80)
-    seconds = time.time() - (tmp_path / "reached").stat().st_mtime
     assert sorted(ended.lines) == [
-        f"tilemoe: error: rank 0 of 2: rank 1 failed: {full}; go on from the last checkpoint with --resume auto",
+        f"tilemoe: error: rank 0 of 2: rank 1 failed: {full}; {GO_ON}",
         f"tilemoe: error: rank 1 of 2: out of memory; lower data.batch_size or data.seq_len ({full})",
     ], ended.err
     assert (ended.code, ended.left) == (1, [])
-    assert seconds < 20
+    assert time.time() - (tmp_path / "reached").stat().st_mtime < SECONDS
+
+
+@pytest.mark.parametrize(
+    "place",
+    some({"SIGTERM-while it asks why": ("train.job.watch:Watch.verdict",), "SIGTERM-later": ("cli.main:one_line",)}),
+)
+def test_a_process_that_fails_says_why_though_torchrun_ends_it(
+    place: str, go: Callable[..., Ended], happens: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sends SIGTERM when rank 1 has ended, which is when rank 0 finds out."""
+
+    def fails(*arguments: Any) -> None:
+        raise ValueError("made up")
+
+    def signalled(*arguments: Any) -> Any:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    happens(AllToAllDispatcher, "combine", fails)
+    owner, name = place_of(place)
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, signalled)
+    ended = go(timeout=80)
+    lines = [f"rank 0 of 2: rank 1 failed: made up; {GO_ON}", "rank 1 of 2: made up"]
+    assert sorted(ended.lines) == [f"tilemoe: error: {line}" for line in lines], ended.err

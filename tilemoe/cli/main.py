@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from tilemoe import __version__
-from tilemoe.train.job.signals import sigterm_interrupts
+from tilemoe.train.job.signals import heed_sigterm, sigterm_interrupts
 
 # name -> (module with ``run(arguments)``, one line of help)
 COMMANDS = {
@@ -69,9 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("TILEMOE_DEBUG") == "1":
             traceback.print_exc()
         status = 128 + (*error.args, signal.SIGINT)[0] if isinstance(error, KeyboardInterrupt) else 2
-        if status != 128 + signal.SIGTERM or "WORLD_SIZE" not in os.environ:  # torchrun ends whoever is left by it
+        is_of_job = "WORLD_SIZE" in os.environ
+        if status != 128 + signal.SIGTERM or not is_of_job:  # torchrun ends whoever is left by it
             # In one piece: the processes of a job may speak at the same time.
             print(f"tilemoe: error: {one_line(error)}\n", end="", file=sys.stderr, flush=True)
+        if is_of_job:
+            heed_sigterm()
         return status
     return 0
 

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tilemoe.train.job.agreement import DisagreementError, require_same
 from tilemoe.train.job.processes import Job, JobError
+from tilemoe.train.job.signals import ignore_sigterm
 from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
 
 # Gloo's failures are plain RuntimeErrors; each begins with the place in its source.
@@ -56,6 +57,7 @@ def joined(job: Job, device: torch.device, timeout: int, settings: Mapping[str, 
         watch = Watch(job, store, timeout)
         yield watch.progress
     except BaseException as error:
+        ignore_sigterm()
         verdict, is_theirs = "", _is_lost_process(error)
         if watch is not None:
             verdict = watch.verdict(GRACE if is_theirs else 0.0)  # who lost a process waits a moment for word of it

@@ -43,6 +43,20 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
 
 
+def ignore_sigterm() -> None:
+    """Until `heed_sigterm`, also after the blocks above: for a process of a job that has failed and is about to say
+    so, since torchrun sends this signal to all as soon as one process has ended.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def heed_sigterm() -> None:
+    """As a process does by itself, which ends by it; for one that has said all."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def _handled(numbers: tuple[int, ...], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Nothing is handled outside of the main thread, where Python cannot."""
@@ -52,4 +66,5 @@ def _handled(numbers: tuple[int, ...], handler: Callable[[int, FrameType | None]
         yield
     finally:
         for number, former in previous.items():
-            signal.signal(number, former)
+            if signal.getsignal(number) == handler:
+                signal.signal(number, former)
