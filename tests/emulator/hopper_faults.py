@@ -18,6 +18,8 @@ INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
 UNGATED = replace(SWIGLU, activation="relu2")
 CLAMPED = replace(SWIGLU, activation="swiglu_oai")
 BIAS = replace(SWIGLU, bias=True, hidden_size=136, intermediate_size=200)
+# Too long a contraction of F2 for a stationary weight.
+LONG_BIAS = replace(BIAS, intermediate_size=264)
 
 PROTOCOL = "deadlock|more arrivals"
 FENCE = "before a fence"
@@ -101,7 +103,6 @@ FAULTS: dict[str, Fault] = {
     "F2 ends before its stores": ("pingpong_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
     "F2 stores past the expert's end": ("store_block", "end, last,", "end + 64, last - 64,", "stored twice"),
     "tile_info before the stage is free, F1": ("gather_producer", FREE + TILE, TAKEN + TILE, PUBLISHED),
-    "tile_info before the stage is free, F2": ("pingpong_producer", "producer_acquire(ring, step)", TAKE, PUBLISHED),
     "tile_info before the stage is free, B2": ("wgrad_producer", FREE + WEIGHTS, TAKEN + WEIGHTS, PUBLISHED),
     "another tile is published": ("gather_producer", TILE, TILE.replace("row", "next_row"), f"{NUMBERS}|{ANOTHER}"),
     "the end is not published": ("gather_producer", NO_TILE, "producer_acquire(ring, step)", "deadlock"),
@@ -151,6 +152,121 @@ OF_ADDING: dict[str, Fault] = {
     "the sum overwritten": ("add_slice", "tma_add(", "tma_store(", NUMBERS),
     "nothing transposed": ("add_slice", "if TRANSPOSED:", "if False:", "what the buffer holds"),
 }
+# Two tiles of columns, of four steps each, of F2 with a bias and of B3.
+STATIONARY = replace(UNGATED, bias=True, hidden_size=264, intermediate_size=200)
+NEXT, NEXT_OF_CONSUMER = "expert, row, col, count = next_", "expert, first, end, col, count = next_"
+A_BYTES, B_BYTES = "rows.block_type.nbytes", "weight.block_type.nbytes"
+A_FULL, B_FULL = f"stage = {WAIT_FULL}", "mbarrier.wait(b_full.index(piece), item & 1)"
+B_FREE = "mbarrier.wait(b_empty.index(piece), "
+OF_STATIONARY: dict[str, Fault] = {
+    "one arrival releases B": ("new_rings", "new_barriers(B_STAGES, 2)", "new_barriers(B_STAGES, 1)", EITHER),
+    "three arrivals release B": ("new_rings", "new_barriers(B_STAGES, 2)", "new_barriers(B_STAGES, 3)", "deadlock"),
+    "no last block": ("item_coords", "gl.cdiv(end - start, WARPGROUP_M)", "(end - start) // WARPGROUP_M", EITHER),
+    "the first chunk has all blocks": ("item_coords", "(chunk + 1) * blocks // chunks", "blocks", "stored twice"),
+    "a chunk is short of a block": ("item_coords", "(chunk + 1) * blocks // chunks", "first + 8", NUMBERS),
+    "every chunk is the first": ("item_coords", "(row - start) // CHUNK_M", "0", "stored twice"),
+    "chunks begin where the expert does": (
+        "item_coords", "start + first * WARPGROUP_M", "start + 0 * first", "stored twice",
+    ),
+    "chunks of another expert's rows": (
+        "item_coords", "row_start_of_expert + expert)", "row_start_of_expert + 0 * expert)", f"{NUMBERS}|{ANOTHER}",
+    ),
+    "one chunk too many": ("item_coords", "gl.cdiv(end - start, CHUNK_M)", "((end - start) // CHUNK_M + 2)", EITHER),
+    "A is loaded over what is read": ("load_rows", "producer_acquire(ring, step)", TAKE, PROTOCOL),
+    "fewer bytes than come of A": ("load_rows", A_BYTES, f"-{A_BYTES}", "more bytes"),
+    "more bytes than come of A": ("load_rows", A_BYTES, f"2 * {A_BYTES}", "deadlock"),
+    "B is loaded over what is read": ("load_b", B_FREE, "(0, ", EITHER),
+    "the producer's first phase of B": ("load_b", "(item & 1) ^ 1)", "item & 1)", "deadlock"),
+    "B's phase stays": ("load_b", "(item & 1) ^ 1)", "1)", EITHER),
+    "fewer bytes than come of B": ("load_b", B_BYTES, f"-{B_BYTES}", "more bytes"),
+    "more bytes than come of B": ("load_b", B_BYTES, f"2 * {B_BYTES}", "deadlock"),
+    "the first slice of B, always": ("load_b", "piece * BK", "0", NUMBERS),
+    "items are not counted": ("stationary_producer", "item += 1", "pass", EITHER),
+    "the first item's blocks, always": (
+        "stationary_producer", f"{NEXT}expert, next_row, next_col, next_count",
+        "expert, row, col = next_expert, next_row, next_col", PUBLISHED,
+    ),
+    "the item before's expert": ("stationary_producer", f"{NEXT}expert", f"{NEXT}expert * 0 + expert", NUMBERS),
+    "the item before's rows": (
+        "stationary_producer", "next_expert, next_row, next_col", "next_expert, row, next_col", NUMBERS,
+    ),
+    "the item before's columns": (
+        "stationary_producer", "next_row, next_col, next_count\n", "next_row, col, next_count\n", NUMBERS,
+    ),
+    "an item twice": ("stationary_producer", "index + gl.num_programs(0)", "index", PUBLISHED),
+    "no last block's A": ("stationary_producer", "block < count", "block < count - 1", EITHER),
+    "one block's A too many": ("stationary_producer", "block < count", "block <= count", PUBLISHED),
+    "the first block's A twice": ("stationary_producer", "block = 1", "block = 0", PUBLISHED),
+    "the first block's A, always": ("stationary_producer", "row + block * WARPGROUP_M", "row", NUMBERS),
+    "the first block's steps are not counted": (
+        "stationary_producer", "            step += 1\n        block", "            pass\n        block", PROTOCOL,
+    ),
+    "other blocks' steps are not counted": (
+        "stationary_producer", "                step += 1", "                pass", PROTOCOL,
+    ),
+    "B is released once": ("release_b", "pred=arrivals > 1", "pred=False", "deadlock"),
+    "B is released twice": ("release_b", "pred=arrivals > 1", "pred=arrivals > 0", EITHER),
+    "B is released by an only block": ("release_b", "pred=arrivals > 0", "pred=arrivals > 1", "deadlock"),
+    "A is read before it is there": ("issue_mma_stationary", WAIT_FULL, TAKE, SOONER),
+    "B is read before it is there": ("issue_mma_stationary", B_FULL, "pass", EITHER),
+    "the consumer's phase of B": ("issue_mma_stationary", "item & 1)", "0)", EITHER),
+    "a stage is released with its product in flight": (
+        "mma_mainloop_stationary", WAIT.format(1) + RELEASE_IN_LOOP, WAIT.format(2) + RELEASE_IN_LOOP, NUMBERS,
+    ),
+    "no stage but the last is released": (
+        "mma_mainloop_stationary", f"{RELEASE_IN_LOOP}\n        release_b", "        release_b", "deadlock",
+    ),
+    "the last stage is not released": (
+        "mma_mainloop_stationary", f"{RELEASE}\n    release_b(b_ring, steps", "release_b(b_ring, steps", "deadlock",
+    ),
+    "the last stage is released in flight": (
+        "mma_mainloop_stationary", f"acc = {WAIT.format(0)}    {RELEASE}",
+        f"{RELEASE}\n    acc = {WAIT.format(0)}", NUMBERS,
+    ),
+    "a slice of B in use is released": ("mma_mainloop_stationary", "piece - 1, arrivals", "piece, arrivals", EITHER),
+    "no slice of B but the last is released": (
+        "mma_mainloop_stationary", "release_b(b_ring, piece - 1, arrivals)", "pass", "deadlock",
+    ),
+    "the last slice of B is not released": (
+        "mma_mainloop_stationary", "release_b(b_ring, steps - 1, arrivals)", "pass", "deadlock",
+    ),
+    "no consumer gives the turn": ("mma_mainloop_stationary", GIVE_TURN, "pass", PROTOCOL),
+    "a turn is given at every step": (
+        "mma_mainloop_stationary", "        step += 1", f"        step += 1; {GIVE_TURN}", f"{PROTOCOL}|{ANOTHER}",
+    ),
+    "an only block releases B once": ("arrivals_of", "count == 1, 2", "count == 1, 1", "deadlock"),
+    "the last block but one keeps B": ("arrivals_of", "count - 2", "count - 1", "deadlock"),
+    "three blocks release B": ("arrivals_of", "count - 2", "count - 3", EITHER),
+    "every block releases B": ("arrivals_of", "1, 0)", "1, 1)", EITHER),
+    "a slice is overwritten": ("store_columns", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
+    "the consumers' slices in one place": ("store_columns", "BUFFERS * CONSUMER", "0", f"{FENCE}|{NUMBERS}"),
+    "rows past the expert's end": ("store_columns", "end, last,", "end + 64, last - 64,", "stored twice"),
+    "one slice's columns for all": ("store_columns", "col + i * EPILOGUE_N", "col", "stored twice"),
+    "one slice's bias for all": ("store_columns", "bias.slice(i * EPILOGUE_N", "bias.slice(0", NUMBERS),
+    "neither consumer's first wait passes": ("stationary_consumer", "phase = 1 - CONSUMER", "phase = 0", PROTOCOL),
+    "turns do not alternate": ("stationary_consumer", "phase ^= 1", "pass", PROTOCOL),
+    "every item begins with the first consumer": (
+        "stationary_consumer", "(before + CONSUMER) & 1", "CONSUMER", PROTOCOL,
+    ),
+    "both consumers take a block": ("stationary_consumer", "count, CONSUMERS)", "count)", f"{PROTOCOL}|{ANOTHER}"),
+    "blocks are not counted": ("stationary_consumer", "before += count", "pass", PROTOCOL),
+    "the consumers count no items": ("stationary_consumer", "item += 1", "pass", EITHER),
+    "every item's steps begin at zero": ("stationary_consumer", "(before + block) * steps", "block * steps", EITHER),
+    "a consumer gives itself the turn": ("stationary_consumer", "index(1 - CONSUMER)", "index(CONSUMER)", PROTOCOL),
+    "the consumers take the first item's blocks": (
+        "stationary_consumer", f"{NEXT_OF_CONSUMER}expert, next_first, next_end, next_col, next_count",
+        "expert, first, end, col = next_expert, next_first, next_end, next_col", PUBLISHED,
+    ),
+    "the consumers stay with an item": ("stationary_consumer", "index + gl.num_programs(0)", "index", PUBLISHED),
+    "a chunk's first rows, always": ("stationary_consumer", "first + block * WARPGROUP_M", "first", "stored twice"),
+    "another expert's bias": ("stationary_consumer", "bias(bias, expert", "bias(bias, 0 * expert", NUMBERS),
+    "the first columns' bias": ("stationary_consumer", "col + gl.arange", "gl.arange", NUMBERS),
+    "the consumers share a bias": ("stationary_consumer", "bias_smem.index(CONSUMER)", "bias_smem.index(0)", NUMBERS),
+    "it ends before its stores": ("stationary_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "two arrivals give a turn": (
+        "gemm_stationary_kernel", "new_barriers(CONSUMERS, 1)", "new_barriers(CONSUMERS, 2)", "deadlock",
+    ),
+}  # fmt: skip
 OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "the parts are the halves of a tile": (TURNED, ("gate_up_slices", "elif B_K_MAJOR", "elif True", NUMBERS)),
     "F1 stores the parts as halves": (TURNED, ("store_h", "elif B_K_MAJOR", "elif True", NUMBERS)),
@@ -182,13 +298,15 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
         replace(BIAS, gate_up="interleaved"), ("load_tile_bias", "col + column, 2 * n", "col + column, n", NUMBERS),
     ),
     "F2 publishes another expert": (
-        BIAS, ("pingpong_producer", "4 * expert + count", "4 * next_expert + count", NUMBERS),
+        LONG_BIAS, ("pingpong_producer", "4 * expert + count", "4 * next_expert + count", NUMBERS),
     ),
-    "F2 adds another expert's bias": (BIAS, ("pingpong_consumer", "count // 4,", "count // 8,", NUMBERS)),
-    "F2 adds the first columns' bias": (BIAS, ("pingpong_consumer", "col + gl", "gl", NUMBERS)),
-    "F2 adds the left half's bias": (BIAS, ("store_block", "j * EPILOGUE_N, EPILOGUE_N", "0, EPILOGUE_N", NUMBERS)),
+    "F2 adds another expert's bias": (LONG_BIAS, ("pingpong_consumer", "count // 4,", "count // 8,", NUMBERS)),
+    "F2 adds the first columns' bias": (LONG_BIAS, ("pingpong_consumer", "col + gl", "gl", NUMBERS)),
+    "F2 adds the left half's bias": (
+        LONG_BIAS, ("store_block", "j * EPILOGUE_N, EPILOGUE_N", "0, EPILOGUE_N", NUMBERS),
+    ),
     "F2's consumers share a bias": (
-        replace(BIAS, hidden_size=264, intermediate_size=64),
+        replace(LONG_BIAS, hidden_size=1544),
         ("pingpong_consumer", "bias_smem.index(CONSUMER)", "bias_smem.index(0)", NUMBERS),
     ),
     "nobody loads the second block of h": (

@@ -7,13 +7,27 @@ Each is a case and (function, a text that is once in its source, what is put in 
 from dataclasses import replace
 
 import torch
-from hopper_faults import ANOTHER, EITHER, FENCE, NUMBERS, PROTOCOL, SOONER, TAKE, UNFINISHED, WAIT_FULL, Fault
+from hopper_faults import (
+    ANOTHER,
+    EITHER,
+    FENCE,
+    NUMBERS,
+    PROTOCOL,
+    PUBLISHED,
+    SOONER,
+    TAKE,
+    UNFINISHED,
+    WAIT_FULL,
+    Fault,
+)
 from triton_checks import Case
 
 SWIGLU = Case(torch.float16, hidden_size=384, intermediate_size=256)
 INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
 UNGATED = replace(SWIGLU, activation="relu2")
 BIAS = replace(SWIGLU, bias=True)
+# Too long a contraction of F2 for a stationary weight.
+LONG_BIAS = replace(BIAS, intermediate_size=640)
 # As many steps as stages: a tile begins where the one before did.
 FOUR_STEPS = replace(SWIGLU, hidden_size=512)
 
@@ -73,7 +87,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     ),
     "a stage is released while a tile is stored from it": (SWIGLU, (MAINLOOP, "tma.store_wait(0)", "pass", NUMBERS)),
     "rows are loaded past the expert's end": (
-        SWIGLU, ("load_tokens", "gl.minimum(row + rows, end - 1)", "row + rows", "past the tensor"),
+        LONG_BIAS, ("load_tokens", "gl.minimum(row + rows, end - 1)", "row + rows", "past the tensor"),
     ),
     "a slice is overwritten": (SWIGLU, ("store_slices", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS)),
     "up's columns where gate's are": (SWIGLU, ("store_slices", "last, i // 2, col", "last, i % 2, col", ANOTHER)),
@@ -84,7 +98,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     ),
     "a store without a fence": (SWIGLU, ("fence_and_store", "fence_async_shared()", "pass", FENCE)),
     "F1 ends before its stores": (SWIGLU, (F1, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
-    "F2 ends before its stores": (SWIGLU, (F2, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
+    "F2 ends before its stores": (LONG_BIAS, (F2, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
     "B1 ends before its stores": (SWIGLU, (B1, "tma.store_wait(0)", "pass", UNFINISHED)),
     "B1 has no pending release": (SWIGLU, (B1, "pending_release = True", "pass", "deadlock")),
     "B1 releases what is not pending": (
@@ -110,7 +124,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "F1 stores the slope": (UNGATED, ("hopper_fp8.gemm.value", "act, _slope", "_slope, act", NUMBERS)),
     "a's left block twice": (UNGATED, (STORE_ACT, "col + BLOCK, n", "col, n", f"{NUMBERS}|{ANOTHER}")),
     "nobody adds the bias": (BIAS, (F1, "slices = add_bias", "_ = add_bias", NUMBERS)),
-    "F2 adds no bias": (BIAS, (F2, "slices = add_bias", "_ = add_bias", NUMBERS)),
+    "F2 adds no bias": (LONG_BIAS, (F2, "slices = add_bias", "_ = add_bias", NUMBERS)),
     "another expert's bias": (BIAS, ("hopper_fp8.mainloop.add_bias", "bias + expert", "bias + 0 * expert", NUMBERS)),
     "the gate's bias for up": (BIAS, (F1, "stride_bias, col, col + apart", "stride_bias, col, col", NUMBERS)),
     "one slice's bias twice": (
@@ -119,4 +133,106 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "the bias past the last column": (
         BIAS, ("hopper_fp8.mainloop.add_bias", ", mask=columns < width, other=0.0", "", "past the tensor"),
     ),
+}  # fmt: skip
+
+# Of a weight that stays in shared memory: three steps, and as many as stages hold of two blocks; one.
+STATIONARY = replace(UNGATED, bias=True, hidden_size=384, intermediate_size=384)
+OF_FOUR, OF_ONE = replace(STATIONARY, intermediate_size=512), replace(STATIONARY, intermediate_size=128)
+PRODUCER, OF_ITEM, KEPT = "scaled_producer", "scaled_mainloop_stationary", "scaled_consumer"
+NEXT = "expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count"
+PUBLISH = "publish_tile(tile_info, stage, 8 * expert"
+ROW_SCALE = "row_scale.index(producer_acquire(ring, step))"
+SECOND = "product = warpgroup_mma(a, b.slice(BLOCK, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)"
+B_FULL = "mbarrier.wait(b_full.index(piece), phase)"
+LOOKED_UP = "left_pointer + piece * stride_in", "right_pointer + piece * stride_in"
+OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
+    "scales past the expert's end": (
+        STATIONARY, ("load_row_scales", "gl.minimum(row + gl.arange(0, WARPGROUP_M, WARP_LAYOUT), end - 1)",
+                     "row + gl.arange(0, WARPGROUP_M, WARP_LAYOUT)", "past the tensor"),
+    ),
+    "a second step's scale of one step": (OF_ONE, ("load_row_scales", "gl.minimum(1, last)", "1", "past the tensor")),
+    "a third step's scale of one step": (OF_ONE, ("load_row_scales", "gl.minimum(2, last)", "2", "past the tensor")),
+    "the last step's scale is the first's": (OF_FOUR, ("load_row_scales", "pointers + last)", "pointers)", NUMBERS)),
+    "steps' scales exchanged": (
+        STATIONARY, ("load_row_scales", "return first, second", "return second, first", NUMBERS),
+    ),
+    "rows' scales lie closer": (
+        STATIONARY, ("load_row_scales", "rows.to(gl.int64) * steps", "rows.to(gl.int64)", NUMBERS),
+    ),
+    "tile_info before the stage is free": (
+        OF_FOUR, (PRODUCER, f"stage = producer_acquire(ring, step)\n            {PUBLISH}",
+                  f"stage = {TAKE}\n            {PUBLISH}", PUBLISHED),
+    ),
+    "another expert is published": (STATIONARY, (PRODUCER, "8 * expert", "8 * next_expert", NUMBERS)),
+    "B is released by each block": (STATIONARY, (PRODUCER, "2 * arrivals_of(block, count)", "2", EITHER)),
+    "B's phase is not published": (STATIONARY, (PRODUCER, "(item & 1), row", "0, row", EITHER)),
+    "a stage's scales are overwritten": (
+        OF_FOUR, (PRODUCER, ROW_SCALE, f"row_scale.index({TAKE})", NUMBERS),
+    ),
+    "the first stage's scales": (
+        STATIONARY, (PRODUCER, ROW_SCALE, "row_scale.index(0 * producer_acquire(ring, step))", NUMBERS),
+    ),
+    "one step's scales for all": (STATIONARY, (PRODUCER, "scales[piece]", "scales[0]", NUMBERS)),
+    "B is loaded with each block": (STATIONARY, (PRODUCER, "if block == 0", "if block >= 0", EITHER)),
+    "B is not loaded": (STATIONARY, (PRODUCER, "if block == 0", "if block < 0", EITHER)),
+    "a step too many": (STATIONARY, (PRODUCER, "if piece < steps", "if piece <= steps", PUBLISHED)),
+    "one step's A for all": (STATIONARY, (PRODUCER, "row, piece * BK", "row, 0 * piece", NUMBERS)),
+    "the producer's steps are not counted": (
+        STATIONARY, (PRODUCER, "                    step += 1", "                    pass", PUBLISHED),
+    ),
+    "the first block's rows, always": (STATIONARY, (PRODUCER, "row += WARPGROUP_M", "pass", PUBLISHED)),
+    "items are not counted": (STATIONARY, (PRODUCER, "item += 1", "pass", EITHER)),
+    "the first item's blocks, always": (
+        STATIONARY, (PRODUCER, NEXT, "expert, row, end, col = next_expert, next_row, next_end, next_col", PUBLISHED),
+    ),
+    "an item twice": (STATIONARY, (PRODUCER, "index + gl.num_programs(0)", "index", PUBLISHED)),
+    "the end is published to one consumer": (
+        STATIONARY, (PRODUCER, "gl.static_range(CONSUMERS)", "gl.static_range(1)", "deadlock"),
+    ),
+    "the end is not published": (
+        STATIONARY, (PRODUCER, "publish_tile(tile_info, stage, -1, 0, 0, 0)", "pass", PUBLISHED),
+    ),
+    "the end does not arrive": (
+        STATIONARY, (PRODUCER, "mbarrier.arrive(ring[2].index(stage), count=1)", "pass", "deadlock"),
+    ),
+    "both ends in one stage": (STATIONARY, (PRODUCER, "        step += steps", "        pass", PUBLISHED)),
+    "A is read before it is there": (STATIONARY, (OF_ITEM, WAIT_FULL, TAKE, f"{SOONER}|{NUMBERS}")),
+    "B is read before it is there": (STATIONARY, (OF_ITEM, B_FULL, "pass", EITHER)),
+    "the left half's scale of the first step": (STATIONARY, (OF_ITEM, LOOKED_UP[0], "left_pointer", NUMBERS)),
+    "the right half's scale of the first step": (STATIONARY, (OF_ITEM, LOOKED_UP[1], "right_pointer", NUMBERS)),
+    "the right half's scale for the left": (
+        STATIONARY, (OF_ITEM, "scale * left_weight", "scale * right_weight", NUMBERS),
+    ),
+    "the left half's scale for the right": (
+        STATIONARY, (OF_ITEM, "scale * right_weight", "scale * left_weight", NUMBERS),
+    ),
+    "the left half twice": (STATIONARY, (OF_ITEM, "b.slice(BLOCK, BLOCK)", "b.slice(0, BLOCK)", NUMBERS)),
+    "another stage's scales": (
+        STATIONARY, (OF_ITEM, "row_scale.index(stage)", "row_scale.index((stage + 7) % 8)", NUMBERS),
+    ),
+    "a stage is not released": (STATIONARY, (OF_ITEM, RELEASE, "pass", "deadlock")),
+    "a stage is released twice": (STATIONARY, (OF_ITEM, RELEASE, f"{RELEASE}; {RELEASE}", PUBLISHED)),
+    "a stage is released before its second product": (
+        OF_FOUR, (OF_ITEM, f"{SECOND}\n        {WAIT}\n        {RELEASE}",
+                  f"{RELEASE}\n        {SECOND}\n        {WAIT}", NUMBERS),
+    ),
+    "B is not released": (STATIONARY, (OF_ITEM, "release_b(b_ring, piece, arrivals)", "pass", "deadlock")),
+    "B's first slice is released for all": (
+        STATIONARY, (OF_ITEM, "release_b(b_ring, piece,", "release_b(b_ring, 0,", EITHER),
+    ),
+    "a step is not counted": (STATIONARY, (OF_ITEM, "        step += 1", "        pass", PUBLISHED)),
+    "both consumers begin with the first block": (STATIONARY, (KEPT, "step = CONSUMER * steps", "step = 0", PUBLISHED)),
+    "a consumer takes the other's block": (STATIONARY, (KEPT, "step += CONSUMERS * steps", "step += steps", PUBLISHED)),
+    "the consumer's expert": (STATIONARY, (KEPT, "block // 8,", "block // 16,", NUMBERS)),
+    "the consumer's arrivals": (STATIONARY, (KEPT, "block // 2 % 4", "block // 2 % 2", "deadlock")),
+    "the consumer's phase of B": (STATIONARY, (KEPT, "block & 1", "0", EITHER)),
+    "the left columns' scale for the right": (
+        STATIONARY, (KEPT, "expert, col, col + BLOCK, width_out, stride_se",
+         "expert, col, col, width_out, stride_se", NUMBERS),
+    ),
+    "the left columns' bias for the right": (
+        STATIONARY, (KEPT, "stride_bias, col, col + BLOCK", "stride_bias, col, col", NUMBERS),
+    ),
+    "nobody adds the bias": (STATIONARY, (KEPT, "slices = add_bias", "_ = add_bias", NUMBERS)),
+    "it ends before its stores": (STATIONARY, (KEPT, "tma.store_wait(0)", "pass", UNFINISHED)),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from emulated_layer import (
     with_outputs,
 )
 from hopper_faults import Fault
-from hopper_fp8_faults import FAULTS, SWIGLU
+from hopper_fp8_faults import FAULTS, OF_STATIONARY, SWIGLU
 from torch import Tensor
 from triton_checks import Case, turn
 
@@ -37,10 +37,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 LIMIT = 3e-4  # RMS-relative: fp16 rounds by 2.1e-4
 LIMIT_OF_QUANTIZED = 2e-3  # one value of 10 000 that is rounded the other way, by a step, is 7e-4
 KERNELS, EXACT = HopperFp8Backend(), TorchFp8Backend()
-ALL_KERNELS = {"up_proj_act_kernel", "gemm_rows_kernel", "gemm_dgrad_dact_kernel"}
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=128)}
 # Widths, multiples of 128, not all of 256: half a tile of columns to three; from one step to more than stages.
-SIZES = ((256, 128), (384, 256), (640, 128), (128, 384))
+SIZES = ((256, 128), (384, 256), (640, 640), (128, 384))
 LAYOUTS = [(name, layout) for name in sorted(GATED_ACTIVATIONS) for layout in ("concatenated", "interleaved")]
 LAYOUTS += [(name, "concatenated") for name in sorted(UNGATED_ACTIVATIONS)]
 CASES = [
@@ -51,6 +50,14 @@ CASES = [
 # Rows of the experts, and tokens without one: at the ends of a consumer's 64 rows and of a tile's 128.
 ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 3), (192, 0, 128, 2), (193, 1, 0)]
 OF_FAULTS = (130, 0, 66, 2, 5)
+OF_STATIONARY_FAULTS = (66, 0, 1100, 194, 130, 2, 0)  # two work items of one expert; no row past the last
+
+
+def kernels_of(case: Case) -> set[str]:
+    n = case.intermediate_size
+    contractions = (n, 2 * n if case.activation in GATED_ACTIVATIONS else n)
+    rows = {"gemm_stationary_kernel" if p <= 512 else "gemm_rows_kernel" for p in contractions}
+    return {"up_proj_act_kernel", "gemm_dgrad_dact_kernel"} | rows
 
 
 def assert_gemms_agree(plan: RoutingPlan, case: Case, seed: int = 0) -> None:
@@ -116,14 +123,14 @@ def test_hostile_routings(name: str) -> None:
     plan, case = ROUTINGS[name], CASES[5 * index % len(CASES)]
     with emulated(ctas=1 + index % 3, seed=index, late=(0.3, 0.9, 1.0)[index // 3 % 3]) as launches:
         assert_gemms_agree(plan, case)
-    assert gluon_kernels(launches) == (ALL_KERNELS if plan.capacity else set())
+    assert gluon_kernels(launches) == (kernels_of(case) if plan.capacity else set())
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
 def test_every_layout_bias_and_activation(index: int) -> None:
     with emulated(ctas=1 + index % 3, seed=index) as launches:
         assert_gemms_agree(plan_of(*ENDS[(index + index // 4) % len(ENDS)]), CASES[index])
-    assert gluon_kernels(launches) == ALL_KERNELS
+    assert gluon_kernels(launches) == kernels_of(CASES[index])
 
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
@@ -170,7 +177,7 @@ def test_columns_of_a_quantised_weight(turned: bool, columns: slice) -> None:
     with emulated() as launches:
         y = KERNELS.down_proj_inference(KERNELS.rows_operand(a), KERNELS.weight_operand(w2, 2)[:, columns], b2, plan)
         dx_rows = KERNELS.up_proj_dgrad(KERNELS.rows_operand(dh), KERNELS.weight_operand(w1, 1)[:, :, columns], plan)
-    assert gluon_kernels(launches) == {"gemm_rows_kernel"}
+    assert gluon_kernels(launches) == {"gemm_stationary_kernel"}
     exact_y = EXACT.down_proj(a.float(), w2[:, columns].float(), b2.float(), plan)
     assert_close("y", y[:195].float(), exact_y[:195])
     exact_dx_rows = EXACT.up_proj_dgrad(dh.float(), w1[:, :, columns].float(), plan)
@@ -178,18 +185,18 @@ def test_columns_of_a_quantised_weight(turned: bool, columns: slice) -> None:
 
 
 @cache
-def recorded(case: Case) -> list[Recorded]:
+def recorded(case: Case, counts: tuple[int, ...] = OF_FAULTS) -> list[Recorded]:
     """Each launch of the FP8 kernels on one CTA, and what it wrote, which is right."""
     with emulated(ctas=1) as launches:
-        assert_gemms_agree(plan_of(*OF_FAULTS), case)
+        assert_gemms_agree(plan_of(*counts), case)
     return with_outputs(launches)
 
 
-def assert_agree_with_a_fault(case: Case, fault: Fault) -> None:
+def assert_agree_with_a_fault(case: Case, fault: Fault, counts: tuple[int, ...] = OF_FAULTS) -> None:
     """With loads that come late, which shows a missing wait; then with sooner ones, which overwrite what is in use."""
     function, text, instead, _ = fault
     name = function.rpartition(".")[2]
-    launches = [found for found in recorded(case) if name in functions_of(found[0].kernel)]
+    launches = [found for found in recorded(case, counts) if name in functions_of(found[0].kernel)]
     assert launches, f"no kernel calls {function}"
     for late, found in product((0.9, 0.3), launches):
         assert not (errors := errors_with({function: (text, instead)}, late, *found)), errors
@@ -200,6 +207,13 @@ def test_planted_faults_are_caught(name: str) -> None:
     case, fault = FAULTS[name]
     with pytest.raises(AssertionError, match=fault[-1]):
         assert_agree_with_a_fault(case, fault)
+
+
+@pytest.mark.parametrize("name", OF_STATIONARY)
+def test_faults_of_a_stationary_weight_are_caught(name: str) -> None:
+    case, fault = OF_STATIONARY[name]
+    with pytest.raises(AssertionError, match=fault[-1]):
+        assert_agree_with_a_fault(case, fault, OF_STATIONARY_FAULTS)
 
 
 def test_without_a_fault_nothing_is_caught() -> None:

@@ -74,7 +74,8 @@ SMALL = Layer(40, 128, 64, 4, 2)
 
 def test_another_number_of_tokens_compiles_nothing(compiled: list[str]) -> None:
     SMALL()
-    assert {*BACKWARD, "up_proj_act_kernel", "gemm_rows_kernel", "combine_kernel", "place_kernel"} <= set(compiled)
+    forward = {"up_proj_act_kernel", "gemm_stationary_kernel", "combine_kernel"}
+    assert {*BACKWARD, *forward, "place_kernel"} <= set(compiled)
     assert {"select_kernel", "select_grad_kernel"} <= set(compiled)
     count = len(compiled)
     for tokens in (40, 41, 640):
@@ -103,7 +104,7 @@ def test_inference_compiles_no_backward(compiled: list[str]) -> None:
 def test_what_needs_no_gradient_is_not_compiled(frozen: tuple[str, ...], gemms: int, compiled: list[str]) -> None:
     SMALL._replace(frozen=frozen)()
     assert compiled.count("gemm_wgrad_kernel") == gemms
-    assert compiled.count("gemm_rows_kernel") == (1 if frozen == ("x",) else 2)
+    assert compiled.count("gemm_stationary_kernel") == (1 if frozen == ("x",) else 2)
 
 
 def test_a_compilation_that_fails_is_the_launchs_error(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

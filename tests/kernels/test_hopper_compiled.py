@@ -5,6 +5,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 import triton
 from triton_checks import turn
 from triton_compile import (
+    assert_items_carry_their_blocks,
     assert_threads_meet_after_tile_info,
     assert_threads_meet_before_tma_stores,
     compile_launch,
+    count_loads_of_two_bytes,
     count_spill_loads,
     make_operands,
     row_gemm_launch,
@@ -27,17 +30,21 @@ from tilemoe.kernels.experts.hopper.configs import (
     MAX_CONTRACTION_OF_NARROW,
     MAX_WIDTH_OF_DH,
     NARROW,
+    STATIONARY,
     TILES,
     WARPGROUP_M,
     is_faster,
+    tile_of,
     why_unsupported,
 )
 from tilemoe.kernels.experts.hopper.gemm_pingpong import BLOCKS
+from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, tile_rows
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
 
 H200 = Device(90, 227 * 1024, 132)
+OF_ROWS: tuple[Kernel, ...] = ("down_proj", "up_proj_dgrad")
 GATHERED = {"up_proj_act", "down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_wgrad"}
 # Spill loads, once per tile of 128 x 256; 0 where none is named. Triton 3.9 spills some, and in the gathers, too.
 SPILLS_OF_39 = dict.fromkeys(GATHERED, 16) | {"down_proj_dgrad_dact": 28}
@@ -49,8 +56,10 @@ def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
     weights = {"down_proj_wgrad": (of.a, of.w2), "up_proj_wgrad": (of.h, of.w1.transpose(1, 2))}
     turned = {"down_proj_wgrad": (of.a, turn(of.w2)), "up_proj_wgrad": (of.h, turn(of.w1).transpose(1, 2))}
     inference, *_ = host.up_proj_act_launch(of.x, of.w1, None, of.plan, of.tiles, of.spec, False, H200)
+    wide = make_operands(widths=(1536, 512), dtype=dtype)
     return {
         **{name: row_gemm_launch(host, name, of, H200, tall=True) for name in KERNELS if name not in weights},
+        "down_proj, long contraction": row_gemm_launch(host, "down_proj", wide, H200, tall=True),
         "up_proj_act, inference": inference,
         **{name: host.wgrad_launch(name, of.x, *given, of.plan, H200) for name, given in weights.items()},
         **{
@@ -68,44 +77,84 @@ def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", all_launches(torch.bfloat16))
 def test_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    compiled = compile_launch(all_launches(dtype)[name], 90)
+    launch = all_launches(dtype)[name]
+    compiled = compile_launch(launch, 90)
     ptx = str(compiled.asm["ptx"])
     kernel = name.partition(",")[0]
-    assert f"wgmma.mma_async.sync.aligned.m64n{TILES[kernel].block_n}k16" in ptx
+    assert f"wgmma.mma_async.sync.aligned.m64n{launch.constants['BN']}k16" in ptx
     assert "cp.async.bulk.tensor" in ptx
     assert ("cp.reduce.async.bulk.tensor.3d.global" in ptx) == ("added" in name)
     assert ("cp.async.cg.shared.global" in ptx) == (kernel in GATHERED), "gathers by 16 bytes, and nothing else does"
     assert compiled.metadata.shared <= H200.shared_bytes
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get(kernel, 0)
     assert_threads_meet_before_tma_stores(ptx)
-    assert_threads_meet_after_tile_info(ptx)
+    if launch.kernel is not gemm_stationary_kernel:  # whose consumers decode their tiles themselves
+        assert_threads_meet_after_tile_info(ptx)
 
 
-@pytest.mark.parametrize("kernel", ["down_proj", "up_proj_dgrad"])
+@pytest.mark.parametrize("kernel", OF_ROWS)
 @pytest.mark.parametrize("d", [64, 1000])
 def test_row_gemms_of_either_stride_order(kernel: Kernel, d: int, tmp_path: Path) -> None:
     """The first weight is contiguous in the other dimension than the second."""
-    of = make_operands(widths=(d, 200))
-    assert TILES[kernel].block_m == 192
+    of = make_operands(widths=(d, 456))
+    assert tile_of(kernel, 456).block_m == 192
     for weight in (of.w2.transpose(1, 2).contiguous(), of.w2.transpose(1, 2)):
         launch, _ = host.rows_launch(kernel, of.a, weight, None, of.plan, of.tall_tiles, H200)
         assert count_spill_loads(compile_launch(launch, 90), tmp_path) == 0
 
 
+def stationary_launch(kernel: Kernel, n: int, bias: bool, turned: bool) -> Launch:
+    """Of a contraction of n; turned: of the other stride order."""
+    of = make_operands(widths=(1000, n), bias=bias)
+    weight = of.w2.transpose(1, 2)
+    weight = weight.contiguous() if turned else weight
+    launch, _ = host.rows_launch(kernel, of.a, weight, of.b2, of.plan, of.tall_tiles, H200)
+    assert launch.kernel is gemm_stationary_kernel
+    return launch
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("n", [64, 200, 256])
+def test_stationary_weight(n: int, bias: bool, turned: bool, tmp_path: Path) -> None:
+    """All loads are TMA's, the weight's, of (expert, part, k, column) in either order, and the rows'."""
+    compiled = compile_launch(stationary_launch("down_proj", n, bias, turned), 90)
+    ptx = str(compiled.asm["ptx"])
+    assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
+    for dimensions in (2, 4):
+        assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared::\w+\.global", ptx), dimensions
+    assert "cp.async.c" not in ptx
+    assert count_loads_of_two_bytes(ptx) <= (4 if bias else 0), "two columns of the bias for each thread of a consumer"
+    assert compiled.metadata.shared <= H200.shared_bytes
+    assert count_spill_loads(compiled, tmp_path) == 0
+    assert_threads_meet_before_tma_stores(ptx)
+
+
+def test_loops_over_work_items_carry_the_number_of_blocks() -> None:
+    compiled = compile_launch(stationary_launch("down_proj", 256, False, False), 90)
+    assert_items_carry_their_blocks(compiled, warp_groups=3)
+
+
 def test_tiles_are_as_tall_as_the_kernels_have_blocks() -> None:
     for kernel in KERNELS:
-        blocks = BLOCKS if kernel in ("down_proj", "up_proj_dgrad") else CONSUMERS
+        blocks = BLOCKS if kernel in OF_ROWS else CONSUMERS
         assert TILES[kernel].block_m == WARPGROUP_M * blocks, kernel
     for kernel in ("up_proj_act", "down_proj_dgrad_dact"):
         assert TILES[kernel].block_m == tile_rows(2, H200), "it shares the portable kernels' list"
 
 
 def test_registers_of_three_warpgroups_fit() -> None:
-    for name in KERNELS:
-        tile = TILES[name]
-        assert 256 * tile.consumer_registers + 128 * tile.producer_registers <= 65536, name
-        assert tile.consumer_registers % 8 == 0, name
-        assert tile.producer_registers % 8 == 0, name
+    for tile in (*TILES.values(), STATIONARY):
+        assert 256 * tile.consumer_registers + 128 * tile.producer_registers <= 65536, tile
+        assert tile.consumer_registers % 8 == 0, tile
+        assert tile.producer_registers % 8 == 0, tile
+
+
+def test_only_short_contractions_of_contiguous_rows_keep_a_weight() -> None:
+    for kernel in KERNELS:
+        assert tile_of(kernel, 256) is (STATIONARY if kernel in OF_ROWS else TILES[kernel]), kernel
+        assert tile_of(kernel, 257) is TILES[kernel], kernel
+    assert STATIONARY.block_m % WARPGROUP_M == 0
 
 
 @pytest.mark.parametrize(

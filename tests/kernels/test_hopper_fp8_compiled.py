@@ -12,9 +12,11 @@ import pytest
 import torch
 import triton
 from triton_compile import (
+    assert_items_carry_their_blocks,
     assert_threads_meet_after_tile_info,
     assert_threads_meet_before_tma_stores,
     bytes_of_copies,
+    compile_launch,
     compile_launches,
     machine_code,
     ptxas_messages,
@@ -24,13 +26,14 @@ from triton_compile import (
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
-from tilemoe.kernels.experts.hopper_fp8.host import TILE
+from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
+from tilemoe.kernels.experts.hopper_fp8.host import STATIONARY, TILE
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch
 
 H200 = Device(90, SHARED_BYTES, 132)
-T, D, N, E = 256, 1024, 512, 4
+T, D, N, E = 256, 1024, 768, 4
 IS_3_6 = triton.__version__.startswith("3.6.")
 
 Case = tuple[str, str, bool]  # activation, gate_up, bias
@@ -136,5 +139,33 @@ def test_kernels(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_registers_of_three_warpgroups_fit() -> None:
-    assert 256 * TILE.consumer_registers + 128 * TILE.producer_registers <= 65536
-    assert TILE.consumer_registers % 8 == TILE.producer_registers % 8 == 0
+    for tile in (TILE, STATIONARY):
+        assert 256 * tile.consumer_registers + 128 * tile.producer_registers <= 65536
+        assert tile.consumer_registers % 8 == tile.producer_registers % 8 == 0
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("contraction", [128, 256, 384, 512])
+def test_stationary_weight(contraction: int, bias: bool, tmp_path: Path) -> None:
+    kernels, plan = HopperFp8Backend(), plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
+    a, w2 = (torch.zeros(*rows, contraction, dtype=torch.bfloat16) for rows in ((plan.capacity,), (E, D)))
+    with recorded_launches(H200) as launches:
+        kernels.down_proj(a, w2, torch.zeros(E, D, dtype=torch.bfloat16) if bias else None, plan)
+    (launch,) = (launch for launch in launches if launch.kernel is gemm_stationary_kernel)
+    compiled = compile_launch(launch, 90)
+    ptx, code = str(compiled.asm["ptx"]), machine_code(compiled, tmp_path)
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in ptx
+    for dimensions in (2, 4):
+        assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared::\w+\.global", ptx), dimensions
+    assert "cp.async.c" not in ptx
+    assert compiled.metadata.shared <= H200.shared_bytes
+    assert spill_loads(code) == 0
+    assert_threads_meet_before_tma_stores(ptx)
+    assert_threads_meet_after_tile_info(ptx)
+    assert_threads_meet_before_release(ptx)
+    assert_items_carry_their_blocks(compiled, warp_groups=1)
+    assert not re.search(r"\(C75\d\d\)", ptxas_messages(compiled, 90, tmp_path)), "it waits for each wgmma"
+    loops = mainloops(code)
+    assert len(loops) == 2, "one for each consumer"
+    for loop in loops:
+        assert_only_multiplies(loop)

@@ -88,7 +88,7 @@ STORES_OF_TWO_BYTES = {("up_proj_act", "interleaved"): 128}
 
 
 def assert_as_promised(kernel: Kernel, cell: Cell, dtype: torch.dtype, folder: Path) -> None:
-    widths = (1536, 256) if cell.even else (1000, 200)
+    widths = (1536, 512) if cell.even else (1000, 456)  # F2 of 256 and less: `test_hopper_compiled`
     gate_up = cell.gate_up if cell.activation in GATED_ACTIVATIONS else "concatenated"
     layout = {"turned": cell.turned, "bias": cell.bias, "widths": widths, "dtype": dtype}
     operands = make_operands(cell.activation, gate_up, **layout)

@@ -31,7 +31,7 @@ from tilemoe.runtime.operator import Operator
 pytestmark = pytest.mark.process("fake_driver")
 
 CASE = CASES["hopper, bias"]
-FORWARD = {"up_proj_act_kernel", "gemm_rows_kernel", "combine_kernel"}
+FORWARD = {"up_proj_act_kernel", "gemm_stationary_kernel", "combine_kernel"}
 BACKWARD = {"gemm_dgrad_dact_kernel", "score_grad_kernel", "gemm_wgrad_kernel"}
 SELECTION = ("softmax", True, 1.0, 1, 1, False, False)
 
@@ -136,7 +136,7 @@ def test_from_the_first_kernel_that_is_not_compiled_on_nothing_is_launched(log: 
     log.events.clear()
     args[5] = b2  # F2 with a bias: F1 is compiled, as is F3
     watch(operator, tuple(args))
-    assert log.compiled() == ["gemm_rows_kernel"]
+    assert log.compiled() == ["gemm_stationary_kernel"]
     place = log.events.index((*log.compiled(), *log.threads()))
     assert "up_proj_act_kernel" in log.events[:place]
     assert "combine_kernel" not in log.events[:place]
@@ -148,7 +148,7 @@ def test_a_kernel_that_does_not_compile_is_its_launchs_error(log: Log, monkeypat
     compile_one = fake_driver._compiled
 
     def fails(kernel: Any, *args: Any) -> Any:
-        if kernel.fn.__name__ == "gemm_rows_kernel":
+        if kernel.fn.__name__ == "gemm_stationary_kernel":
             raise RuntimeError(f"ptxas failed in {threading.current_thread().name}")
         return compile_one(kernel, *args)
 

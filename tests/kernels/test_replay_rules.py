@@ -344,10 +344,10 @@ def test_a_kernel_that_asks_for_memory_is_not_recorded() -> None:
 
 def _known_kernels() -> list[dict[Any, Any]]:
     from tilemoe.kernels.experts.hopper import gemm_gather_act as gemm_rows
-    from tilemoe.kernels.experts.hopper import gemm_pingpong as ping_pong
+    from tilemoe.kernels.experts.hopper import gemm_stationary
     from tilemoe.kernels.experts.triton import combine
 
-    kernels = (ping_pong.gemm_rows_kernel, gemm_rows.up_proj_act_kernel, combine.combine_kernel)
+    kernels = (gemm_stationary.gemm_stationary_kernel, gemm_rows.up_proj_act_kernel, combine.combine_kernel)
     return [launch._compiled(kernel, torch.device("cpu")) for kernel in kernels]
 
 

@@ -66,7 +66,7 @@ def recorded_launches(device: Device) -> Iterator[list[Launch]]:
 
 
 class Operands(NamedTuple):
-    """A layer's, of zeros: 64 tokens, 2 experts, 2 experts per token; tiles of 128 and of 192 rows."""
+    """A layer's, of zeros: 64 tokens, 2 experts, 2 experts per token; tiles of 128 and of another height."""
 
     x: Tensor
     w1: Tensor
@@ -105,7 +105,7 @@ def make_operands(
 
 
 def row_gemm_launch(host: ModuleType, kernel: str, of: Operands, device: Device, tall: bool = False) -> Launch:
-    """Of a GEMM over routed rows, by a backend's ``host``; ``tall``: tiles of 192 rows where F2 and B3 have them."""
+    """Of a GEMM over routed rows, by a backend's ``host``; ``tall``: where F2 and B3 have tiles of their own."""
     tiles = of.tall_tiles if tall else of.tiles
     launch: Launch
     if kernel == "up_proj_act":
@@ -258,3 +258,16 @@ def assert_threads_meet_after_tile_info(ptx: str) -> None:
     assert "rrrr" in order, "the four numbers of tile_info, by each consumer"
     assert re.search("w[wr]*a", order) is None
     assert re.search("rrrrr*a", order) is None
+
+
+def assert_items_carry_their_blocks(compiled: Any, warp_groups: int) -> None:
+    """A loop over work items carries what bounds its loop over blocks, in each of a stationary kernel's warp groups.
+
+    Triton 3.6 takes a value that only bounds an inner `for` for one that stays: every item has the first one's blocks.
+    """
+    items = r"scf\.for \S+ = \S+ to %total\w* step \S+ iter_args\((.*?)\) ->"
+    blocks = r"(?:scf\.for %block\w* = \S+ to|arith\.cmpi slt, %block\w*,) (%\w+)"
+    found = re.findall(rf"{items}.*?{blocks}", str(compiled.asm["ttgir"]), re.S)
+    assert len(found) == warp_groups
+    for carried, bound in found:
+        assert bound in re.findall(r"(%\w+) =", carried)
