@@ -33,6 +33,7 @@ from tilemoe.train.metrics import read_metrics
 NAME = "end_to_end"
 LONGEST_SOURCE = 1500  # characters of a function that is asked about
 CONVERSATIONS = 4000
+HELDOUT_EVERY = 20  # of the conversations, in training and before and after it
 CURVE_POINTS = 80
 PROMPTS = ("def read_json(path):\n", "class Queue:\n")
 QUESTION = "user:\nWhat does this function do?\n\ndef is_even(number):\n    return number % 2 == 0\n\nassistant:\n"
@@ -104,7 +105,7 @@ def against_transformers(folder: Path) -> dict[str, float]:
 def chat_loss(folder: Path, chats: Path, seq_len: int) -> str:
     found, _ = tilemoe(
         "eval", "--checkpoint", folder, "--corpus", chats, "--format", "chat", "--too-long", "skip",
-        "--seq-len", seq_len, "--batch-size", 4,
+        "--seq-len", seq_len, "--batch-size", 4, "--heldout-every", HELDOUT_EVERY,
     )  # fmt: skip
     return found.strip()
 
@@ -126,7 +127,8 @@ def measure(args: argparse.Namespace, more: list[str], out: Path, row: dict[str,
     row["chat_before"] = chat_loss(exported, chats, args.tune_seq_len)
     _, row["tune_seconds"] = tilemoe(
         "train", "--recipe", args.recipe, "--init-from", exported, "--data.format", "chat", "--data.corpus", chats,
-        "--data.too-long", "skip", "--data.seq-len", args.tune_seq_len, "--data.batch-size", 8, "--optim.lr", 1e-4,
+        "--data.too-long", "skip", "--data.heldout-every", HELDOUT_EVERY, "--data.seq-len", args.tune_seq_len,
+        "--data.batch-size", 8, "--optim.lr", 1e-4,
         "--optim.warmup-steps", 10, "--train.accumulation", 1, "--train.steps", args.tune_steps,
         "--train.eval-every", 0, "--train.save-every", 0, "--train.sample-tokens", 0, "--train.out-dir", tuned,
     )  # fmt: skip
