@@ -1,5 +1,6 @@
 """Which transport a group gets, how many rows a way counts, and what a window in symmetric memory asks of CUDA."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -185,6 +186,32 @@ def test_an_exchange(cuda: Cuda) -> None:
         del arrival
         assert len(cuda.log) == 1, "it was awaited"
         cuda.log.clear()
+
+
+def test_how_much_memory_windows_take(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's allocator does not count it: 2.5 to 3 times the most bytes that a rank sends at once, one window alone,
+    that before given back first. A slot's size is a multiple of 2 MiB.
+    """
+    taken: list[weakref.ref[torch.Tensor]] = []
+    real = symmetric._memory_of_all
+
+    def memory_of_all(*arguments: Any) -> torch.Tensor:
+        assert all(memory() is None for memory in taken)
+        memory = real(*arguments)
+        taken.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(symmetric, "_memory_of_all", memory_of_all)
+    pull, most, before = transport(), 0, 0
+    for rows in (1, 7, 900, 901, 800, 1200, 5000, 5200, 4, 9000):
+        way = Way(((0, rows, 0), (1, 0, 0), (0, 0, 0)), HERE, 0)  # another rank sends the most
+        pull.send(torch.zeros(1, 1 << 10), torch.zeros(rows, 1 << 10), way).wait()
+        most = max(most, rows << 12)
+        size = taken[-1]().nbytes  # type: ignore[union-attr]
+        assert 2 * most <= size <= 3 * most + 2 * SLOT + 4 * RANKS
+        assert len(taken) == before or size >= 2.5 * most
+        before = len(taken)
+    assert 3 < len(taken) < 10, "it grew, but not with each batch"
 
 
 def test_copies_that_nobody_waited_for(cuda: Cuda) -> None:

@@ -6,6 +6,7 @@ Jobs are copies of this process under torchrun's agent, to one of which somethin
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -14,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import file_window
 import pytest
 import torch
+from file_window import NAMES, FileTransports
 from filesystem import ALL
 from processes import Ended, place_of, run
 from writes import little
@@ -23,6 +26,8 @@ from writes import little
 from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.dispatch import exchange
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
+from tilemoe.dispatch.choose import Transports
+from tilemoe.dispatch.transport import Transport
 from tilemoe.ops import experts
 from tilemoe.routing import topk
 from tilemoe.train.job.watch import GO_ON
@@ -172,3 +177,35 @@ def test_a_process_that_fails_says_why_though_torchrun_ends_it(
     ended = go(timeout=80)
     lines = [f"rank 0 of 2: rank 1 failed: made up; {GO_ON}", "rank 1 of 2: made up"]
     assert sorted(ended.lines) == [f"tilemoe: error: {line}" for line in lines], ended.err
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tokens cross by windows, which wait for the other ranks' flags without a limit of their own: those of files."""
+
+    def make(transports: Transports, device: torch.device) -> Transport:
+        return FileTransports(transports.group, tmp_path, NAMES)._make(device)
+
+    monkeypatch.setattr(Transports, "_make", make)
+    monkeypatch.setattr(file_window, "_PATIENCE", math.inf)
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize("ends", some({"window-peer killed": (True,), "window-peer hangs": (False,)}))
+def test_who_waits_for_a_flag_that_nobody_sets(
+    ends: bool, go: Callable[..., Ended], happens: Plant, tmp_path: Path
+) -> None:
+    def comes_not(*arguments: Any) -> None:
+        (tmp_path / "reached").touch()
+        if ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        hang()
+
+    happens(AllToAllDispatcher, "combine", comes_not)
+    ended = go(timeout=80 if ends else TIMEOUT_S)
+    places = "rank 0 is in blocks.1.mlp.experts, in wait_for_all; rank 1 is in blocks.1.mlp.experts"
+    gone = "rank 1 is gone: it was killed or it crashed, torchrun's report says how"
+    expected = told(gone)[:1] if ends else told(f"ranks 0, 1 hang in step 2: {LIMIT}; {places}")
+    assert sorted(ended.lines) == expected, ended.err
+    assert (ended.code, ended.left) == (1, [])
+    assert time.time() - (tmp_path / "reached").stat().st_mtime < SECONDS
