@@ -305,10 +305,6 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "F2 adds the left half's bias": (
         LONG_BIAS, ("store_block", "j * EPILOGUE_N, EPILOGUE_N", "0, EPILOGUE_N", NUMBERS),
     ),
-    "F2's consumers share a bias": (
-        replace(LONG_BIAS, hidden_size=1544),
-        ("pingpong_consumer", "bias_smem.index(CONSUMER)", "bias_smem.index(0)", NUMBERS),
-    ),
     "nobody loads the second block of h": (
         INTERLEAVED, ("load_h", "static_range(BLOCKS)", "static_range(1)", "deadlock"),
     ),

@@ -213,7 +213,7 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     "a stage is not released": (STATIONARY, (OF_ITEM, RELEASE, "pass", "deadlock")),
     "a stage is released twice": (STATIONARY, (OF_ITEM, RELEASE, f"{RELEASE}; {RELEASE}", PUBLISHED)),
     "a stage is released before its second product": (
-        OF_FOUR, (OF_ITEM, f"{SECOND}\n        {WAIT}\n        {RELEASE}",
+        replace(OF_FOUR, hidden_size=1152), (OF_ITEM, f"{SECOND}\n        {WAIT}\n        {RELEASE}",
                   f"{RELEASE}\n        {SECOND}\n        {WAIT}", NUMBERS),
     ),
     "B is not released": (STATIONARY, (OF_ITEM, "release_b(b_ring, piece, arrivals)", "pass", "deadlock")),
