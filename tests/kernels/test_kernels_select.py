@@ -151,9 +151,9 @@ def test_a_layers_own_limits_are_the_reason_where_triton_runs() -> None:
 def test_rows_are_packed_by_triton_where_it_has_e4m3(
     capability: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tilemoe.kernels.experts.triton_fp8 import backend
+    from tilemoe.kernels.experts.triton_fp8 import operands
 
-    monkeypatch.setattr(backend, "gpu", lambda index: Device(capability, 0, 0))
+    monkeypatch.setattr(operands, "gpu", lambda index: Device(capability, 0, 0))
     choice = choose.choose_packing(GPU, dtype)
     assert choice.name == ("triton" if capability == 89 else "torch")
     assert reason in choice.reason

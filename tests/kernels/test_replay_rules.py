@@ -251,16 +251,17 @@ def test_the_current_stream_of_each_call(monkeypatch: pytest.MonkeyPatch) -> Non
         assert {event[4] for event in found if event[0].endswith("_kernel")} == {stream}
 
 
-@pytest.mark.parametrize("operator", ["moe", "select"])
+@pytest.mark.parametrize("operator", ["moe", "moe_h_in_fp8", "select"])
 def test_nothing_is_alive_after_the_call(operator: str) -> None:
-    run = repeating(library.moe_forward if operator == "moe" else router._select)
+    run = repeating(router._select if operator == "select" else library.moe_forward)
     gc.collect()
     gc.disable()
     try:
         for _ in range(4):
-            args = Case().args("moe") if operator == "moe" else select_args(spec=(2, "softmax", True, 1.0, 1, 1, 1, 1))
+            select = operator == "select"
+            args = select_args(spec=(2, "softmax", True, 1.0, 1, 1, 1, 1)) if select else Case().args(operator)
             results = run(*args)
-            refs = [StorageWeakRef(t.untyped_storage()) for t in (*tensors_of(args), *results)]
+            refs = [StorageWeakRef(t.untyped_storage()) for t in (*tensors_of(args), *tensors_of(results))]
             del args, results
             assert all(ref.expired() for ref in refs)
     finally:

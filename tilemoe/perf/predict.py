@@ -135,7 +135,7 @@ def _tile(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> tuple[int, int, int]:
     parts = 2 if kernel == "up_proj_act" and shape.is_gated else 1  # gate and up have the tile's columns each
     takes_hopper = gpu.capability == hopper.CAPABILITY and shape.element_bytes == 2
     if takes_hopper and hopper.is_faster(kernel, width_in, width_out // parts):
-        tile = hopper.tile_of(kernel, width_in)
+        tile = hopper.TILES[kernel]  # short contractions, too: the rates are of times before they had others
         unit = hopper.WARPGROUP_M if kernel in KINDS["rows"] else tile.block_m
         return tile.block_m, hopper.BLOCK_K if kernel in WEIGHT_GRADS else unit, tile.block_n
     gate_up = "concatenated" if shape.is_gated else None
