@@ -17,11 +17,13 @@ from emulated_layer import (
     recorded,
 )
 from gluon_emulator import Emulator
+from gluon_values import Int, Pointer
 from hopper_faults import FAULTS, OF_ADDING, OF_LAYOUTS, OF_STATIONARY, STATIONARY, SWIGLU, Fault
 from triton_checks import Case, assert_added_exactly, assert_inference_agrees, assert_kernels_agree
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from tilemoe.kernels.experts.hopper import gemm_stationary
 from tilemoe.testing import hostile_routings, make_inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
@@ -123,7 +125,29 @@ def test_the_forward_lists_tiles_of_both_heights_at_once() -> None:
         for i, launch in enumerate(launches)
         if name_of(launch) == "tile_lists_kernel"
     ]
-    assert listed == [(True, 128, 192), (False, 128, 0), (False, 192, 0)]
+    assert listed == [(True, 128, 1024), (False, 128, 0), (False, 192, 0)]
+
+
+def test_work_items_of_a_stationary_weight_share_an_expert_s_blocks_evenly() -> None:
+    rows_of, column_tiles = (1, 64, 0, 1024, 1025, 2049), 2
+    start = torch.tensor((0, *rows_of)).cumsum(0).int()
+    tiles = [(e, row, int(start[e + 1])) for e, n in enumerate(rows_of) for row in range(start[e], start[e] + n, 1024)]
+    columns = tuple(Pointer(column.contiguous()) for column in torch.tensor(tiles).int().T)
+    item_coords, found = Emulator().function(gemm_stationary.item_coords), list[tuple[int, ...]]()
+    total = Int(len(tiles) * column_tiles)
+    for index in range(total):
+        coords = item_coords(Int(index), total, Int(column_tiles), columns, Pointer(start), 256)
+        found.append(tuple(map(int, coords)))
+    assert {(expert, end, col) for expert, _, end, col, _ in found} == {
+        (expert, int(start[expert + 1]), col) for expert, n in enumerate(rows_of) if n for col in (0, 256)
+    }
+    for expert, n in enumerate(rows_of):
+        for col in (0, 256):
+            items = [(row, count) for e, row, _, c, count in found if (e, c) == (expert, col)]
+            blocks = [row + 64 * block for row, count in items for block in range(count)]
+            assert blocks == list(range(start[expert], start[expert] + n, 64))
+            counts = [count for _, count in items]
+            assert not counts or max(counts) - min(counts) <= 1
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 3, 4, 5, 12])
