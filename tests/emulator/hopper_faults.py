@@ -89,7 +89,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "neither consumer's first wait passes": ("pingpong_consumer", "phase = 1 - CONSUMER", "phase = 0", PROTOCOL),
     "both consumers' first wait passes": ("pingpong_consumer", "phase = 1 - CONSUMER", "phase = 1", PROTOCOL),
-    "turns do not alternate": ("pingpong_consumer", "phase ^= 1", "pass", PROTOCOL),
+    "turns do not alternate": ("pingpong_consumer", "phase ^= 1", "pass", f"{PROTOCOL}|stored twice"),
     "a consumer takes the other's stages": ("pingpong_consumer", "step += steps", "pass", PROTOCOL),
     "a full stage is read early": ("issue_mma_blocks", WAIT_FULL, TAKE, PROTOCOL),
     "a stage is released with its wgmmas in flight": (

@@ -135,9 +135,9 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     ),
 }  # fmt: skip
 
-# Of a weight that stays in shared memory: three steps, and as many as stages hold of two blocks; one.
-STATIONARY = replace(UNGATED, bias=True, hidden_size=384, intermediate_size=384)
-OF_FOUR, OF_ONE = replace(STATIONARY, intermediate_size=512), replace(STATIONARY, intermediate_size=128)
+# Of a weight that stays in shared memory: as many steps as stages hold of two blocks; two; one.
+STATIONARY = OF_FOUR = replace(UNGATED, bias=True, hidden_size=384, intermediate_size=512)
+OF_TWO, OF_ONE = replace(STATIONARY, intermediate_size=256), replace(STATIONARY, intermediate_size=128)
 PRODUCER, OF_ITEM, KEPT = "scaled_producer", "scaled_mainloop_stationary", "scaled_consumer"
 NEXT = "expert, row, end, col, count = next_expert, next_row, next_end, next_col, next_count"
 PUBLISH = "publish_tile(tile_info, stage, 8 * expert"
@@ -175,7 +175,7 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     "one step's scales for all": (STATIONARY, (PRODUCER, "scales[piece]", "scales[0]", NUMBERS)),
     "B is loaded with each block": (STATIONARY, (PRODUCER, "if block == 0", "if block >= 0", EITHER)),
     "B is not loaded": (STATIONARY, (PRODUCER, "if block == 0", "if block < 0", EITHER)),
-    "a step too many": (STATIONARY, (PRODUCER, "if piece < steps", "if piece <= steps", PUBLISHED)),
+    "a step too many": (OF_TWO, (PRODUCER, "if piece < steps", "if piece <= steps", PUBLISHED)),
     "one step's A for all": (STATIONARY, (PRODUCER, "row, piece * BK", "row, 0 * piece", NUMBERS)),
     "the producer's steps are not counted": (
         STATIONARY, (PRODUCER, "                    step += 1", "                    pass", PUBLISHED),

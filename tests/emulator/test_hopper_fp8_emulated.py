@@ -56,7 +56,7 @@ OF_STATIONARY_FAULTS = (66, 0, 1100, 194, 130, 2, 0)  # two work items of one ex
 def kernels_of(case: Case) -> set[str]:
     n = case.intermediate_size
     contractions = (n, 2 * n if case.activation in GATED_ACTIVATIONS else n)
-    rows = {"gemm_stationary_kernel" if p <= 512 else "gemm_rows_kernel" for p in contractions}
+    rows = {"gemm_stationary_kernel" if p in (128, 256, 512) else "gemm_rows_kernel" for p in contractions}
     return {"up_proj_act_kernel", "gemm_dgrad_dact_kernel"} | rows
 
 

@@ -145,7 +145,7 @@ def test_registers_of_three_warpgroups_fit() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("contraction", [128, 256, 384, 512])
+@pytest.mark.parametrize("contraction", [128, 256, 512])
 def test_stationary_weight(contraction: int, bias: bool, tmp_path: Path) -> None:
     kernels, plan = HopperFp8Backend(), plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
     a, w2 = (torch.zeros(*rows, contraction, dtype=torch.bfloat16) for rows in ((plan.capacity,), (E, D)))

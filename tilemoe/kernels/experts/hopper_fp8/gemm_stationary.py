@@ -3,7 +3,7 @@
 E experts · R_max row capacity · BN tile columns · S stages of A · B_STAGES slices of B
 
 Operands as in `gemm`. The consumers are not ordered: while one multiplies by scales, the tensor cores work for the
-other. So a block has at most half as many steps as there are stages, or a consumer would wait for a stage more than one
+other. So two blocks' steps divide the stages (`host.rows_tile`), or a consumer would wait for a stage more than one
 phase ahead, and mbarriers know only a phase's parity. For lack of registers the producer decodes tiles for them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs

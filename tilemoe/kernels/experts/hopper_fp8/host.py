@@ -62,8 +62,14 @@ def rows_launch(
 
 
 def rows_tile(width_in: int) -> TileConfig:
-    """Of F2 and B3 with a contraction of that length."""
-    return STATIONARY if width_in <= STATIONARY.b_stages * BLOCK else TILE
+    """Of F2 and B3 with a contraction of that length.
+
+    Stationary: two blocks' steps divide the stages, so that a consumer meets those of its own blocks again, which it
+    has seen full. TMA loads land in any order: another's might be a phase behind.
+    """
+    steps = width_in // BLOCK
+    is_short = steps <= STATIONARY.b_stages and STATIONARY.num_stages % (2 * steps) == 0
+    return STATIONARY if is_short else TILE
 
 
 def up_proj_act_launch(
