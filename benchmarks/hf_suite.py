@@ -74,6 +74,7 @@ def compare(checkout: Path, models: Sequence[str], jobs: int) -> dict[str, Any]:
         "transformers": _version(checkout),
         "without": Counter(outcome.kind for outcome in before.outcomes.values()),
         "with": Counter(outcome.kind for outcome in after.outcomes.values()),
+        "failed_both_ways": sorted(failed(before.outcomes) & failed(after.outcomes)),
         "calls": after.calls,
         "differed_once": sorted(found.keys() - again.keys()),
         "differences": again,
@@ -125,6 +126,10 @@ def differences(before: Mapping[str, Outcome], after: Mapping[str, Outcome]) -> 
     missing = Outcome("missing", "it was not run")
     found = {test: after.get(test, missing) for test, outcome in before.items() if outcome.kind == "passed"}
     return {test: f"{kind}: {reason}" for test, (kind, reason) in found.items() if kind != "passed"}
+
+
+def failed(outcomes: Mapping[str, Outcome]) -> set[str]:
+    return {test for test, outcome in outcomes.items() if outcome.kind == "failed"}
 
 
 def _version(checkout: Path) -> str:

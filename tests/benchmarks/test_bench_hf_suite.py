@@ -70,6 +70,7 @@ def test_what_passes_without_tilemoe_alone_is_reported(checkout: Path, monkeypat
     assert (row["without"], row["with"]) == ({"passed": 3, "failed": 1}, {"passed": 1, "failed": 3})
     assert (row["transformers"], row["calls"]) == (transformers.__version__, 3)
     assert (row["differed_once"], row["differences"]) == (["b"], {"c": "failed: no"})
+    assert row["failed_both_ways"] == ["d"]
 
 
 def test_a_folder_without_such_tests(checkout: Path) -> None:

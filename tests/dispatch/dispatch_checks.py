@@ -237,6 +237,38 @@ def check_gradients_that_change_on_their_way() -> None:
         assert torch.equal(used_twice[1], ds)
 
 
+def check_a_change_that_autograd_does_not_count() -> None:
+    """Of a gradient that has left, through ``.data``: it is not sent again, and what comes is what has left."""
+    rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]
+    w1, w2, b1, b2 = make_weights(torch.float64).of(experts_of(rank))
+    plan = tilemoe.plan_topk(ids_spread(rank, tokens), E)
+    begin = exchange.WayBack.begin
+
+    def begin_and_end(way: exchange.WayBack, rows: Tensor) -> None:
+        begin(way, rows)
+        assert way._begun is not None
+        way._begun[2].arrival.wait()  # under way either may be taken, the old value or the new
+
+    def gradients(change: Callable[[Tensor], object]) -> tuple[Tensor, ...]:
+        x, scores = ones(tokens, D).double().requires_grad_(), ones(tokens, K).double().requires_grad_()
+        dispatcher = AllToAllDispatcher(transports(), E)
+        here = dispatcher.dispatch(x, plan, scores)
+        for given in (here.x, here.scores):
+            given.register_hook(change)
+        sums = tilemoe.moe(here.x, w1, w2, here.plan, here.scores, b1=b1, b2=b2)
+        return torch.autograd.grad(dispatcher.combine(sums, here).square().sum(), (x, scores, w1))
+
+    def double(gradient: Tensor) -> None:
+        gradient.data.mul_(2)
+
+    expected = gradients(lambda gradient: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.WayBack, "begin", begin_and_end)
+        found = gradients(double)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def check_gradients_taken_again_and_in_part() -> None:
     """What has left for one backward is neither taken for another's, nor left behind by one that wants less."""
     rank, tokens = dist.get_rank(), TOKENS[dist.get_rank()]

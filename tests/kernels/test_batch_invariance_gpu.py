@@ -1,8 +1,12 @@
 """On a GPU the experts give a token, its routing given, the same bits whatever the other tokens of its batch are."""
 
+from functools import partial
+
 import pytest
 import torch
-from invariance_checks import Sizes, assert_tokens_keep_their_bits, make_batch
+from invariance_checks import Sizes, assert_tokens_keep_their_bits, make_batch, results, results_in_4_bit
+
+from tilemoe.kernels.experts.registry import backend_named
 
 pytestmark = pytest.mark.gpu
 
@@ -19,4 +23,21 @@ SIZES = {
 def test_experts_of_any_batch(kernels: str, dtype: torch.dtype, name: str) -> None:
     if kernels == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels are for compute capability 9.0")
-    assert_tokens_keep_their_bits(make_batch(SIZES[name], dtype, "cuda"), kernels)
+    assert_tokens_keep_their_bits(make_batch(SIZES[name], dtype, "cuda"), partial(results, kernels=kernels))
+
+
+@pytest.mark.parametrize("name", ["many rows", "fine experts"])
+@pytest.mark.parametrize("kernels", ["triton_fp8", "hopper_fp8"])
+def test_experts_in_fp8_of_any_batch(kernels: str, name: str) -> None:
+    batch = make_batch(SIZES[name], torch.bfloat16, "cuda")
+    if why := backend_named(kernels).why_unsupported(batch.x.device, batch.x.dtype):
+        pytest.skip(why)
+    assert_tokens_keep_their_bits(batch, partial(results, kernels=kernels))
+
+
+@pytest.mark.parametrize("kernels", ["triton", "hopper"])
+def test_experts_in_4_bit_of_any_batch(kernels: str) -> None:
+    batch = make_batch(SIZES["many rows"], torch.bfloat16, "cuda")
+    if why := backend_named(kernels).why_unsupported(batch.x.device, batch.x.dtype):
+        pytest.skip(why)
+    assert_tokens_keep_their_bits(batch, partial(results_in_4_bit, kernels=kernels))

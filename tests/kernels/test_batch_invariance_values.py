@@ -3,15 +3,19 @@
 T tokens · E experts
 """
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
-from invariance_checks import Batch, Sizes, assert_tokens_keep_their_bits, make_batch
+from invariance_checks import Batch, Sizes, assert_tokens_keep_their_bits, make_batch, results, results_in_4_bit
+from torch import Tensor
 
 from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.kernels.experts.triton.configs import small_m
 from tilemoe.routing.topk import _select_fused
 
-pytestmark = [pytest.mark.process("interpreter"), pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = [pytest.mark.process("interpreter"), pytest.mark.usefixtures("poisoned_memory", "exact_products")]
 
 # An expert with rows of two tiles, the second a ragged one; and sums over two tiles of the contraction.
 SIZES = {"many rows": Sizes(140, 16, 8, 2, 2), "wide": Sizes(12, 72, 72, 2, 1)}
@@ -19,7 +23,32 @@ SIZES = {"many rows": Sizes(140, 16, 8, 2, 2), "wide": Sizes(12, 72, 72, 2, 1)}
 
 @pytest.mark.parametrize(("name", "dtype"), [("many rows", torch.float32), ("wide", torch.float16)])
 def test_experts_of_any_batch(name: str, dtype: torch.dtype) -> None:
-    assert_tokens_keep_their_bits(make_batch(SIZES[name], dtype), "triton")
+    assert_tokens_keep_their_bits(make_batch(SIZES[name], dtype), partial(results, kernels="triton"))
+
+
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy's product, the interpreter's dot, adds by a row's place in its tile on some CPUs: here it is fp64's.
+
+    On a GPU a tile is one instruction after the other, the same for each of its rows.
+    """
+    product = np.matmul
+
+    def exact(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return product(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+
+    monkeypatch.setattr(np, "matmul", exact)
+
+
+def test_experts_in_fp8_of_any_batch() -> None:
+    """Scales are of 128 neighbours of a token's own row."""
+    batch = make_batch(Sizes(20, 128, 128, 2, 2), torch.float32)
+    assert_tokens_keep_their_bits(batch, partial(results, kernels="triton_fp8"))
+
+
+def test_experts_in_4_bit_of_any_batch() -> None:
+    batch = make_batch(Sizes(20, 64, 64, 2, 2), torch.float32)
+    assert_tokens_keep_their_bits(batch, partial(results_in_4_bit, kernels="triton"))
 
 
 def test_the_batches_reach_both_tiles_of_inference_and_the_large_ones() -> None:
@@ -35,7 +64,7 @@ def test_router_given_the_logits(preset: str) -> None:
     bias = torch.randn(16, generator=generator) if cfg.router.selection_bias else None
     d_scores = torch.randn(150, 3, generator=generator)
 
-    def run(tokens: torch.Tensor) -> list[torch.Tensor]:
+    def run(tokens: Tensor) -> list[Tensor]:
         part = logits[tokens].requires_grad_()
         chosen = _select_fused(part, cfg, bias, None)
         return [chosen.expert_ids, chosen.scores.detach(), *torch.autograd.grad(chosen.scores, part, d_scores[tokens])]
@@ -46,12 +75,11 @@ def test_router_given_the_logits(preset: str) -> None:
             assert torch.equal(got, want[part])
 
 
-def test_products_that_depend_on_the_number_of_rows_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sums(batch: Batch, kernels: str) -> dict[str, torch.Tensor]:
+def test_products_that_depend_on_the_number_of_rows_are_found_out() -> None:
+    def sums(batch: Batch) -> dict[str, Tensor]:
         """In another order where there are few rows, as a BLAS adds."""
         columns = batch.x.unbind(1)
         return {"o": sum(columns[::-1] if batch.x.shape[0] < 16 else columns, start=torch.zeros(()))}
 
-    monkeypatch.setattr("invariance_checks.results", sums)
     with pytest.raises(AssertionError, match=r"o of [19] tokens"):
-        assert_tokens_keep_their_bits(make_batch(SIZES["many rows"], torch.float32), "triton")
+        assert_tokens_keep_their_bits(make_batch(SIZES["many rows"], torch.float32), sums)

@@ -136,7 +136,8 @@ class WayBack:
 
     def begin(self, rows: Tensor) -> None:
         """Send rows, which came from others, then own ones; again where something has changed, or added to, those that
-        were sent before.
+        were sent before, as far as autograd counts it. A change through ``.data``, NumPy or a kernel of one's own is
+        not seen: what has left is what comes, and rows that are under way may have it or not.
         """
         # Not data_ptr, which is 0 for rows of no bytes: all ranks must judge alike. Inference tensors count no changes.
         memory, version = rows.untyped_storage()._cdata, 0 if rows.is_inference() else rows._version

@@ -99,6 +99,7 @@ class Backend(ABC):
     reads_nf4: ClassVar[bool] = False
     # Whether a token's o and dx have the same bits whatever the other tokens of its batch are (docs/replay.md).
     batch_invariance: ClassVar[str] = "not tested"
+    nf4_batch_invariance: ClassVar[str] = "not tested"  # the same of experts in NF4 under adapters
 
     @abstractmethod
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:

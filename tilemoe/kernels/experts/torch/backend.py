@@ -23,6 +23,7 @@ class TorchBackend(Backend):
     name = "torch"
     reads_nf4 = True
     batch_invariance = "no, PyTorch's matrix products add in an order that depends on the number of rows"
+    nf4_batch_invariance = batch_invariance
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return None if dtype in FLOAT_DTYPES else f"no kernel computes in {dtype}"

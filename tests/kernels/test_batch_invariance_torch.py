@@ -1,0 +1,44 @@
+"""On a CPU what a token gets depends on the others by PyTorch's products alone: made row by row, they change no bit.
+
+T tokens · E experts
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from invariance_checks import Batch, Sizes, assert_tokens_keep_their_bits, make_batch, results, results_in_4_bit
+from torch import Tensor
+
+from tilemoe.kernels.experts.torch import grouped
+
+SIZES = Sizes(60, 256, 128, 4, 2)
+RUNS = {
+    "own dtype": partial(results, kernels="torch"),
+    "FP8": partial(results, kernels="torch_fp8"),
+    "NF4": partial(results_in_4_bit, kernels="torch"),
+}
+
+
+def row_by_row(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*operands: Tensor, out: Tensor | None = None) -> Tensor:
+        *bias, left, right = operands
+        rows = torch.cat([product(*bias, row.contiguous(), right) for row in left.split(1)])
+        return rows if out is None else out.copy_(rows)
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("experts", RUNS)
+def test_experts_of_any_batch(experts: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, row_by_row(getattr(torch, name)))
+    monkeypatch.setattr(grouped, "_is_groupable", lambda t: False)
+
+    def run(batch: Batch) -> dict[str, Tensor]:
+        found = RUNS[experts](batch)
+        return {what: tensor for what, tensor in found.items() if what != "ds"}  # a sum of PyTorch's over each row
+
+    assert_tokens_keep_their_bits(make_batch(SIZES, dtype), run)
