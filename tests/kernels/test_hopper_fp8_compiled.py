@@ -49,6 +49,7 @@ OTHER_SPILLS: dict[Case, dict[str, tuple[int, int]]] = {
     ("relu2", "concatenated", True): {"F2": (1, 0)},
 }
 SPILLS_OF_39 = {"F1": (283, 50), "F1, inference": (233, 50), "F2": (40, 7), "B1": (42, 0), "B3": (40, 7)}
+STATIONARY_SPILLS_OF_39 = 14  # with a bias: scalars of a block, loaded outside of the mainloops
 # Where ptxas has too few registers, and waits for each wgmma.
 SERIALISED = {("geglu", "interleaved", False): {"F1", "F1, inference"}} if IS_3_6 else {}
 
@@ -159,7 +160,7 @@ def test_stationary_weight(contraction: int, bias: bool, tmp_path: Path) -> None
         assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared::\w+\.global", ptx), dimensions
     assert "cp.async.c" not in ptx
     assert compiled.metadata.shared <= H200.shared_bytes
-    assert spill_loads(code) == 0
+    assert spill_loads(code) <= (0 if IS_3_6 or not bias else STATIONARY_SPILLS_OF_39)
     assert_threads_meet_before_tma_stores(ptx)
     assert_threads_meet_after_tile_info(ptx)
     assert_threads_meet_before_release(ptx)
