@@ -4,8 +4,8 @@
     python benchmarks/fuzz.py --report
 
 ``--share`` of the parts of a full run: 10^4 wrong calls of several arguments (and every one of a single argument), 10^6
-routings through the torch backend, 10^4 through Triton's interpreter and, where there is a GPU, 10^4 on it. Each of
-these on 16 cores takes about 8 minutes:
+routings through the torch backend, 10^4 through Triton's interpreter and, where there is a GPU, 10^4 on it. On 16
+cores the first takes about 8 minutes, the second perhaps 10 and the third 3, by:
 
     timeout 480 python benchmarks/fuzz.py --seed N -n 16 --dist worksteal -k torch_backend
     timeout 480 python benchmarks/fuzz.py --seed N -n 16 --dist worksteal -k interpreter
