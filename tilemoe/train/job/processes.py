@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from tilemoe.train.job.signals import heed_sigterm
+
 # torchrun stops a job's processes within a tenth of a second of the first that fails; on a busy machine rank 0 may come
 # to the same point seconds later.
 _HELD_BACK_SECONDS = 20.0
@@ -71,6 +73,7 @@ class Job:
             if self.is_alone:
                 raise
             if not self.is_first:
+                heed_sigterm()
                 time.sleep(_HELD_BACK_SECONDS)
             raise JobError(f"{self.name}: {error}") from error
 
