@@ -8,16 +8,22 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tilemoe.config import ParallelConfig
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.triton_fp8 import operands
 from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
+from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
+from tilemoe.runtime.kept import weights_stand
 from tilemoe.testing import assert_equal
 
 
@@ -156,6 +162,78 @@ def test_nothing_is_kept_among_processes(launched: list[tuple[int, ...]], monkey
     assert not is_same(quantized_weight(weight, 2), before)
     quantized_weight(weight, 2)
     assert launched == [(1, 2), (2,), (2,)]
+
+
+def test_what_stands_is_kept_among_processes(launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = a_weight()
+    before = quantized_weight(weight, 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with weights_stand():
+        first, second = quantized_weight(weight, 2), quantized_weight(weight, 1)
+        assert not is_same(first, before), "of the time before there were processes"
+        assert is_same(quantized_weight(weight, 2), first)
+        assert is_same(quantized_weight(weight, 1), second)
+        assert launched == [(1, 2)] * 2
+        data = weakref.ref(second.data)
+    del first, second
+    gc.collect()
+    assert data() is None
+    with weights_stand():
+        quantized_weight(weight, 1)
+    assert launched == [(1, 2)] * 3
+
+
+class _Products(torch.autograd.Function):
+    """x (T,q) times weight (E,p,q) of both FP8 operands, as F2 and B1 read them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.einsum("tq,epq->tp", x, quantized_weight(weight, 2).dense(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx = torch.einsum("tp,epq->tq", grads[0], quantized_weight(weight, 1).dense(x.dtype))
+        return dx, torch.einsum("tp,tq->pq", grads[0], x).expand_as(weight).contiguous()
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = a_weight(dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(_Products.apply(x, self.weight))
+
+
+@pytest.mark.parametrize(("between", "a_step"), [("nothing", 6), ("weights", 1), ("weights_and_gradients", 1)])
+def test_a_weight_that_fsdp_gathers_is_quantised_once_a_step(
+    between: Literal["nothing", "weights", "weights_and_gradients"], a_step: int, launched: list[tuple[int, ...]]
+) -> None:
+    """In a step of three micro-batches whose gathers PyTorch's version counter does not tell of."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = ParallelConfig(between_micro_batches=between, reshard_after_forward=False)
+        model = _Layer()
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(2):
+            launched.clear()
+            values = model.weight.detach().to_local().bfloat16()
+            with micro_batches(config):
+                for part in range(3):
+                    begin_micro_batch(model, config, is_last=part == 2)
+                    x = torch.ones(4, 256, dtype=torch.bfloat16, requires_grad=True)
+                    o = model(x)
+                    o.backward(torch.ones_like(o))
+                    assert_equal(o, torch.einsum("tq,epq->tp", x, quantize(values, WEIGHTS).dense(x.dtype)))
+            assert len(launched) == a_step
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nothing_is_kept_of_a_launch_that_is_withheld(

@@ -5,6 +5,7 @@ E experts · e experts of a process · d model width · n expert width · w = 2n
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -19,6 +20,7 @@ from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import Block, DecoderLM
 from tilemoe.parallel.expert import even_placements, expert_parallel
 from tilemoe.parallel.mesh import Meshes
+from tilemoe.runtime.kept import weights_stand
 
 
 def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, is_last: bool) -> None:
@@ -50,6 +52,11 @@ def shard_rest(model: DecoderLM, meshes: Meshes) -> None:
     register_fsdp_forward_method(model, "next_logits")
     if meshes.experts is not None:
         _prefetch(model)
+
+
+def micro_batches(config: ParallelConfig) -> AbstractContextManager[None]:
+    """Around the micro-batches of a step: weights that stay whole between them are quantised once."""
+    return nullcontext() if config.between_micro_batches == "nothing" else weights_stand()
 
 
 def begin_micro_batch(model: nn.Module, config: ParallelConfig, *, is_last: bool) -> None:

@@ -27,7 +27,7 @@ from tilemoe.layers.experts import Experts, accumulate_grads
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.expert import rows_of_experts
-from tilemoe.parallel.fsdp import begin_micro_batch
+from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
 from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.routing.balance import sum_over_ranks
@@ -174,7 +174,7 @@ class Trainer:
         lr = learning_rate(self.step, train.steps, optim)
         set_learning_rate(self.optimizer, lr)
         self._progress.step = self.step + 1
-        with self._logits_in(f"step {self.step + 1}"):
+        with self._logits_in(f"step {self.step + 1}"), micro_batches(self.recipe.parallel):
             loss, aux_loss, routed = self._accumulate()
         self._progress.mark()
         counts = routed.rows.sum(0)

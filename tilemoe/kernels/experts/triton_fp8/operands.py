@@ -17,6 +17,7 @@ from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import WEIGHTS
 from tilemoe.kernels.experts.triton_fp8.quantize import dense_rows_launch, rows_launch, weight_launch
 from tilemoe.runtime.device import gpu
+from tilemoe.runtime.kept import kept_while_weights_stand
 from tilemoe.runtime.launch_trace import recorder
 from tilemoe.runtime.precompile import withholds_values
 
@@ -32,7 +33,7 @@ class _Kept(NamedTuple):
     operands: dict[int, Operand]  # by the dimension that is contracted
 
 
-# A cache: an entry ends with its weight, and counts only while the weight's version counter stands.
+# A cache of a process alone: an entry ends with its weight, and counts only while the version counter stands.
 _KEPT = WeakTensorKeyDictionary()
 
 
@@ -64,22 +65,24 @@ def why_no_e4m3(device: torch.device) -> str | None:
 def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """A weight (E, p, q) as what is contiguous along ``contracted``, 1 or 2, unless it is quantised already.
 
-    It is kept until the weight is written to, as PyTorch counts it: by the optimiser's step, not through ``.data``. A
-    16-bit weight that will be trained is quantised for both contractions at once.
+    It is kept until the weight is written to, as PyTorch counts it: by the optimiser's step, not through ``.data``.
+    Among processes it is kept while `weights_stand`. A 16-bit weight that will be trained is quantised for both
+    contractions at once.
     """
     if isinstance(weight, Operand):
         return weight
     find, watcher = partial(_data_and_scale, contracted=contracted), recorder()
-    data, scale = find(weight) if watcher is None or not _can_be_kept(weight) else watcher.kept(find, weight)
+    data, scale = find(weight) if watcher is None or _cache(weight) is None else watcher.kept(find, weight)
     return Operand(data, scale, WEIGHTS, weight.dtype)
 
 
 def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
     """Those that are kept, or made now."""
-    if not _can_be_kept(weight):
+    cache = _cache(weight)
+    if cache is None:
         operand = _quantize(weight, (contracted,))[contracted]
         return operand.data, operand.scale
-    kept, now = _KEPT.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
+    kept, now = cache.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
     if kept is None or kept[:3] != now:
         kept = _Kept(*now, {})
     if contracted not in kept.operands:
@@ -87,7 +90,7 @@ def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
         both = weight.requires_grad and weight.element_size() == 2
         kept.operands.update(_quantize(weight, (1, 2) if both else (contracted,)))
         if not withholds_values():
-            _KEPT[weight] = kept
+            cache[weight] = kept
     operand = kept.operands[contracted]
     return operand.data, operand.scale
 
@@ -103,12 +106,12 @@ def _stream_of(weight: Tensor) -> int:
     return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
 
 
-def _can_be_kept(weight: Tensor) -> bool:
-    """Whether a later call may read the same operands: the version counter tells of every change.
+def _cache(weight: Tensor) -> WeakTensorKeyDictionary | None:
+    """Where a later call may find the same operands: the version counter tells of every change.
 
-    Not where another process may change it (FSDP's all-gather leaves the counter), and not in a CUDA graph, which is
-    to quantise whenever it is replayed.
+    Where another process may change the weight (FSDP's all-gather leaves the counter), only while weights are known to
+    stand; in a CUDA graph, which is to quantise whenever it is replayed, never.
     """
-    if not weight.is_leaf or weight.is_inference() or (dist.is_available() and dist.is_initialized()):
-        return False
-    return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not weight.is_leaf or weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return kept_while_weights_stand() if dist.is_available() and dist.is_initialized() else _KEPT
