@@ -1,6 +1,6 @@
 """Held-out loss of language models trained with FP8 operands and without, and how far gradients turn.
 
-    python benchmarks/fp8_quality.py run --recipe single-gpu --steps 2000 --seeds 3
+    python benchmarks/fp8_quality.py run --recipe single-gpu-100m --corpus FOLDER --precisions bf16,fp8 --seeds 3
     python benchmarks/fp8_quality.py run --recipe fp8-smoke --seeds 3        (minutes on a CPU)
     python benchmarks/fp8_quality.py table
     python benchmarks/fp8_quality.py curves --recipe single-gpu
@@ -60,7 +60,12 @@ def measure(recipe: Recipe, device: torch.device) -> Row:
         trainer.train_step()
         if step * POINTS % recipe.train.steps < POINTS:
             curve.append([step, round(heldout_loss(trainer, recipe), 6)])
-    return {"heldout_nats": curve[-1][1], "curve": curve, "gradients_off": gradients_off(trainer, recipe)}
+    return {
+        "heldout_nats": curve[-1][1],
+        "curve": curve,
+        "gradients_off": gradients_off(trainer, recipe),
+        "corpus_digest": trainer.data_fingerprint,
+    }
 
 
 def heldout_loss(trainer: Trainer, recipe: Recipe) -> float:
@@ -114,6 +119,7 @@ def recipe_of(name: str, steps: int) -> Recipe:
 def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
     """Every run, seed by seed, so that what is there can be compared."""
     base = recipe_of(args.recipe, args.steps)
+    base = replace(base, data=replace(base.data, corpus=args.corpus or base.data.corpus))
     for seed in range(args.seeds):
         for precision in args.precisions.split(","):
             what = (args.recipe, precision, seed, base.train.steps)
@@ -187,6 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["run", "table", "curves"])
     parser.add_argument("--recipe", default="fp8-smoke")
+    parser.add_argument("--corpus", help="in place of the recipe's, as data.corpus")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), help="commas between")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="in place of the recipe's")
