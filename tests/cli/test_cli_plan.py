@@ -75,6 +75,27 @@ def test_json_of_a_preset_in_any_case(run: Run) -> None:
     assert set(plan["others"]) == set(STYLES)
 
 
+def test_the_other_designs_steps(run: Run) -> None:
+    plan = as_json(run, "--preset", "olmoe")
+    status, out, _ = run("plan", "--preset", "olmoe", "--others")
+    assert status == 0
+    for name, style in STYLES.items():
+        found, other = style(OLMOE), plan["others"][name]
+        assert other["backward_peak_bytes"] == found.backward_peak_bytes
+        assert other["padding"] == {"tile_rows": found.tile_rows, "waste": found.padding_waste}
+        steps = {step["step"]: step["predicted_ms"] for step in other["steps"]}
+        assert list(steps) == [*found.forward, *found.backward]
+        assert sum(other["predicted_ms"].values()) == pytest.approx(sum(steps.values()))
+        table = out.split(f"\n{name}, tiles of {found.tile_rows} rows\n")[1]
+        for step, milliseconds in steps.items():
+            assert re.search(rf"^{re.escape(step)} +bf16 .* {milliseconds:.3f}  ", table, flags=re.M)
+    (ours,) = re.findall(r"^tilemoe .* ([\d.]+) +([\d.]+)$", out, flags=re.M)
+    routed = [step for step in plan["steps"] if step["step"].startswith(("logits", "route"))]
+    for part, shown in zip(("forward", "backward"), ours, strict=True):
+        router = sum(step["predicted_ms"] for step in routed if step["part"] == part)
+        assert float(shown) == pytest.approx(plan["times"][part]["predicted_ms"] - router, abs=1e-3)
+
+
 def test_h_kept_in_fp8(run: Run) -> None:
     plan, plain = (as_json(run, "--train", "--gpus", 8, *options) for options in (("--save", "fp8"), ()))
     assert plan["memory"]["saved_bytes"] == saved_bytes(replace(OLMOE, save="fp8")) < plain["memory"]["saved_bytes"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilemoe.checks import shown
 from tilemoe.cli.parsing import parse
-from tilemoe.cli.plan_tables import layer_lines, training_lines
+from tilemoe.cli.plan_tables import layer_lines, other_lines, training_lines
 from tilemoe.config import ModelConfig, MoEConfig, Save, require_save
 from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_config, read_settings
 from tilemoe.models.hf_config import config_from_hf, layer_from_hf
@@ -42,6 +42,7 @@ class PlanOptions:
     dtype: str = "bf16"  # bf16, fp16, fp8, tf32 or fp32
     save: Save | None = None  # how h is kept for the backward, full or fp8; default: as the checkpoint has it, or full
     gpu: str = "H200"  # in any case
+    others: bool = False  # each step of ScatterMoE- and grouped_mm-style layers, too
     train: bool = False  # the whole model in training, too
     seq_len: int | None = None  # of --train; default: 4096, or the model's longest
     mfu: float = 0.35  # of --train: the share of the GPU's stated bf16 rate that the model's FLOPs take
@@ -79,7 +80,7 @@ def run(arguments: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(plan, indent=2, allow_nan=False))
         return
-    print("\n".join(layer_lines(plan)))
+    print("\n".join([*layer_lines(plan), *(other_lines(plan) if options.others else ())]))
     if options.train:
         print("\n" + "\n".join(training_lines(plan["train"])))
 
