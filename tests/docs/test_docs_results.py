@@ -70,6 +70,30 @@ def test_what_hosts_do_on_the_smallest_cases_is_recorded() -> None:
     assert f"{', '.join(f'{each:.2f}' for each in faster[:2])} and {faster[2]:.2f} ms" in RESULTS.replace("\n", " ")
 
 
+def test_what_fp8_gains_is_the_newest_recorded_on_every_page() -> None:
+    """Least and most of the cases: the forward, and both parts together."""
+    forward, both = [], []
+    for row in newest("fp8_layer", mode="sustained", contestant="tilemoe[hopper_fp8]").values():
+        forward.append(1 / row["forward_ratio"])
+        times = [sum(each[f"{part}_ms"]["median"] for part in PARTS) for each in (row["baseline"], row)]
+        both.append(times[0] / times[1])
+    ranges = [f"{min(each):.2f} to {max(each):.2f}" for each in (forward, both)]
+    for page in ("docs/results.md", "docs/fp8.md", "CHANGELOG.md"):
+        text = (ROOT / page).read_text(encoding="utf-8").replace("\n", " ")
+        assert re.search(rf"forward (?:is )?{ranges[0]} times.*?{ranges[1]}\s+times", text), page
+
+
+def test_what_is_left_without_hosts_is_the_newest_recorded() -> None:
+    rows = newest("layer", mode="alone", contestant="sonic-moe").values()
+    least_and_most = [
+        f"{min(ratios):.2f} to {max(ratios):.2f}"
+        for part in PARTS
+        if (ratios := [row[f"{part}_ratio"] for row in rows])
+    ]
+    assert f"{least_and_most[0]} times as fast as sonic-moe's, backwards {least_and_most[1]}" in RESULTS
+    assert f"{least_and_most[0]} times as fast" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
 def test_each_number_of_the_readme_is_on_the_list() -> None:
     """What its results say apart from the table: each is in a row of docs/results.md, with how to have it again."""
     prose = README.split("## Results")[1].split("## Why this one")[0]
