@@ -1,23 +1,30 @@
-"""The constants of `tilemoe.perf.predict`, by least squares of the relative error over some of the recorded kernels.
+"""The constants of `tilemoe.perf.predict`, by least squares of the relative error over some of the recorded kernels,
+and those of `tilemoe.perf.styles`, over some of ScatterMoE's recorded layers.
 
     python benchmarks/fit_planner.py
 
-prints them; tests/perf/test_perf_predict.py holds the module to them, and its predictions to what is not fitted here.
+prints them; tests/perf holds the modules to them, and their predictions to what is not fitted here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from tilemoe.bench import cases, record
 from tilemoe.perf.hardware import GPUS
-from tilemoe.perf.predict import KINDS, LAUNCH_MS, LAUNCHES, Rate, amounts
+from tilemoe.perf.predict import KINDS, LAUNCH_MS, LAUNCHES, LAYER_BACKWARD, LAYER_FORWARD, Rate, amounts, step_ms
+from tilemoe.perf.styles import SCATTERMOE_RATES, scattermoe
+from tilemoe.shape import MoEShape
 
 # Narrow and wide experts, few and many, small and large d. The other cases are for the test.
 FITTED = ("7B-n256", "Qwen3-Next", "Qwen3-235B", "30B-n256")
 FITTED_IN_FP8 = ("Qwen3-Next", "Qwen3-235B", "30B-n256")
+SCATTERMOE_COMMIT = "8c0611873664"  # whose rows are of all seven cases on one machine
 Point = tuple[float, float, float]  # two amounts, and the milliseconds beyond the launch
 
 
@@ -58,6 +65,54 @@ def _rate(
     return Rate(*(1 / cost if cost else math.inf for cost in solve(points)))
 
 
+def fit_scattermoe() -> tuple[Rate, float, float]:
+    """Its products' rate, TB/s of its sums, and the milliseconds that its forward waits for the host.
+
+    From sustained layers, of which passes at the rate of ours and the router's steps as of ours are taken off.
+    """
+    products, sums = SCATTERMOE_RATES["products"], SCATTERMOE_RATES["sums"]
+    equations, known = [], []
+    for name, row in scattermoe_rows().items():
+        if name not in FITTED:
+            continue
+        style = scattermoe(cases.MAIN[name])
+        for part, steps in (("forward", style.forward), ("backward", style.backward)):
+            fitted = [step for step in steps.values() if step.rate in (products, sums)]
+            of_products = [step for step in fitted if step.rate == products]
+            amount = (
+                sum(step.flops or 0.0 for step in of_products) / 1e9,
+                sum(step.cost.bytes for step in of_products) / 1e9,
+                sum(step.cost.bytes for step in fitted if step.rate == sums) / 1e9,
+                1.0 if part == "forward" else 0.0,
+            )
+            passes = [replace(step, wait_ms=0.0) for step in steps.values() if step not in fitted]
+            rest = sum(step.predicted_ms(GPUS["H200"], "bf16") for step in passes) + LAUNCH_MS * len(fitted)
+            time = row[f"{part}_ms"]["median"]
+            equations.append([value / time for value in amount])
+            known.append(1 - (rest + router_ms(cases.MAIN[name], part)) / time)
+    flops, moved, summed, wait = np.linalg.lstsq(np.array(equations), np.array(known))[0]
+    return Rate(1 / flops, 1 / moved), 1 / summed, wait
+
+
+def scattermoe_rows() -> dict[str, dict[str, Any]]:
+    """Case to its sustained row."""
+    return {
+        row["case"]: row
+        for row in record.rows("layer")
+        if (row["contestant"], row["mode"], row["commit"]) == ("scattermoe", "sustained", SCATTERMOE_COMMIT)
+    }
+
+
+def router_ms(shape: MoEShape, part: str) -> float:
+    """Predicted milliseconds of our router's forward or backward."""
+    steps = LAYER_FORWARD if part == "forward" else LAYER_BACKWARD
+    return sum(step_ms(step, shape, GPUS["H200"]) for step in steps if step.startswith(("logits", "route")))
+
+
 if __name__ == "__main__":
     for kind, rate in fit().items():
         print(f'        "{kind}": Rate({rate.first:.4g}, {rate.second:.4g}),')
+    products, sums, wait = fit_scattermoe()
+    print(
+        f"scattermoe: products Rate({products.first:.4g}, {products.second:.4g}), sums {sums:.4g}, wait {wait:.4g} ms"
+    )

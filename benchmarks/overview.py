@@ -1,6 +1,6 @@
 """The README's figure: time and peak memory of each peer over ours, of the layer and of steps of transformers' models.
 
-python benchmarks/overview.py
+benchmarks/figures.py draws it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,9 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-# Of the peers: far enough apart in lightness to be told in grey.
-STYLES = MappingProxyType(
-    {
-        "sonic-moe": {"facecolor": "#1b3a6b"},
-        "scattermoe": {"facecolor": "#e08214", "hatch": "//"},
-        "grouped_mm": {"facecolor": "#d9d9d9", "hatch": ".."},
-    }
-)
-OUTLINE = MappingProxyType({"edgecolor": "black", "linewidth": 0.5})
+from tilemoe.palette import spread
+
+STYLES = MappingProxyType(dict(zip(("sonic-moe", "scattermoe", "grouped_mm"), spread(3), strict=True)))
 TITLES = ("one layer, forward and backward", "a training step of transformers' models")
 
 Row = dict[str, Any]
@@ -38,8 +31,8 @@ class Bar(NamedTuple):
     commit: str
 
 
-def draw(results: Path) -> Path:
-    """Draw figures/overview.svg of the rows in ``results``."""
+def draw(results: Path, folder: Path) -> Path:
+    """Draw overview.svg into ``folder``, of the rows in ``results``."""
     bars = newest_bars(results)
     figure, axes = plt.subplots(2, 2, figsize=(13, 5.6), sharex="col", sharey="row", layout="constrained")
     for column, title in enumerate(TITLES):
@@ -49,19 +42,18 @@ def draw(results: Path) -> Path:
             for index, bar in enumerate(here):
                 at = place + 0.28 * (index - (len(here) - 1) / 2)
                 for axis, value in zip(axes[:, column], (bar.time, bar.memory), strict=True):
-                    axis.bar_label(axis.bar(at, value, 0.26, **OUTLINE, **STYLES[bar.peer]), fmt="%.2f", fontsize=7)
+                    axis.bar_label(axis.bar(at, value, 0.26, **STYLES[bar.peer].bar), fmt="%.2f", fontsize=7)
         axes[0, column].set_title(title, fontsize=10)
         axes[1, column].set_xticks(range(len(groups)), groups, rotation=25, ha="right", fontsize=8)
     for axis in axes.flat:
         axis.axhline(1.0, color="black", linewidth=0.8)
     axes[0, 0].set_ylabel("time over tilemoe's")
     axes[1, 0].set_ylabel("peak memory over tilemoe's")
-    handles = [plt.Rectangle((0, 0), 1, 1, **OUTLINE, **style) for style in STYLES.values()]
+    handles = [plt.Rectangle((0, 0), 1, 1, **style.bar) for style in STYLES.values()]
     figure.legend(handles, list(STYLES), loc="outside lower center", ncols=len(STYLES))
     commits = ", ".join(sorted({bar.commit for bar in bars}))
     figure.suptitle(f"Above 1 tilemoe is faster, or smaller · one H200 · {commits}")
-    path = results / "figures" / "overview.svg"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / "overview.svg"
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path
@@ -102,7 +94,3 @@ def over_ours(row: Row) -> tuple[float, float]:
     time = [side["forward_ms"]["median"] + side["backward_ms"]["median"] for side in (row, ours)]
     peak = [max(side["forward_peak_bytes"], side["backward_peak_bytes"]) for side in (row, ours)]
     return time[0] / time[1], peak[0] / peak[1]
-
-
-if __name__ == "__main__":
-    print(draw(RESULTS))

@@ -8,6 +8,7 @@ from typing import Any
 
 from tilemoe.bench import record
 from tilemoe.config import ROUNDING_MODES
+from tilemoe.palette import STYLES, spread
 
 NAME = "token_rounding"
 TOPK, FULL = "top-K", "full tiles"
@@ -63,7 +64,7 @@ def table(args: argparse.Namespace) -> None:
         print("| " + " | ".join(cells) + " |")
 
 
-def plot(args: argparse.Namespace) -> None:
+def plot(args: argparse.Namespace) -> Path:
     """Speed-up of forward + backward over top-K, and the rows that top-K pads, over the cases."""
     import matplotlib.pyplot as plt
 
@@ -75,22 +76,23 @@ def plot(args: argparse.Namespace) -> None:
     names = [name for name in (*ROUNDING_MODES,) if any(found == name for _, found in rows)]
     figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
     width = 0.8 / max(1, len(names))
-    for index, name in enumerate(names):
+    for index, (name, style) in enumerate(zip(names, spread(len(names)), strict=True)):
         here = [(place, rows[case, name]) for place, case in enumerate(cases) if (case, name) in rows]
         places = [place + index * width for place, _ in here]
-        axes[0].bar(places, [row["total_speedup"] for _, row in here], width, label=name)
+        axes[0].bar(places, [row["total_speedup"] for _, row in here], width, label=name, **style.bar)
     axes[0].axhline(1.0, color="black", linewidth=0.8)
     axes[0].set_ylabel("forward + backward: top-K over this")
     axes[0].legend(ncols=len(names))
     centres = [place + 0.4 - width / 2 for place in range(len(cases))]
     padded = [rows[case, TOPK]["waste_percent"] if (case, TOPK) in rows else 0.0 for case in cases]
-    axes[1].bar(centres, padded, 0.8)
+    axes[1].bar(centres, padded, 0.8, **STYLES[-1].bar)
     axes[1].set_ylabel("rows that top-K pads, %")
     axes[1].set_xticks(centres, cases, rotation=30, ha="right")
     some = next(iter(rows.values()))
     figure.suptitle(f"Token rounding · {some['gpu'] or some['machine']} · {some['commit']}")
     path = Path(args.out) / "token-rounding.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     print(path)
+    return path

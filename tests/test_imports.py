@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"activations", "checks"},
     "plan": {"checks", "runtime"},
     "shape": set(),
+    "palette": set(),
     "kernels": _LEAVES,
     "ops": _LEAVES | {"kernels"},
     "routing": _LEAVES | {"kernels", "ops"},
@@ -37,10 +38,11 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"checks"},
     "recipes": set(),
     "perf": {"shape", "kernels", "config", "models"},
-    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf"},
+    "train": _BELOW_LAYERS | {"layers", "models", "parallel", "data", "recipes", "perf", "palette"},
     "integrations": _BELOW_LAYERS | {"dispatch", "layers", "models"},
-    "bench": _BELOW_LAYERS | {"layers", "models", "perf"},
-    "cli": _BELOW_LAYERS | {"layers", "models", "data", "recipes", "train", "perf", "integrations", "bench", "testing"},
+    "bench": _BELOW_LAYERS | {"layers", "models", "perf", "palette"},
+    "cli": _BELOW_LAYERS
+    | {"layers", "models", "data", "recipes", "train", "perf", "integrations", "bench", "testing", "palette"},
     "testing": _BELOW_LAYERS | {"reference"},
     "__main__": {"cli"},
 }
@@ -53,6 +55,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "config": set(),
     "recipes": set(),
     "shape": set(),
+    "palette": set(),
     "perf": set(),
     "data": {"numpy", "tokenizers", "pyarrow", "transformers", "jinja2"},  # the last two for chat templates alone
     "integrations": {"torch", "transformers", "torchtitan", "spmd_types", "safetensors", "peft"},

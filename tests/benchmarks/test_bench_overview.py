@@ -7,6 +7,8 @@ from typing import Any
 import overview
 import pytest
 
+from tilemoe.bench import record
+
 SIZES = {"num_tokens": 8, "hidden_size": 4, "intermediate_size": 2, "num_experts_per_tok": 2}
 
 
@@ -37,12 +39,12 @@ def test_there_is_a_bar_for_each_newest_row(tmp_path: Path) -> None:
         overview.Bar(0, "large", "sonic-moe", pytest.approx(2.0), 1.25, "0123456"),
         overview.Bar(1, "model", "grouped_mm", 1.2, 1.25, "abcdefa"),
     ]
-    assert overview.draw(tmp_path).read_text().count("<svg") == 1
+    assert overview.draw(tmp_path, tmp_path).read_text().count("<svg") == 1
 
 
 def test_the_figure_in_the_tree_is_of_the_newest_rows() -> None:
-    drawn = (overview.RESULTS / "figures" / "overview.svg").read_text(encoding="utf-8")
-    values = [f"{value:.2f}" for bar in overview.newest_bars(overview.RESULTS) for value in (bar.time, bar.memory)]
+    drawn = (record.RESULTS / "figures" / "overview.svg").read_text(encoding="utf-8")
+    values = [f"{value:.2f}" for bar in overview.newest_bars(record.RESULTS) for value in (bar.time, bar.memory)]
     assert sorted(values) == sorted(value for value in drawn_texts(drawn) if value in values)
 
 

@@ -13,7 +13,7 @@ from helpers import run_python
 
 from tilemoe.cli.plan import preset_named
 from tilemoe.kernels.experts.memory import backward_peak_bytes, saved_bytes
-from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
+from tilemoe.models.presets import MOE_PRESETS
 from tilemoe.perf.costs import kernel_costs, layer_roofline_ms
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, find_gpu
 from tilemoe.perf.padding import padding_waste
@@ -23,6 +23,7 @@ from tilemoe.shape import MoEShape
 
 OLMOE = MoEShape(32768, 2048, 1024, 64, 8)
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+BAR = 1.5  # seconds
 Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
 
 # Sizes that every kind of config.json has, and a few of its own.
@@ -73,6 +74,27 @@ def test_json_of_a_preset_in_any_case(run: Run) -> None:
         name: cost.flops for name, cost in kernel_costs(shape).items()
     }
     assert set(plan["others"]) == set(STYLES)
+
+
+def test_the_other_designs_steps(run: Run) -> None:
+    plan = as_json(run, "--preset", "olmoe")
+    status, out, _ = run("plan", "--preset", "olmoe", "--others")
+    assert status == 0
+    for name, style in STYLES.items():
+        found, other = style(OLMOE), plan["others"][name]
+        assert other["backward_peak_bytes"] == found.backward_peak_bytes
+        assert other["padding"] == {"tile_rows": found.tile_rows, "waste": found.padding_waste}
+        steps = {step["step"]: step["predicted_ms"] for step in other["steps"]}
+        assert list(steps) == [*found.forward, *found.backward]
+        assert sum(other["predicted_ms"].values()) == pytest.approx(sum(steps.values()))
+        table = out.split(f"\n{name}, tiles of {found.tile_rows} rows\n")[1]
+        for step, milliseconds in steps.items():
+            assert re.search(rf"^{re.escape(step)} +bf16 .* {milliseconds:.3f}  ", table, flags=re.M)
+    (ours,) = re.findall(r"^tilemoe .* ([\d.]+) +([\d.]+)$", out, flags=re.M)
+    routed = [step for step in plan["steps"] if step["step"].startswith(("logits", "route"))]
+    for part, shown in zip(("forward", "backward"), ours, strict=True):
+        router = sum(step["predicted_ms"] for step in routed if step["part"] == part)
+        assert float(shown) == pytest.approx(plan["times"][part]["predicted_ms"] - router, abs=1e-3)
 
 
 def test_h_kept_in_fp8(run: Run) -> None:
@@ -130,15 +152,24 @@ def test_the_text_s_layer_of_a_model_of_several_parts(tmp_path: Path, run: Run) 
     assert CONFIGS[3][1] in run("plan", "--checkpoint", tmp_path)[1]
 
 
-@pytest.mark.parametrize("arguments", [(), ("--train", "--json")], ids=["layer", "model"])
+@pytest.mark.parametrize(
+    "arguments", [(), ("--train", "--json"), ("--plot", "plan.png")], ids=["layer", "model", "plot"]
+)
 def test_it_is_quick_and_without_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """By the processor's seconds, whatever else it does; the first of matplotlib's on a machine looks for fonts."""
     (tmp_path / "config.json").write_text(json.dumps(COMMON | CONFIGS[0][0]))
+    given = [str(tmp_path / word) if word.endswith(".png") else word for word in arguments]
     code = (
-        "import sys, time\nstart = time.perf_counter()\nfrom tilemoe.cli.main import main\n"
+        "import sys, time\nfrom tilemoe.cli.main import main\n"
         "assert main(['plan', '--checkpoint', *sys.argv[1:]]) == 0\n"
-        "print('torch' in sys.modules, time.perf_counter() - start < 1.5)"
+        "print('torch' in sys.modules, time.process_time())"
     )
-    assert run_python(code, str(tmp_path), *arguments).splitlines()[-1] == "False True"
+    seconds = []
+    while len(seconds) < 3 and min(seconds, default=BAR) >= BAR:
+        imported, taken = run_python(code, str(tmp_path), *given).splitlines()[-1].split()
+        assert imported == "False"
+        seconds.append(float(taken))
+    assert min(seconds) < BAR
 
 
 def test_a_checkpoint_and_the_hub(finished: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,21 +187,37 @@ def test_a_checkpoint_and_the_hub(finished: Path, run: Run, monkeypatch: pytest.
     assert asked == [("org/name", ["config.json"])]
 
 
-@pytest.mark.parametrize("name", MODEL_PRESETS)
+@pytest.mark.parametrize("name", MOE_PRESETS)
 def test_a_whole_model_in_training(name: str, run: Run) -> None:
-    arguments = ("--preset", name, "--train", "--gpus", 256, "--tokens-per-day", 1e12)
+    arguments = ("--preset", name, "--train", "--gpus", 256, "--seq-len", 1024, "--tokens-per-day", 1e12)
     train = as_json(run, *arguments)["train"]
     assert [(setup["dtype"], setup["expert_parallel"]) for setup in train["setups"]] == [
         ("bf16", 1), ("bf16", 8), ("fp8", 1), ("fp8", 8),
     ]  # fmt: skip
-    for setup in train["setups"]:
+    fitting = [setup for setup in train["setups"] if setup["micro_batch"]]
+    assert fitting  # a layer of DeepSeek-V3 is gathered whole where its experts are not shared, and none holds that
+    assert all(setup["tokens_per_day"] is None for setup in train["setups"] if setup not in fitting)
+    for setup in fitting:
         per_gpu = setup["tokens_per_day"] / 256
         assert per_gpu * setup["gpus_for_tokens_per_day"] >= 1e12
         assert per_gpu * (setup["gpus_for_tokens_per_day"] - 8) < 1e12
     table = run("plan", *arguments)[1].split("training: ")[1]
     assert f"{train['parameters'] / 1e9:.2f} B parameters" in table
-    micro_batches = [str(setup["micro_batch"]) for setup in train["setups"]]
+    micro_batches = [str(setup["micro_batch"] or "none fits") for setup in train["setups"]]
     assert re.search(rf"^largest micro-batch +{' +'.join(micro_batches)}$", table, flags=re.M)
+
+
+@pytest.mark.parametrize("name", ["config.json", "other.json"])
+def test_a_whole_model_of_a_family_that_the_decoder_lacks(name: str, tmp_path: Path, run: Run) -> None:
+    """Its rotary settings, which the decoder would refuse, change nothing here."""
+    latent = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+    own = {"intermediate_size": 96, "first_k_dense_replace": 0, "rope_scaling": {"type": "yarn", "factor": 4}}
+    (tmp_path / name).write_text(json.dumps(COMMON | CONFIGS[3][0] | latent | own))
+    where = tmp_path if name == "config.json" else tmp_path / name
+    train = as_json(run, "--checkpoint", where, "--train", "--gpus", 1)["train"]
+    attention = 64 * 4 * 12 + 64 * (16 + 4) + 16 * 4 * (8 + 12) + 4 * 12 * 64
+    assert train["parameters"] == 2 * 99 * 64 + attention + 16 + 4 * (3 * 48 * 64 + 64) + 3 * 64
+    assert train["setups"][0]["memory"]["weights"] == 4 * train["parameters"]
 
 
 def test_one_gpu_alone_is_not_fsdp(run: Run) -> None:
@@ -216,7 +263,9 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
     config.write_text(json.dumps(COMMON | CONFIGS[3][0] | {"hidden_size": "wide"}))
     assert "hidden_size must be a number, got 'wide'" in fails("plan", "--checkpoint", tmp_path)
     config.write_text(json.dumps(COMMON | CONFIGS[3][0]))
-    assert "(config.json: model_type must be one of 'qwen3_moe'" in fails("plan", "--checkpoint", config, "--train")
+    assert "(config.json: qk_rope_head_dim is missing)" in fails("plan", "--checkpoint", config, "--train")
+    config.write_text(json.dumps(COMMON | CONFIGS[4][0]))
+    assert "(config.json: model_type must be one of 'qwen2_moe'" in fails("plan", "--checkpoint", config, "--train")
     config.write_text("[]")
     assert "must hold a table of settings, got list" in fails("plan", "--checkpoint", tmp_path)
     config.write_text("{")
@@ -238,7 +287,6 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
         (("--tokens", "many"), "--tokens"),
         (("--plot", "plan.gif"), "--plot must end in .png, .svg, .pdf"),
         (("--plot", "nowhere/plan.png"), "no such folder"),
-        (("--train", "--preset", "kimi-k2"), "--train needs a whole model"),
         (("--train", "--hidden-size", 4096), "as it is; leave out hidden_size"),
         (("--gpus", 8), "--gpus is for a whole model in training; give --train, too"),
         (("--mfu", "nan"), "--mfu must be above 0 and at most 1"),

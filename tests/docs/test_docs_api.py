@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 
 import tilemoe
+import tilemoe.testing
 from tilemoe.integrations import transformers as integration
 from tilemoe.kernels.experts import registry
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in sorted(DOCS.glob("api/*.md"))), re.M)
 EXPORTED = {name: getattr(tilemoe, name) for name in tilemoe.__all__ if name != "__version__"}
-RESULTS = ("MoEOutput", "Routing")  # which nobody makes, so that nothing can be wrong with them
+RESULTS = ("MoEOutput", "Routing", "HostileRouting")  # which nobody makes, so that nothing can be wrong with them
+JUDGES = ("assert_equal", "assert_close_to_reference", "assert_moe_matches_reference", "relative_error")
 COMPUTED = ("moe", "route", "TokenRounding", "RouterConfig", "RoutingRecord", "add_lora")  # by an equation, or a paper
 SHAPE = re.compile(r"\((?:T|B|E|L|P|R_max|\.\.\.)[,)]")
 DTYPE = re.compile(r"\b(?:bf16|fp32|fp64|int32|int64|bool|dtypes?|integers)\b")
@@ -44,7 +46,8 @@ def takes_tensors(thing: Any) -> bool:
 def lacking(thing: Any, name: str) -> list[str]:
     """What the docstring of ``thing`` has not."""
     text = inspect.getdoc(thing) or ""
-    needed = {"an example": ">>>" in text, "errors": name in RESULTS or "ValueError" in text}
+    raised = "AssertionError" if name in JUDGES else "ValueError"
+    needed = {"an example": ">>>" in text, "errors": name in RESULTS or raised in text}
     if name in COMPUTED:
         needed["an equation or a source"] = bool(re.search(r"``\w+ = .+``|arXiv \d{4}\.\d{5}", text))
     if takes_tensors(thing):
@@ -77,6 +80,17 @@ def test_the_pages_have_every_exported_name() -> None:
     missing = [name for name, thing in EXPORTED.items() if thing not in named and not inspect.ismodule(thing)]
     assert missing == []
     assert any(name.startswith("tilemoe.reference.") for name in NAMES)
+
+
+def test_the_pages_have_every_name_of_tilemoe_testing() -> None:
+    named = [found(name) for name in NAMES]
+    offered = {name: thing for name, thing in vars(tilemoe.testing).items() if callable(thing)}
+    assert [name for name, thing in offered.items() if thing not in named] == []
+    assert {"hostile_routings", "assert_moe_matches_reference", "poisoned_memory"} <= set(offered)
+    page = (DOCS / "api" / "testing.md").read_text(encoding="utf-8")
+    said = {name: float(cap) for cap, name in re.findall(r"(\de-\d+) in ((?:bf|fp)\d+)", page)}
+    caps = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    assert said == {name: tilemoe.testing.ERROR_CAPS[dtype] for name, dtype in caps.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Predicted times against recorded ones, fitted and not; padding against enumeration; what other designs keep."""
+"""Predicted times against recorded ones, fitted and not; padding against enumeration."""
 
 import itertools
 import json
@@ -26,7 +26,6 @@ from tilemoe.perf.predict import (
     layer_ms,
     step_ms,
 )
-from tilemoe.perf.styles import STYLES
 from tilemoe.shape import MoEShape
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -146,16 +145,3 @@ def test_padding_is_that_of_recorded_routings(row: dict[str, Any]) -> None:
     """Drawn once each: within two points, of 3 to 23."""
     expected = 100 * padding_waste(shape_of(row), row["tile"])
     assert expected == pytest.approx(row["waste_percent"], abs=2)
-
-
-PEERS = {key: row for key, row in newest("layer", ("contestant", "case"), mode="sustained").items() if key[0] in STYLES}
-
-
-@pytest.mark.parametrize("row", PEERS.values(), ids=map(" ".join, PEERS))
-def test_what_other_designs_keep_is_what_they_were_recorded_to_keep(row: dict[str, Any]) -> None:
-    style = STYLES[row["contestant"]](shape_of(row))
-    assert style.saved_bytes == pytest.approx(row["saved_bytes"], abs=512)  # the allocator's step
-    assert style.forward_peak_bytes == pytest.approx(row["forward_peak_bytes"], abs=512)
-    ceilings = H200.ceilings()
-    for steps, part in ((style.forward, "forward_ms"), (style.backward, "backward_ms")):
-        assert sum(cost.roofline_ms(ceilings) for cost in steps.values()) < row[part]["median"]

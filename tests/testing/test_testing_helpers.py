@@ -224,6 +224,15 @@ def test_inputs_are_repeatable_and_seeded() -> None:
         assert not torch.equal(value, other[name])
 
 
+def test_what_the_helpers_are_given_wrongly_is_named() -> None:
+    with pytest.raises(ValueError, match="tile must be an integer >= 4, got 3"):
+        next(hostile_routings(tile=3))
+    with pytest.raises(ValueError, match=r"activation must be one of .*; got 'swish'"):
+        make_inputs(PLANS["random"], 8, 4, "swish")
+    with pytest.raises(AssertionError, match="zero throughout"):
+        relative_error(torch.ones(2), torch.zeros(2))
+
+
 def test_poisoned_memory_is_nan_and_leaves_no_trace() -> None:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with poisoned_memory():

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 
 from tilemoe.bench import record
 from tilemoe.bench.summary import in_order
+from tilemoe.palette import SEQUENTIAL, spread
 
 
 def plot_layer(mode: str, gpu: str | None, folder: Path, suffix: str = ".svg") -> Path:
@@ -24,12 +25,12 @@ def plot_layer(mode: str, gpu: str | None, folder: Path, suffix: str = ".svg") -
     figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
     width = 0.8 / max(1, len(contestants))
     for axis, part in zip(axes, ("forward", "backward"), strict=True):
-        for index, contestant in enumerate(contestants):
+        for index, (contestant, style) in enumerate(zip(contestants, spread(len(contestants)), strict=True)):
             present = [
                 (place, rows[case, contestant]) for place, case in enumerate(names) if (case, contestant) in rows
             ]
             places = [place + index * width for place, _ in present]
-            bars = axis.bar(places, [row[f"{part}_ratio"] for _, row in present], width, label=contestant)
+            bars = axis.bar(places, [row[f"{part}_ratio"] for _, row in present], width, label=contestant, **style.bar)
             axis.bar_label(bars, fmt="%.2f")
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_ylabel(f"{part}: time over ours")
@@ -52,10 +53,11 @@ def plot_kernels(mode: str, gpu: str | None, folder: Path, suffix: str = ".svg")
 
     grid = [[share(case, kernel) for kernel in kernels] for case in names]
     figure, axis = plt.subplots(figsize=(11, 1 + 0.6 * len(names)), layout="constrained")
-    axis.imshow(grid, cmap="YlGn", vmin=0, vmax=100, aspect="auto")
+    axis.imshow(grid, cmap=SEQUENTIAL, vmin=0, vmax=100, aspect="auto")
     for y, line in enumerate(grid):
         for x, value in enumerate(line):
-            axis.text(x, y, "" if math.isnan(value) else f"{value:.0f}%", ha="center", va="center")
+            text, colour = "" if math.isnan(value) else f"{value:.0f}%", "white" if value < 50 else "black"
+            axis.text(x, y, text, ha="center", va="center", color=colour)
     axis.set_xticks(range(len(kernels)), kernels, rotation=20)
     axis.set_yticks(range(len(names)), names)
     return save(figure, rows, f"Share of the roofline, {mode}", folder / f"kernels-{mode}{suffix}")

@@ -11,11 +11,13 @@ from typing import Any
 
 from tilemoe.checks import shown
 from tilemoe.cli.parsing import parse
-from tilemoe.cli.plan_tables import layer_lines, training_lines
-from tilemoe.config import ModelConfig, MoEConfig, Save, require_save
-from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_config, read_settings
-from tilemoe.models.hf_config import config_from_hf, layer_from_hf
-from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
+from tilemoe.cli.plan_tables import layer_lines, other_lines, training_lines
+from tilemoe.config import MoEConfig, Save, require_save
+from tilemoe.models.families import sizes_from_hf
+from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_settings
+from tilemoe.models.hf_config import layer_from_hf
+from tilemoe.models.presets import MOE_PRESETS, SIZES_PRESETS
+from tilemoe.models.sizes import ModelSizes, sizes_of
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
 from tilemoe.perf.layer import layer_plan
 from tilemoe.perf.training import training_plan
@@ -42,6 +44,7 @@ class PlanOptions:
     dtype: str = "bf16"  # bf16, fp16, fp8, tf32 or fp32
     save: Save | None = None  # how h is kept for the backward, full or fp8; default: as the checkpoint has it, or full
     gpu: str = "H200"  # in any case
+    others: bool = False  # each step of ScatterMoE- and grouped_mm-style layers, too
     train: bool = False  # the whole model in training, too
     seq_len: int | None = None  # of --train; default: 4096, or the model's longest
     mfu: float = 0.35  # of --train: the share of the GPU's stated bf16 rate that the model's FLOPs take
@@ -58,8 +61,8 @@ class Source:
 
     name: str
     layer: MoEConfig
-    model: ModelConfig | None
-    why_no_model: str = "DecoderLM does not implement it"
+    model: ModelSizes | None
+    why_no_model: str = ""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -79,7 +82,7 @@ def run(arguments: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(plan, indent=2, allow_nan=False))
         return
-    print("\n".join(layer_lines(plan)))
+    print("\n".join([*layer_lines(plan), *(other_lines(plan) if options.others else ())]))
     if options.train:
         print("\n" + "\n".join(training_lines(plan["train"])))
 
@@ -88,16 +91,16 @@ def source_of(options: PlanOptions) -> Source:
     """The preset or the checkpoint that the options name. ValueError: there is none, or it has no experts."""
     if options.checkpoint is None:
         name = preset_named(options.preset or _PRESET)
-        return Source(name, MOE_PRESETS[name], MODEL_PRESETS.get(name))
+        return Source(name, MOE_PRESETS[name], SIZES_PRESETS[name])
     if options.preset is not None:
         raise ValueError("--checkpoint and --preset name a layer each; leave one of them out")
     file = Path(options.checkpoint).expanduser()
     if file.is_file():
-        return _from_hf(file.name, file, None)
+        return _from_hf(file.name, file)
     folder = find_folder("--checkpoint", options.checkpoint, files=(CONFIG_FILE,))
     if is_hf(folder):
-        return _from_hf(options.checkpoint, folder / CONFIG_FILE, folder)
-    model = read_recipe(folder).model
+        return _from_hf(options.checkpoint, folder / CONFIG_FILE)
+    model = sizes_of(read_recipe(folder).model)
     return Source(options.checkpoint, _experts(options.checkpoint, model), model)
 
 
@@ -137,17 +140,17 @@ def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, 
     return shape, {name: [was[name], value] for name, value in given.items() if was[name] != value}
 
 
-def _from_hf(name: str, file: Path, folder: Path | None) -> Source:
-    """Of a config.json: the whole model where `DecoderLM` implements it, else the layer alone."""
+def _from_hf(name: str, file: Path) -> Source:
+    """Of a config.json: the whole model of a family that `sizes_from_hf` knows, else the layer alone."""
     data = read_settings(file)
     try:
-        model = read_config(folder) if folder is not None else config_from_hf(data)
+        model = sizes_from_hf(data)
     except ValueError as error:
         return Source(name, layer_from_hf(data), None, str(error))
     return Source(name, _experts(name, model), model)
 
 
-def _experts(name: str, model: ModelConfig) -> MoEConfig:
+def _experts(name: str, model: ModelSizes) -> MoEConfig:
     if model.moe is None:
         raise ValueError(f"--checkpoint {name}: this model is dense; give one that has experts")
     return model.moe
@@ -171,10 +174,9 @@ def _check(options: PlanOptions) -> None:
 def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[str, list[int]]) -> dict[str, Any]:
     """ValueError: there is no whole model to plan as it is, or it cannot be shared so."""
     if source.model is None:
-        names = ", ".join(MODEL_PRESETS)
         raise ValueError(
             f"--train needs a whole model, and of {source.name} the layer alone is known ({source.why_no_model}); take "
-            f"--preset {names}, or --checkpoint with a folder of Qwen3-MoE, OLMoE or Mixtral, or a run"
+            "a preset, a run, or --checkpoint with a config.json of those"
         )
     if overridden:
         raise ValueError(f"--train plans {source.name} as it is; leave out {', '.join(overridden)}")

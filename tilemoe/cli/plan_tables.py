@@ -13,6 +13,7 @@ _MEMORY = (
     ("forward_peak_bytes", "peak forward", "beside x and the weights"),
     ("backward_peak_bytes", "peak backward", "with all gradients"),
 )
+_ROUTER = ("logits", "route")  # its steps begin so
 _FP8_PEAKS = "               peaks are those of bf16: in FP8 0.89 to 1.15 times as much was measured (docs/fp8.md)"
 
 
@@ -60,10 +61,10 @@ def _padding(padding: Mapping[str, Any]) -> str:
 
 def _step_table(steps: Iterable[Mapping[str, Any]]) -> list[str]:
     lines = [
-        f"{'step':22}{'dtype':>6}{'GFLOP':>11}{'MiB':>9}{'FLOP/byte':>11}{'roofline ms':>13}{'predicted ms':>14}  bound"
+        f"{'step':28}{'dtype':>6}{'GFLOP':>11}{'MiB':>9}{'FLOP/byte':>11}{'roofline ms':>13}{'predicted ms':>14}  bound"
     ]
     for step in steps:
-        name, predicted = f"{step['step']:22}{step['dtype']:>6}", f"{step['predicted_ms']:14.3f}"
+        name, predicted = f"{step['step']:28}{step['dtype']:>6}", f"{step['predicted_ms']:14.3f}"
         if "flops" not in step:
             lines.append(f"{name}{'':44}{predicted}  launches")
             continue
@@ -75,29 +76,53 @@ def _step_table(steps: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _others(plan: Mapping[str, Any]) -> list[str]:
-    """Ours and the other designs: what is kept and moved, and the roofline of forward and backward."""
+    """Ours and the other designs: what is kept, at the peaks and moved in GiB, padding, and times of both parts."""
+    memory = {key: plan["memory"][key] for key in ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")}
     ours = {
-        "saved_bytes": plan["memory"]["saved_bytes"],
-        "forward_peak_bytes": plan["memory"]["forward_peak_bytes"],
+        **memory,
+        "padding": plan["padding"],
         "moved_bytes": _sums(plan, "bytes"),
         "roofline_ms": _sums(plan, "roofline_ms"),
+        "predicted_ms": _without_router(plan),
     }
-    header = ("saved GiB", "peak forward", "moved forward", "moved backward", "no faster than, ms")
-    lines = [f"{'experts alone':14}" + "".join(f"{title:>{len(title) + 2}}" for title in header)]
+    both = "forward backward"
+    lines = [
+        f"{'':14}{'':>6}{'peak, GiB':>24}{'moved, GiB':>25}{'':>10}{'no faster than, ms':>20}{'predicted, ms':>18}",
+        f"{'experts alone':14}{'kept':>6}{both:>24}{both:>25}{'padding':>10}{both:>20}{both:>18}",
+    ]
     for name, design in {"tilemoe": ours, **plan["others"]}.items():
-        moved, least = design["moved_bytes"], design["roofline_ms"]
+        moved, least, predicted = (design[key] for key in ("moved_bytes", "roofline_ms", "predicted_ms"))
         lines.append(
-            f"{name:14}{design['saved_bytes'] / _GIB:11.2f}{design['forward_peak_bytes'] / _GIB:14.2f}"
-            f"{moved['forward'] / _GIB:15.2f}{moved['backward'] / _GIB:16.2f}"
-            f"{least['forward']:10.3f} {least['backward']:9.3f}"
+            f"{name:14}{design['saved_bytes'] / _GIB:6.2f}"
+            f"{design['forward_peak_bytes'] / _GIB:15.2f}{design['backward_peak_bytes'] / _GIB:9.2f}"
+            f"{moved['forward'] / _GIB:16.2f}{moved['backward'] / _GIB:9.2f}{100 * design['padding']['waste']:8.1f} %"
+            f"{least['forward']:11.3f}{least['backward']:9.3f}{predicted['forward']:10.3f}{predicted['backward']:8.3f}"
         )
     return lines
 
 
+def other_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Each step of the other designs."""
+    return [
+        line
+        for name, design in plan["others"].items()
+        for line in ("", f"{name}, tiles of {design['padding']['tile_rows']} rows", *_step_table(design["steps"]))
+    ]
+
+
 def _sums(plan: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Of the experts' steps, by part."""
-    steps = [step for step in plan["steps"] if not step["step"].startswith(("logits", "route"))]
+    steps = [step for step in plan["steps"] if not step["step"].startswith(_ROUTER)]
     return {part: sum(step[key] for step in steps if step["part"] == part) for part in plan["times"]}
+
+
+def _without_router(plan: Mapping[str, Any]) -> dict[str, float]:
+    """The layer's predicted milliseconds less its router's, by part."""
+    router = [step for step in plan["steps"] if step["step"].startswith(_ROUTER)]
+    return {
+        part: times["predicted_ms"] - sum(step["predicted_ms"] for step in router if step["part"] == part)
+        for part, times in plan["times"].items()
+    }
 
 
 def training_lines(train: Mapping[str, Any]) -> list[str]:

@@ -129,30 +129,30 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
     for name, value in implemented.items():
         if data.get(name, value) != value:
             raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
-    layers = _number(data, "num_hidden_layers", int)
+    layers = number(data, "num_hidden_layers", int)
     if layers > _MOST_LAYERS:  # they are counted out below
         raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS}")
     dense: tuple[int, ...] = ()
     if architecture.model_type == "qwen3_moe":
-        step, listed = _number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
+        step, listed = number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
         if not isinstance(listed, list):
             raise ValueError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
         dense = tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
-    heads, width = _number(data, "num_attention_heads", int), _number(data, "hidden_size", int)
-    std = _number(data, "initializer_range", float, 0.02)
+    heads, width = number(data, "num_attention_heads", int), number(data, "hidden_size", int)
+    std = number(data, "initializer_range", float, 0.02)
     return ModelConfig(
-        vocab_size=_number(data, "vocab_size", int),
+        vocab_size=number(data, "vocab_size", int),
         hidden_size=width,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=_number(data, "num_key_value_heads", int, heads),
-        head_dim=_number(data, "head_dim", int, width // max(heads, 1)),
-        max_seq_len=_number(data, "max_position_embeddings", int),
+        num_kv_heads=number(data, "num_key_value_heads", int, heads),
+        head_dim=number(data, "head_dim", int, width // max(heads, 1)),
+        max_seq_len=number(data, "max_position_embeddings", int),
         moe=None if len(dense) == layers else _moe_from_hf(data, architecture, width, std),
-        dense_intermediate_size=_number(data, "intermediate_size", int) if dense else 0,
+        dense_intermediate_size=number(data, "intermediate_size", int) if dense else 0,
         dense_layers=() if len(dense) == layers else dense,
-        rope_theta=_number(rope, "rope_theta", float, architecture.rope_theta),
-        norm_eps=_number(data, "rms_norm_eps", float, architecture.norm_eps),
+        rope_theta=number(rope, "rope_theta", float, architecture.rope_theta),
+        norm_eps=number(data, "rms_norm_eps", float, architecture.norm_eps),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         initializer_range=std,
         qk_norm=architecture.qk_norm,
@@ -165,12 +165,12 @@ def _moe_from_hf(data: Mapping[str, Any], architecture: Architecture, width: int
     normalize = architecture.model_type == "mixtral" or bool(data.get("norm_topk_prob", False))
     return MoEConfig(
         hidden_size=width,
-        intermediate_size=_number(data, architecture.expert_width, int),
-        num_experts=_number(data, experts, int),
-        num_experts_per_tok=_number(data, "num_experts_per_tok", int),
+        intermediate_size=number(data, architecture.expert_width, int),
+        num_experts=number(data, experts, int),
+        num_experts_per_tok=number(data, "num_experts_per_tok", int),
         router=RouterConfig(
             normalize=normalize,
-            aux_loss_coef=_number(data, "router_aux_loss_coef", float, architecture.aux_loss_coef),
+            aux_loss_coef=number(data, "router_aux_loss_coef", float, architecture.aux_loss_coef),
         ),
         initializer_range=std,
     )
@@ -190,7 +190,7 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], default: Number | None = None) -> Number:
+def number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], default: Number | None = None) -> Number:
     """The setting ``name``; ``default`` where it is absent or null, which is how transformers writes an unset one."""
     value = default if data.get(name) is None else data[name]
     if value is None:
@@ -249,7 +249,7 @@ def layer_from_hf(data: Mapping[str, Any]) -> MoEConfig:
     sizes: dict[str, Any] = {size: _first(text, names) for size, names in _SPELLINGS.items()}
     activation = text.get("mlp_hidden_act", text.get("hidden_act"))
     return MoEConfig(
-        hidden_size=_number(text, "hidden_size", int),
+        hidden_size=number(text, "hidden_size", int),
         activation="relu2" if activation == "relu2" else "swiglu",  # Nemotron's alone has no gate
         **sizes,
     )
@@ -257,4 +257,4 @@ def layer_from_hf(data: Mapping[str, Any]) -> MoEConfig:
 
 def _first(data: Mapping[str, Any], names: Sequence[str]) -> int:
     given = next((name for name in names if data.get(name) is not None), names[0])
-    return _number(data, given, int)
+    return number(data, given, int)

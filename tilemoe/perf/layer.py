@@ -5,7 +5,6 @@ T tokens · R routed rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +22,7 @@ from tilemoe.perf.predict import (
     row_tile,
     step_ms,
 )
-from tilemoe.perf.styles import STYLES
+from tilemoe.perf.styles import STYLES, Style
 from tilemoe.shape import MoEShape
 
 PARTS = ("forward", "backward")
@@ -52,7 +51,7 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
         "padding": {"tile_rows": row_tile(shape, gpu), "waste": padding_waste(shape, row_tile(shape, gpu))},
         "steps": _steps(shape, gpu, dtype),
         "times": _times(shape, gpu, dtype),
-        "others": {name: _other(style(shape), gpu.ceilings(wide)) for name, style in STYLES.items()},
+        "others": {name: _other(style(shape), gpu, wide) for name, style in STYLES.items()},
     }
 
 
@@ -107,16 +106,31 @@ def _times(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, dict[str, float]]
     }
 
 
-def _other(style: Any, ceilings: Ceilings) -> dict[str, Any]:
-    parts: Mapping[str, Mapping[str, Cost]] = {"forward": style.forward, "backward": style.backward}
+def _other(style: Style, gpu: Gpu, dtype: str) -> dict[str, Any]:
+    """Another design's experts, without a router."""
+    parts = {"forward": style.forward, "backward": style.backward}
+    ceilings = gpu.ceilings(dtype)
     return {
         "saved_bytes": style.saved_bytes,
         "forward_peak_bytes": style.forward_peak_bytes,
-        "moved_bytes": {part: sum(cost.bytes for cost in steps.values()) for part, steps in parts.items()},
-        "roofline_ms": {part: sum(c.roofline_ms(ceilings) for c in steps.values()) for part, steps in parts.items()},
+        "backward_peak_bytes": style.backward_peak_bytes,
+        "padding": {"tile_rows": style.tile_rows, "waste": style.padding_waste},
+        "moved_bytes": {part: sum(step.cost.bytes for step in steps.values()) for part, steps in parts.items()},
+        "roofline_ms": {
+            part: sum(step.cost.roofline_ms(ceilings) for step in steps.values()) for part, steps in parts.items()
+        },
+        "predicted_ms": {
+            part: sum(step.predicted_ms(gpu, dtype) for step in steps.values()) for part, steps in parts.items()
+        },
         "steps": [
-            {"step": step, "part": part, **_cost(cost, ceilings)}
+            {
+                "step": name,
+                "part": part,
+                "dtype": dtype,
+                **_cost(step.cost, ceilings),
+                "predicted_ms": step.predicted_ms(gpu, dtype),
+            }
             for part, steps in parts.items()
-            for step, cost in steps.items()
+            for name, step in steps.items()
         ],
     }

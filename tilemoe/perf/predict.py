@@ -171,13 +171,17 @@ def is_measured(gpu: Gpu, dtype: str) -> bool:
     return gpu.name == FITTED_ON and DTYPE_BYTES.get(dtype) == 2
 
 
+def rate_on(fitted: Rate, gpu: Gpu, dtype: str, of: str = "bf16") -> Rate:
+    """A rate fitted for dtype ``of``, scaled by the figures that the makers state for both GPUs and dtypes."""
+    on = GPUS[FITTED_ON]
+    flops_rate = gpu.stated_tflops(dtype) / on.stated_tflops(of)
+    return Rate(fitted.first * flops_rate, fitted.second * gpu.tbps / on.tbps)
+
+
 def _rate(step: str, gpu: Gpu, dtype: str) -> Rate:
-    """The fitted rate, scaled by the figures that the makers state for both GPUs and dtypes."""
     product = operand_dtype(step, dtype)
     kind = f"fp8 {KIND_OF[step]}" if product == "fp8" else KIND_OF[step]
-    fitted, on = RATES[kind], GPUS[FITTED_ON]
-    bytes_rate = gpu.tbps / on.tbps
-    if step.startswith("route"):
-        return Rate(fitted.first * bytes_rate, fitted.second * bytes_rate)
-    of = "fp8" if product == "fp8" else "bf16"
-    return Rate(fitted.first * gpu.stated_tflops(product) / on.stated_tflops(of), fitted.second * bytes_rate)
+    if step.startswith("route"):  # both amounts as bytes are
+        bytes_rate = gpu.tbps / GPUS[FITTED_ON].tbps
+        return Rate(RATES[kind].first * bytes_rate, RATES[kind].second * bytes_rate)
+    return rate_on(RATES[kind], gpu, product, "fp8" if product == "fp8" else "bf16")

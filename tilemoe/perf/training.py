@@ -18,6 +18,7 @@ from typing import Any
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.kernels.experts.memory import backward_peak_bytes, kept_h_bytes, saved_bytes
 from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
+from tilemoe.models.sizes import ModelSizes, sizes_of
 from tilemoe.perf.hardware import Gpu
 from tilemoe.perf.predict import layer_ms
 from tilemoe.shape import MoEShape
@@ -37,13 +38,17 @@ class Setup:
     wrapped: in FSDP2. None: where there are several GPUs.
     """
 
-    model: ModelConfig
+    model: ModelConfig | ModelSizes
     gpu: Gpu
     gpus: int
     expert_parallel: int
     seq_len: int
     dtype: str = "bf16"
     wrapped: bool | None = None
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return sizes_of(self.model)
 
     @property
     def is_sharded(self) -> bool:
@@ -55,7 +60,7 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
 
     "copies" are the weights that kernels read: gathered by FSDP2, or cast.
     """
-    model, tokens = setup.model, sequences * setup.seq_len
+    model, tokens = setup.sizes, sequences * setup.seq_len
     parameters = count_parameters(model)
     share = math.ceil(parameters / setup.gpus)
     block, experts = _block_parameters(setup)
@@ -108,7 +113,7 @@ def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
     ``flops / (mfu * stated bf16 rate)`` seconds a token; in FP8 less what the experts' predicted time gains, with the
     experts shared more by what the tokens' way takes, of which nothing is hidden.
     """
-    model, tokens = setup.model, sequences * setup.seq_len
+    model, tokens = setup.sizes, sequences * setup.seq_len
     seconds = flops_per_token(model, setup.seq_len) / (mfu * 1e12 * setup.gpu.stated_tflops())
     moe_layers = model.num_layers - model.num_dense_layers
     if model.moe is not None:
@@ -144,8 +149,8 @@ def exchange_bytes(moe: MoEConfig, tokens: int, processes: int, dtype: str = "bf
 
 def _block_parameters(setup: Setup) -> tuple[int, int]:
     """(parameters of a block that a GPU gathers, those of its routed experts among them): the widest block's."""
-    model, moe = setup.model, setup.model.moe
-    attention = 2 * model.hidden_size * model.head_dim * (model.num_heads + model.num_kv_heads)
+    model, moe = setup.sizes, setup.sizes.moe
+    attention = max(mixer.matrices for _, mixer in model.mixers)
     dense = 3 * model.hidden_size * model.dense_intermediate_size if model.num_dense_layers else 0
     if moe is None:
         return attention + dense, 0
@@ -158,16 +163,11 @@ def _activation_bytes(setup: Setup, tokens: int) -> Iterator[int]:
     """Of each block, what is kept for the backward: residuals and normed inputs, attention, the MLP's or the experts'.
 
     Alone, both residuals are fp32, and the normed input of the experts is kept in fp32, for the router, and in bf16.
-    Attention keeps queries and keys as rotated and, where they are normalised, as projected, values, its output in both
-    orders of heads, and a number for each query and head.
     """
-    model, moe = setup.model, setup.model.moe
-    heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    projected = 0 if model.qk_norm == "none" else heads + kv
+    model, moe = setup.sizes, setup.sizes.moe
     stream = 4 * _BF16 if setup.is_sharded else 3 * _FP32 + 2 * _BF16
-    attention = _BF16 * (3 * heads + 2 * kv + projected) + _FP32 * model.num_heads
-    common = tokens * (stream * model.hidden_size + attention)
-    yield model.num_layers * common
+    yield model.num_layers * tokens * stream * model.hidden_size
+    yield tokens * sum(count * (_BF16 * mixer.kept + _FP32 * mixer.kept_fp32) for count, mixer in model.mixers)
     yield model.num_dense_layers * tokens * _BF16 * 3 * model.dense_intermediate_size
     if moe is not None:
         layer = saved_bytes(_shape(setup, moe, tokens)) + router_saved_bytes(moe, tokens)
@@ -184,9 +184,9 @@ def router_saved_bytes(moe: MoEConfig, tokens: int) -> int:
 
 def _moe_working_bytes(setup: Setup, tokens: int) -> int:
     """Of one layer's backward beside what is kept, of which h is freed in it."""
-    if setup.model.moe is None:
+    if setup.sizes.moe is None:
         return 0
-    shape = _shape(setup, setup.model.moe, tokens)
+    shape = _shape(setup, setup.sizes.moe, tokens)
     return backward_peak_bytes(shape) - kept_h_bytes(shape)
 
 
@@ -202,7 +202,7 @@ def _shape(setup: Setup, moe: MoEConfig, tokens: int) -> MoEShape:
 
 
 def training_plan(
-    model: ModelConfig,
+    model: ModelConfig | ModelSizes,
     gpu: Gpu,
     seq_len: int,
     mfu: float,

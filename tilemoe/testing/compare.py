@@ -26,12 +26,36 @@ _OUTLIER = 12.0  # caps that a single element may be off by, in units of the RMS
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """RMS of the difference over the RMS of ``exact``, which must not be all zeros."""
+    """RMS of the difference over the RMS of ``exact``, which must not be all zeros: ``error = rms(a - e) / rms(e)``.
+
+    actual: (...) of any float dtype; exact: (...) fp64.
+
+    Raises:
+        AssertionError: ``exact`` is zero throughout, or empty.
+
+    Examples:
+        >>> from tilemoe.testing import relative_error
+        >>> exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+        >>> round(relative_error(torch.tensor([3.0, 4.5]), exact), 3)
+        0.1
+    """
+    assert exact.any(), "the exact value is zero throughout: nothing is relative to it"
     return _rms(actual.double() - exact) / _rms(exact)
 
 
 def assert_equal(actual: Any, expected: Any, where: object = "") -> None:
-    """To the last bit: tensors, or sequences or mappings of them, of the same dtypes; NaN equals nothing."""
+    """To the last bit: tensors, or sequences or mappings of them, of the same dtypes; NaN equals nothing.
+
+    Raises:
+        AssertionError: a value, a shape or a dtype differs; it begins with ``where``.
+
+    Examples:
+        >>> from tilemoe.testing import assert_equal
+        >>> assert_equal({"o": torch.ones(2)}, {"o": torch.ones(2)})
+        >>> assert_equal(torch.ones(1), torch.ones(1).double(), "o")
+        Traceback (most recent call last):
+        AssertionError: o: The values for attribute 'dtype' do not match: torch.float32 != torch.float64.
+    """
     message = (lambda found: f"{where}: {found}") if where else None
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, msg=message)
 
@@ -41,12 +65,24 @@ def assert_close_to_reference(
 ) -> None:
     """Each tensor of ``actual`` is as close to ``exact`` (fp64) as twice the error of ``baseline``, and under a cap.
 
-    baseline: the same quantities by ordinary PyTorch in ``dtype``, that of x; shapes and dtypes must agree with it.
-    The error is the RMS-relative one. A single rounding to the dtype is its floor, and where there are so few elements
-    that chance decides, twice becomes up to ten times; the cap stays. No element may be off by more than 12 caps, and
-    one larger than 12 RMS, whose own rounding is as much, by more than a cap of its size.
+    Tensors are (...), of any shape. baseline: the same quantities by ordinary PyTorch in ``dtype``, that of x; shapes
+    and dtypes must agree with it. The error is the RMS-relative one. A single rounding to the dtype is its floor, and
+    where there are so few elements that chance decides, twice becomes up to ten times; the cap stays. No element may be
+    off by more than 12 caps, and one larger than 12 RMS, whose own rounding is as much, by more than a cap of its size.
     Where the exact value is zero throughout (a token without an expert, an expert without a token), zero is the only
-    answer. AssertionError names the tensor. A tolerance that zeros would pass is refused.
+    answer. A tolerance that zeros would pass is refused.
+
+    Raises:
+        AssertionError: it names the tensor, what it is off by and what is allowed.
+
+    Examples:
+        >>> from tilemoe.testing import assert_close_to_reference
+        >>> exact = {"o": torch.linspace(-1, 1, 64, dtype=torch.float64)}
+        >>> rounded = {"o": exact["o"].bfloat16()}
+        >>> assert_close_to_reference(rounded, rounded, exact, torch.bfloat16)
+        >>> assert_close_to_reference({"o": rounded["o"] * 1.1}, rounded, exact, torch.bfloat16)
+        Traceback (most recent call last):
+        AssertionError: o: RMS-relative error 9.94e-02 exceeds 5.86e-03
     """
     assert actual.keys() == baseline.keys() == exact.keys(), "the three must hold the same names"
     # The error of a single routed row is common to many elements: the smallest tensor tells how many samples there are.
@@ -59,10 +95,23 @@ def assert_close_to_reference(
 def assert_moe_matches_reference(
     inputs: Mapping[str, Tensor], plan: RoutingPlan, moe: MoE = tilemoe_moe, **options: Any
 ) -> dict[str, Tensor]:
-    """``moe``'s output and all its gradients against the reference; returns them by name (o, dx, dw1, ...).
+    """``moe``'s output (T, d) and all its gradients against the reference; returns them by name (o, dx, dw1, ...).
 
-    ``options`` (activation, gate_up, activation_limit, activation_alpha) go to all three; what concerns ``moe`` alone,
-    bind to it beforehand.
+    inputs: x (T, d), w1, w2, scores and biases of any float dtype, as `make_inputs` gives them. ``options``
+    (activation, gate_up, activation_limit, activation_alpha) go to ``moe``, to ordinary PyTorch and to the reference;
+    what concerns ``moe`` alone, bind to it beforehand.
+
+    Raises:
+        AssertionError: a tensor is too far off (`assert_close_to_reference`).
+
+    Examples:
+        >>> from functools import partial
+        >>> from tilemoe.testing import assert_moe_matches_reference, hostile_routings, make_inputs
+        >>> for routing in hostile_routings():
+        ...     inputs = make_inputs(routing.plan, 16, 8, dtype=torch.bfloat16)
+        ...     found = assert_moe_matches_reference(inputs, routing.plan, partial(tilemoe.moe, kernels="torch"))
+        >>> sorted(found)
+        ['dscores', 'dw1', 'dw2', 'dx', 'o']
     """
     found = against_reference(inputs, plan, moe, **options)
     assert_close_to_reference(*found, inputs["x"].dtype)
@@ -72,7 +121,17 @@ def assert_moe_matches_reference(
 def against_reference(
     inputs: Mapping[str, Tensor], plan: RoutingPlan, moe: MoE = tilemoe_moe, **options: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Output and gradients by ``moe``, by ordinary PyTorch and by the reference in fp64."""
+    """Output (T, d) and gradients by ``moe``, by ordinary PyTorch in the inputs' dtype and by the reference in fp64.
+
+    Arguments and what is raised are those of ``moe``; ValueError where these are wrong.
+
+    Examples:
+        >>> from tilemoe.testing import against_reference, make_inputs, relative_error
+        >>> plan = tilemoe.plan_topk(torch.tensor([[0, 1], [2, 0]]), num_experts=3)
+        >>> found, plain, exact = against_reference(make_inputs(plan, 16, 8), plan)
+        >>> relative_error(found["o"], exact["o"]) < 1e-6, exact["o"].dtype
+        (True, torch.float64)
+    """
     exact_inputs = {name: tensor.detach().double() for name, tensor in inputs.items()}
     exact = forward_and_grads(reference.moe, exact_inputs, plan, **options)
     baseline = forward_and_grads(plain_moe, inputs, plan, **options)

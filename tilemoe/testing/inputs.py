@@ -13,7 +13,8 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from tilemoe.config import GATED_ACTIVATIONS
+from tilemoe.checks import require_choice
+from tilemoe.config import ACTIVATIONS, GATED_ACTIVATIONS
 from tilemoe.plan import RoutingPlan
 from tilemoe.reference import activation as activate
 from tilemoe.testing.routings import used_pairs
@@ -32,11 +33,21 @@ def make_inputs(
     bias: bool = False,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """x, w1, w2, scores and, with ``bias``, b1, b2, on the plan's device: x, h and y are all O(1).
+    """x (T, d), w1, w2, scores and, with ``bias``, b1, b2, on the plan's device: x, h and y are all O(1).
 
     Scores (T, K) or (P,) have both signs; ``score_dtype`` None: fp32, or fp64 for fp64. What may not be read is NaN:
     the score of a skipped pair, and x of a token without a row.
+
+    Raises:
+        ValueError: the activation has no such name.
+
+    Examples:
+        >>> from tilemoe.testing import make_inputs
+        >>> plan = tilemoe.plan_topk(torch.tensor([[0, 1], [2, 0]]), num_experts=3)
+        >>> {name: tuple(t.shape) for name, t in make_inputs(plan, 16, 8, dtype=torch.bfloat16).items()}
+        {'x': (2, 16), 'w1': (3, 16, 16), 'w2': (3, 16, 8), 'scores': (2, 2)}
     """
+    require_choice("activation", activation, ACTIVATIONS)
     d, n, experts = hidden_size, intermediate_size, plan.num_experts
     width = n * (2 if activation in GATED_ACTIVATIONS else 1)
     generator = torch.Generator().manual_seed(seed)
@@ -67,10 +78,17 @@ def make_inputs(
 
 
 def forward_and_grads(moe: MoE, inputs: Mapping[str, Tensor], plan: RoutingPlan, **options: Any) -> dict[str, Tensor]:
-    """Run ``moe`` once and differentiate it in all its inputs: ``o`` and the gradients, named dx, dw1, ...
+    """Run ``moe`` once and differentiate it in all its inputs: ``o`` (T, d) and the gradients, named dx, dw1, ...
 
     The gradient that flows in is normal(0, 1), the same for every dtype up to its rounding. Strides of the inputs
-    are kept.
+    are kept. ValueError where arguments of ``moe`` are wrong.
+
+    Examples:
+        >>> from tilemoe.testing import forward_and_grads, make_inputs
+        >>> plan = tilemoe.plan_topk(torch.tensor([[0, 1], [2, 0]]), num_experts=3)
+        >>> found = forward_and_grads(tilemoe.moe, make_inputs(plan, 16, 8), plan)
+        >>> found["dw1"].shape
+        torch.Size([3, 16, 16])
     """
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
     o = moe(plan=plan, **leaves, **options)
@@ -94,7 +112,17 @@ def plain_moe(
 ) -> Tensor:
     """The layer as ordinary PyTorch computes it: every matrix product's result is stored in the inputs' dtype.
 
-    Its error is the yardstick for a backend's. The activation and the sum over experts are computed in fp32.
+    x (T, d), weights, scores and biases as of `tilemoe.moe`, of any float dtype. Its error is the yardstick for a
+    backend's. The activation and the sum over experts are computed in fp32.
+
+    Raises:
+        ValueError: the activation or ``gate_up`` has no such name.
+
+    Examples:
+        >>> from tilemoe.testing import make_inputs, plain_moe
+        >>> plan = tilemoe.plan_topk(torch.tensor([[0, 1], [2, 0]]), num_experts=3)
+        >>> plain_moe(**make_inputs(plan, 16, 8, dtype=torch.bfloat16), plan=plan).dtype
+        torch.bfloat16
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -117,7 +145,14 @@ def poisoned_memory() -> Iterator[None]:
     """Fill what ``torch.empty`` and its relatives return with NaN, and with the largest value for integers.
 
     So a row that was never written, once it is read, shows. PyTorch does this in its deterministic mode, which is on
-    inside the block, without refusing operators that have no deterministic form.
+    inside the block, without refusing operators that have no deterministic form. Nothing is checked, so that no
+    ValueError comes from here.
+
+    Examples:
+        >>> from tilemoe.testing import poisoned_memory
+        >>> with poisoned_memory():
+        ...     torch.empty(2), torch.empty(1, dtype=torch.int32)
+        (tensor([nan, nan]), tensor([2147483647], dtype=torch.int32))
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

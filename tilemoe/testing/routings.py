@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilemoe.checks import require_int
 from tilemoe.ops.rounding import round_rows
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
@@ -18,7 +19,15 @@ from tilemoe.routing.build import plan_pairs, plan_topk
 
 @dataclass(frozen=True, eq=False)
 class HostileRouting:
-    """A named plan; ``is_topk`` says whether its scores are (T, K) or (P,)."""
+    """A named plan; ``is_topk`` says whether its scores are (T, K) or (P,). `hostile_routings` makes them.
+
+    Its name is what ``str`` gives, for ``pytest.mark.parametrize(..., ids=str)``.
+
+    Examples:
+        >>> from tilemoe.testing import hostile_routings
+        >>> {str(routing): routing.is_topk for routing in hostile_routings()}["pairs, repeated"]
+        False
+    """
 
     name: str
     plan: RoutingPlan
@@ -34,9 +43,17 @@ class HostileRouting:
 def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[HostileRouting]:
     """Every routing that a backend has to survive. ``tile``: rows of the tile whose edges the ragged ones straddle.
 
-    Experts number at most 5, pairs about ``3 * tile``; ``tile`` is at least 4.
+    Experts number at most 5, pairs about ``3 * tile``.
+
+    Raises:
+        ValueError: ``tile`` is below 4, for which there are too few tokens.
+
+    Examples:
+        >>> from tilemoe.testing import hostile_routings
+        >>> [routing.name for routing in hostile_routings(tile=16)][:3]
+        ['balanced', 'random', 'first and last expert empty']
     """
-    assert tile >= 4, "the cases need some tokens"
+    require_int("tile", tile, 4)
     generator = torch.Generator().manual_seed(seed)
     for name, expert_ids, num_experts in _topk_cases(tile, generator):
         yield HostileRouting(name, plan_topk(expert_ids.to(device), num_experts))
@@ -48,7 +65,15 @@ def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: in
 
 
 def used_pairs(plan: RoutingPlan) -> Tensor:
-    """(P,) bool, in the caller's order: False for a pair that was skipped. Reads the row count back."""
+    """(P,) bool, in the caller's order: False for a pair that was skipped. Reads the row count back.
+
+    A plan is checked when it is made, so that no ValueError comes from here.
+
+    Examples:
+        >>> from tilemoe.testing import used_pairs
+        >>> used_pairs(tilemoe.plan_topk(torch.tensor([[0, 1], [9, 0]]), num_experts=3))
+        tensor([ True,  True, False,  True])
+    """
     used = torch.zeros(plan.num_pairs, dtype=torch.bool, device=plan.device)
     num_rows = int(plan.row_start_of_expert[-1])
     used[plan.pair_of_row[:num_rows].long()] = True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilemoe.data.files import write_atomic
+from tilemoe.palette import SEQUENTIAL, STYLES
 from tilemoe.train.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -59,9 +60,9 @@ def make_figure(records: Sequence[Mapping[str, Any]], title: str) -> Figure:
 def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> None:
     """The losses; those of a subset of the held-out text and those of all of it are no one curve."""
     for label, records, style in (
-        ("training", train, {"lw": 0.8, "color": "tab:blue"}),
-        ("held-out, subset", [r for r in evals if not r["whole_split"]], {"marker": "o", "color": "tab:orange"}),
-        ("held-out, whole split", [r for r in evals if r["whole_split"]], {"marker": "D", "color": "tab:red"}),
+        ("training", train, {"lw": 0.8, "color": STYLES[2].colour}),
+        ("held-out, subset", [r for r in evals if not r["whole_split"]], STYLES[0].line),
+        ("held-out, whole split", [r for r in evals if r["whole_split"]], STYLES[3].line),
     ):
         if records:
             axes.plot([r["step"] for r in records], [r["nats_per_token"] for r in records], label=label, **style)
@@ -72,7 +73,7 @@ def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], evals: Sequence[
 
 def _draw_throughput(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
     """Of all processes together, as the progress line shows it."""
-    axes.plot([r["step"] for r in train], [r["tokens_per_second"] for r in train], lw=0.8, color="tab:green")
+    axes.plot([r["step"] for r in train], [r["tokens_per_second"] for r in train], lw=0.8, color=STYLES[0].colour)
     axes.set(xlabel="optimiser step", ylabel="throughput [tokens/s]")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -92,7 +93,7 @@ def _draw_entropy(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
 def _draw_load(figure: Any, axes: Any, tokens_per_expert: Sequence[Sequence[int]]) -> None:
     """A heat map, MoE layers x experts, of each expert's share over the layer's mean: 1 is perfect balance."""
     share = [[len(layer) * count / max(sum(layer), 1) for count in layer] for layer in tokens_per_expert]
-    image = axes.imshow(share, aspect="auto", cmap="coolwarm", vmin=0.0, vmax=2.0, interpolation="nearest")
+    image = axes.imshow(share, aspect="auto", cmap=SEQUENTIAL, vmin=0.0, vmax=2.0, interpolation="nearest")
     axes.set(xlabel="expert", ylabel="MoE layer", title="held-out tokens per expert / mean")
     for axis in (axes.xaxis, axes.yaxis):
         axis.get_major_locator().set_params(integer=True)

@@ -1,0 +1,243 @@
+"""Sizes of whole models of the mixture-of-experts families of transformers, from their config.json. No torch.
+
+What `DecoderLM` implements is less. Each family's parameters are those of its class in transformers, which tests build;
+layers for multi-token prediction, which these classes leave out, are left out.
+
+d model width · H, H_kv heads · n intermediate_size · E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.models.hf_config import layer_from_hf, number
+from tilemoe.models.sizes import Mixer, ModelSizes, attention
+
+Settings = Mapping[str, Any]
+_MOST = 1 << 31  # of any size
+_MOST_LAYERS = 100_000
+
+
+def sizes_from_hf(data: Settings) -> ModelSizes:
+    """Of a config.json, read into a dict; of a model of several parts the text's.
+
+    Raises:
+        ValueError: another family, a missing setting, or one that transformers' class does not have.
+    """
+    text = data.get("text_config", data) if isinstance(data, Mapping) else data
+    if not isinstance(text, Mapping):
+        raise ValueError(f"config.json must hold a table of settings, got {type(text).__name__}")
+    family = FAMILIES.get(str(text.get("model_type")))
+    if family is None:
+        names = ", ".join(map(repr, FAMILIES))
+        raise ValueError(f"config.json: model_type must be one of {names}; got {text.get('model_type')!r}")
+    layers = _size(text, "num_hidden_layers")
+    if layers > _MOST_LAYERS:  # they are counted out below
+        raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS}")
+    dense = _dense_layers(text, layers)
+    mixers = family(text, layers)
+    return ModelSizes(
+        vocab_size=_size(text, "vocab_size"),
+        hidden_size=_size(text, "hidden_size"),
+        max_seq_len=_size(text, "max_position_embeddings"),
+        mixers=tuple((mixers.count(mixer), mixer) for mixer in dict.fromkeys(mixers)),
+        moe=None if dense == layers else _experts(text),
+        num_dense_layers=dense,
+        dense_intermediate_size=_size(text, "intermediate_size") if dense else 0,
+        tie_embeddings=bool(text.get("tie_word_embeddings", False)),
+    )
+
+
+def _experts(data: Settings) -> MoEConfig:
+    layer, kind = layer_from_hf(data), data["model_type"]
+    shared = data.get("shared_expert_intermediate_size") or data.get("shared_intermediate_size")
+    if data.get("n_shared_experts"):  # each of a routed expert's width
+        shared = _size(data, "n_shared_experts") * layer.intermediate_size
+    return replace(
+        layer,
+        shared_intermediate_size=_size({"shared": shared}, "shared") if shared else 0,
+        shared_gate=bool(shared) and kind in ("qwen2_moe", "qwen3_next"),
+        expert_bias=kind == "gpt_oss",
+        router=RouterConfig(bias=kind == "gpt_oss"),
+    )
+
+
+def _dense_layers(data: Settings, layers: int) -> int:
+    """How many have an MLP instead of experts: the first few, or those listed and those between steps."""
+    if "first_k_dense_replace" in data:
+        if number(data, "moe_layer_freq", int, 1) != 1:
+            raise ValueError(
+                f"config.json: moe_layer_freq must be 1, got {data['moe_layer_freq']!r}; no other is planned"
+            )
+        return min(layers, max(0, number(data, "first_k_dense_replace", int)))
+    step, listed = number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise ValueError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
+    return sum(layer in listed or step == 0 or (layer + 1) % step != 0 for layer in range(layers))
+
+
+def _plain(data: Settings, layers: int, **settings: Any) -> list[Mixer]:
+    """Mixtral's, Granite's; ``settings`` are `_softmax`'s."""
+    sliding = data.get("sliding_window") if data["model_type"] == "mixtral" else None
+    window = None if sliding is None else _size(data, "sliding_window")
+    biased = bool(data.get("attention_bias", False))
+    return [_softmax(data, **{"qkv_bias": biased, "o_bias": biased, **settings}, window=window)] * layers
+
+
+def _qwen2(data: Settings, layers: int) -> list[Mixer]:
+    _refuse_windows(data)
+    return _plain(data, layers, qkv_bias=bool(data.get("qkv_bias", True)), o_bias=False)
+
+
+def _qwen3(data: Settings, layers: int) -> list[Mixer]:
+    _refuse_windows(data)
+    return _plain(data, layers, norms="head")
+
+
+def _olmoe(data: Settings, layers: int) -> list[Mixer]:
+    return _plain(data, layers, norms="full")
+
+
+def _glm4(data: Settings, layers: int) -> list[Mixer]:
+    return _plain(data, layers, norms="head" if data.get("use_qk_norm", False) else "none", o_bias=False)
+
+
+def _gpt_oss(data: Settings, layers: int) -> list[Mixer]:
+    """Every other layer's keys are those of a window, the first's among them; each head has a logit for no key."""
+    kinds = _layer_types(data, layers, ("sliding_attention", "full_attention"), lambda layer: layer % 2)
+    biased = bool(data.get("attention_bias", True))
+    return [
+        _softmax(
+            data,
+            qkv_bias=biased,
+            o_bias=biased,
+            more=_size(data, "num_attention_heads"),
+            window=_size(data, "sliding_window") if kind == "sliding_attention" else None,
+        )
+        for kind in kinds
+    ]
+
+
+def _qwen3_next(data: Settings, layers: int) -> list[Mixer]:
+    """Every fourth layer is attention whose queries come with a gate of their width, the others a gated delta rule."""
+    every = _size(data, "full_attention_interval", 4)
+    names = ("linear_attention", "full_attention")
+    kinds = _layer_types(data, layers, names, lambda layer: (layer + 1) % every == 0)
+    biased = bool(data.get("attention_bias", False))
+    full = _softmax(data, qkv_bias=biased, o_bias=biased, norms="head")
+    gate = _size(data, "num_attention_heads") * _head_dim(data)
+    full = replace(
+        full,
+        matrices=full.matrices + _size(data, "hidden_size") * gate,
+        vectors=full.vectors + (gate if biased else 0),
+        kept=full.kept + 2 * gate,  # the gate, and the output beside what it becomes
+    )
+    linear = _delta_rule(data) if "linear_attention" in kinds else full
+    return [full if kind == "full_attention" else linear for kind in kinds]
+
+
+def _softmax(
+    data: Settings, *, qkv_bias: bool, o_bias: bool, norms: str = "none", more: int = 0, window: int | None = None
+) -> Mixer:
+    """Attention of H heads on H_kv; ``norms`` of queries and keys: of each "head", of all together ("full"), "none"."""
+    d, heads = _size(data, "hidden_size"), _size(data, "num_attention_heads")
+    kv_heads, width = _size(data, "num_key_value_heads", heads), _head_dim(data)
+    biases = (heads + 2 * kv_heads) * width * qkv_bias + d * o_bias
+    normed = {"head": 2, "full": heads + kv_heads, "none": 0}[norms] * width
+    return attention(d, heads, kv_heads, width, vectors=biases + normed + more, normed=norms != "none", window=window)
+
+
+def _latent(data: Settings, layers: int) -> list[Mixer]:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): keys and values of a narrow latent, queries, too.
+
+    Kept are the latents before and after their norms, every head's queries, keys and values, its output in both orders.
+    """
+    d, heads, rope = (_size(data, name) for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim"))
+    qk, values = _size(data, "qk_nope_head_dim") + rope, _size(data, "v_head_dim")
+    latent, queries = _size(data, "kv_lora_rank"), data.get("q_lora_rank")
+    q_latent = 0 if queries is None else _size(data, "q_lora_rank")
+    to_queries = (d + heads * qk) * q_latent if q_latent else d * heads * qk
+    to_values = d * (latent + rope) + latent * heads * (qk - rope + values)
+    biases = (q_latent + latent + rope + d) if data.get("attention_bias", False) else 0
+    mixer = Mixer(
+        matrices=to_queries + to_values + heads * values * d,
+        vectors=q_latent + latent + biases,
+        products=heads * (qk + values),
+        kept=2 * q_latent + 2 * latent + rope + heads * (2 * qk + 3 * values),
+        kept_fp32=heads,
+    )
+    return [mixer] * layers
+
+
+def _delta_rule(data: Settings) -> Mixer:
+    """The gated delta rule (arXiv 2412.06464) behind a short convolution, with a state of d_k x d_v for each head.
+
+    A token decays and reads the state, adds to it, and reads it again. Kept are what is projected, convolved and
+    normalised, and the output before and after its gate; with kernels that make the states again.
+    """
+    d, key_width, value_width = (
+        _size(data, name, default)
+        for name, default in (("hidden_size", None), ("linear_key_head_dim", 128), ("linear_value_head_dim", 128))
+    )
+    key_heads, heads = _size(data, "linear_num_key_heads", 16), _size(data, "linear_num_value_heads", 32)
+    keys, values = key_heads * key_width, heads * value_width
+    convolved, taps = 2 * keys + values, _size(data, "linear_conv_kernel_dim", 4)
+    return Mixer(
+        matrices=d * (2 * keys + 2 * values + 2 * heads) + values * d,
+        vectors=convolved * taps + 2 * heads + value_width,
+        products=0,
+        kept=2 * keys + 2 * values + convolved + 2 * heads * key_width + 2 * values,
+        kept_fp32=2 * heads,
+        per_token=convolved * taps + 3 * heads * key_width * value_width,
+    )
+
+
+FAMILIES: Mapping[str, Callable[[Settings, int], list[Mixer]]] = MappingProxyType(
+    {
+        "qwen2_moe": _qwen2,
+        "qwen3_moe": _qwen3,
+        "qwen3_next": _qwen3_next,
+        "mixtral": _plain,
+        "olmoe": _olmoe,
+        "deepseek_v2": _latent,
+        "deepseek_v3": _latent,
+        "kimi_k2": _latent,  # DeepSeek-V3's class, other sizes
+        "glm4_moe": _glm4,
+        "gpt_oss": _gpt_oss,
+        "granitemoe": _plain,
+        "granitemoeshared": _plain,
+    }
+)
+
+
+def _layer_types(
+    data: Settings, layers: int, names: Sequence[str], is_second: Callable[[int], bool | int]
+) -> list[str]:
+    """As config.json lists them, or as ``is_second`` says of each layer."""
+    kinds = data.get("layer_types")
+    if kinds is None:
+        return [names[1] if is_second(layer) else names[0] for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in names for kind in kinds):
+        raise ValueError(f"config.json: layer_types must be a list of {layers} of {', '.join(map(repr, names))}")
+    return kinds
+
+
+def _refuse_windows(data: Settings) -> None:
+    if data.get("use_sliding_window"):
+        raise ValueError("config.json: use_sliding_window must be False, got True; no other is planned")
+
+
+def _head_dim(data: Settings) -> int:
+    default = _size(data, "hidden_size") // _size(data, "num_attention_heads")
+    return _size(data, "head_dim", 256 if data["model_type"] == "qwen3_next" else default)
+
+
+def _size(data: Settings, name: str, default: int | None = None) -> int:
+    value = number(data, name, int, default)
+    if not 1 <= value < _MOST:
+        raise ValueError(f"config.json: {name} must be >= 1 and below 2**31, got {value}")
+    return value
