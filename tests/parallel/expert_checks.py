@@ -232,8 +232,8 @@ def check_meshes_of_three_dimensions_and_of_another_order() -> None:
 
 def make_net_with_h_in_fp8(dtype: torch.dtype) -> Net:
     torch.manual_seed(0)
-    wide = partial(replace, CFG, intermediate_size=64, save="fp8")
-    return Net(MoE(wide()), wide()).to(device_of_rank(), dtype)
+    wide = partial(replace, intermediate_size=128, save="fp8")
+    return Net(MoE(wide(OTHER)), wide(CFG)).to(device_of_rank(), dtype)
 
 
 def check_h_in_fp8() -> None:

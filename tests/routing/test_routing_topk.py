@@ -196,6 +196,28 @@ def test_gradcheck_of_scores_and_losses() -> None:
     torch.testing.assert_close(losses, expected)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_one_normalised_score_has_no_gradient_not_even_of_rounding(score: str, replayed: bool) -> None:
+    logits = random(200, 6, dtype=torch.float32).requires_grad_()
+    ids = torch.arange(200)[:, None] % 6 if replayed else None
+    scores = route(logits, config(6, 1, RouterConfig(score=score, scale=2.5)), expert_ids=ids).scores
+    assert torch.equal(scores, torch.full((200, 1), 2.5))
+    (gradient,) = torch.autograd.grad((scores * random(200, 1, seed=1, dtype=torch.float32)).sum(), logits)
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_normalised_scores_are_differentiable_twice(score: str) -> None:
+    cfg = config(6, 3, RouterConfig(score=score))
+    assert torch.autograd.gradgradcheck(lambda t: route(t, cfg).scores, random(4, 6).requires_grad_())
+
+
+def test_normalised_scores_under_func_say_what_to_do_instead() -> None:
+    with pytest.raises(RuntimeError, match=r"tilemoe.route does not go through torch\.vmap or torch\.func\."):
+        torch.func.grad(lambda t: route(t, PLAIN).scores.sum())(random(4, 6))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_router_equals_eager(backend: str) -> None:
     router = RouterConfig(score="sigmoid", num_groups=2, selection_bias=True, aux_loss_coef=0.01, z_loss_coef=0.001)
