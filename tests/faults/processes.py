@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
@@ -32,7 +33,11 @@ from writes import end_of_run, little
 
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, to_dict
-from tilemoe.train.config import Recipe
+from tilemoe.data import load_tokenizer
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.huggingface import save_hf
+from tilemoe.train.checkpoints.initial import adopt
+from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.loop import Trainer
 
 STEPS = 4  # of a run
@@ -128,14 +133,49 @@ class Ended:
         return [line for line in self.err.splitlines() if line.startswith("tilemoe: error: ")]
 
 
-def four_steps(corpus: Path) -> Recipe:
-    """A run of so many, with a checkpoint after every other."""
-    base = little("bytes", corpus)
+def four_steps(corpus: Path, trained: str = "text") -> Recipe:
+    """A run of so many, with a checkpoint after every other; ``trained``: one of `TRAINED`."""
+    base = TRAINED[trained](little("bytes", corpus))
     settings = replace(
         base.train, steps=STEPS, save_every=2, keep_last=2, log_every=1, eval_every=3, eval_batches=4, plot=False,
         tensorboard=False, sample_tokens=0, precision="fp32", device="cpu", threads=1,
     )  # fmt: skip
     return replace(base, data=replace(base.data, heldout_every=40), train=settings)
+
+
+def _by_muon(base: Recipe) -> Recipe:
+    return replace(base, optim=replace(base.optim, name="muon"))
+
+
+def _on_a_base(base: Recipe) -> Recipe:
+    """Of the model that is written beside the corpus, as of transformers."""
+    folder = Path(base.data.corpus).parent / f"base of {base.model.max_seq_len}"
+    model = DecoderLM(base.model)
+    model.reset_parameters(torch.Generator().manual_seed(8))
+    save_hf(model, folder)
+    load_tokenizer("bytes").save(folder / "tokenizer.json")
+    return adopt(base, folder)
+
+
+def _on_conversations(base: Recipe) -> Recipe:
+    """Prompts and turns of different lengths, of which several share a sequence; it begins from a base."""
+    chats = Path(base.data.corpus).parent / "chats.jsonl"
+    rows: list[dict[str, Any]] = [{"prompt": "ask" * (i % 3 + 1), "completion": "a" * (i % 7 + 1)} for i in range(30)]
+    roles = ("user", "assistant") * 2
+    rows += [{"messages": [{"role": role, "content": "b" * (i % 4 + 1)} for role in roles]} for i in range(90)]
+    chats.write_text("\n".join(map(json.dumps, rows)))
+    base = replace(base, model=replace(base.model, max_seq_len=64))
+    return _on_a_base(replace(base, data=replace(base.data, corpus=str(chats), format="chat", seq_len=64)))
+
+
+def _adapters(base: Recipe) -> Recipe:
+    return replace(_on_a_base(base), lora=LoRAConfig(rank=3))
+
+
+# What a run trains, and how.
+TRAINED: dict[str, Callable[[Recipe], Recipe]] = {
+    "text": lambda base: base, "muon": _by_muon, "conversations": _on_conversations, "adapters": _adapters,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,7 +195,9 @@ class Place:
         parallel = ParallelConfig(expert=min(processes, 2))
         path = self.folder / "recipe.json"
         path.write_text(json.dumps(to_dict(replace(self.recipe, train=settings, data=data, parallel=parallel))))
-        return ["train", "--recipe", str(path), "--resume", "auto"]
+        tokenizer = Path(self.recipe.data.tokenizer)  # that of its base, if the run begins from one
+        base = ["--init-from", str(tokenizer.parent)] if tokenizer.suffix else []
+        return ["train", "--recipe", str(path), "--resume", "auto", *base]
 
     def go(self, processes: int, restarts: int | None, fault: Fault | None = None) -> Ended:
         timeout = TIMEOUT_S if isinstance(fault, Signal) and fault.lasts else 60

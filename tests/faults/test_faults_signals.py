@@ -1,22 +1,25 @@
 """A signal to any process of a run in any stage: the run goes on to the end that an undisturbed one has, to the bit, or
 its exit code and one line of each process say why it ended, and it goes on from its newest checkpoint to that end.
 
-Alone and as jobs of torchrun, with and without its restarts. No process is left behind.
+Alone and as jobs of torchrun, with and without its restarts. No process is left behind. So it is by Muon, on
+conversations and of adapters, where another number of processes may go on, too.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filesystem import ALL
-from processes import STAGES, STEPS, Ended, Place, Signal, four_steps
+from processes import STAGES, STEPS, TRAINED, Ended, Place, Signal, four_steps
 from writes import checkpoint_read
 
 from tilemoe.cli.main import main
@@ -35,58 +38,76 @@ class Case:
     rank: int
     processes: int
     restarts: int | None  # None: without torchrun
+    trained: str = "text"
 
     def __str__(self) -> str:
         what = self.number.name + (" that lasts" if self.lasts else "")
         how = "alone" if self.restarts is None else f"{self.restarts} restarts"
-        return f"{self.stage}-{what}-rank{self.rank}of{self.processes}-{how}"
+        of_what = "" if self.trained == "text" else f"{self.trained}-"
+        return f"{of_what}{self.stage}-{what}-rank{self.rank}of{self.processes}-{how}"
 
 
+OTHERS = ("muon", "conversations", "adapters")
 SIGNALS = ((KILL, False), (TERM, False), (INT, False), (STOP, False), (STOP, True))
 
 
 def cases() -> list[Any]:
-    """All; of the selection each stage with one signal to a process alone, and two jobs."""
+    """All; of the selection each stage with one signal to a process alone, and two jobs. By Muon and so on SIGKILL."""
     found = []
     for stage, processes, restarts, signalled in itertools.product(STAGES, PROCESSES, (0, 1), SIGNALS):
         if signalled[1] and (processes == 1 or STAGES[stage][0] == STEPS):
             continue  # nobody is there to notice, or no longer
         how = None if processes == 1 and restarts == 0 else restarts
         found += [Case(stage, *signalled, rank, processes, how) for rank in range(processes)]
+    killed = [case for case in found if case.number == KILL and (case.processes, case.restarts) in ((1, None), (2, 0))]
+    others = [replace(case, trained=trained) for trained in OTHERS for case in killed]
     if not ALL:
         turn = {stage: SIGNALS[number % 4] for number, stage in enumerate(STAGES)}
         alone = [case for case in found if case.restarts is None and turn[case.stage] == (case.number, case.lasts)]
         found = [*alone, Case("forward", KILL, False, 1, 2, 1), Case("update", TERM, False, 1, 2, 0)]
-    return [pytest.param(case, id=str(case)) for case in found]
+        others = [case for case in others if (case.processes, case.stage) == (1, "update")]
+    return [pytest.param(case, id=str(case)) for case in [*found, *others]]
+
+
+def other_numbers() -> list[Any]:
+    """What is trained, by how many processes at first and by how many later."""
+    found = [*itertools.product(OTHERS, ((1, 2), (2, 1), (2, 4), (4, 2)))]
+    if not ALL:
+        found = [("muon", (1, 2)), ("conversations", (2, 1))]
+    return [pytest.param(trained, *numbers, id=f"reshard-{trained}-{numbers}") for trained, numbers in found]
 
 
 @pytest.fixture(scope="module")
-def recipe(corpus: Path) -> Recipe:
-    return four_steps(corpus)
+def recipes(corpus: Path) -> dict[str, Recipe]:
+    return {trained: four_steps(corpus, trained) for trained in TRAINED}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parsed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> None:
+def parsed(recipes: dict[str, Recipe], tmp_path_factory: pytest.TempPathFactory) -> None:
     """What reading a command line and a step import and remember, which the copies then have."""
-    place = Place(tmp_path_factory.mktemp("parsed"), recipe)
+    place = Place(tmp_path_factory.mktemp("parsed"), recipes["text"])
     assert main(place.command(1, 60)) == 0
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+def undisturbed(recipes: dict[str, Recipe], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Any]:
     """The end of a run of so many processes."""
-    ends: dict[int, Any] = {}
 
-    def end(processes: int) -> Any:
-        if processes not in ends:
-            place = Place(tmp_path_factory.mktemp("undisturbed"), recipe)
-            ended = place.go(processes, None if processes == 1 else 0)
-            assert (ended.code, ended.lines, ended.left) == (0, [], []), ended.err
-            ends[processes] = place.end()
-            assert ends[processes][2:] == (True, [])
-        return ends[processes]
+    @cache
+    def end(trained: str, processes: int) -> Any:
+        place = Place(tmp_path_factory.mktemp("undisturbed"), recipes[trained])
+        finish(place, processes)
+        found = place.end()
+        assert found[2:] == (True, [])
+        return found
 
     return end
+
+
+def finish(place: Place, processes: int) -> Ended:
+    ended = place.go(processes, None if processes == 1 else 0)
+    assert (ended.code, ended.lines, ended.left) == (0, [], []), ended.err
+    return ended
 
 
 def complaints(ended: Ended, case: Case) -> Iterator[str]:
@@ -116,8 +137,10 @@ def complaints(ended: Ended, case: Case) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_every_stage(case: Case, recipe: Recipe, undisturbed: Callable[[int], Any], tmp_path: Path) -> None:
-    place, expected = Place(tmp_path, recipe), undisturbed(case.processes)
+def test_every_stage(
+    case: Case, recipes: dict[str, Recipe], undisturbed: Callable[[str, int], Any], tmp_path: Path
+) -> None:
+    place, expected = Place(tmp_path, recipes[case.trained]), undisturbed(case.trained, case.processes)
     reached = tmp_path / "reached"
     first = place.go(case.processes, case.restarts, Signal(case.stage, case.number, case.rank, reached, case.lasts))
     assert reached.exists(), first.err
@@ -125,7 +148,31 @@ def test_every_stage(case: Case, recipe: Recipe, undisturbed: Callable[[int], An
     if not (first.code == 0 and (place.run / "result.json").exists()):
         wrong += complaints(first, case)
         checkpoint_read(place.run)
-        second = place.go(case.processes, None if case.processes == 1 else 0)
-        assert (second.code, second.lines, second.left) == (0, [], []), second.err
+        finish(place, case.processes)
     assert not wrong, f"{wrong}\n{first.code}\n{first.out}\n{first.err}"
     assert place.end() == expected
+
+
+@pytest.mark.parametrize(("trained", "processes", "later"), other_numbers())
+def test_another_number_of_processes_goes_on(
+    trained: str,
+    processes: int,
+    later: int,
+    recipes: dict[str, Recipe],
+    undisturbed: Callable[[str, int], Any],
+    tmp_path: Path,
+) -> None:
+    """From step 2 after SIGKILL, with the losses of the number that began, up to fp32's rounding."""
+    place, (expected, *rest) = Place(tmp_path, recipes[trained]), undisturbed(trained, processes)
+    place.go(processes, None if processes == 1 else 0, Signal("shutdown", KILL, 0, tmp_path / "reached"))
+    shutil.rmtree(place.run / "step_00000004")  # an earlier kill might have left none: they are written meanwhile
+    assert "step_00000002" in (out := finish(place, later).out), out
+    found, *ends = place.end()
+    assert ends[1:] == rest[1:]
+    assert found[:2] == expected[:2]
+    assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-5)
+
+
+def losses_of(records: list[dict[str, Any]]) -> list[float]:
+    """But for those of a subset of the held-out text, which is larger the more processes there are."""
+    return [record["nats_per_token"] for record in records if record["kind"] == "train" or record["whole_split"]]
