@@ -18,6 +18,7 @@ from torch import Tensor
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.models import huggingface
 from tilemoe.testing import assert_close_to_reference, relative_error
+from tilemoe.train.metrics import METRICS_FILE, TIMING_FIELDS, read_metrics
 
 MODEL = ModelConfig(
     vocab_size=40,
@@ -131,3 +132,9 @@ def write_corpus(folder: Path, seed: int) -> Path:
     for number in range(40):
         (folder / f"{number:02d}.txt").write_text(" ".join(dice.choices(words, k=120)) + ".\n")
     return folder
+
+
+def timeless(run_dir: str | Path) -> list[dict[str, Any]]:
+    """A run's records but for what a clock says."""
+    records = read_metrics(Path(run_dir) / METRICS_FILE)
+    return [{key: value for key, value in record.items() if key not in TIMING_FIELDS} for record in records]

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import timeless
 
 from tilemoe.cli.main import main
 from tilemoe.train.checkpoints.folder import find_latest, list_checkpoints, open_checkpoint
 from tilemoe.train.loop import Trainer
-from tilemoe.train.metrics import TIMING_FIELDS, read_metrics
 from tilemoe.train.progress import StepStats
 
 STEPS = 30  # of the recipe that the fixtures make
@@ -57,11 +57,6 @@ MOMENTS = [
 def interruption(moment: tuple[str, str, int], step: int, number: int, dice: random.Random) -> str:
     owner, name, calls = moment
     return INTERRUPT.format(step=step, owner=owner, name=name, after=dice.randint(1, calls), number=int(number))
-
-
-def timeless(folder: Path) -> list[dict[str, object]]:
-    records = read_metrics(folder / "metrics.jsonl")
-    return [{key: value for key, value in record.items() if key not in TIMING_FIELDS} for record in records]
 
 
 def assert_same_end(folder: Path, expected: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import tiny_model
+from helpers import timeless, tiny_model
 
 from tilemoe.cli import export
 from tilemoe.data import Prepared, Tokenizer, load_tokenizer, prepare
@@ -24,7 +24,6 @@ from tilemoe.train.checkpoints.folder import TrainState, find_latest, require_su
 from tilemoe.train.checkpoints.leftovers import clean_stale
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
-from tilemoe.train.metrics import METRICS_FILE, TIMING_FIELDS, read_metrics
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
 from tilemoe.train.plots import PLOT_FILE
 from tilemoe.train.run import RESULT_FILE
@@ -104,11 +103,6 @@ def checkpoint_read(folder: Path) -> Any:
             parameter.zero_()
     found.load_training(training.model, training.optimizer)
     return found.state.step, training.digest(), load_tokenizer(found.tokenizer_spec).fingerprint
-
-
-def timeless(run_dir: Path) -> list[dict[str, Any]]:
-    """A run's records but for what a clock says."""
-    return [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(run_dir / METRICS_FILE)]
 
 
 def end_of_run(run_dir: Path, cache: Path) -> Any:

@@ -45,3 +45,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RUN, str(folder))
         yield folder
+
+
+@pytest.fixture(params=["moe", "dense"])
+def recipe(request: pytest.FixtureRequest, moe_recipe: Recipe, dense_recipe: Recipe) -> Recipe:
+    return moe_recipe if request.param == "moe" else dense_recipe
