@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tilemoe.cli.parsing import parse
 from tilemoe.models.folder import find_folder, hf_tokenizer, is_hf, read_config
+from tilemoe.train.checkpoints.names import read_newest
 from tilemoe.train.config import DataConfig, default_cache_dir
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class Subject:
 def run(arguments: Sequence[str]) -> None:
     options = parse(EvalOptions, arguments, prog="tilemoe eval", description="Held-out loss of a model on a corpus.")
     folder = find_folder("--checkpoint", options.checkpoint)
-    subject = _of_transformers(folder, options) if is_hf(folder) else _of_checkpoint(folder, options)
+    read = _of_transformers if is_hf(folder) else _of_checkpoint
+    subject = read_newest(folder, lambda: read(folder, options))
     result = _evaluate(subject, options.batches)
     print(f"checkpoint {subject.path}, {result}")
     print(f"held-out loss {result.shown(2)}" + ("" if result.whole_split else ", subset"))

@@ -399,6 +399,8 @@ def _is_intact(path: Path) -> bool:
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     """Never silently an older checkpoint, but the message names the newest good one."""
+    if not path.exists():
+        return CheckpointError(f"checkpoint {path} is gone, as where a training drops its older ones; give a newer one")
     candidates = list_checkpoints(path.parent)
     before = candidates[: candidates.index(path)] if path in candidates else []
     older = next((candidate for candidate in reversed(before) if _is_intact(candidate)), None)

@@ -12,6 +12,7 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
 from tilemoe.models.huggingface import whole_parameters
 from tilemoe.train.checkpoints.folder import resolve_checkpoint
+from tilemoe.train.checkpoints.names import read_newest
 from tilemoe.train.checkpoints.sharded_state import copy_part
 from tilemoe.train.config import Recipe
 
@@ -24,7 +25,7 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
     if is_hf(folder):
         model, spec = read_config(folder), hf_tokenizer(folder)
     else:
-        checkpoint = resolve_checkpoint(folder, verify=False)  # `load_initial` verifies
+        checkpoint = read_newest(folder, lambda: resolve_checkpoint(folder, verify=False))  # `load_initial` verifies
         if checkpoint.state.recipe.lora is not None:
             raise ValueError(
                 f"--init-from {folder} holds adapters, with which no other run begins; merge them by tilemoe export "
@@ -43,7 +44,7 @@ def load_initial(model: DecoderLM, folder: Path) -> None:
     in it, and adapters stay as they are.
     """
     if not is_hf(folder):
-        resolve_checkpoint(folder).load_model(model)
+        read_newest(folder, lambda: resolve_checkpoint(folder).load_model(model))
         return
     parameters = model.state_dict()
     for name, whole in whole_parameters(folder, model.config):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tilemoe.train.config import Recipe, parse_recipe
 
+Made = TypeVar("Made")
 STATE_FILE = "state.json"
+_TRIES = 3  # to read a run whose checkpoints come and go
 _STEP_DIR = re.compile(r"step_(\d{8,})")
 
 
@@ -29,12 +33,28 @@ def list_checkpoints(run_dir: Path, after: int = -1) -> list[Path]:
     return [path for step, path in sorted(found) if step > after]
 
 
+def read_newest(folder: Path, read: Callable[[], Made]) -> Made:
+    """``read()``, which reads ``folder``'s newest checkpoint; anew where a training has dropped that one meanwhile."""
+    for _ in range(_TRIES - 1):
+        there = list_checkpoints(folder)
+        try:
+            return read()
+        except (ValueError, OSError):
+            if list_checkpoints(folder) == there:
+                raise
+    return read()
+
+
 def read_recipe(folder: Path) -> Recipe:
     """The recipe of a run's newest checkpoint, or of a checkpoint's folder; the tensors are neither read nor verified.
 
     Raises:
         ValueError: there is none.
     """
+    return read_newest(folder, lambda: _read_recipe(folder))
+
+
+def _read_recipe(folder: Path) -> Recipe:
     path = [folder, *list_checkpoints(folder)][-1] / STATE_FILE
     try:
         recipe = json.loads(path.read_bytes())["recipe"]

@@ -18,6 +18,7 @@ from tilemoe.models.huggingface import load_hf
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
+from tilemoe.train.checkpoints.names import read_newest
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import ALONE, Job
 
@@ -136,6 +137,10 @@ def restore(path: Path, device_name: str) -> Restored:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    return read_newest(path, lambda: _restore(path, device_name))
+
+
+def _restore(path: Path, device_name: str) -> Restored:
     checkpoint = resolve_checkpoint(path)
     checkpoint.require_bytes()
     device = select_device(device_name)

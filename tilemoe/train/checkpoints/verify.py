@@ -24,7 +24,7 @@ class Finding:
 def verify(folder: Path) -> Iterator[Finding]:
     """A finding of a model of transformers, of a checkpoint, or of each checkpoint of a run's folder, oldest first.
 
-    ValueError: it is none of these.
+    One that a training drops meanwhile is not wrong. ValueError: it is none of these.
     """
     if is_hf(folder) or is_step_dir(folder) or any((folder / name).exists() for name in (MANIFEST_FILE, SUMS_FILE)):
         paths = [folder]
@@ -32,7 +32,10 @@ def verify(folder: Path) -> Iterator[Finding]:
         paths = list_checkpoints(folder)
     if not paths:
         raise ValueError(f"{folder} holds no step_* folder; give a run, a step_* folder, or transformers' folder")
-    yield from map(_find, paths)
+    for path in paths:
+        finding = _find(path)
+        is_dropped = path != folder and folder.exists() and not path.exists()
+        yield Finding(f"{path}: dropped meanwhile, as by a training", True) if is_dropped else finding
 
 
 def _find(path: Path) -> Finding:
