@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tilemoe.models.families import FAMILIES, sizes_from_hf
 from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
 from tilemoe.models.hf_config import config_from_hf
-from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS, SIZES_PRESETS
+from tilemoe.models.preset_sizes import SIZES_PRESETS
+from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
 from tilemoe.models.sizes import Mixer, ModelSizes, attention, sizes_of
 
 BASE = MappingProxyType(

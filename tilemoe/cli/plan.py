@@ -16,7 +16,8 @@ from tilemoe.config import MoEConfig, Save, require_save
 from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_settings
 from tilemoe.models.hf_config import layer_from_hf
-from tilemoe.models.presets import MOE_PRESETS, SIZES_PRESETS
+from tilemoe.models.preset_sizes import SIZES_PRESETS
+from tilemoe.models.presets import MOE_PRESETS
 from tilemoe.models.sizes import ModelSizes, sizes_of
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
 from tilemoe.perf.layer import layer_plan
