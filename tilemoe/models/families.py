@@ -14,12 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from tilemoe.config import MoEConfig, RouterConfig
-from tilemoe.models.hf_config import layer_from_hf, number
+from tilemoe.models.hf_config import layer_from_hf, layers_without_experts, number, require_countable
 from tilemoe.models.sizes import Mixer, ModelSizes, attention
 
 Settings = Mapping[str, Any]
 _MOST = 1 << 31  # of any size
-_MOST_LAYERS = 100_000
 
 
 def sizes_from_hf(data: Settings) -> ModelSizes:
@@ -36,8 +35,7 @@ def sizes_from_hf(data: Settings) -> ModelSizes:
         names = ", ".join(map(repr, FAMILIES))
         raise ValueError(f"config.json: model_type must be one of {names}; got {text.get('model_type')!r}")
     layers = _size(text, "num_hidden_layers")
-    if layers > _MOST_LAYERS:  # they are counted out below
-        raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS}")
+    require_countable(layers)
     dense = _dense_layers(text, layers)
     mixers = family(text, layers)
     return ModelSizes(
@@ -74,10 +72,7 @@ def _dense_layers(data: Settings, layers: int) -> int:
                 f"config.json: moe_layer_freq must be 1, got {data['moe_layer_freq']!r}; no other is planned"
             )
         return min(layers, max(0, number(data, "first_k_dense_replace", int)))
-    step, listed = number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
-    if not isinstance(listed, list):
-        raise ValueError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
-    return sum(layer in listed or step == 0 or (layer + 1) % step != 0 for layer in range(layers))
+    return len(layers_without_experts(data, layers))
 
 
 def _plain(data: Settings, layers: int, **settings: Any) -> list[Mixer]:

@@ -130,14 +130,8 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         if data.get(name, value) != value:
             raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
     layers = number(data, "num_hidden_layers", int)
-    if layers > _MOST_LAYERS:  # they are counted out below
-        raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS}")
-    dense: tuple[int, ...] = ()
-    if architecture.model_type == "qwen3_moe":
-        step, listed = number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
-        if not isinstance(listed, list):
-            raise ValueError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
-        dense = tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
+    require_countable(layers)
+    dense = layers_without_experts(data, layers) if architecture.model_type == "qwen3_moe" else ()
     heads, width = number(data, "num_attention_heads", int), number(data, "hidden_size", int)
     std = number(data, "initializer_range", float, 0.02)
     return ModelConfig(
@@ -188,6 +182,20 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "default":
         raise ValueError(f"config.json: rope_type must be 'default', got {kind!r}; no other is implemented")
     return rope
+
+
+def require_countable(layers: int) -> None:
+    """ValueError: so many layers that whoever counts them out would take forever."""
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS}")
+
+
+def layers_without_experts(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Those listed and those between steps, as Qwen's families have it."""
+    step, listed = number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise ValueError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
+    return tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
 
 
 def number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], default: Number | None = None) -> Number:
