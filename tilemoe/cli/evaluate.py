@@ -70,8 +70,10 @@ class Subject:
 def run(arguments: Sequence[str]) -> None:
     options = parse(EvalOptions, arguments, prog="tilemoe eval", description="Held-out loss of a model on a corpus.")
     folder = find_folder("--checkpoint", options.checkpoint)
-    read = _of_transformers if is_hf(folder) else _of_checkpoint
-    subject = read_newest(folder, lambda: read(folder, options))
+    if is_hf(folder):
+        subject = _of_transformers(folder, options)
+    else:
+        subject = read_newest(folder, lambda: _of_checkpoint(folder, options))
     result = _evaluate(subject, options.batches)
     print(f"checkpoint {subject.path}, {result}")
     print(f"held-out loss {result.shown(2)}" + ("" if result.whole_split else ", subset"))
