@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from invariance_checks import Sizes, assert_tokens_keep_their_bits, make_batch, results, results_in_4_bit
+from invariance_checks import Batch, Sizes, assert_tokens_keep_their_bits, make_batch, results, results_in_4_bit
 
 from tilemoe.kernels.experts.registry import backend_named
 
@@ -26,18 +26,22 @@ def test_experts_of_any_batch(kernels: str, dtype: torch.dtype, name: str) -> No
     assert_tokens_keep_their_bits(make_batch(SIZES[name], dtype, "cuda"), partial(results, kernels=kernels))
 
 
-@pytest.mark.parametrize("name", ["many rows", "fine experts"])
-@pytest.mark.parametrize("kernels", ["triton_fp8", "hopper_fp8"])
-def test_experts_in_fp8_of_any_batch(kernels: str, name: str) -> None:
+def batch_for(kernels: str, name: str) -> Batch:
+    """In bf16; skips the test on a GPU that these kernels do not serve."""
     batch = make_batch(SIZES[name], torch.bfloat16, "cuda")
     if why := backend_named(kernels).why_unsupported(batch.x.device, batch.x.dtype):
         pytest.skip(why)
+    return batch
+
+
+@pytest.mark.parametrize("name", ["many rows", "fine experts"])
+@pytest.mark.parametrize("kernels", ["triton_fp8", "hopper_fp8"])
+def test_experts_in_fp8_of_any_batch(kernels: str, name: str) -> None:
+    batch = batch_for(kernels, name)
     assert_tokens_keep_their_bits(batch, partial(results, kernels=kernels))
 
 
 @pytest.mark.parametrize("kernels", ["triton", "hopper"])
 def test_experts_in_4_bit_of_any_batch(kernels: str) -> None:
-    batch = make_batch(SIZES["many rows"], torch.bfloat16, "cuda")
-    if why := backend_named(kernels).why_unsupported(batch.x.device, batch.x.dtype):
-        pytest.skip(why)
+    batch = batch_for(kernels, "many rows")
     assert_tokens_keep_their_bits(batch, partial(results_in_4_bit, kernels=kernels))
