@@ -28,7 +28,6 @@ from tilemoe.runtime.tensors import require_generator, require_tensors
 from tilemoe.runtime.tracing import can_be_read, specialised
 
 _INTEGERS = (torch.int32, torch.int64)
-_EPSILON = 1e-20  # keeps 0 / 0 out of a normalisation whose scores all underflowed
 
 
 class NonFiniteLogitsError(ValueError):
@@ -356,13 +355,19 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
         ctx.save_for_backward(scores)
-        return scores / (scores.sum(dim=-1, keepdim=True) + _EPSILON)
+        return scores / _total(scores)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Tensor:
         (scores,) = ctx.saved_tensors
-        total = scores.sum(dim=-1, keepdim=True) + _EPSILON  # anew, for it has a gradient, too
+        total = _total(scores)  # anew, for it has a gradient, too
         return (d_out - (d_out * (scores / total)).sum(dim=-1, keepdim=True)) / total
+
+
+def _total(scores: Tensor) -> Tensor:
+    """(T, 1) ``sum u + eps``, which keeps 0 / 0 out where all scores underflowed."""
+    # A literal: dynamic=True makes a symbol of a module's float, which two of these in one graph do not share.
+    return scores.sum(dim=-1, keepdim=True) + 1e-20
 
 
 def _check(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_mask: Tensor | None) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from tilemoe.kernels.rounding.triton_kernels import ADDED_PAIR
 from tilemoe.kernels.rounding.triton_topk import score_of_logit
 
-_EPSILON = tl.constexpr(1e-20)  # as in `tilemoe.routing.topk`
+_EPSILON = tl.constexpr(1e-20)  # of `tilemoe.routing.topk._total`
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -14,7 +14,7 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32
 _TAKEN = tl.constexpr(-(2**31))  # chosen already
 _OUT = tl.constexpr(-(2**31) + 1)  # may not be chosen
 _NAN = tl.constexpr(0x7FC00000)
-_EPSILON = tl.constexpr(1e-20)  # as in `tilemoe.routing.topk`
+_EPSILON = tl.constexpr(1e-20)  # of `tilemoe.routing.topk._total`
 
 
 @triton.jit
