@@ -23,7 +23,7 @@ from tilemoe.shape import MoEShape
 
 OLMOE = MoEShape(32768, 2048, 1024, 64, 8)
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
-BAR = 1.5  # seconds
+BAR, LOOP = 1.5, 0.12  # seconds: of a plan, and of the loop that shows how fast the core is, at rest
 Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
 
 # Sizes that every kind of config.json has, and a few of its own.
@@ -156,19 +156,23 @@ def test_the_text_s_layer_of_a_model_of_several_parts(tmp_path: Path, run: Run) 
     "arguments", [(), ("--train", "--json"), ("--plot", "plan.png")], ids=["layer", "model", "plot"]
 )
 def test_it_is_quick_and_without_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    """By the processor's seconds, whatever else it does; the first of matplotlib's on a machine looks for fonts."""
+    """By seconds of a core at rest; the first of matplotlib's on a machine looks for fonts.
+
+    A core that also serves another, or another machine, takes longer for the same. So the same process times a loop.
+    """
     (tmp_path / "config.json").write_text(json.dumps(COMMON | CONFIGS[0][0]))
     given = [str(tmp_path / word) if word.endswith(".png") else word for word in arguments]
     code = (
         "import sys, time\nfrom tilemoe.cli.main import main\n"
         "assert main(['plan', '--checkpoint', *sys.argv[1:]]) == 0\n"
-        "print('torch' in sys.modules, time.process_time())"
+        "taken = time.process_time()\nsum(len(str(number)) for number in range(2_000_000))\n"
+        "print('torch' in sys.modules, taken, time.process_time() - taken)"
     )
     seconds = []
     while len(seconds) < 3 and min(seconds, default=BAR) >= BAR:
-        imported, taken = run_python(code, str(tmp_path), *given).splitlines()[-1].split()
+        imported, taken, loop = run_python(code, str(tmp_path), *given).splitlines()[-1].split()
         assert imported == "False"
-        seconds.append(float(taken))
+        seconds.append(float(taken) / max(1.0, float(loop) / LOOP))
     assert min(seconds) < BAR
 
 
