@@ -188,6 +188,37 @@ def test_recomputation_changes_nothing(way: str) -> None:
     assert_equal(gradients(model, inputs, labels), expected)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_a_deep_copy_of_compiled_blocks_computes_its_own(checkpointing: str) -> None:
+    model, (inputs, labels) = make(), batch()
+    model.set_checkpointing(checkpointing)
+    model.compile_blocks("aot_eager")
+    copied, plain = copy.deepcopy(model), make()
+    for each in (copied, plain):
+        with torch.no_grad():
+            for parameter in each.blocks.parameters():
+                parameter.mul_(0.5)
+    torch.testing.assert_close(gradients(copied, inputs, labels), gradients(plain, inputs, labels))
+    torch.testing.assert_close(gradients(model, inputs, labels), gradients(make(), inputs, labels))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_exports(strict: bool, grad: bool) -> None:
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.model(tokens).logits
+
+    module, (inputs, _) = Logits(), batch()
+    with torch.set_grad_enabled(grad):
+        exported = torch.export.export(module, (inputs,), strict=strict).module()
+    torch.testing.assert_close(exported(inputs), module(inputs))
+
+
 def test_compiles_without_a_break() -> None:
     model, (inputs, labels) = make(), batch()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -229,6 +260,32 @@ IDS = torch.zeros(1, 5, dtype=torch.int64)
 def test_bad_input_is_one_line(inputs: Tensor, labels: Tensor | None, message: str) -> None:
     with raises_one_line(message):
         make()(inputs, labels)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_cache_of_another_batch_size_is_refused(count: int) -> None:
+    model, (inputs, _), cache = make(), batch(), KVCache(3, 12)
+    with torch.no_grad():
+        model(inputs[:, :5], cache=cache)
+        with raises_one_line(f"input_ids has {count} sequences but the cache holds 3; begin"):
+            model(inputs[:1].repeat(count, 1)[:, :2], cache=cache)
+    assert cache.length == 5
+
+
+def test_transforms_of_functions_are_refused_in_their_words() -> None:
+    model, (inputs, labels) = make(), batch()
+    parameters = dict(model.named_parameters())
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, given, (inputs, labels)).loss
+
+    for transformed in (
+        lambda: torch.func.grad(loss)(parameters),
+        lambda: torch.func.jvp(loss, (parameters,), (parameters,)),
+        lambda: torch.vmap(lambda tokens: model(tokens[None]).logits)(inputs),
+    ):
+        with pytest.raises(RuntimeError, match=r"^tilemoe.DecoderLM does not go through torch.vmap or torch.func"):
+            transformed()
 
 
 def test_full_cache_and_labels_with_a_cache_are_refused() -> None:

@@ -4,7 +4,9 @@ T tokens · d hidden_size · E experts · K experts per token
 """
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,3 +224,13 @@ def test_checkpointing_repeats_the_draws_of_the_default_generator() -> None:
         hidden = checkpoint(layer, x, use_reentrant=False) if repeat else layer(x)
         grads.append(torch.autograd.grad(hidden.hidden.square().sum(), layer.experts.w1)[0])
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_refuses_draws_that_it_cannot_repeat(reentrant: bool) -> None:
+    x = random(150, 16).float().requires_grad_()
+    for mode in ("stochastic", "nearest"):
+        layer, generator = MoE(config(mode, 8, 2), dtype=torch.float32), torch.Generator()
+        out = checkpoint(partial(layer, generator=generator), x, use_reentrant=reentrant).hidden.sum()
+        with raises_one_line("generator was given to a forward that") if mode == "stochastic" else nullcontext():
+            out.backward()

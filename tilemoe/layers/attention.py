@@ -30,6 +30,11 @@ class LayerCache:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
+    @property
+    def batch_size(self) -> int | None:
+        """Sequences B that it holds; None before the first call."""
+        return None if self._keys is None else self._keys.shape[0]
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add (B, H_kv, S, D) keys and values; returns views (B, H_kv, C, D) of all so far."""
         start, self.length = self.length, self.length + keys.shape[2]
@@ -53,6 +58,11 @@ class KVCache:
     def length(self) -> int:
         """Tokens held."""
         return self._layers[0].length
+
+    @property
+    def batch_size(self) -> int | None:
+        """Sequences B that it holds; None before the first call."""
+        return self._layers[0].batch_size
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -123,11 +133,10 @@ def _by_one_kernel(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, b
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = x * torch.cat((cos, cos), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
-    out_first.addcmul_(second, sin, value=-1)
-    out_second.addcmul_(first, sin)
+    out, half = x * torch.cat((cos, cos), dim=-1), x.shape[-1] // 2
+    # Slices: a chunk of several may not be written under autograd, which records this in torch.export.
+    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin)
     return out
 
 

@@ -157,7 +157,7 @@ class MoE(nn.Module):
         """x (..., d); token_mask, bool, shaped like x without d or (T,): False marks padding, which is not routed.
 
         ``generator`` is for the random modes of ``cfg.rounding``. None: the default one of x's device, whose state
-        activation checkpointing restores before it repeats a forward.
+        activation checkpointing restores before it repeats a forward; one's own is refused there, in the backward.
 
         ``expert_ids``, int32 or int64, (T, K) or shaped like x with K in place of d, replays a routing: these experts
         compute, with the scores that the router's present weights give them, through which both it and x get their

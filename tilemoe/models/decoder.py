@@ -28,6 +28,7 @@ from tilemoe.ops.moe import check_options
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.routing.topk import router_entropy
+from tilemoe.runtime.operator import refuse_transforms
 from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
 from tilemoe.runtime.tracing import can_be_read
 
@@ -86,6 +87,7 @@ class Block(nn.Module):
         super().__init__()
         d, eps = config.hidden_size, config.norm_eps
         self.checkpointing = "none"
+        self._run = Block.body
         self.attention_norm = RMSNorm(d, eps, device=device, dtype=dtype)
         self.attention = Attention(config, device=device, dtype=dtype)
         self.mlp_norm = RMSNorm(d, eps, device=device, dtype=dtype)
@@ -112,8 +114,8 @@ class Block(nn.Module):
     ) -> BlockOutput:
         """expert_ids (B, S, K): those to be replayed, of a MoE block."""
         if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
-            return checkpoint(self.body, x, angles, None, documents, expert_ids, use_reentrant=False)
-        return self.body(x, angles, cache, documents, expert_ids)
+            return checkpoint(self._run, self, x, angles, None, documents, expert_ids, use_reentrant=False)
+        return self._run(self, x, angles, cache, documents, expert_ids)
 
     def body(
         self,
@@ -136,7 +138,7 @@ class Block(nn.Module):
 
     def compile_body(self, backend: str) -> None:
         """torch.compile what `forward` computes: within checkpointing, and within the hooks of whoever wraps it."""
-        setattr(self, "body", torch.compile(self.body, backend=backend))  # noqa: B010 (to type checkers a method)
+        self._run = torch.compile(Block.body, backend=backend)  # of no block: a deep copy computes its own
 
     def _attend(
         self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None, documents: Documents | None
@@ -348,10 +350,17 @@ class DecoderLM(nn.Module):
         self, input_ids: Tensor, labels: Tensor | None, cache: KVCache | None, record: RoutingRecord | None
     ) -> None:
         require_tensors({"input_ids": input_ids}, {"labels": labels})
+        if not torch.compiler.is_compiling():
+            refuse_transforms("tilemoe.DecoderLM", input_ids, labels, self.embed.weight)
         if cache is not None:
             require_type("cache", cache, KVCache)
             if len(cache) != self.config.num_layers:
                 raise ValueError(f"cache must be of {self.config.num_layers} layers, got one of {len(cache)}")
+            if cache.batch_size not in (None, input_ids.shape[0]):
+                raise ValueError(
+                    f"input_ids has {input_ids.shape[0]} sequences but the cache holds {cache.batch_size}; begin "
+                    "another KVCache"
+                )
         if record is not None:
             require_type("record", record, RoutingRecord)
         if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in (torch.int64, torch.int32):

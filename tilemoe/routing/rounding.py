@@ -17,7 +17,7 @@ from tilemoe.kernels.choose import choose_rounding
 from tilemoe.ops import rounding as rounding_ops
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.tensors import require_generator
-from tilemoe.runtime.tracing import constant_when_traced, specialised
+from tilemoe.runtime.tracing import constant_when_traced, is_in_backward, specialised
 
 _DRAWING = ("stochastic", "nearest_score")
 _MAX_ROWS = 2**30  # row numbers, a block of them further, are int32
@@ -82,7 +82,10 @@ def round_tokens(
 def draw_uniform(
     num_experts: int, rounding: TokenRounding, device: torch.device, generator: torch.Generator | None
 ) -> Tensor | None:
-    """(E,) fp32 in [0, 1) for the modes that are random, else None. ValueError: no generator, or one elsewhere."""
+    """(E,) fp32 in [0, 1) for the modes that are random, else None.
+
+    ValueError: the generator is none or elsewhere, or this forward is one that activation checkpointing repeats.
+    """
     require_generator(generator)
     there = device if generator is None else generator.device
     if there != device and (there.type != device.type or None not in (there.index, device.index)):
@@ -92,6 +95,12 @@ def draw_uniform(
         )
     if rounding.mode not in _DRAWING:
         return None
+    if generator is not None and is_in_backward():
+        raise ValueError(
+            "generator was given to a forward that activation checkpointing repeats, which restores PyTorch's default "
+            "one alone: the repeat would round to other rows; leave it out and call torch.manual_seed, or leave this "
+            "layer out of checkpointing"
+        )
     return torch.rand(num_experts, dtype=torch.float32, device=device, generator=generator)
 
 
