@@ -25,7 +25,7 @@ from parallel_checks import (
     assert_within,
     batch,
     error,
-    limits_by_noise,
+    limits_of,
     whole,
     world,
 )
@@ -56,9 +56,6 @@ ROUTER = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01)
 CFG = MoEConfig(D, 8, E, K, router=ROUTER, initializer_range=0.3)
 OTHER = MoEConfig(D, 12, 4, 1, router=ROUTER, initializer_range=0.3, expert_bias=True, shared_intermediate_size=8)
 DTYPES = (torch.float64, torch.float32)
-CANCELLING = (
-    "router.bias",
-)  # its gradient's terms, which add up to zero over a token's experts, cancel over tokens, too
 Make = Callable[[torch.dtype], Any]  # a Net or one of transformers' models
 
 
@@ -185,23 +182,17 @@ def backward(model: nn.Module, *, shared: bool, expert_ids: Tensor | None = None
     return Result(loss, aux_loss, gradients, torch.empty(0))
 
 
+def gradients_of_one(model: nn.Module, expert_ids: Tensor | None = None) -> dict[str, Tensor]:
+    """By one process."""
+    return backward(model, shared=False, expert_ids=expert_ids).gradients
+
+
 def to_one_rank(model: nn.Module) -> Tensor:
     """(L, B of all ranks, S, K): the first K experts for every token."""
     ids, _ = batch(sequences_of(model))
     layers = 2 if isinstance(model, Net) else len(list(integration.experts_modules(model)))
     k = K if isinstance(model, Net) else model.config.num_experts_per_tok
     return torch.arange(k, device=device_of_rank()).expand(layers, *torch.cat(ids).shape, k)
-
-
-def limits_of(make: Make, expert_ids: Tensor | None, dtype: torch.dtype) -> dict[str, float] | None:
-    """Of gradients in fp32 that are not to be had to 1e-6: on a GPU all, on a CPU sums that cancel."""
-    names = {name for name, _ in make(dtype).named_parameters()}
-    if device_of_rank().type == "cpu":
-        names = {name for name in names if name.endswith(CANCELLING)}
-    if dtype == torch.float64 or not names:
-        return None
-    limits = limits_by_noise(make, lambda near: backward(near, shared=False, expert_ids=expert_ids).gradients)
-    return {name: limit for name, limit in limits.items() if name in names}
 
 
 def assert_as_one_process(
@@ -216,7 +207,8 @@ def assert_as_one_process(
             expert_ids = to_one_rank(one) if to_one else None
             want = backward(one, shared=False, expert_ids=expert_ids)
             got = backward(many, shared=True, expert_ids=expert_ids)
-            assert_same(got, want, limit, limits_of(make, expert_ids, dtype))
+            of_one = partial(gradients_of_one, expert_ids=expert_ids)
+            assert_same(got, want, limit, partial(limits_of, make, of_one, dtype))
 
 
 def check_any_module() -> None:
@@ -304,7 +296,8 @@ def check_compiled() -> None:
         one, many = make_net(dtype), make_net(dtype)
         many.first.compile(backend="eager")
         share(many, ep_and_fsdp())
-        assert_same(backward(many, shared=True), backward(one, shared=False), limit, limits_of(make_net, None, dtype))
+        limits = partial(limits_of, make_net, gradients_of_one, dtype)
+        assert_same(backward(many, shared=True), backward(one, shared=False), limit, limits)
 
 
 def check_mixed_precision() -> None:
