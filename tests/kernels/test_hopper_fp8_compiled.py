@@ -43,10 +43,10 @@ OTHER_SPILLS: dict[Case, dict[str, tuple[int, int]]] = {
     ("swiglu", "concatenated", False): {},
     ("swiglu", "concatenated", True): {"F1": (2, 0), "F2": (1, 0)},
     ("swiglu", "interleaved", False): {"F1, inference": (36, 6), "B1": (1, 1)},
-    ("swiglu_oai", "concatenated", True): {"F1": (3, 0), "F2": (1, 0), "B1": (4, 0)},
+    ("swiglu_oai", "concatenated", True): {"F1": (3, 0), "B1": (4, 0)},
     ("geglu", "interleaved", False): {"F1": (171, 41), "F1, inference": (177, 40)},
-    ("gelu", "concatenated", True): {"F1": (121, 0), "F1, inference": (2, 0), "F2": (1, 0)},
-    ("relu2", "concatenated", True): {"F2": (1, 0)},
+    ("gelu", "concatenated", True): {"F1": (121, 0), "F1, inference": (2, 0)},
+    ("relu2", "concatenated", True): {},
 }
 SPILLS_OF_39 = {"F1": (283, 50), "F1, inference": (233, 50), "F2": (40, 7), "B1": (42, 0), "B3": (40, 7)}
 STATIONARY_SPILLS_OF_39 = 14  # with a bias: scalars of a block, loaded outside of the mainloops
@@ -54,8 +54,10 @@ STATIONARY_SPILLS_OF_39 = 14  # with a bias: scalars of a block, loaded outside 
 SERIALISED = {("geglu", "interleaved", False): {"F1", "F1, inference"}} if IS_3_6 else {}
 
 
-def all_launches(case: Case, dtype: torch.dtype) -> dict[str, Launch]:
+def gemm_launches(case: Case, dtype: torch.dtype) -> dict[str, Launch]:
+    """Those of F2 and B3, which know nothing of activation and layout, beside swiglu's in two blocks alone."""
     activation, gate_up, bias = case
+    names = SPILLS if (activation, gate_up) == ("swiglu", "concatenated") else SPILLS.keys() - {"F2", "B3"}
     spec, kernels = activation_spec(activation, gate_up, None, None), HopperFp8Backend()
     plan, w = plan_topk(torch.arange(2 * T).view(T, 2) % E, E), spec.width_factor * N
 
@@ -71,7 +73,7 @@ def all_launches(case: Case, dtype: torch.dtype) -> dict[str, Launch]:
         kernels.down_proj_dgrad_dact(x, w2, None, h, torch.zeros(plan.num_pairs), plan, spec)
         kernels.up_proj_dgrad(h, w1, plan)
     gemms = [launch for launch in launches if launch.kernel.is_gluon()]
-    return dict(zip(SPILLS, gemms, strict=True))
+    return {name: launch for name, launch in zip(SPILLS, gemms, strict=True) if name in names}
 
 
 def assert_threads_meet_before_release(ptx: str) -> None:
@@ -114,7 +116,7 @@ def spill_loads(code: str) -> int:
     ids=str,
 )
 def test_kernels(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
-    launches = all_launches(case, dtype)
+    launches = gemm_launches(case, dtype)
     spills, serialised = {}, set()
     for name, (_, compiled) in zip(launches, compile_launches(launches.values(), 90), strict=True):
         ptx, code = str(compiled.asm["ptx"]), machine_code(compiled, tmp_path)
