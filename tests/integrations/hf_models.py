@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -158,3 +161,11 @@ def run(module: Any, implementation: str, x: Tensor, ids: Tensor, scores: Tensor
     out = module(inputs[0], ids, inputs[1])
     weight = torch.linspace(-1, 1, out.numel()).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), [*inputs, *module.parameters()])]
+
+
+def word_tokenizer() -> Tokenizer:
+    """Of the letters a to h."""
+    words = {"<unk>": 0, **{word: id_ for id_, word in enumerate("abcdefgh", start=3)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return tokenizer

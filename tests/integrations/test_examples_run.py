@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import torchrun
-from hf_models import FAMILIES
+from hf_models import FAMILIES, word_tokenizer
 from peft import PeftModel
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import tilemoe
@@ -26,13 +23,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def example(name: str) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / name))
-
-
-def word_tokenizer() -> Tokenizer:
-    words = {"<unk>": 0, **{word: id_ for id_, word in enumerate("abcdefgh", start=3)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return tokenizer
 
 
 @pytest.mark.usefixtures("unregistered_after")

@@ -107,7 +107,7 @@ def qwen3(name: str) -> Any:
     return qwen3_configs[name](attn_backend="flex")
 
 
-def test_a_layer_of_torchtitans_qwen3() -> None:
+def test_a_layer_of_torchtitans_qwen3(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, overridden = qwen3("debugmodel_moe"), qwen3("debugmodel_moe")
     assert len(apply_overrides(OverrideConfig(imports=[TARGET]), overridden)) == len(stock.layers)
     theirs, ours = (each.layers[3].moe.build() for each in (stock, overridden))
@@ -118,6 +118,7 @@ def test_a_layer_of_torchtitans_qwen3() -> None:
         assert parameter.any(), f"{name} was not initialised"
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(integration, "_plan_of_rows", None)  # no rows are made: one operator gathers the tokens
     assert relative_error(ours(x).detach(), theirs(x).detach().double()) < 0.01
 
 

@@ -22,7 +22,7 @@ try:
     from torchtitan.config import derive, override
     from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
     from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
 except ImportError as error:
     raise ImportError(
@@ -68,7 +68,7 @@ class TileMoERoutedExperts(RoutedExperts):
         self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
         """As torchtitan's: (B, L, D), (B, L, K), (B, L, K) and (E) -> (B, L, D)."""
-        if type(self.token_dispatcher) is not LocalTokenDispatcher:
+        if not _is_local(self.token_dispatcher):
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         _refuse_type_checking()
         w1, w2 = self.inner_experts.weights()
@@ -102,6 +102,13 @@ def tilemoe_experts(cfg: Any) -> Any:
         )
     inner = derive(fused_grouped_experts(cfg.inner_experts), TileMoEGroupedExperts.Config)
     return derive(cfg, TileMoERoutedExperts.Config, inner_experts=inner)
+
+
+def _is_local(dispatcher: LocalTokenDispatcher) -> bool:
+    """Whether tokens stay: torchtitan's models have the all-to-all dispatcher without expert parallelism too."""
+    if type(dispatcher) is AllToAllTokenDispatcher:
+        return dispatcher.ep_mesh is None
+    return type(dispatcher) is LocalTokenDispatcher
 
 
 def _plan_of_rows(num_tokens_per_expert: Tensor, num_rows: int) -> RoutingPlan:

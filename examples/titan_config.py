@@ -1,0 +1,19 @@
+r"""A run of torchtitan 0.3 with tilemoe's experts: its small Qwen3-MoE, the experts divided over two processes.
+
+Run it in this folder; options of the command line change any value:
+
+    torchrun --nproc-per-node 2 -m torchtitan.train --module titan_config --config qwen3_moe_tilemoe \
+        --hf_assets_path FOLDER_OF_A_TOKENIZER --dataloader.dataset_path FOLDER_OF_TEXTS --training.steps 100
+"""
+
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
+from torchtitan.trainer import Trainer
+
+
+def qwen3_moe_tilemoe() -> Trainer.Config:
+    config = qwen3_moe_debug()
+    config.override.imports.append("tilemoe.integrations.torchtitan.tilemoe_experts")
+    config.parallelism.expert_parallel_degree = 2
+    config.parallelism.spmd_backend = "partial_dtensor"  # the default asks for a PyTorch newer than 2.13
+    config.training.disable_cuda_graphs = True  # torchtitan has none with this dispatcher
+    return config
