@@ -3,6 +3,7 @@
 # these, ruff, codespell, mypy
 # fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core; with SEED=N what is left
 # of that seed's
+# every-cell: the Hopper backend's F1 and B1 compiled for each combination that they serve
 # oldest-torch, newest: what traces, compiles and differentiates on the oldest PyTorch, and on the newest with the newest
 # transformers; apart from check, because each downloads 3 GB: before a release, and once a week
 PYTHON ?= python3
@@ -29,13 +30,14 @@ SHARE ?= 1
 SEED ?= $(shell date +%s)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kernel.py hopper_compiled.py hopper_layouts.py \
-	hopper_fp8_compiled.py small_m.py triton_router_input.py)
+	hopper_cells.py hopper_fp8_compiled.py small_m.py triton_router_input.py)
 
 # Tests for a GPU run nowhere here: at least their names and calls are looked at, though not all that is strict.
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
 	--no-warn-unused-ignores
 
-.PHONY: env demo test fuzz faults newest-triton oldest-transformers oldest-torch newest check checks lint types docs wheel clean
+.PHONY: env demo test fuzz faults every-cell newest-triton oldest-transformers oldest-torch newest check checks lint types \
+	docs wheel clean
 
 env: $(STAMP)
 
@@ -91,6 +93,11 @@ fuzz: env
 # cores, and signals to jobs and two runs at once about an hour more.
 faults: env
 	TILEMOE_FAULTS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py -n $(JOBS) --dist worksteal
+
+# F1 and B1 of the Hopper backend compiled for each combination of what they serve, of which the tests have a selection;
+# recorded in results/every_cell.jsonl.
+every-cell: env
+	TILEMOE_CELLS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/every_cell.py -n $(JOBS) --dist worksteal
 
 # fp16 is left to the other release: it differs from bf16 in little, and this is to take a few minutes. So is the
 # interpreter (test_*_values.py), which in this one refuses a mask made of a vector and a scalar.

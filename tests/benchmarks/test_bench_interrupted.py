@@ -1,4 +1,4 @@
-"""Runs of the fuzzing, the faults and the soak that are interrupted: what was judged is recorded, and nothing else."""
+"""Runs of the fuzzing, the faults, the cells and the soak that are interrupted: what was judged is recorded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import every_cell
 import faults
 import fuzz
 import gpu_tests
@@ -76,7 +77,7 @@ def pretend(results: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
         monkeypatch.setattr(benchmark, "interrupt_once", lambda: None)
         monkeypatch.setattr(pytest, "main", main)
         monkeypatch.setattr(sys, "argv", ["it", *options])
-        benchmark.main(options) if benchmark is faults else benchmark.main()
+        benchmark.main() if benchmark is fuzz else benchmark.main(options)
         return given
 
     return run
@@ -106,7 +107,7 @@ def test_another_commit_has_not_judged_them(pretend: Callable[..., list[str]], m
             assert f"--deselect={TORCH}[0]" not in given
 
 
-@pytest.mark.parametrize("benchmark", [fuzz, faults])
+@pytest.mark.parametrize("benchmark", [fuzz, faults, every_cell])
 def test_what_judged_nothing_is_not_recorded(benchmark: ModuleType, pretend: Callable[..., list[str]]) -> None:
     with pytest.raises(SystemExit, match="nothing is recorded"):
         pretend(benchmark, [], {}, 5)
@@ -123,6 +124,23 @@ def test_faults_until_then_are_counted_by_kind(pretend: Callable[..., list[str]]
     row = record.rows("faults")[0]
     assert row["faults_of_kind"] == {"files: checkpoint": 3, "reads: model, a.json": 5, "reads: model, b.json": 5}
     assert (row["faults"], row["unfinished"]) == (13, "pytest exited with 2")
+
+
+def test_cells_until_then_are_counted_by_kernel(pretend: Callable[..., list[str]]) -> None:
+    test = "tests/kernels/test_hopper_cells.py::test_cell[{}]"
+    of = {"up": "up_proj_act geglu interleaved", "down": "down_proj_dgrad_dact relu none"}
+    tests = {
+        test.format(1): {"cells": 1, "family": of["up"], "spills": 26, "cached": True},
+        test.format(2): {"cells": 1, "family": of["up"], "spills": 3, "cached": True},
+        test.format(3): {"cells": 2, "family": of["down"], "spills": 0, "cached": False},
+        "tests/kernels/test_hopper_cells.py::test_a_weight_by_pointer_is_seen": {},
+    }
+    pretend(every_cell, [], tests, 2)
+    row = record.rows("every_cell")[0]
+    assert row["cells"] == {"up_proj_act": 2, "down_proj_dgrad_dact": 2}
+    assert (row["compiled"], row["from_cache"]) == (3, 2)
+    assert row["spill_loads_of_family"] == {of["up"]: 26}
+    assert (row["passed"], row["unfinished"]) == (4, "pytest exited with 2")
 
 
 class Interrupted:

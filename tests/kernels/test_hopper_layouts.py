@@ -7,7 +7,6 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
-import re
 from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
@@ -15,24 +14,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton
-from triton_compile import (
-    NVIDIA,
-    assert_threads_meet_after_tile_info,
-    assert_threads_meet_before_tma_stores,
-    bytes_of_copies,
-    compile_launch,
-    count_loads_of_two_bytes,
-    count_spill_loads,
-    make_operands,
-    row_gemm_launch,
-)
+from hopper_cells import H200, assert_moves_as_promised
+from triton_compile import compile_launch, count_spill_loads, make_operands, row_gemm_launch
 
 from tilemoe.config import GATED_ACTIVATIONS
 from tilemoe.kernels.experts.hopper import host
-from tilemoe.kernels.experts.hopper.configs import TILES
 from tilemoe.kernels.experts.triton.configs import Kernel
 
-H200 = NVIDIA[90]
 GATED, UNGATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh", "reglu", "swiglu_clamped"), ("relu2", "gelu", "silu")
 
 
@@ -83,8 +71,6 @@ SPILLS_OF_39 = {
     ("down_proj_dgrad_dact", "swiglu_oai", "concatenated"): 11,
 }
 SPILLS = SPILLS_OF_36 if ON_36 else SPILLS_OF_39
-# Stores to shared memory of a single element: an interleaved F1 stores its activation so, 64 by each consumer.
-STORES_OF_TWO_BYTES = {("up_proj_act", "interleaved"): 128}
 
 
 def assert_as_promised(kernel: Kernel, cell: Cell, dtype: torch.dtype, folder: Path) -> None:
@@ -92,22 +78,9 @@ def assert_as_promised(kernel: Kernel, cell: Cell, dtype: torch.dtype, folder: P
     gate_up = cell.gate_up if cell.activation in GATED_ACTIVATIONS else "concatenated"
     layout = {"turned": cell.turned, "bias": cell.bias, "widths": widths, "dtype": dtype}
     operands = make_operands(cell.activation, gate_up, **layout)
-    compiled = compile_launch(row_gemm_launch(host, kernel, operands, H200, tall=True), 90)
-    ptx = str(compiled.asm["ptx"])
-    assert f"wgmma.mma_async.sync.aligned.m64n{TILES[kernel].block_n}k16" in ptx
-    assert re.search(r"cp\.async\.bulk\.tensor\.4d\.shared::\w+\.global", ptx), "the weight"
-    copies = {"up_proj_act": {16}, "down_proj_dgrad_dact": {4, 16}, "down_proj": set()}[kernel]
-    assert bytes_of_copies(ptx) == copies, "rows, and for the scores' gradient their pairs"
-    # Of the bias, each of a consumer's threads has an entry or two. Tiles, tokens and scores are loads of 4 bytes.
-    bias_loads = {"up_proj_act": 4, "down_proj": 2}.get(kernel, 0) if cell.bias else 0
-    assert count_loads_of_two_bytes(ptx) <= bias_loads
-    assert len(re.findall(r"\bld\.global", ptx)) <= 32
-    stores = len(re.findall(r"\bst\.shared\.b16\b", ptx))
-    assert stores <= STORES_OF_TWO_BYTES.get((kernel, cell.gate_up), 0)
-    assert not re.search(r"\bld\.shared\.b16\b", ptx)
-    assert_threads_meet_before_tma_stores(ptx)
-    assert_threads_meet_after_tile_info(ptx)
-    assert compiled.metadata.shared <= H200.shared_bytes
+    launch = row_gemm_launch(host, kernel, operands, H200, tall=True)
+    compiled = compile_launch(launch, 90)
+    assert_moves_as_promised(compiled, launch, kernel, cell.gate_up, cell.bias)
     assert count_spill_loads(compiled, folder) <= SPILLS.get((kernel, cell.activation, cell.gate_up), 0)
 
 

@@ -126,6 +126,11 @@ def compiled_key(launch: Launch) -> str:
     return str((launch.kernel.fn.__name__, numbers, launch.constants, launch.options))
 
 
+def code_key(launch: Launch) -> tuple[str, str]:
+    """Equal for launches of one code: the kernel's source, types and alignment of arguments, constants, options."""
+    return _source_of(launch).hash(), str(launch.options)
+
+
 def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
     """Triton's compiled kernel, specialised on the arguments as a launch would be. An int: an NVIDIA capability."""
     return _compile(_source_of(launch), launch.options, target)
@@ -135,9 +140,8 @@ def compile_launches(launches: Iterable[Launch], target: int | GPUTarget) -> lis
     """Each with what `compile_launch` makes of it: several at the same time, and none twice."""
     found, sources = [], {}
     for launch in launches:
-        source = _source_of(launch)
-        key = (source.hash(), str(launch.options))  # parses: before the threads do, beside which CPython 3.11 may fail
-        sources.setdefault(key, (source, launch.options))
+        key = code_key(launch)  # parses: before the threads do, beside which CPython 3.11 may fail
+        sources.setdefault(key, (_source_of(launch), launch.options))
         found.append((launch, key))
     with ThreadPoolExecutor() as threads:
         begun = {key: threads.submit(_compile, *source, target) for key, source in sources.items()}
