@@ -103,7 +103,7 @@ every-cell: env
 # interpreter (test_*_values.py), which in this one refuses a mask made of a vector and a scalar.
 newest-triton: env $(NEWEST)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__file__'
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -k "not fp16 and not float16" $(COMPILED)
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -k "not fp16 and (bfloat16 or not float16)" $(COMPILED)
 
 oldest-transformers: env $(OLDEST)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
