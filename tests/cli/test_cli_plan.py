@@ -199,7 +199,7 @@ def test_a_whole_model_in_training(name: str, run: Run) -> None:
         ("bf16", 1), ("bf16", 8), ("fp8", 1), ("fp8", 8),
     ]  # fmt: skip
     fitting = [setup for setup in train["setups"] if setup["micro_batch"]]
-    assert fitting  # a layer of DeepSeek-V3 is gathered whole where its experts are not shared, and none holds that
+    assert all(setup in fitting for setup in train["setups"] if setup["expert_parallel"] > 1)
     assert all(setup["tokens_per_day"] is None for setup in train["setups"] if setup not in fitting)
     for setup in fitting:
         per_gpu = setup["tokens_per_day"] / 256
@@ -207,6 +207,8 @@ def test_a_whole_model_in_training(name: str, run: Run) -> None:
         assert per_gpu * (setup["gpus_for_tokens_per_day"] - 8) < 1e12
     table = run("plan", *arguments)[1].split("training: ")[1]
     assert f"{train['parameters'] / 1e9:.2f} B parameters" in table
+    recomputed = [setup["checkpointing"] for setup in train["setups"]]
+    assert re.search(rf"^recomputed +{' +'.join(recomputed)}$", table, flags=re.M)
     micro_batches = [str(setup["micro_batch"] or "none fits") for setup in train["setups"]]
     assert re.search(rf"^largest micro-batch +{' +'.join(micro_batches)}$", table, flags=re.M)
 
@@ -222,6 +224,22 @@ def test_a_whole_model_of_a_family_that_the_decoder_lacks(name: str, tmp_path: P
     attention = 64 * 4 * 12 + 64 * (16 + 4) + 16 * 4 * (8 + 12) + 4 * 12 * 64
     assert train["parameters"] == 2 * 99 * 64 + attention + 16 + 4 * (3 * 48 * 64 + 64) + 3 * 64
     assert train["setups"][0]["memory"]["weights"] == 4 * train["parameters"]
+
+
+def test_what_is_recomputed_is_the_cheapest_that_fits_or_what_is_given(run: Run) -> None:
+    """DeepSeek-V3 on 128 GPUs repeats blocks, on 512 attention alone; told to repeat nothing it does not fit there."""
+    arguments = ("--preset", "deepseek-v3", "--train", "--expert-parallel", 8, "--gpus")
+    for gpus, mode in ((128, "block"), (512, "attention")):
+        shared = as_json(run, *arguments, gpus)["train"]["setups"][1]
+        assert (shared["checkpointing"], shared["fewest_gpus"], shared["micro_batch"] > 0) == (mode, 128, True)
+    plain = as_json(run, *arguments, 128, "--checkpointing", "none")["train"]["setups"][1]
+    assert (plain["checkpointing"], plain["fewest_gpus"], plain["micro_batch"]) == ("none", 8192, 0)
+
+
+def test_sequences_beyond_the_model_s_are_said_to_be(run: Run) -> None:
+    longer, within = (run("plan", "--train", "--seq-len", length)[1] for length in (4097, 4096))
+    assert "in sequences of 4097, beyond its 4096\n" in longer
+    assert "in sequences of 4096\n" in within
 
 
 def test_one_gpu_alone_is_not_fsdp(run: Run) -> None:
@@ -293,7 +311,10 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
         (("--plot", "nowhere/plan.png"), "no such folder"),
         (("--train", "--hidden-size", 4096), "as it is; leave out hidden_size"),
         (("--gpus", 8), "--gpus is for a whole model in training; give --train, too"),
-        (("--mfu", "nan"), "--mfu must be above 0 and at most 1"),
+        (("--mfu", 0.5), "--mfu is for a whole model in training; give --train, too"),
+        (("--checkpointing", "block"), "--checkpointing is for a whole model in training; give --train, too"),
+        (("--train", "--checkpointing", "all"), "invalid choice 'all' for argument '--checkpointing'"),
+        (("--train", "--mfu", "nan"), "--mfu must be above 0 and at most 1"),
         (("--train", "--mfu", 1.5), "--mfu must be above 0 and at most 1"),
         (("--train", "--seq-len", 0), "--seq-len must be >= 1"),
         (("--train", "--gpus", -8), "--gpus must be >= 1"),

@@ -24,10 +24,24 @@ def flops_per_token(config: ModelConfig | ModelSizes, seq_len: int | None = None
     length = model.max_seq_len if seq_len is None else seq_len
     if length < 1:
         raise ValueError(f"seq_len must be >= 1, got {length}")
-    mixing = sum(count * (mixer.keys(length) * mixer.products + mixer.per_token) for count, mixer in model.mixers)
     head = model.vocab_size * model.hidden_size
     per_weight = _FLOP_PER_FROZEN_WEIGHT if is_frozen else _FLOP_PER_WEIGHT
-    return per_weight * (_matrices(model, active=True) + head) + _FLOP_PER_WEIGHT * mixing
+    return per_weight * (_matrices(model, active=True) + head) + _FLOP_PER_WEIGHT * _mixing(model, length)
+
+
+def repeated_flops_per_token(config: ModelConfig | ModelSizes, checkpointing: str, seq_len: int) -> float:
+    """What the backward computes again of a token's forward, beside `flops_per_token`: 2 per weight, not 6.
+
+    ``checkpointing`` as of `DecoderLM.set_checkpointing`: "none", "attention" of each block, or each "block" whole. At
+    most: of repeated attention the last map may be left out. The head, in no block, is computed once.
+    """
+    if checkpointing == "none":
+        return 0.0
+    model = sizes_of(config)
+    mixing = _mixing(model, seq_len)
+    if checkpointing == "attention":
+        return 2 * (sum(count * mixer.matrices for count, mixer in model.mixers) + mixing)
+    return 2 * (_matrices(model, active=True) + mixing)
 
 
 def count_parameters(config: ModelConfig | ModelSizes) -> int:
@@ -46,6 +60,11 @@ def count_active_parameters(config: ModelConfig | ModelSizes) -> int:
     per_expert = _expert_matrices(moe) + _expert_biases(moe)
     idle_experts = (model.num_layers - model.num_dense_layers) * (moe.num_experts - moe.num_experts_per_tok)
     return count_parameters(model) - idle_experts * per_expert
+
+
+def _mixing(model: ModelSizes, length: int) -> float:
+    """Multiplications and additions of a token apart from matrices: with its keys, and with states."""
+    return sum(count * (mixer.keys(length) * mixer.products + mixer.per_token) for count, mixer in model.mixers)
 
 
 def _matrices(model: ModelSizes, *, active: bool) -> int:
