@@ -36,6 +36,11 @@ CONFIGS = [
     ({"model_type": "deepseek_v3", "moe_intermediate_size": 48, "n_routed_experts": 4}, "d=64 n=48 E=4 K=2, gated"),
     ({"model_type": "nemotron_h", "moe_intermediate_size": 48, "n_routed_experts": 4, "mlp_hidden_act": "relu2"},
      "d=64 n=48 E=4 K=2, ungated"),
+    ({"model_type": "dbrx", "hidden_size": None, "d_model": 80, "num_experts_per_tok": None,
+      "ffn_config": {"hidden_size": 7, "ffn_hidden_size": 48, "moe_num_experts": 16, "moe_top_k": 4}},
+     "d=80 n=48 E=16 K=4, gated"),
+    ({"model_type": "hunyuan_v1_moe", "moe_intermediate_size": [48, 48], "num_experts": 8, "moe_topk": [4, 4],
+      "num_experts_per_tok": None}, "d=64 n=48 E=8 K=4, gated"),
 ]  # fmt: skip
 
 
@@ -284,6 +289,9 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
     assert "no experts, which are one of num_local_experts" in fails("plan", "--checkpoint", tmp_path)
     config.write_text(json.dumps(COMMON | CONFIGS[3][0] | {"hidden_size": "wide"}))
     assert "hidden_size must be a number, got 'wide'" in fails("plan", "--checkpoint", tmp_path)
+    config.write_text(json.dumps(COMMON | CONFIGS[3][0] | {"moe_intermediate_size": [48, 64]}))
+    differs = "moe_intermediate_size differs from layer to layer, [48, 64]; give the sizes of one"
+    assert differs in fails("plan", "--checkpoint", tmp_path)
     config.write_text(json.dumps(COMMON | CONFIGS[3][0]))
     assert "(config.json: qk_rope_head_dim is missing)" in fails("plan", "--checkpoint", config, "--train")
     config.write_text(json.dumps(COMMON | CONFIGS[4][0]))

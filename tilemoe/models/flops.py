@@ -83,9 +83,8 @@ def _matrices(model: ModelSizes, *, active: bool) -> int:
 
 def _vectors(model: ModelSizes) -> int:
     """Norms, biases, and what mixers have besides matrices."""
-    vectors = (
-        sum(count * mixer.vectors for count, mixer in model.mixers) + (2 * model.num_layers + 1) * model.hidden_size
-    )
+    vectors = model.vectors + (2 * model.num_layers + 1) * model.hidden_size
+    vectors += sum(count * mixer.vectors for count, mixer in model.mixers)
     if model.moe is None:
         return vectors
     moe = model.moe
