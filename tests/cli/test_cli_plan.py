@@ -145,7 +145,8 @@ def test_a_preset_is_found_by_a_beginning_that_no_other_has() -> None:
 def test_a_folder_or_a_file_of_settings(
     settings: dict[str, object], sizes: str, name: str, tmp_path: Path, run: Run
 ) -> None:
-    (tmp_path / name).write_text(json.dumps(COMMON | settings))
+    present = {key: value for key, value in (COMMON | settings).items() if value is not None}
+    (tmp_path / name).write_text(json.dumps(present))
     for given in {tmp_path / name, tmp_path if name == "config.json" else tmp_path / name}:
         status, out, _ = run("plan", "--checkpoint", given)
         assert status == 0

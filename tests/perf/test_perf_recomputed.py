@@ -119,7 +119,7 @@ def test_a_repeated_block_is_there_whole_with_its_h_as_it_is(wrapped: bool) -> N
     large = memory_parts(replace(block, seq_len=many), 1)
     of_plain = replace(plain, seq_len=many)
     assert large["working"] == kept_bytes(of_plain, many) // 4 + _moe_working_bytes(of_plain, many)
-    assert memory_parts(of_config(narrow, "block", wrapped=wrapped), BATCH) == parts
+    assert memory_parts(replace(block, model=narrow, seq_len=many), 1) == large
 
 
 def test_repeated_attention_waits_for_the_experts() -> None:
