@@ -173,7 +173,7 @@ def test_a_repeated_block_takes_a_forward_and_its_exchange_more(dtype: str) -> N
     }
     seconds = {mode: 64 * 86400 / tokens_per_day(setup, 1, 0.35) for mode, setup in setups.items()}
     plain, rate = setups["none"], 0.35 * 989.4e12
-    moe = plain.moe
+    moe = plain.sizes.moe
     assert moe is not None
     again = {mode: repeated_flops_per_token(plain.model, mode, 4096) / rate for mode in CHECKPOINTING_MODES}
     assert seconds["attention"] - seconds["none"] == pytest.approx(again["attention"])

@@ -61,12 +61,6 @@ class Setup:
     def is_sharded(self) -> bool:
         return self.gpus > 1 if self.wrapped is None else self.wrapped
 
-    @property
-    def moe(self) -> MoEConfig | None:
-        """The experts as they are trained: a repeated block keeps its h as it is."""
-        moe = self.sizes.moe
-        return replace(moe, save="full") if moe is not None and self.checkpointing == "block" else moe
-
 
 def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
     """Bytes on each GPU by part, at the peak of a step with micro-batches of ``sequences``.
@@ -136,7 +130,7 @@ def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
     FP8 less what the experts' predicted time gains, with the experts shared more by what the tokens' way takes, of
     which nothing is hidden. A repeated block's experts run forward twice, and so does the tokens' way there.
     """
-    model, moe, tokens = setup.sizes, setup.moe, sequences * setup.seq_len
+    model, moe, tokens = setup.sizes, setup.sizes.moe, sequences * setup.seq_len
     flops = flops_per_token(model, setup.seq_len) + repeated_flops_per_token(model, setup.checkpointing, setup.seq_len)
     seconds = flops / (mfu * 1e12 * setup.gpu.stated_tflops())
     if moe is not None:
@@ -202,7 +196,8 @@ def kept_bytes(setup: Setup, tokens: int) -> int:
 def _repeated_bytes(setup: Setup, tokens: int) -> int:
     """The most at once in a block's backward beside what all blocks keep: its own, of its experts, of what it repeats.
 
-    Repeated attention is there after the experts' backward; in a repeated block, before it.
+    Repeated attention is there after the experts' backward; in a repeated block, before it. How h is kept changes
+    nothing there: what is kept of it and what the backward has beside that add up to the same.
     """
     working = _moe_working_bytes(setup, tokens)
     mixer = max(_mixer_bytes(mixer, tokens) for _, mixer in setup.sizes.mixers)
@@ -232,7 +227,7 @@ def _dense_bytes(setup: Setup, tokens: int) -> int:
 
 def _experts_bytes(setup: Setup, tokens: int) -> int:
     """Of a layer's routed experts, router and shared expert."""
-    moe = setup.moe
+    moe = setup.sizes.moe
     if moe is None:
         return 0
     kept = saved_bytes(_shape(setup, moe, tokens)) + router_saved_bytes(moe, tokens)
@@ -249,9 +244,9 @@ def router_saved_bytes(moe: MoEConfig, tokens: int) -> int:
 
 def _moe_working_bytes(setup: Setup, tokens: int) -> int:
     """Of one layer's backward beside what is kept, of which h is freed in it."""
-    if setup.moe is None:
+    if setup.sizes.moe is None:
         return 0
-    shape = _shape(setup, setup.moe, tokens)
+    shape = _shape(setup, setup.sizes.moe, tokens)
     return backward_peak_bytes(shape) - kept_h_bytes(shape)
 
 
