@@ -78,7 +78,7 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
     if setup.is_sharded:
         copies = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
     if setup.dtype == "fp8":  # both layouts of a byte each: of all blocks where they are kept, of one where not
-        layers = 1 if setup.is_sharded or is_block_repeated else _moe_layers(setup)
+        layers = 1 if setup.gpus > 1 or is_block_repeated else _moe_layers(setup)
         copies += 2 * layers * experts
     return {
         "weights": _FP32 * share,
