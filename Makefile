@@ -4,8 +4,9 @@
 # fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core; with SEED=N what is left
 # of that seed's
 # every-cell: the Hopper backend's F1 and B1 compiled for each combination that they serve
-# oldest-torch, newest: what traces, compiles and differentiates on the oldest PyTorch, and on the newest with the newest
-# transformers; apart from check, because each downloads 3 GB: before a release, and once a week
+# oldest-torch, newest: what traces, compiles and differentiates, and the API's examples, on the oldest PyTorch, and on
+# the newest with the newest transformers; recorded in results/versions.jsonl. Apart from check, because each downloads
+# 3 GB: before a release, and once a week
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,8 @@ OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 # The oldest PyTorch that pyproject.toml asks for. torchtitan's tests are left out: that package needs a newer one.
 OLDEST_TORCH := 2.11.0
 OLD_TORCH := $(VENV)/torch-$(OLDEST_TORCH)
-TRACED := $(addprefix --ignore tests/integrations/test_titan_,moe.py trainer.py) $(addprefix tests/,ops layers models routing integrations parallel dispatch)
+TRACED := $(addprefix --ignore tests/integrations/test_titan_,moe.py trainer.py) $(addprefix tests/,ops layers models routing \
+	integrations parallel dispatch docs/test_docs_api.py)
 INTEGRATION := $(addprefix tests/integrations/test_,hf_parity.py hf_trainer.py examples_run.py)
 # The tests' processes, of one thread each. One takes over what another has not begun, from the end: a module's fixtures
 # are seldom made twice.
@@ -111,13 +113,13 @@ oldest-transformers: env $(OLDEST)
 
 oldest-torch: env $(OLD_TORCH)
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)")'
-	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -m pytest -m "not gpu" $(TRACED)
+	PYTHONPATH=$(OLD_TORCH) $(BIN)/python benchmarks/versions.py $(TRACED)
 
 # The newest of both that pip gives today, with the Triton that this torch asks for; apart from check, as oldest-torch is.
 newest: env
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest torch transformers
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'import torch, transformers; print(torch.__version__, transformers.__version__)'
-	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest -m "not gpu" $(TRACED)
+	PYTHONPATH=$(VENV)/newest $(BIN)/python benchmarks/versions.py $(TRACED)
 
 # What uses one core goes two at a time. The tests use all cores and come last, alone, because some of them wait for
 # processes of theirs only so long; their closing line ends the output.

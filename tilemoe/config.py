@@ -243,6 +243,7 @@ class MoEConfig:
 
     @property
     def is_gated(self) -> bool:
+        """Whether the activation multiplies two halves of h, gate and up: w = 2n in place of n."""
         return self.activation in GATED_ACTIVATIONS
 
     @property
@@ -316,9 +317,11 @@ class ModelConfig:
 
     @property
     def num_dense_layers(self) -> int:
+        """Blocks with an MLP in place of experts; all of them without ``moe``."""
         return self.num_layers if self.moe is None else len(set(self.dense_layers))
 
     def is_moe_layer(self, layer: int) -> bool:
+        """Whether the block of that index, counted from 0, has experts."""
         return self.moe is not None and layer not in self.dense_layers
 
 

@@ -103,6 +103,7 @@ class RoutingPlan:
 
     @property
     def num_pairs(self) -> int:
+        """(token, expert) pairs, those that no row computes among them: T K of a top-K plan."""
         return self.row_of_pair.shape[0]
 
     @property
@@ -124,6 +125,7 @@ class RoutingPlan:
 
     @property
     def device(self) -> torch.device:
+        """Of all its index tensors."""
         return self.token_of_row.device
 
     def check(self) -> None:

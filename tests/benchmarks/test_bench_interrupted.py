@@ -17,6 +17,7 @@ import fuzz
 import gpu_tests
 import pytest
 import soak
+import versions
 
 from tilemoe.bench import record
 
@@ -167,3 +168,18 @@ def test_an_interrupted_soak_is_judged_where_there_are_rounds_enough(monkeypatch
     monkeypatch.setattr(soak, "Soak", lambda device, folder: Interrupted(8))
     with pytest.raises(SystemExit, match="8 of at least 9 rounds: nothing is recorded"):
         soak.soak(soak.torch.device("cpu"), minutes=60)
+
+
+def test_other_releases_are_recorded_with_what_failed(pretend: Callable[..., list[str]]) -> None:
+    name = "tests/layers/test_layers_moe.py::test_it"
+    given = pretend(versions, ["tests/layers"], {f"{name}[0]": 1, f"{name}[1]": "AssertionError: off"}, 1)
+    assert given[-1] == "tests/layers"
+    assert given[given.index("-m") + 1] == "not gpu"
+    (row,) = record.rows("versions")
+    assert (row["passed"], row["failed"], row["torch"]) == (1, 1, record.version("torch"))
+    assert row["transformers"] == record.version("transformers")
+    assert row["not_passed"] == {f"{name}[1]": "failed: E AssertionError: off"}
+    assert "unfinished" not in row
+    with pytest.raises(SystemExit, match="no test ran and nothing is recorded"):
+        pretend(versions, ["tests/nowhere"], {}, 4)
+    assert len(record.rows("versions")) == 1

@@ -191,6 +191,23 @@ def test_the_report_holds_every_table_and_figure(results: Path, capsys: pytest.C
         assert title in page
     assert page.count("data:image/png;base64,") == markdown.count(".png)") == 2
     assert "| step.jsonl | 1 | " in markdown
+    assert "The layer alone" not in markdown
+
+
+def test_the_report_of_a_layer_without_peers_and_of_another_mode(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `tilemoe bench layer` records it where nothing else is asked for."""
+    out, row = results / "out", layer_rows()[0]
+    record.append("layer", [{"case": "OLMoE", "mode": "burst", **row}])
+    assert main(["report", "--out", str(out)]) == 2
+    assert "has no rows of mode 'sustained'; give --mode burst, which there are" in capsys.readouterr().err
+    record.append("layer", [{"case": "mine", "mode": "burst", **row, **dict.fromkeys(layer.MEMORY)}])
+    assert main(["report", "--out", str(out), "--mode", "burst"]) == 0
+    markdown = (out / "report.md").read_text()
+    assert "## The layer alone, burst\n" in markdown
+    assert "| OLMoE | tilemoe | 1.000 | 2.000 | 954 | 2,861 | 3,815 |" in markdown
+    assert "| mine | tilemoe | 1.000 | 2.000 | - | - | - |" in markdown
 
 
 TESTS = """

@@ -25,8 +25,9 @@ SIZES = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "num_e
 
 @pytest.fixture(autouse=True)
 def short(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "MATMUL", 16)
-    monkeypatch.setattr(kernels, "COPY_BYTES", 1024)
+    assert kernels.MATMUL["cpu"] < kernels.MATMUL["cuda"]
+    monkeypatch.setattr(kernels, "MATMUL", {"cpu": 16})
+    monkeypatch.setattr(kernels, "COPY_BYTES", {"cpu": 1024})
     monkeypatch.setattr(timing, "IDLE_SECONDS", 0.0)
     monkeypatch.setattr(timing, "SUSTAINED_MS", 1.0)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilemoe.bench import cases, timing
 from tilemoe.cli import doctor_checks
 from tilemoe.kernels.experts.torch.backend import TorchBackend
+from tilemoe.models.presets import MOE_PRESETS
 from tilemoe.shape import MoEShape
 
 CPU = torch.device("cpu")
@@ -36,7 +37,18 @@ def test_it_says_what_serves_and_why_and_that_it_works(run: Run, fails: Fails) -
     assert "self-test, cpu, torch.float32, kernels torch: output and gradients agree with the reference\n" in out
     assert out.splitlines()[-1] == "usable"
     assert "--tokens must be >= 1" in fails("doctor", "--tokens", "0")
-    assert "moe preset must be one of" in fails("doctor", "--preset", "nope")
+    assert "--preset must be one of" in fails("doctor", "--preset", "nope")
+
+
+def test_a_preset_by_its_beginning_and_in_any_case(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        "\nlayer: qwen3-next-80b-a3b, 64 tokens\n"
+        in run("doctor", "--preset", "Qwen3_Next", "--tokens", "64", "--no-self-test")[1]
+    )
+    with pytest.raises(SystemExit):
+        run("doctor", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(name in text for name in MOE_PRESETS)
 
 
 def test_without_the_self_test_nothing_is_computed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,11 @@ CONFIGS = [
     ({"model_type": "deepseek_v3", "moe_intermediate_size": 48, "n_routed_experts": 4}, "d=64 n=48 E=4 K=2, gated"),
     ({"model_type": "nemotron_h", "moe_intermediate_size": 48, "n_routed_experts": 4, "mlp_hidden_act": "relu2"},
      "d=64 n=48 E=4 K=2, ungated"),
+    ({"model_type": "dbrx", "hidden_size": None, "d_model": 80, "num_experts_per_tok": None,
+      "ffn_config": {"hidden_size": 7, "ffn_hidden_size": 48, "moe_num_experts": 16, "moe_top_k": 4}},
+     "d=80 n=48 E=16 K=4, gated"),
+    ({"model_type": "hunyuan_v1_moe", "moe_intermediate_size": [48, 48], "num_experts": 8, "moe_topk": [4, 4],
+      "num_experts_per_tok": None}, "d=64 n=48 E=8 K=4, gated"),
 ]  # fmt: skip
 
 
@@ -140,7 +145,8 @@ def test_a_preset_is_found_by_a_beginning_that_no_other_has() -> None:
 def test_a_folder_or_a_file_of_settings(
     settings: dict[str, object], sizes: str, name: str, tmp_path: Path, run: Run
 ) -> None:
-    (tmp_path / name).write_text(json.dumps(COMMON | settings))
+    present = {key: value for key, value in (COMMON | settings).items() if value is not None}
+    (tmp_path / name).write_text(json.dumps(present))
     for given in {tmp_path / name, tmp_path if name == "config.json" else tmp_path / name}:
         status, out, _ = run("plan", "--checkpoint", given)
         assert status == 0
@@ -199,7 +205,7 @@ def test_a_whole_model_in_training(name: str, run: Run) -> None:
         ("bf16", 1), ("bf16", 8), ("fp8", 1), ("fp8", 8),
     ]  # fmt: skip
     fitting = [setup for setup in train["setups"] if setup["micro_batch"]]
-    assert fitting  # a layer of DeepSeek-V3 is gathered whole where its experts are not shared, and none holds that
+    assert all(setup in fitting for setup in train["setups"] if setup["expert_parallel"] > 1)
     assert all(setup["tokens_per_day"] is None for setup in train["setups"] if setup not in fitting)
     for setup in fitting:
         per_gpu = setup["tokens_per_day"] / 256
@@ -207,6 +213,8 @@ def test_a_whole_model_in_training(name: str, run: Run) -> None:
         assert per_gpu * (setup["gpus_for_tokens_per_day"] - 8) < 1e12
     table = run("plan", *arguments)[1].split("training: ")[1]
     assert f"{train['parameters'] / 1e9:.2f} B parameters" in table
+    recomputed = [setup["checkpointing"] for setup in train["setups"]]
+    assert re.search(rf"^recomputed +{' +'.join(recomputed)}$", table, flags=re.M)
     micro_batches = [str(setup["micro_batch"] or "none fits") for setup in train["setups"]]
     assert re.search(rf"^largest micro-batch +{' +'.join(micro_batches)}$", table, flags=re.M)
 
@@ -222,6 +230,22 @@ def test_a_whole_model_of_a_family_that_the_decoder_lacks(name: str, tmp_path: P
     attention = 64 * 4 * 12 + 64 * (16 + 4) + 16 * 4 * (8 + 12) + 4 * 12 * 64
     assert train["parameters"] == 2 * 99 * 64 + attention + 16 + 4 * (3 * 48 * 64 + 64) + 3 * 64
     assert train["setups"][0]["memory"]["weights"] == 4 * train["parameters"]
+
+
+def test_what_is_recomputed_is_the_cheapest_that_fits_or_what_is_given(run: Run) -> None:
+    """DeepSeek-V3 on 128 GPUs repeats blocks, on 512 attention alone; told to repeat nothing it does not fit there."""
+    arguments = ("--preset", "deepseek-v3", "--train", "--expert-parallel", 8, "--gpus")
+    for gpus, mode in ((128, "block"), (512, "attention")):
+        shared = as_json(run, *arguments, gpus)["train"]["setups"][1]
+        assert (shared["checkpointing"], shared["fewest_gpus"], shared["micro_batch"] > 0) == (mode, 128, True)
+    plain = as_json(run, *arguments, 128, "--checkpointing", "none")["train"]["setups"][1]
+    assert (plain["checkpointing"], plain["fewest_gpus"], plain["micro_batch"]) == ("none", 8192, 0)
+
+
+def test_sequences_beyond_the_model_s_are_said_to_be(run: Run) -> None:
+    longer, within = (run("plan", "--train", "--seq-len", length)[1] for length in (4097, 4096))
+    assert "in sequences of 4097, beyond its 4096\n" in longer
+    assert "in sequences of 4096\n" in within
 
 
 def test_one_gpu_alone_is_not_fsdp(run: Run) -> None:
@@ -266,6 +290,9 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
     assert "no experts, which are one of num_local_experts" in fails("plan", "--checkpoint", tmp_path)
     config.write_text(json.dumps(COMMON | CONFIGS[3][0] | {"hidden_size": "wide"}))
     assert "hidden_size must be a number, got 'wide'" in fails("plan", "--checkpoint", tmp_path)
+    config.write_text(json.dumps(COMMON | CONFIGS[3][0] | {"moe_intermediate_size": [48, 64]}))
+    differs = "moe_intermediate_size differs from layer to layer, [48, 64]; give the sizes of one"
+    assert differs in fails("plan", "--checkpoint", tmp_path)
     config.write_text(json.dumps(COMMON | CONFIGS[3][0]))
     assert "(config.json: qk_rope_head_dim is missing)" in fails("plan", "--checkpoint", config, "--train")
     config.write_text(json.dumps(COMMON | CONFIGS[4][0]))
@@ -293,7 +320,10 @@ def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:
         (("--plot", "nowhere/plan.png"), "no such folder"),
         (("--train", "--hidden-size", 4096), "as it is; leave out hidden_size"),
         (("--gpus", 8), "--gpus is for a whole model in training; give --train, too"),
-        (("--mfu", "nan"), "--mfu must be above 0 and at most 1"),
+        (("--mfu", 0.5), "--mfu is for a whole model in training; give --train, too"),
+        (("--checkpointing", "block"), "--checkpointing is for a whole model in training; give --train, too"),
+        (("--train", "--checkpointing", "all"), "invalid choice 'all' for argument '--checkpointing'"),
+        (("--train", "--mfu", "nan"), "--mfu must be above 0 and at most 1"),
         (("--train", "--mfu", 1.5), "--mfu must be above 0 and at most 1"),
         (("--train", "--seq-len", 0), "--seq-len must be >= 1"),
         (("--train", "--gpus", -8), "--gpus must be >= 1"),

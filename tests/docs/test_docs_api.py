@@ -55,6 +55,11 @@ def lacking(thing: Any, name: str) -> list[str]:
     return [what for what, has in needed.items() if not has]
 
 
+def is_computed(member: Any) -> bool:
+    """Whether it is a method or a property, and no field."""
+    return isinstance(member, property | staticmethod | classmethod) or inspect.isfunction(member)
+
+
 @pytest.fixture
 def for_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty folder and a job of this process alone; what examples register is gone after."""
@@ -96,6 +101,14 @@ def test_the_pages_have_every_name_of_tilemoe_testing() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_has_a_docstring_with_all_that_belongs_in_it(name: str) -> None:
     assert lacking(found(name), name.rpartition(".")[2]) == []
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if inspect.isclass(found(name))])
+def test_its_methods_and_properties_are_documented(name: str) -> None:
+    """Inherited docstrings count, as the contract of `tilemoe.Backend`'s methods."""
+    thing = found(name)
+    own = [member for member in vars(thing) if not member.startswith("_") and is_computed(vars(thing)[member])]
+    assert [member for member in own if not inspect.getdoc(getattr(thing, member))] == []
 
 
 @pytest.mark.usefixtures("for_examples")

@@ -1,6 +1,8 @@
 """Sizes of whole models against transformers' classes, against published counts, and against figures by hand."""
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +51,21 @@ VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("granitemoe", {}),
     ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True}),
     ("granitemoeshared", {"shared_intermediate_size": 20}),
+    ("glm4_moe_lite", {**LATENT, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}),
+    ("glm4_moe_lite", {**LATENT, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+                       "mlp_layer_types": ["sparse", *["dense"] * 3, "sparse"]}),
+    ("phimoe", {}),
+    ("phimoe", {"attention_bias": True, "lm_head_bias": True, "sliding_window": 8}),
+    ("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "tie_word_embeddings": False}),
+    ("ernie4_5_moe", {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 0, "moe_layer_interval": 2,
+                      "moe_layer_start_index": 0, "moe_layer_end_index": 3}),
+    ("hunyuan_v1_moe", {"moe_topk": 2}),
+    ("hunyuan_v1_moe", {"moe_topk": [2] * 5, "attention_bias": True, "tie_word_embeddings": True}),
+    ("minimax_m2", {}),
+    ("llama4_text", {"intermediate_size_mlp": 56, "num_experts_per_tok": 2}),
+    ("llama4_text", {"intermediate_size_mlp": 56, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2}),
+    ("llama4_text", {"intermediate_size_mlp": 56, "num_experts_per_tok": 2, "moe_layers": [0, 3],
+                     "use_qk_norm": False}),
 )  # fmt: skip
 
 
@@ -56,7 +73,8 @@ def settings_of(family: str, changed: Mapping[str, Any]) -> dict[str, Any]:
     base = dict(BASE)
     if family in ("granitemoe", "granitemoeshared", "olmoe"):
         del base["head_dim"]
-    if family in ("mixtral", "olmoe", "gpt_oss", "granitemoe", "granitemoeshared"):
+    if family in ("granitemoe", "granitemoeshared", "mixtral", "olmoe", "gpt_oss", "phimoe", "hunyuan_v1_moe",
+                  "minimax_m2", "llama4_text"):  # fmt: skip
         del base["moe_intermediate_size"]  # experts have intermediate_size
     return {**base, **changed}
 
@@ -74,10 +92,9 @@ def test_parameters_are_those_of_transformers_class(family: str, changed: Mappin
         model = AutoModelForCausalLM.from_config(config)
     sizes = sizes_from_hf(config.to_dict())
     assert count_parameters(sizes) == sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name or "input_linear" in name)
-    experts += sum(p.numel() for name, p in model.named_parameters() if "output_linear" in name)
-    of_shared = sum(p.numel() for name, p in model.named_parameters() if "shared_mlp" in name)
-    assert count_active_parameters(sizes) == count_parameters(sizes) - (experts - of_shared) * 6 // 8, "2 of 8"
+    routed = re.compile(r"(?<!shared_mlp)\.(experts\.|(input|output)_linear)")
+    experts = sum(p.numel() for name, p in model.named_parameters() if routed.search(name))
+    assert count_active_parameters(sizes) == count_parameters(sizes) - experts * 6 // 8, "2 of 8"
 
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
@@ -128,6 +145,14 @@ def test_keys_of_a_window_by_hand() -> None:
     assert attention(8, 2, 1, 4, window=9).keys(6) == attention(8, 2, 1, 4).keys(6) == 3.5
 
 
+def test_keys_of_chunks_by_hand() -> None:
+    """Of eight tokens in chunks of 3: 1, 2, 3, 1, 2, 3, 1 and 2 keys."""
+    chunked = replace(attention(8, 2, 1, 4), chunk=3)
+    assert chunked.keys(8) == 15 / 8
+    assert chunked.keys(3) == attention(8, 2, 1, 4).keys(3) == 2
+    assert [mixer.chunk for _, mixer in sizes_from_hf({**BASE, "model_type": "llama4_text"}).mixers] == [8192, None]
+
+
 def test_flops_by_hand() -> None:
     """One layer of each: latent attention of 4 heads with 12 + 12 products a key; four delta states of 8 x 12."""
     latent = sizes_from_hf(
@@ -144,7 +169,7 @@ def test_flops_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "llama4_text"}, "model_type must be one of 'qwen2_moe', .* got 'llama4_text'"),
+        ({"model_type": "jetmoe"}, "model_type must be one of 'qwen2_moe', .* got 'jetmoe'"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_attention_heads": 0}, "num_attention_heads must be >= 1"),
         ({"hidden_size": 10**40}, r"hidden_size must be >= 1 and below 2\*\*31"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from tilemoe.routing.build import plan_topk
 from tilemoe.routing.topk import route
 from tilemoe.shape import MoEShape
 
-MATMUL = 8192
-COPY_BYTES = 1 << 30
+# What the GPU can do: the side of a matrix product and the bytes of a copy. A CPU's take no minutes, and say less.
+MATMUL = MappingProxyType({"cuda": 8192, "cpu": 1024})
+COPY_BYTES = MappingProxyType({"cuda": 1 << 30, "cpu": 1 << 27})
 
 # Steps that are no part of the layer: what the GPU can do, in the same rounds.
 YARDSTICKS = ("matmul", "copy", "copy_as_combine")
@@ -144,8 +146,9 @@ def copier(count: int, device: torch.device) -> Callable[[], object]:
 def each_kernel(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[timing.Rows]:
     """One row for each kernel, a list for each mode; fractions are of the ceilings measured in the same rounds."""
     device = settings.device
-    square = torch.randn(MATMUL, MATMUL, device=device, dtype=torch.bfloat16)
-    copy = copier(COPY_BYTES, device)
+    side, copied = MATMUL[device.type], COPY_BYTES[device.type]
+    square = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    copy = copier(copied, device)
     yardsticks = {
         "matmul": timing.one_part(lambda: square @ square),
         "copy": timing.one_part(copy),
@@ -163,8 +166,8 @@ def each_kernel(settings: timing.Settings, name: str, shape: MoEShape) -> Iterat
     }
     for mode in settings.modes:
         found = timing.rounds(steps, mode, settings.rounds)
-        tflops = 2 * MATMUL**3 / timing.summary([sample[0] for sample in found["matmul"]])["median"] / 1e9
-        tbps = 2 * COPY_BYTES / timing.summary([sample[0] for sample in found["copy"]])["median"] / 1e9
+        tflops = 2 * side**3 / timing.summary([sample[0] for sample in found["matmul"]])["median"] / 1e9
+        tbps = 2 * copied / timing.summary([sample[0] for sample in found["copy"]])["median"] / 1e9
         ceilings = Ceilings(tflops, tbps, is_measured=True)
         print(f"{name} {mode}: matmul {tflops:.0f} TFLOP/s, copy {tbps:.3f} TB/s", flush=True)
         where = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from tilemoe.bench import plots, record, summary
 
 MARKDOWN, PAGE = "report.md", "report.html"
+MODES, KINDS = ("burst", "sustained"), ("layer", "kernels", "step")
 _STYLE = "body{font:15px sans-serif;margin:2em auto;max-width:70em}td,th{padding:.2em .7em;text-align:right}"
 _STYLE += (
     "td:first-child,th:first-child{text-align:left}table{border-collapse:collapse}tr{border-bottom:1px solid #ccc}"
@@ -33,9 +34,9 @@ def write(out: Path, mode: str, gpu: str | None) -> list[Path]:
     """
     sections = [*_layer(out, mode, gpu), *_kernels(out, mode, gpu), *_step(mode, gpu)]
     if not sections:
-        raise ValueError(
-            f"{record.RESULTS} has no rows of mode {mode!r}{f' on {gpu}' if gpu else ''}; run tilemoe bench"
-        )
+        others = [other for other in MODES if other != mode and any(_rows(name, other, gpu, "case") for name in KINDS)]
+        do = f"give --mode {others[0]}, which there are" if others else "run tilemoe bench"
+        raise ValueError(f"{record.RESULTS} has no rows of mode {mode!r}{f' on {gpu}' if gpu else ''}; {do}")
     sections.append(Section("Files of results, and their newest rows", _files()))
     out.mkdir(parents=True, exist_ok=True)
     markdown, page = out / MARKDOWN, out / PAGE
@@ -60,6 +61,9 @@ def _layer(out: Path, mode: str, gpu: str | None) -> Iterator[Section]:
     for number, peer in enumerate(found):
         figure = plots.plot_layer(mode, gpu, out, ".png") if number == 0 else None
         yield Section(f"The layer against {peer}, {mode}", summary.layer_table(rows, peer), figure)
+    compared = {row["case"] for row in rows if "baseline" in row}
+    if alone := [row for row in rows if row["case"] not in compared]:
+        yield Section(f"The layer alone, {mode}", summary.alone_table(alone))
 
 
 def _kernels(out: Path, mode: str, gpu: str | None) -> Iterator[Section]:

@@ -13,6 +13,7 @@ from typing import Any
 from tilemoe.bench import cases
 
 TIME = ("forward_ratio", "backward_ratio")
+_BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 MEMORY = ("saved_ratio", "forward_peak_ratio", "backward_peak_ratio")
 HEADINGS = ("time forward", "backward", "saved", "peak forward", "backward")
 
@@ -45,6 +46,17 @@ def layer_table(rows: Sequence[Row], peer: str) -> str:
     worst += [_shown(max(columns[key], default=None), 3) for key in MEMORY]
     lines += [["geometric mean", "", "", *means], ["worst", "", "", *worst]]
     return table(["case", "ours, ms", f"{peer}, ms", *HEADINGS], lines)
+
+
+def alone_table(rows: Sequence[Row]) -> str:
+    """Milliseconds and MiB, a line for each case and contestant, of cases that were timed without a peer."""
+    lines = []
+    for row in rows:
+        times = [f"{row[f'{part}_ms']['median']:.3f}" for part in ("forward", "backward")]
+        memory = ["-" if row[key] is None else f"{row[key] / 2**20:,.0f}" for key in _BYTES]
+        lines.append([row["case"], row["contestant"], *times, *memory])
+    heading = ["forward, ms", "backward", "saved, MiB", "peak forward", "backward"]
+    return table(["case", "contestant", *heading], lines)
 
 
 def _shown(value: float | None, digits: int) -> str:

@@ -9,8 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tilemoe import __version__
 from tilemoe.cli.parsing import parse
+from tilemoe.cli.plan import preset_named
 from tilemoe.config import MoEConfig
-from tilemoe.models.presets import moe_preset
+from tilemoe.models.presets import MOE_PRESETS
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow", "torchao")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -20,18 +21,20 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 class DoctorOptions:
     """Options of ``tilemoe doctor``."""
 
-    preset: str = "olmoe-1b-7b"  # public model whose layer is asked for
+    preset: str = "olmoe-1b-7b"  # public model whose layer is asked for, by its name or the beginning of it
     tokens: int = 4096  # of a call
     self_test: bool = True  # compute on each device, about ten seconds
 
 
 def run(arguments: Sequence[str]) -> None:
     """ValueError: a device cannot be used; what to do about it is printed before."""
-    description = "What serves this machine, and why, and whether it works; exit status 2: it does not."
+    description = "What serves this machine, and why, and whether it works; exit status 2: it does not. "
+    description += f"Presets: {', '.join(MOE_PRESETS)}."
     options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description=description)
     if options.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
-    cfg = moe_preset(options.preset)
+    preset = preset_named(options.preset)
+    cfg = MOE_PRESETS[preset]
 
     import torch
 
@@ -42,7 +45,7 @@ def run(arguments: Sequence[str]) -> None:
     driver = doctor_checks.driver()
     print(f"NVIDIA driver: {driver or 'none'}")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    print(f"layer: {options.preset}, {options.tokens} tokens")
+    print(f"layer: {preset}, {options.tokens} tokens")
     for device in devices:
         print(f"{device}: {_hardware(device)}")
         for line in _choices(device, cfg, options.tokens):

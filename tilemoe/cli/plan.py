@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tilemoe.checks import shown
 from tilemoe.cli.parsing import parse
@@ -27,7 +27,7 @@ from tilemoe.train.checkpoints.names import read_recipe
 
 _PRESET = "olmoe-1b-7b"
 _SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
-_SEQ_LEN, _SHARED = 4096, 8
+_SEQ_LEN, _SHARED, _MFU = 4096, 8, 0.35
 _MOST = 1 << 31  # the plan's indices are int32
 
 
@@ -48,9 +48,11 @@ class PlanOptions:
     others: bool = False  # each step of ScatterMoE- and grouped_mm-style layers, too
     train: bool = False  # the whole model in training, too
     seq_len: int | None = None  # of --train; default: 4096, or the model's longest
-    mfu: float = 0.35  # of --train: the share of the GPU's stated bf16 rate that the model's FLOPs take
+    mfu: float | None = None  # of --train: share of the GPU's stated bf16 rate that is reached; default: 0.35
     gpus: int | None = None  # of --train; default: as many as hold the model in each way, a power of two
     expert_parallel: int | None = None  # of --train: GPUs that share a layer's experts, beside none; default: up to 8
+    checkpointing: Literal["cheapest", "none", "attention", "block"] = "cheapest"
+    """of --train: what is recomputed, as --parallel.checkpointing of the trainer; cheapest: that fits"""
     tokens_per_day: float | None = None  # of --train: how many GPUs this takes
     json: bool = False  # print JSON
     plot: Path | None = None  # draw the steps' times beside their rooflines: .png, .svg or .pdf
@@ -159,14 +161,14 @@ def _experts(name: str, model: ModelSizes) -> MoEConfig:
 
 def _check(options: PlanOptions) -> None:
     """ValueError: an option of --train is off, or given without it."""
-    for name in ("seq_len", "gpus", "expert_parallel", "tokens_per_day"):
-        if getattr(options, name) is not None and not options.train:
+    for name in ("seq_len", "mfu", "gpus", "expert_parallel", "checkpointing", "tokens_per_day"):
+        if getattr(options, name) != getattr(PlanOptions, name) and not options.train:
             raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
     for name in ("seq_len", "gpus", "expert_parallel"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < _MOST:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1 and below 2**31, got {shown(value)}")
-    if not 0 < options.mfu <= 1:
+    if options.mfu is not None and not 0 < options.mfu <= 1:
         raise ValueError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
     if options.tokens_per_day is not None and not 0 < options.tokens_per_day < 1e30:
         raise ValueError(f"--tokens-per-day must be above 0 and below 1e30, got {options.tokens_per_day}")
@@ -188,4 +190,6 @@ def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[s
     seq_len = options.seq_len or min(_SEQ_LEN, source.model.max_seq_len)
     moe = replace(source.layer, save=options.save or source.layer.save)
     model = replace(source.model, moe=moe)
-    return training_plan(model, gpu, seq_len, options.mfu, gpus, shared, options.tokens_per_day)
+    mfu = _MFU if options.mfu is None else options.mfu
+    mode = None if options.checkpointing == "cheapest" else options.checkpointing
+    return training_plan(model, gpu, seq_len, mfu, gpus, shared, options.tokens_per_day, mode)

@@ -129,15 +129,19 @@ def training_lines(train: Mapping[str, Any]) -> list[str]:
     """The model, and a column of memory and speed for each setup."""
     setups: Sequence[Mapping[str, Any]] = train["setups"]
     sizes = f"{train['parameters'] / 1e9:.2f} B parameters, {train['active_parameters'] / 1e9:.2f} B active"
-    speed = f"{100 * train['mfu']:g}% MFU of {train['stated_tflops']:g} TFLOP/s"
+    speed = f"{100 * train['mfu']:g}% MFU of {train['stated_tflops']:g} TFLOP/s before what is recomputed"
+    longer = f", beyond its {train['max_seq_len']}" if train["seq_len"] > train["max_seq_len"] else ""
+    tokens = f"{train['flops_per_token'] / 1e9:.2f} GFLOP per token in sequences of {train['seq_len']}{longer}"
     where = f"{train['gpus']} GPUs by FSDP" if train["gpus"] > 1 else "one GPU alone"
     room = f"{100 * train['usable']:g}% of {train['memory_bytes'] / 1e9:g} GB"
     lines = [
-        f"training: {sizes}, {train['flops_per_token'] / 1e9:.2f} GFLOP per token in sequences of {train['seq_len']}",
-        f"on {where}, AdamW; assumed: {speed}, {room} usable; EP: GPUs that share the experts",
+        f"training: {sizes}, {tokens}",
+        f"on {where}, AdamW; EP: GPUs that share the experts; recomputed: the trainer's --parallel.checkpointing",
+        f"assumed: {speed}, {room} usable",
         "",
         _row("", [f"{setup['dtype']}, EP {setup['expert_parallel']}" for setup in setups]),
         _row("fewest GPUs", [str(setup["fewest_gpus"] or "none fit") for setup in setups]),
+        _row("recomputed", [setup["checkpointing"] for setup in setups]),
         _row("largest micro-batch", [str(setup["micro_batch"] or "none fits") for setup in setups]),
         *(_row(f"{part}, GB", [_gb(setup["memory"][part]) for setup in setups]) for part in setups[0]["memory"]),
         _row("all, GB", [_gb(sum(setup["memory"].values())) for setup in setups]),

@@ -19,6 +19,8 @@ from tilemoe.models.sizes import Mixer, ModelSizes, attention
 
 Settings = Mapping[str, Any]
 _MOST = 1 << 31  # of any size
+_DENSE_WIDTH = MappingProxyType({"llama4_text": "intermediate_size_mlp"})
+_ONE_SHARED = ("hunyuan_v1_moe", "llama4_text")  # an expert for all tokens, of a routed one's width
 
 
 def sizes_from_hf(data: Settings) -> ModelSizes:
@@ -45,16 +47,18 @@ def sizes_from_hf(data: Settings) -> ModelSizes:
         mixers=tuple((mixers.count(mixer), mixer) for mixer in dict.fromkeys(mixers)),
         moe=None if dense == layers else _experts(text),
         num_dense_layers=dense,
-        dense_intermediate_size=_size(text, "intermediate_size") if dense else 0,
+        dense_intermediate_size=_size(text, _DENSE_WIDTH.get(text["model_type"], "intermediate_size")) if dense else 0,
         tie_embeddings=bool(text.get("tie_word_embeddings", False)),
+        vectors=_vectors(text, layers - dense),
     )
 
 
 def _experts(data: Settings) -> MoEConfig:
     layer, kind = layer_from_hf(data), data["model_type"]
     shared = data.get("shared_expert_intermediate_size") or data.get("shared_intermediate_size")
-    if data.get("n_shared_experts"):  # each of a routed expert's width
-        shared = _size(data, "n_shared_experts") * layer.intermediate_size
+    many = "moe_num_shared_experts" if kind == "ernie4_5_moe" else "n_shared_experts"
+    if kind in _ONE_SHARED or data.get(many):  # each of a routed expert's width
+        shared = layer.intermediate_size * (1 if kind in _ONE_SHARED else _size(data, many))
     return replace(
         layer,
         shared_intermediate_size=_size({"shared": shared}, "shared") if shared else 0,
@@ -64,8 +68,26 @@ def _experts(data: Settings) -> MoEConfig:
     )
 
 
+def _vectors(data: Settings, moe_layers: int) -> int:
+    """What `ModelSizes.vectors` counts: biases of last norm and head, or balancing biases that are parameters."""
+    if data["model_type"] == "phimoe":
+        return _size(data, "hidden_size") + (_size(data, "vocab_size") if data.get("lm_head_bias", False) else 0)
+    return moe_layers * _size(data, "moe_num_experts") if data["model_type"] == "ernie4_5_moe" else 0
+
+
 def _dense_layers(data: Settings, layers: int) -> int:
     """How many have an MLP instead of experts: the first few, or those listed and those between steps."""
+    kind, kinds = data["model_type"], data.get("mlp_layer_types")
+    if kinds is not None:
+        return _of_names(data, "mlp_layer_types", layers, ("dense", "sparse")).count("dense")
+    if kind == "llama4_text":
+        listed, step = data.get("moe_layers"), _size(data, "interleave_moe_layer_step", 1)
+        return layers - len(listed if isinstance(listed, list) else range(step - 1, layers, step))
+    if kind == "ernie4_5_moe":
+        first, last = number(data, "moe_layer_start_index", int, 1), number(data, "moe_layer_end_index", int, -1)
+        step = _size(data, "moe_layer_interval", 1)
+        inside = range(max(0, first), layers if last < 0 else min(layers, last + 1))
+        return layers - sum((layer + 1) % step == 0 for layer in inside)
     if "first_k_dense_replace" in data:
         if number(data, "moe_layer_freq", int, 1) != 1:
             raise ValueError(
@@ -77,7 +99,7 @@ def _dense_layers(data: Settings, layers: int) -> int:
 
 def _plain(data: Settings, layers: int, **settings: Any) -> list[Mixer]:
     """Mixtral's, Granite's; ``settings`` are `_softmax`'s."""
-    sliding = data.get("sliding_window") if data["model_type"] == "mixtral" else None
+    sliding = data.get("sliding_window") if data["model_type"] in ("mixtral", "phimoe") else None
     window = None if sliding is None else _size(data, "sliding_window")
     biased = bool(data.get("attention_bias", False))
     return [_softmax(data, **{"qkv_bias": biased, "o_bias": biased, **settings}, window=window)] * layers
@@ -95,6 +117,36 @@ def _qwen3(data: Settings, layers: int) -> list[Mixer]:
 
 def _olmoe(data: Settings, layers: int) -> list[Mixer]:
     return _plain(data, layers, norms="full")
+
+
+def _minimax_m2(data: Settings, layers: int) -> list[Mixer]:
+    return _plain(data, layers, norms="full", qkv_bias=False, o_bias=False)
+
+
+def _hunyuan(data: Settings, layers: int) -> list[Mixer]:
+    return _plain(data, layers, norms="head")
+
+
+def _ernie(data: Settings, layers: int) -> list[Mixer]:
+    if data.get("use_bias"):
+        raise ValueError("config.json: use_bias must be False, got True; no other is planned")
+    return _plain(data, layers, qkv_bias=False, o_bias=False)
+
+
+def _phimoe(data: Settings, layers: int) -> list[Mixer]:
+    """Its norms have biases."""
+    return _plain(data, layers, more=2 * _size(data, "hidden_size"))
+
+
+def _llama4(data: Settings, layers: int) -> list[Mixer]:
+    """Every fourth layer sees all keys, the others those of a chunk, with normed queries and keys without weights."""
+    every = _size(data, "no_rope_layer_interval", 4)
+    names = ("chunked_attention", "full_attention")
+    kinds = _layer_types(data, layers, names, lambda layer: (layer + 1) % every == 0)
+    (full,) = set(_plain(data, layers))
+    normed = _softmax(data, qkv_bias=False, o_bias=False, norms="head").kept if data.get("use_qk_norm", True) else 0
+    chunked = replace(full, kept=max(full.kept, normed), chunk=_size(data, "attention_chunk_size", 8192))
+    return [full if kind == "full_attention" else chunked for kind in kinds]
 
 
 def _glm4(data: Settings, layers: int) -> list[Mixer]:
@@ -202,9 +254,15 @@ FAMILIES: Mapping[str, Callable[[Settings, int], list[Mixer]]] = MappingProxyTyp
         "deepseek_v3": _latent,
         "kimi_k2": _latent,  # DeepSeek-V3's class, other sizes
         "glm4_moe": _glm4,
+        "glm4_moe_lite": _latent,
         "gpt_oss": _gpt_oss,
         "granitemoe": _plain,
         "granitemoeshared": _plain,
+        "phimoe": _phimoe,
+        "ernie4_5_moe": _ernie,
+        "hunyuan_v1_moe": _hunyuan,
+        "minimax_m2": _minimax_m2,
+        "llama4_text": _llama4,
     }
 )
 
@@ -213,11 +271,15 @@ def _layer_types(
     data: Settings, layers: int, names: Sequence[str], is_second: Callable[[int], bool | int]
 ) -> list[str]:
     """As config.json lists them, or as ``is_second`` says of each layer."""
-    kinds = data.get("layer_types")
-    if kinds is None:
+    if data.get("layer_types") is None:
         return [names[1] if is_second(layer) else names[0] for layer in range(layers)]
+    return _of_names(data, "layer_types", layers, names)
+
+
+def _of_names(data: Settings, setting: str, layers: int, names: Sequence[str]) -> list[str]:
+    kinds = data[setting]
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in names for kind in kinds):
-        raise ValueError(f"config.json: layer_types must be a list of {layers} of {', '.join(map(repr, names))}")
+        raise ValueError(f"config.json: {setting} must be a list of {layers} of {', '.join(map(repr, names))}")
     return kinds
 
 

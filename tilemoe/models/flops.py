@@ -24,10 +24,24 @@ def flops_per_token(config: ModelConfig | ModelSizes, seq_len: int | None = None
     length = model.max_seq_len if seq_len is None else seq_len
     if length < 1:
         raise ValueError(f"seq_len must be >= 1, got {length}")
-    mixing = sum(count * (mixer.keys(length) * mixer.products + mixer.per_token) for count, mixer in model.mixers)
     head = model.vocab_size * model.hidden_size
     per_weight = _FLOP_PER_FROZEN_WEIGHT if is_frozen else _FLOP_PER_WEIGHT
-    return per_weight * (_matrices(model, active=True) + head) + _FLOP_PER_WEIGHT * mixing
+    return per_weight * (_matrices(model, active=True) + head) + _FLOP_PER_WEIGHT * _mixing(model, length)
+
+
+def repeated_flops_per_token(config: ModelConfig | ModelSizes, checkpointing: str, seq_len: int) -> float:
+    """What the backward computes again of a token's forward, beside `flops_per_token`: 2 per weight, not 6.
+
+    ``checkpointing`` as of `DecoderLM.set_checkpointing`: "none", "attention" of each block, or each "block" whole. At
+    most: of repeated attention the last map may be left out. The head, in no block, is computed once.
+    """
+    if checkpointing == "none":
+        return 0.0
+    model = sizes_of(config)
+    mixing = _mixing(model, seq_len)
+    if checkpointing == "attention":
+        return 2 * (sum(count * mixer.matrices for count, mixer in model.mixers) + mixing)
+    return 2 * (_matrices(model, active=True) + mixing)
 
 
 def count_parameters(config: ModelConfig | ModelSizes) -> int:
@@ -48,6 +62,11 @@ def count_active_parameters(config: ModelConfig | ModelSizes) -> int:
     return count_parameters(model) - idle_experts * per_expert
 
 
+def _mixing(model: ModelSizes, length: int) -> float:
+    """Multiplications and additions of a token apart from matrices: with its keys, and with states."""
+    return sum(count * (mixer.keys(length) * mixer.products + mixer.per_token) for count, mixer in model.mixers)
+
+
 def _matrices(model: ModelSizes, *, active: bool) -> int:
     """Weights of all blocks' matrices; of the experts all, or the K that are active for a token."""
     d = model.hidden_size
@@ -64,9 +83,8 @@ def _matrices(model: ModelSizes, *, active: bool) -> int:
 
 def _vectors(model: ModelSizes) -> int:
     """Norms, biases, and what mixers have besides matrices."""
-    vectors = (
-        sum(count * mixer.vectors for count, mixer in model.mixers) + (2 * model.num_layers + 1) * model.hidden_size
-    )
+    vectors = model.vectors + (2 * model.num_layers + 1) * model.hidden_size
+    vectors += sum(count * mixer.vectors for count, mixer in model.mixers)
     if model.moe is None:
         return vectors
     moe = model.moe

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from tilemoe.checks import shown
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 Number = TypeVar("Number", int, float)
@@ -206,7 +207,7 @@ def number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], de
     try:
         return kind(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"config.json: {name} must be a number, got {value!r}") from error
+        raise ValueError(f"config.json: {name} must be a number, got {shown(value)}") from error
 
 
 def _require_expressible(architecture: Architecture, config: ModelConfig, moe: MoEConfig) -> None:
@@ -237,11 +238,16 @@ def _require_expressible(architecture: Architecture, config: ModelConfig, moe: M
 # How models of transformers spell the sizes of their experts, the first that is there counting.
 _SPELLINGS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
-        "intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
+        "hidden_size": ("hidden_size", "d_model"),
+        "intermediate_size": (
+            "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size",
+        ),
         "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-        "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+        "num_experts_per_tok": (
+            "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
+        ),
     }
-)
+)  # fmt: skip
 
 
 def layer_from_hf(data: Mapping[str, Any]) -> MoEConfig:
@@ -252,17 +258,24 @@ def layer_from_hf(data: Mapping[str, Any]) -> MoEConfig:
     text = data.get("text_config", data) if isinstance(data, Mapping) else data
     if not isinstance(text, Mapping):
         raise ValueError(f"config.json must hold a table of settings, got {type(text).__name__}")
+    if isinstance(text.get("ffn_config"), Mapping):  # DBRX's
+        text = {**text["ffn_config"], "hidden_size": None, **text}
     if not any(text.get(name) for name in _SPELLINGS["num_experts"]):
         raise ValueError(f"config.json: no experts, which are one of {', '.join(_SPELLINGS['num_experts'])}")
     sizes: dict[str, Any] = {size: _first(text, names) for size, names in _SPELLINGS.items()}
     activation = text.get("mlp_hidden_act", text.get("hidden_act"))
     return MoEConfig(
-        hidden_size=number(text, "hidden_size", int),
         activation="relu2" if activation == "relu2" else "swiglu",  # Nemotron's alone has no gate
         **sizes,
     )
 
 
 def _first(data: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first of ``names`` that is there; of a list, for each layer one, the number that all are."""
     given = next((name for name in names if data.get(name) is not None), names[0])
+    value = data.get(given)
+    if isinstance(value, list) and value:
+        if any(each != value[0] for each in value):
+            raise ValueError(f"config.json: {given} differs from layer to layer, {shown(value)}; give the sizes of one")
+        return number({given: value[0]}, given, int)
     return number(data, given, int)

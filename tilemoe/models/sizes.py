@@ -21,6 +21,7 @@ class Mixer:
         kept: 16-bit elements kept of a token for the backward.
         kept_fp32: the same of fp32.
         window: None where every key before a token is seen.
+        chunk: where keys are those of a chunk of so many tokens, the one that a token is in.
         per_token: multiplications and additions of a token, apart from matrices and keys.
     """
 
@@ -31,9 +32,15 @@ class Mixer:
     kept_fp32: int
     window: int | None = None
     per_token: int = 0
+    chunk: int | None = None
 
     def keys(self, length: int) -> float:
-        """Of a query, on average in a sequence of ``length``: itself and those before it, at most ``window``."""
+        """Of a query, on average in a sequence of ``length``: itself and those before it, at most ``window``, or those
+        of its chunk.
+        """
+        if self.chunk is not None and length > self.chunk:
+            rest = length % self.chunk
+            return (length // self.chunk * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / 2 / length
         window = length if self.window is None else min(self.window, length)
         return window - window * (window - 1) / 2 / length
 
@@ -42,7 +49,8 @@ class Mixer:
 class ModelSizes:
     """Embedding, layers of a mixer and an MLP or experts each, with a norm before either, norm and head.
 
-    mixers: (how many layers, of what), in any order. The layers without experts have an MLP with a gate.
+    mixers: (how many layers, of what), in any order. The layers without experts have an MLP with a gate. vectors: of
+    the whole model, what is in no layer's mixer, matrix, norm or bias.
     """
 
     vocab_size: int
@@ -53,6 +61,7 @@ class ModelSizes:
     num_dense_layers: int = 0
     dense_intermediate_size: int = 0
     tie_embeddings: bool = False
+    vectors: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -3,22 +3,28 @@
 T tokens of a GPU's micro-batch · d model width · H, H_kv, D heads and their width · n intermediate_size · E experts ·
 K experts per token · V vocabulary · P parameters · N GPUs · X GPUs that share a layer's experts
 
-As `tilemoe train` does it: fp32 weights and AdamW, blocks compiled, the loss in chunks, nothing checkpointed. Over N
-GPUs by FSDP2: blocks gathered and computed in bf16, gradients reduced in fp32, nothing kept between micro-batches. One
-GPU alone computes under autocast: the residual stream is fp32, and each weight has a bf16 copy until its backward.
+As `tilemoe train` does it: fp32 weights and AdamW, blocks compiled, the loss in chunks, activations checkpointed as
+`DecoderLM.set_checkpointing` has it. Over N GPUs by FSDP2: blocks gathered and computed in bf16, gradients reduced in
+fp32, nothing kept between micro-batches. One GPU alone computes under autocast: the residual stream is fp32, and each
+weight has a bf16 copy until its backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tilemoe.config import ModelConfig, MoEConfig
+from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEConfig
 from tilemoe.kernels.experts.memory import backward_peak_bytes, kept_h_bytes, saved_bytes
-from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
-from tilemoe.models.sizes import ModelSizes, sizes_of
+from tilemoe.models.flops import (
+    count_active_parameters,
+    count_parameters,
+    flops_per_token,
+    repeated_flops_per_token,
+)
+from tilemoe.models.sizes import Mixer, ModelSizes, sizes_of
 from tilemoe.perf.hardware import Gpu
 from tilemoe.perf.predict import layer_ms
 from tilemoe.shape import MoEShape
@@ -26,7 +32,7 @@ from tilemoe.shape import MoEShape
 USABLE = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's and what the allocator cannot hand out
 LINK_SHARE = 370 / 450  # of a stated link that a GPU read from its peers (results/expert_parallel.jsonl, docs/lab)
 LOSS_CHUNK_BYTES = 1 << 29  # tilemoe/models/loss.py
-MOST_GPUS = 1 << 14
+MOST_GPUS, COMPARED = 1 << 14, 8
 _BF16, _FP32, _E4M3 = 2, 4, 1 + 4 / 128
 _DAY = 86400
 
@@ -35,7 +41,7 @@ _DAY = 86400
 class Setup:
     """How a model is trained: N GPUs of which X share the experts, sequences of ``seq_len`` tokens, bf16 or fp8.
 
-    wrapped: in FSDP2. None: where there are several GPUs.
+    wrapped: in FSDP2. None: where there are several GPUs. checkpointing: what the backward computes again.
     """
 
     model: ModelConfig | ModelSizes
@@ -45,6 +51,7 @@ class Setup:
     seq_len: int
     dtype: str = "bf16"
     wrapped: bool | None = None
+    checkpointing: Checkpointing = "none"
 
     @property
     def sizes(self) -> ModelSizes:
@@ -66,42 +73,51 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
     block, experts = _block_parameters(setup)
     head = model.vocab_size * model.hidden_size
     root = head * (1 if model.tie_embeddings else 2)
-    copies = _BF16 * parameters
+    is_block_repeated = setup.checkpointing == "block"
+    copies = _BF16 * (root + block if is_block_repeated else parameters)
     if setup.is_sharded:
         copies = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
     if setup.dtype == "fp8":  # both layouts of a byte each: of all blocks where they are kept, of one where not
-        layers = model.num_layers - model.num_dense_layers if setup.gpus == 1 else 1
+        layers = 1 if setup.gpus > 1 or is_block_repeated else _moe_layers(setup)
         copies += 2 * layers * experts
     return {
         "weights": _FP32 * share,
         "gradients": _FP32 * share,
         "AdamW": 2 * _FP32 * share,
         "copies": copies,
-        "activations": sum(_activation_bytes(setup, tokens)),
-        "working": max(_moe_working_bytes(setup, tokens), LOSS_CHUNK_BYTES + _FP32 * head),
+        "activations": kept_bytes(setup, tokens),
+        "working": max(_repeated_bytes(setup, tokens), LOSS_CHUNK_BYTES + _FP32 * head),
     }
+
+
+def fits(setup: Setup, sequences: int) -> bool:
+    """Whether micro-batches of ``sequences`` do."""
+    return sum(memory_parts(setup, sequences).values()) <= USABLE * setup.gpu.memory_gb * 1e9
 
 
 def largest_micro_batch(setup: Setup) -> int:
     """The most sequences of a micro-batch that fit; 0 where not even one does."""
-
-    def fits(sequences: int) -> bool:
-        return sum(memory_parts(setup, sequences).values()) <= USABLE * setup.gpu.memory_gb * 1e9
-
     low, high = 0, 1
-    while fits(high) and high < 1 << 20:
+    while fits(setup, high) and high < 1 << 20:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if fits(setup, middle) else (low, middle)
     return low
 
 
-def fewest_gpus(setup: Setup) -> int | None:
-    """The least power of two of GPUs, at least X, on which one sequence fits; None where `MOST_GPUS` are too few."""
+def cheapest_that_fits(setup: Setup, modes: Sequence[Checkpointing] = CHECKPOINTING_MODES) -> Setup | None:
+    """With the first of ``modes``, the cheapest first, in which one sequence fits; None where it does in none."""
+    return next((each for each in (replace(setup, checkpointing=mode) for mode in modes) if fits(each, 1)), None)
+
+
+def fewest_gpus(setup: Setup, modes: Sequence[Checkpointing] | None = None) -> int | None:
+    """The least power of two of GPUs, at least X, on which one sequence fits in one of ``modes``, or as ``setup`` has
+    it; None where `MOST_GPUS` are too few.
+    """
     gpus = setup.expert_parallel
     while gpus <= MOST_GPUS:
-        if largest_micro_batch(replace(setup, gpus=gpus)):
+        if cheapest_that_fits(replace(setup, gpus=gpus), modes or (setup.checkpointing,)):
             return gpus
         gpus *= 2
     return None
@@ -110,19 +126,21 @@ def fewest_gpus(setup: Setup) -> int | None:
 def tokens_per_day(setup: Setup, sequences: int, mfu: float) -> float:
     """Of all GPUs, for micro-batches of ``sequences``.
 
-    ``flops / (mfu * stated bf16 rate)`` seconds a token; in FP8 less what the experts' predicted time gains, with the
-    experts shared more by what the tokens' way takes, of which nothing is hidden.
+    ``flops / (mfu * stated bf16 rate)`` seconds a token, of the model's FLOPs and of those that are computed again; in
+    FP8 less what the experts' predicted time gains, with the experts shared more by what the tokens' way takes, of
+    which nothing is hidden. A repeated block's experts run forward twice, and so does the tokens' way there.
     """
-    model, tokens = setup.sizes, sequences * setup.seq_len
-    seconds = flops_per_token(model, setup.seq_len) / (mfu * 1e12 * setup.gpu.stated_tflops())
-    moe_layers = model.num_layers - model.num_dense_layers
-    if model.moe is not None:
-        shape = _shape(setup, model.moe, tokens)
+    model, moe, tokens = setup.sizes, setup.sizes.moe, sequences * setup.seq_len
+    flops = flops_per_token(model, setup.seq_len) + repeated_flops_per_token(model, setup.checkpointing, setup.seq_len)
+    seconds = flops / (mfu * 1e12 * setup.gpu.stated_tflops())
+    if moe is not None:
+        shape, forwards = _shape(setup, moe, tokens), 2 if setup.checkpointing == "block" else 1
         if setup.dtype == "fp8":
-            gain = sum(layer_ms(shape, setup.gpu)) - sum(layer_ms(shape, setup.gpu, "fp8"))
-            seconds -= moe_layers * gain / 1e3 / tokens
-        moved = exchange_bytes(model.moe, tokens, setup.expert_parallel, setup.dtype)
-        seconds += moe_layers * moved / (LINK_SHARE * setup.gpu.link_gbps * 1e9) / tokens
+            gains = (a - b for a, b in zip(layer_ms(shape, setup.gpu), layer_ms(shape, setup.gpu, "fp8"), strict=True))
+            gain = sum(count * each for count, each in zip((forwards, 1), gains, strict=True))
+            seconds -= _moe_layers(setup) * gain / 1e3 / tokens
+        moved = (forwards + 1) / 2 * exchange_bytes(moe, tokens, setup.expert_parallel, setup.dtype)
+        seconds += _moe_layers(setup) * moved / (LINK_SHARE * setup.gpu.link_gbps * 1e9) / tokens
     return _DAY * setup.gpus / seconds
 
 
@@ -159,22 +177,64 @@ def _block_parameters(setup: Setup) -> tuple[int, int]:
     return attention + max(dense, experts + shared + moe.num_experts * moe.hidden_size), experts
 
 
-def _activation_bytes(setup: Setup, tokens: int) -> Iterator[int]:
-    """Of each block, what is kept for the backward: residuals and normed inputs, attention, the MLP's or the experts'.
+def _moe_layers(setup: Setup) -> int:
+    return setup.sizes.num_layers - setup.sizes.num_dense_layers
 
-    Alone, both residuals are fp32, and the normed input of the experts is kept in fp32, for the router, and in bf16.
+
+def kept_bytes(setup: Setup, tokens: int) -> int:
+    """What all blocks keep for the backward: of a repeated one its input alone, of repeated attention nothing."""
+    model = setup.sizes
+    if setup.checkpointing == "block":
+        return model.num_layers * tokens * (_BF16 if setup.is_sharded else _FP32) * model.hidden_size
+    kept = model.num_layers * _stream_bytes(setup, tokens) + model.num_dense_layers * _dense_bytes(setup, tokens)
+    kept += _moe_layers(setup) * _experts_bytes(setup, tokens)
+    if setup.checkpointing == "attention":
+        return kept
+    return kept + sum(count * _mixer_bytes(mixer, tokens) for count, mixer in model.mixers)
+
+
+def _repeated_bytes(setup: Setup, tokens: int) -> int:
+    """The most at once in a block's backward beside what all blocks keep: its own, of its experts, of what it repeats.
+
+    Repeated attention is there after the experts' backward; in a repeated block, before it. How h is kept changes
+    nothing there: what is kept of it and what the backward has beside that add up to the same.
     """
-    model, moe = setup.sizes, setup.sizes.moe
-    stream = 4 * _BF16 if setup.is_sharded else 3 * _FP32 + 2 * _BF16
-    yield model.num_layers * tokens * stream * model.hidden_size
-    yield tokens * sum(count * (_BF16 * mixer.kept + _FP32 * mixer.kept_fp32) for count, mixer in model.mixers)
-    yield model.num_dense_layers * tokens * _BF16 * 3 * model.dense_intermediate_size
-    if moe is not None:
-        layer = saved_bytes(_shape(setup, moe, tokens)) + router_saved_bytes(moe, tokens)
-        layer += tokens * _BF16 * (3 if moe.is_gated else 2) * moe.shared_intermediate_size
-        if setup.expert_parallel > 1:  # the tokens that came from the others
-            layer += math.ceil(tokens * reached(moe, setup.expert_parallel)) * _BF16 * moe.hidden_size
-        yield (model.num_layers - model.num_dense_layers) * layer
+    working = _moe_working_bytes(setup, tokens)
+    mixer = max(_mixer_bytes(mixer, tokens) for _, mixer in setup.sizes.mixers)
+    if setup.checkpointing == "none":
+        return working
+    if setup.checkpointing == "attention":
+        return max(working, mixer)
+    dense = _dense_bytes(setup, tokens) if setup.sizes.num_dense_layers else 0
+    return _stream_bytes(setup, tokens) + mixer + max(dense, _experts_bytes(setup, tokens) + working)
+
+
+def _stream_bytes(setup: Setup, tokens: int) -> int:
+    """Of a block, residuals and normed inputs. Alone, both residuals are fp32, and the normed input of the experts is
+    kept in fp32, for the router, and in bf16.
+    """
+    of_an_element = 4 * _BF16 if setup.is_sharded else 3 * _FP32 + 2 * _BF16
+    return tokens * of_an_element * setup.sizes.hidden_size
+
+
+def _mixer_bytes(mixer: Mixer, tokens: int) -> int:
+    return tokens * (_BF16 * mixer.kept + _FP32 * mixer.kept_fp32)
+
+
+def _dense_bytes(setup: Setup, tokens: int) -> int:
+    return tokens * _BF16 * 3 * setup.sizes.dense_intermediate_size
+
+
+def _experts_bytes(setup: Setup, tokens: int) -> int:
+    """Of a layer's routed experts, router and shared expert."""
+    moe = setup.sizes.moe
+    if moe is None:
+        return 0
+    kept = saved_bytes(_shape(setup, moe, tokens)) + router_saved_bytes(moe, tokens)
+    kept += tokens * _BF16 * (3 if moe.is_gated else 2) * moe.shared_intermediate_size
+    if setup.expert_parallel > 1:  # the tokens that came from the others
+        kept += math.ceil(tokens * reached(moe, setup.expert_parallel)) * _BF16 * moe.hidden_size
+    return kept
 
 
 def router_saved_bytes(moe: MoEConfig, tokens: int) -> int:
@@ -209,18 +269,23 @@ def training_plan(
     gpus: int | None,
     expert_parallel: int,
     daily_tokens: float | None,
+    checkpointing: Checkpointing | None = None,
 ) -> dict[str, Any]:
     """The model in bf16 and, where the GPU has it, FP8, with and without experts that X GPUs share, as plain values.
 
-    gpus None: the fewest that hold a sequence in each of these ways, so that they compare.
+    gpus None: the fewest that hold a sequence in each of these ways, so that they compare, but for ways that take more
+    than `COMPARED` times as many as the best. checkpointing None: the cheapest with which a sequence fits.
     """
+    modes = CHECKPOINTING_MODES if checkpointing is None else (checkpointing,)
     setups = [
         Setup(model, gpu, expert_parallel, shared, seq_len, dtype)
         for dtype in (("bf16", "fp8") if gpu.fp8_tflops else ("bf16",))
         for shared in dict.fromkeys((1, expert_parallel))
     ]
-    fewest = [fewest_gpus(setup) for setup in setups]
-    together = gpus or max((count for count in fewest if count), default=expert_parallel)
+    fewest = [fewest_gpus(setup, modes) for setup in setups]
+    found = [count for count in fewest if count]
+    together = gpus or max((count for count in found if count <= COMPARED * min(found)), default=expert_parallel)
+    together = max(together, expert_parallel)
     return {
         "parameters": count_parameters(model),
         "active_parameters": count_active_parameters(model),
@@ -228,23 +293,26 @@ def training_plan(
         "memory_bytes": gpu.memory_gb * 10**9,
         "usable": USABLE,
         "seq_len": seq_len,
+        "max_seq_len": sizes_of(model).max_seq_len,
         "mfu": mfu,
         "stated_tflops": gpu.stated_tflops(),
         "gpus": together,
         "tokens_per_day_wanted": daily_tokens,
         "setups": [
-            {"fewest_gpus": count, **_setup_plan(replace(setup, gpus=together), mfu, daily_tokens)}
+            {"fewest_gpus": count, **_setup_plan(replace(setup, gpus=together), modes, mfu, daily_tokens)}
             for setup, count in zip(setups, fewest, strict=True)
         ],
     }
 
 
-def _setup_plan(setup: Setup, mfu: float, daily_tokens: float | None) -> dict[str, Any]:
+def _setup_plan(setup: Setup, modes: Sequence[Checkpointing], mfu: float, daily_tokens: float | None) -> dict[str, Any]:
     """Memory with the largest micro-batch, or with one sequence where even that does not fit, which has no speed."""
+    setup = cheapest_that_fits(setup, modes) or replace(setup, checkpointing=modes[-1])
     sequences = largest_micro_batch(setup)
     row: dict[str, Any] = {
         "dtype": setup.dtype,
         "expert_parallel": setup.expert_parallel,
+        "checkpointing": setup.checkpointing,
         "micro_batch": sequences,
         "memory": memory_parts(setup, max(1, sequences)),
         "tokens_per_day": tokens_per_day(setup, sequences, mfu) if sequences else None,

@@ -34,6 +34,7 @@ class HostileRouting:
 
     @property
     def is_topk(self) -> bool:
+        """Whether every token has as many pairs, as `tilemoe.plan_topk` makes them."""
         return self.plan.pair_start_of_token is None
 
     def __str__(self) -> str:

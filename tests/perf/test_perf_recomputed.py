@@ -1,0 +1,230 @@
+"""What the planner says of blocks that are computed again: the bytes that `DecoderLM` keeps, FLOPs, and the choice."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import saved_tensors
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import tilemoe
+from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEConfig
+from tilemoe.models.flops import flops_per_token, repeated_flops_per_token
+from tilemoe.models.preset_sizes import SIZES_PRESETS
+from tilemoe.perf.hardware import GPUS
+from tilemoe.perf.predict import layer_ms
+from tilemoe.perf.training import (
+    MOST_GPUS,
+    Setup,
+    _experts_bytes,
+    _mixer_bytes,
+    _moe_working_bytes,
+    _shape,
+    _stream_bytes,
+    cheapest_that_fits,
+    exchange_bytes,
+    fewest_gpus,
+    fits,
+    kept_bytes,
+    largest_micro_batch,
+    memory_parts,
+    tokens_per_day,
+    training_plan,
+)
+
+H200 = GPUS["H200"]
+BATCH, LENGTH = 2, 512
+TOKENS = BATCH * LENGTH
+MOE = MoEConfig(128, 64, 8, 2, shared_intermediate_size=96)
+CONFIG = ModelConfig(64, 128, 4, num_heads=8, num_kv_heads=4, head_dim=16, max_seq_len=LENGTH, moe=MOE)
+DENSE = replace(CONFIG, dense_intermediate_size=192, dense_layers=(0, 1))
+
+
+class FusedNorm(torch.autograd.Function):
+    """Keeps what a GPU's kernel does, the input and a number for each row; the CPU's is made of several operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, scale)
+        return (x * scale).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        raise NotImplementedError
+
+
+def kept_by(config: ModelConfig, mode: Checkpointing, dtype: torch.dtype) -> int:
+    """Bytes of a forward, parameters and their casts apart. fp32 weights are trained under autocast."""
+    model = tilemoe.DecoderLM(config, dtype=dtype)
+    model.set_checkpointing(mode)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    shapes = {parameter.shape for parameter in model.parameters()} | {p.T.shape for p in model.embed.parameters()}
+    ids = torch.randint(config.vocab_size, (BATCH, LENGTH))
+    with saved_tensors() as saved, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        model(ids)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in saved
+        if tensor.untyped_storage().data_ptr() not in weights and tensor.shape not in shapes
+    }
+    return sum(storages.values())
+
+
+def of_config(config: ModelConfig, mode: Checkpointing, *, wrapped: bool) -> Setup:
+    return Setup(config, H200, 1, 1, LENGTH, wrapped=wrapped, checkpointing=mode)
+
+
+@pytest.fixture
+def fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight, eps))
+
+
+@pytest.mark.usefixtures("fused_norms")
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [*((torch.bfloat16, mode) for mode in CHECKPOINTING_MODES), (torch.float32, "block")],
+    ids=[*CHECKPOINTING_MODES, "alone-block"],
+)
+@pytest.mark.parametrize(
+    "config", [CONFIG, replace(CONFIG, qk_norm="none"), DENSE], ids=["normed", "not-normed", "dense"]
+)
+def test_blocks_keep_what_the_trainer_s_do(config: ModelConfig, dtype: torch.dtype, mode: Checkpointing) -> None:
+    """Of two blocks more, so that embedding, last norm and head count in neither. What is kept under autocast and not
+    repeated depends on torch.compile.
+
+    A CPU's attention writes its output in the order that the next map reads; a GPU's is planned with a copy.
+    """
+    longer = replace(config, num_layers=config.num_layers + 2)
+    found = kept_by(longer, mode, dtype) - kept_by(config, mode, dtype)
+    found += 2 * 2 * TOKENS * config.num_heads * config.head_dim if mode == "none" else 0
+    setups = [of_config(each, mode, wrapped=dtype == torch.bfloat16) for each in (longer, config)]
+    assert found == pytest.approx(kept_bytes(setups[0], TOKENS) - kept_bytes(setups[1], TOKENS), rel=0.03)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_repeated_block_is_there_whole_with_its_h_as_it_is(wrapped: bool) -> None:
+    narrow = replace(CONFIG, moe=replace(MOE, save="fp8"))
+    plain, block = (of_config(CONFIG, mode, wrapped=wrapped) for mode in ("none", "block"))
+    parts = memory_parts(block, BATCH)
+    (_, mixer), *_ = plain.sizes.mixers
+    whole = _stream_bytes(plain, TOKENS) + _mixer_bytes(mixer, TOKENS) + _experts_bytes(plain, TOKENS)
+    assert 4 * whole == kept_bytes(plain, TOKENS)
+    loss = memory_parts(replace(plain, seq_len=1), 1)["working"]
+    assert parts["working"] == max(loss, whole + _moe_working_bytes(plain, TOKENS))
+    many = 1 << 20  # tokens, of which the working bytes are not those of the loss
+    large = memory_parts(replace(block, seq_len=many), 1)
+    of_plain = replace(plain, seq_len=many)
+    assert large["working"] == kept_bytes(of_plain, many) // 4 + _moe_working_bytes(of_plain, many)
+    assert memory_parts(replace(block, model=narrow, seq_len=many), 1) == large
+
+
+def test_repeated_attention_waits_for_the_experts() -> None:
+    few, many = (replace(CONFIG, num_heads=heads, num_kv_heads=heads) for heads in (1, 64))
+    for config in (few, many):
+        setup = replace(of_config(config, "attention", wrapped=True), seq_len=1 << 20)
+        (_, mixer), *_ = setup.sizes.mixers
+        working = {_moe_working_bytes(setup, 1 << 20): "experts", _mixer_bytes(mixer, 1 << 20): "attention"}
+        assert working[memory_parts(setup, 1)["working"]] == ("attention" if config is many else "experts")
+
+
+def test_alone_a_repeated_block_casts_its_weights_when_it_needs_them() -> None:
+    plain, block = (of_config(CONFIG, mode, wrapped=False) for mode in ("none", "block"))
+    of_plain, of_block = (memory_parts(setup, BATCH) for setup in (plain, block))
+    assert of_block["copies"] < of_plain["copies"]
+    of_fp8 = [memory_parts(replace(setup, dtype="fp8"), BATCH)["copies"] for setup in (plain, block)]
+    assert of_fp8[0] - of_plain["copies"] == 4 * (of_fp8[1] - of_block["copies"])
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
+def test_repeated_flops_are_those_of_a_backward(mode: Checkpointing) -> None:
+    """As PyTorch counts them on a CPU, where it counts matrices alone, and repeats nothing after the last kept tensor:
+    not attention's last map, and of a dense block not the MLP's.
+    """
+    dense = replace(CONFIG, moe=None, dense_intermediate_size=192)
+    counted = []
+    for each in ("none", mode):
+        model = tilemoe.DecoderLM(dense)
+        model.set_checkpointing(each)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.randint(64, (1, LENGTH))).logits.sum().backward()
+        counted.append(counter.get_total_flops() / LENGTH)
+    last = {"none": 0, "attention": 2 * 128 * 128, "block": 2 * 192 * 128}[mode]
+    products = 4 * (LENGTH + 1) * 2 * 128 / 2 * 2 if mode != "none" else 0
+    assert counted[1] - counted[0] == repeated_flops_per_token(dense, mode, LENGTH) - products - 4 * last
+
+
+def test_repeated_flops_are_a_forward_s() -> None:
+    head = 64 * 128
+    assert repeated_flops_per_token(CONFIG, "none", LENGTH) == 0
+    block = repeated_flops_per_token(CONFIG, "block", LENGTH)
+    assert block == pytest.approx(flops_per_token(CONFIG, LENGTH) / 3 - 2 * head)
+    assert 0 < repeated_flops_per_token(CONFIG, "attention", LENGTH) < block
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_repeated_block_takes_a_forward_and_its_exchange_more(dtype: str) -> None:
+    setups = {
+        mode: Setup(SIZES_PRESETS["glm-4.5"], H200, 64, 8, 4096, dtype, checkpointing=mode)
+        for mode in CHECKPOINTING_MODES
+    }
+    seconds = {mode: 64 * 86400 / tokens_per_day(setup, 1, 0.35) for mode, setup in setups.items()}
+    plain, rate = setups["none"], 0.35 * 989.4e12
+    moe = plain.sizes.moe
+    assert moe is not None
+    again = {mode: repeated_flops_per_token(plain.model, mode, 4096) / rate for mode in CHECKPOINTING_MODES}
+    assert seconds["attention"] - seconds["none"] == pytest.approx(again["attention"])
+    exchanged = exchange_bytes(moe, 4096, 8, dtype) / 2 / 370e9
+    shape = _shape(plain, moe, 4096)
+    gained = (layer_ms(shape, H200)[0] - layer_ms(shape, H200, "fp8")[0]) / 1e3 if dtype == "fp8" else 0
+    more = again["block"] + 89 * (exchanged - gained) / 4096
+    assert seconds["block"] - seconds["none"] == pytest.approx(more)
+
+
+def test_the_cheapest_that_fits_is_chosen() -> None:
+    """On fewer and fewer GPUs attention is repeated, then blocks, then nothing fits."""
+    setup = Setup(SIZES_PRESETS["glm-4.5"], H200, 1024, 8, 4096)
+    chosen = [cheapest_that_fits(replace(setup, gpus=gpus)) for gpus in (1024, 128, 64, 32)]
+    assert [each and each.checkpointing for each in chosen] == ["none", "attention", "block", None]
+    kimi = replace(setup, model=SIZES_PRESETS["kimi-k2"], gpus=256)
+    found = cheapest_that_fits(kimi)
+    assert found is not None
+    assert found.checkpointing == "block"
+    assert not any(fits(replace(kimi, checkpointing=mode), 1) for mode in ("none", "attention"))
+    assert fewest_gpus(kimi, CHECKPOINTING_MODES) == fewest_gpus(replace(kimi, checkpointing="block")) == 256
+    assert fewest_gpus(kimi) == 1024
+    assert cheapest_that_fits(kimi, ["none"]) is None
+
+
+@pytest.mark.parametrize("name", SIZES_PRESETS)
+def test_every_preset_fits_on_fewer_gpus_than_there_are(name: str) -> None:
+    plan = training_plan(SIZES_PRESETS[name], H200, 4096, 0.35, None, 8, None)
+    shared = [setup for setup in plan["setups"] if setup["expert_parallel"] == 8]
+    assert plan["gpus"] <= 256 < MOST_GPUS
+    for setup in shared:
+        assert setup["fewest_gpus"] <= plan["gpus"]
+        assert setup["micro_batch"] > 0
+        assert setup["tokens_per_day"] > 0
+        assert setup["checkpointing"] in CHECKPOINTING_MODES
+
+
+def test_a_way_that_takes_far_more_gpus_does_not_set_their_number() -> None:
+    """A GPU that gathers DeepSeek-V3's layers whole has little left for its share of the rest."""
+    plan = training_plan(SIZES_PRESETS["deepseek-v3"], H200, 4096, 0.35, None, 8, None)
+    whole, shared = plan["setups"][:2]
+    assert plan["gpus"] == shared["fewest_gpus"] < whole["fewest_gpus"] // 8
+    assert whole["micro_batch"] == 0
+    assert training_plan(SIZES_PRESETS["deepseek-v3"], H200, 4096, 0.35, 4096, 8, None)["setups"][0]["micro_batch"] > 0
+
+
+def test_a_mode_that_is_given_is_not_chosen() -> None:
+    for mode in CHECKPOINTING_MODES:
+        plan = training_plan(SIZES_PRESETS["olmoe-1b-7b"], H200, 4096, 0.35, 8, 8, None, mode)
+        assert {setup["checkpointing"] for setup in plan["setups"]} == {mode}
+    setup = Setup(SIZES_PRESETS["olmoe-1b-7b"], H200, 8, 8, 4096)
+    most = [largest_micro_batch(replace(setup, checkpointing=mode)) for mode in CHECKPOINTING_MODES]
+    assert most == sorted(most)
+    assert most[0] < most[1] < most[2]
