@@ -1,4 +1,4 @@
-"""Gluon across Triton's releases: functions that have one name in 3.6 and another in 3.9.
+"""Gluon across Triton's releases: functions that have one name in 3.6 and another in 3.9; 3.8 has some of each.
 
 cp_async        cp.async, from global pointers to shared memory
 tma_load        TMA, from a descriptor's tensor to shared memory; its bytes count towards an mbarrier
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-_HAS_SHORT_NAMES = hasattr(tma, "async_load")  # 3.6 has none, 3.9 no others
+_HAS_SHORT_NAMES = hasattr(tma, "async_load")  # from 3.8 on
 
 cp_async = async_copy.async_load if _HAS_SHORT_NAMES else async_copy.async_copy_global_to_shared
 tma_load = tma.async_load if _HAS_SHORT_NAMES else tma.async_copy_global_to_shared
@@ -33,4 +33,4 @@ def _tma_add(descriptor: Any, place: Any, source: Any, _semantic: Any = None) ->
 
 tma_add = tma.async_atomic_add if _HAS_SHORT_NAMES else _tma_add
 _shared = gl.shared_memory_descriptor
-reinterpret = _shared.reinterpret if _HAS_SHORT_NAMES else _shared._reinterpret
+reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
