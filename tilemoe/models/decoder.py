@@ -356,16 +356,16 @@ class DecoderLM(nn.Module):
             require_type("cache", cache, KVCache)
             if len(cache) != self.config.num_layers:
                 raise ValueError(f"cache must be of {self.config.num_layers} layers, got one of {len(cache)}")
-            if cache.batch_size not in (None, input_ids.shape[0]):
-                raise ValueError(
-                    f"input_ids has {input_ids.shape[0]} sequences but the cache holds {cache.batch_size}; begin "
-                    "another KVCache"
-                )
         if record is not None:
             require_type("record", record, RoutingRecord)
         if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"input_ids must be (B, S) integers with S >= 1, got {tuple(input_ids.shape)} {input_ids.dtype}"
+            )
+        if cache is not None and cache.batch_size not in (None, input_ids.shape[0]):
+            raise ValueError(
+                f"input_ids has {input_ids.shape[0]} sequences but the cache holds {cache.batch_size}; begin another "
+                "KVCache"
             )
         device = self.embed.weight.device
         for name, ids in (("input_ids", input_ids), ("labels", labels)):
