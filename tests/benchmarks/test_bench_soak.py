@@ -36,4 +36,5 @@ def test_a_kept_file_and_a_kept_object_are_seen(tmp_path, monkeypatch: pytest.Mo
         kept = [[] for _ in range(20_000)]
         after = measured(torch.device("cpu"))
     assert after["open_files"] == before["open_files"] + 1
-    assert after["objects"] - before["objects"] >= len(kept)
+    others = 100  # of the process, which may let go of some meanwhile
+    assert after["objects"] - before["objects"] >= len(kept) - others
