@@ -174,8 +174,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> RouterOutput:
         """x (T, d). ValueError: it is on another device than the weights, or its shape or dtype is off."""
         require_tensor("x", x)
-        if not torch.compiler.is_compiling():  # as the operators do, before autograd's functions fail in other words
-            refuse_transforms("tilemoe.MoE", x, self.weight)
+        refuse_transforms("tilemoe.MoE", x, self.weight)
         if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x must be (T, d) with d = {self.weight.shape[1]}, got shape {tuple(x.shape)}")
         if x.dtype not in FLOAT_DTYPES:

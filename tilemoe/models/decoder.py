@@ -350,8 +350,7 @@ class DecoderLM(nn.Module):
         self, input_ids: Tensor, labels: Tensor | None, cache: KVCache | None, record: RoutingRecord | None
     ) -> None:
         require_tensors({"input_ids": input_ids}, {"labels": labels})
-        if not torch.compiler.is_compiling():
-            refuse_transforms("tilemoe.DecoderLM", input_ids, labels, self.embed.weight)
+        refuse_transforms("tilemoe.DecoderLM", input_ids, labels, self.embed.weight)
         if cache is not None:
             require_type("cache", cache, KVCache)
             if len(cache) != self.config.num_layers:

@@ -340,8 +340,7 @@ def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> 
 
 def _normalized(scores: Tensor) -> Tensor:
     """(T, N) scores over each token's sum of them."""
-    if not torch.compiler.is_compiling():  # before autograd's functions fail in other words
-        refuse_transforms("tilemoe.route", scores)
+    refuse_transforms("tilemoe.route", scores)
     return _Normalized.apply(scores)
 
 

@@ -214,8 +214,11 @@ class EagerFunction(torch.autograd.Function):
 
 
 def refuse_transforms(name: str, *args: Any) -> None:
-    """RuntimeError where torch.vmap or torch.func gave a tensor that stands for another: kernels cannot read it."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    """RuntimeError where torch.vmap or torch.func gave a tensor that stands for another: kernels cannot read it.
+
+    Functions call it before autograd's fail in other words. Nothing is looked at while torch.compile traces.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
     if any(torch._C._functorch.is_functorch_wrapped_tensor(arg) for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(
