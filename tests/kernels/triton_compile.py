@@ -128,7 +128,7 @@ def compiled_key(launch: Launch) -> str:
 
 def code_key(launch: Launch) -> tuple[str, str]:
     """Equal for launches of one code: the kernel's source, types and alignment of arguments, constants, options."""
-    return _source_of(launch).hash(), str(launch.options)
+    return _key(_source_of(launch), launch.options)
 
 
 def compile_launch(launch: Launch, target: int | GPUTarget) -> Any:
@@ -140,12 +140,17 @@ def compile_launches(launches: Iterable[Launch], target: int | GPUTarget) -> lis
     """Each with what `compile_launch` makes of it: several at the same time, and none twice."""
     found, sources = [], {}
     for launch in launches:
-        key = code_key(launch)  # parses: before the threads do, beside which CPython 3.11 may fail
-        sources.setdefault(key, (_source_of(launch), launch.options))
+        source = _source_of(launch)
+        key = _key(source, launch.options)  # parses: before the threads do, beside which CPython 3.11 may fail
+        sources.setdefault(key, (source, launch.options))
         found.append((launch, key))
     with ThreadPoolExecutor() as threads:
         begun = {key: threads.submit(_compile, *source, target) for key, source in sources.items()}
     return [(launch, begun[key].result()) for launch, key in found]
+
+
+def _key(source: Any, options: dict[str, Any]) -> tuple[str, str]:
+    return source.hash(), str(options)
 
 
 def _source_of(launch: Launch) -> Any:

@@ -156,26 +156,26 @@ def assert_same(
         assert gradient.any() or "experts" in name, name
         pairs[name] = (got.gradients[name], gradient, limit)
     errors = {name: (error(a, b), most) for name, (a, b, most) in pairs.items()}
-    if not all(worst <= most for worst, (_, most) in zip(worst_of(errors), errors.values(), strict=True)):
+    if beyond(errors):
         errors |= {name: (errors[name][0], most) for name, most in limits().items()}
-    assert_within({f"{name} in {want.loss.dtype}": each for name, each in errors.items()})
+        assert_within({f"{name} in {want.loss.dtype}": each for name, each in errors.items()})
 
 
 def assert_within(errors: Mapping[str, tuple[float, float]]) -> None:
     """Every (error, limit); all processes call it, and it fails in all of them or in none: they stay together."""
-    beyond = [
-        f"{name}: error {worst:.2e} of the worst process, {here:.2e} here, limit {limit:.2e}"
-        for (name, (here, limit)), worst in zip(errors.items(), worst_of(errors), strict=True)
-        if not worst <= limit
-    ]
-    assert not beyond, "; ".join(beyond)
+    found = beyond(errors)
+    assert not found, "; ".join(found)
 
 
-def worst_of(errors: Mapping[str, tuple[float, float]]) -> list[float]:
-    """Each error of the process where it is largest; all processes call it."""
+def beyond(errors: Mapping[str, tuple[float, float]]) -> list[str]:
+    """A line for each error that is beyond its limit in any process; all call it, and find the same ones."""
     worst = torch.tensor([here for here, _ in errors.values()], dtype=torch.float64).nan_to_num(nan=math.inf)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.tolist()
+    return [
+        f"{name}: error {of_any:.2e} of the worst process, {here:.2e} here, limit {limit:.2e}"
+        for (name, (here, limit)), of_any in zip(errors.items(), worst.tolist(), strict=True)
+        if not of_any <= limit
+    ]
 
 
 def limits_by_noise(
