@@ -82,6 +82,22 @@ def test_a_frozen_or_fp32_weight_is_quantised_for_what_is_asked(
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_a_compiling_call_makes_is_not_kept(
+    requires_grad: bool, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launches are withheld, so that the memory has anything; beside what an earlier call has kept, too."""
+    weight = a_weight(requires_grad)
+    for dim in (2, 1):
+        monkeypatch.setattr(operands, "withholds_values", lambda: True)
+        withheld = quantized_weight(weight, dim)
+        monkeypatch.setattr(operands, "withholds_values", lambda: False)
+        kept = quantized_weight(weight, dim)
+        assert is_same(quantized_weight(weight, dim), kept)
+        assert (dim == 1 and requires_grad) or not is_same(kept, withheld)
+    assert launched == ([(1, 2)] * 2 if requires_grad else [(2,), (2,), (1,), (1,)])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
 def test_an_update_in_place_renews_both(requires_grad: bool, launched: list[tuple[int, ...]]) -> None:
     weight = a_weight(requires_grad)
     before = [quantized_weight(weight, dim) for dim in (1, 2)]

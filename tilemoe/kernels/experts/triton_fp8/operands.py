@@ -83,15 +83,13 @@ def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
         operand = _quantize(weight, (contracted,))[contracted]
         return operand.data, operand.scale
     kept, now = cache.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
-    if kept is None or kept[:3] != now:
-        kept = _Kept(*now, {})
-    if contracted not in kept.operands:
-        # fp32 in both orders came out wrong once (H200, Triton 3.6.0), which was not found again.
+    operands = dict(kept.operands) if kept is not None and kept[:3] == now else {}
+    if contracted not in operands:
         both = weight.requires_grad and weight.element_size() == 2
-        kept.operands.update(_quantize(weight, (1, 2) if both else (contracted,)))
+        operands |= _quantize(weight, (1, 2) if both else (contracted,))
         if not withholds_values():
-            cache[weight] = kept
-    operand = kept.operands[contracted]
+            cache[weight] = _Kept(*now, operands)
+    operand = operands[contracted]
     return operand.data, operand.scale
 
 
