@@ -196,9 +196,9 @@ def to_one_rank(model: nn.Module) -> Tensor:
 
 
 def assert_as_one_process(
-    make: Make, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...] = DTYPES, **options: Any
+    make: Make, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...] = DTYPES, noise_of: Make | None = None, **options: Any
 ) -> None:
-    """Experts by score; then all tokens to experts of one rank."""
+    """Experts by score; then all tokens to experts of one rank. noise_of: has the rounding of ``make``, in fp64, too."""
     for dtype in dtypes:
         limit = LIMIT_64 if dtype == torch.float64 else LIMIT_32
         for to_one in (False, True):
@@ -208,7 +208,7 @@ def assert_as_one_process(
             want = backward(one, shared=False, expert_ids=expert_ids)
             got = backward(many, shared=True, expert_ids=expert_ids)
             of_one = partial(gradients_of_one, expert_ids=expert_ids)
-            assert_same(got, want, limit, partial(limits_of, make, of_one, dtype))
+            assert_same(got, want, limit, partial(limits_of, noise_of or make, of_one, dtype))
 
 
 def check_any_module() -> None:
@@ -222,14 +222,16 @@ def check_meshes_of_three_dimensions_and_of_another_order() -> None:
     assert_as_one_process(make_net, mesh_of(world() // 2, 2, names=("dp", "ep")), dim="ep")
 
 
-def make_net_with_h_in_fp8(dtype: torch.dtype) -> Net:
+def make_net_with_h_in_fp8(dtype: torch.dtype, save: str = "fp8") -> Net:
     torch.manual_seed(0)
-    wide = partial(replace, intermediate_size=128, save="fp8")
+    wide = partial(replace, intermediate_size=128, save=save)
     return Net(MoE(wide(OTHER)), wide(CFG)).to(device_of_rank(), dtype)
 
 
 def check_h_in_fp8() -> None:
-    assert_as_one_process(make_net_with_h_in_fp8, ep_and_fsdp(), (torch.float32,))
+    """What rounding does is asked of the net that keeps h as it is: fp64 is not quantised."""
+    plain = partial(make_net_with_h_in_fp8, save="full")
+    assert_as_one_process(make_net_with_h_in_fp8, ep_and_fsdp(), (torch.float32,), noise_of=plain)
 
 
 def make_net_with_adapters(dtype: torch.dtype) -> Net:
