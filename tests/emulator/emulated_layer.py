@@ -31,7 +31,7 @@ OUTPUTS = {
     "up_proj_act_kernel": ("a", "h"),
     "gemm_rows_kernel": ("out",),
     "gemm_stationary_kernel": ("out",),
-    "gemm_dgrad_dact_kernel": ("dh", "dh_quantized", "a_scaled", "partial"),
+    "gemm_dgrad_dact_kernel": ("dh", "a_scaled", "partial"),
     "gemm_wgrad_kernel": ("out",),
 }
 
@@ -106,12 +106,12 @@ def with_outputs(launches: list[Launch]) -> list[Recorded]:
 
 def written(launch: Launch) -> Iterator[tuple[str, Tensor]]:
     for name in OUTPUTS[name_of(launch)]:
-        value, scale = launch.args.get(name), launch.args.get(f"{name}_scale")
+        value = launch.args[name]
         if value is not None:
             t = getattr(value, "base", value)  # a descriptor's tensor
-            yield name, t if scale is None else t.view(torch.float8_e4m3fn)
-        if scale is not None:
-            yield f"{name}_scale", scale
+            yield name, t.view(torch.float8_e4m3fn) if f"{name}_scale" in launch.args else t
+    if "a_scale" in launch.args:
+        yield "a_scale", launch.args["a_scale"]
 
 
 def errors_with(edits: Edits, late: float, launch: Launch, expected: dict[str, Tensor]) -> list[str]:

@@ -38,25 +38,17 @@ IS_3_6 = triton.__version__.startswith("3.6.")
 
 Case = tuple[str, str, bool]  # activation, gate_up, bias
 # At most so many spill loads in all of a kernel and in a step of a mainloop; and where a case has others.
-DGRAD = "B1, dh quantised"
-SPILLS = {"F1": (1, 0), "F1, inference": (1, 0), "F2": (17, 4), "B1": (3, 0), DGRAD: (9, 0), "B3": (17, 4)}
+SPILLS = {"F1": (1, 0), "F1, inference": (1, 0), "F2": (17, 4), "B1": (3, 0), "B3": (17, 4)}
 OTHER_SPILLS: dict[Case, dict[str, tuple[int, int]]] = {
     ("swiglu", "concatenated", False): {},
     ("swiglu", "concatenated", True): {"F1": (2, 0), "F2": (1, 0)},
     ("swiglu", "interleaved", False): {"F1, inference": (36, 6), "B1": (1, 1)},
-    ("swiglu_oai", "concatenated", True): {"F1": (3, 0), "B1": (4, 0), DGRAD: (42, 4)},
+    ("swiglu_oai", "concatenated", True): {"F1": (3, 0), "B1": (4, 0)},
     ("geglu", "interleaved", False): {"F1": (171, 41), "F1, inference": (177, 40)},
     ("gelu", "concatenated", True): {"F1": (121, 0), "F1, inference": (2, 0)},
     ("relu2", "concatenated", True): {},
 }
-SPILLS_OF_39 = {
-    "F1": (283, 50),
-    "F1, inference": (233, 50),
-    "F2": (40, 7),
-    "B1": (42, 0),
-    DGRAD: (42, 0),
-    "B3": (40, 7),
-}
+SPILLS_OF_39 = {"F1": (283, 50), "F1, inference": (233, 50), "F2": (40, 7), "B1": (42, 0), "B3": (40, 7)}
 STATIONARY_SPILLS_OF_39 = 14  # with a bias: scalars of a block, loaded outside of the mainloops
 # Where ptxas has too few registers, and waits for each wgmma.
 SERIALISED = {("geglu", "interleaved", False): {"F1", "F1, inference"}} if IS_3_6 else {}
@@ -79,7 +71,6 @@ def gemm_launches(case: Case, dtype: torch.dtype) -> dict[str, Launch]:
         kernels.up_proj_act_inference(x, w1, b1, plan, spec)
         kernels.down_proj(a, w2, b2, plan)
         kernels.down_proj_dgrad_dact(x, w2, None, h, torch.zeros(plan.num_pairs), plan, spec)
-        kernels.down_proj_dgrad_dact_and_rows(x, w2, None, h, torch.zeros(plan.num_pairs), plan, spec)
         kernels.up_proj_dgrad(h, w1, plan)
     gemms = [launch for launch in launches if launch.kernel.is_gluon()]
     return {name: launch for name, launch in zip(SPILLS, gemms, strict=True) if name in names}

@@ -54,15 +54,15 @@ def kernel_steps(
     spec = activation_spec("swiglu", "concatenated", None, None)
     a, h = ks.up_proj_act(x, w1, None, plan, spec)
     y = ks.down_proj(a, w2, None, plan)
-    dh, _, a_scaled, rows = ks.down_proj_dgrad_dact_and_rows(do, w2, None, h, s, plan, spec)
+    dh, _, a_scaled = ks.down_proj_dgrad_dact(do, w2, None, h, s, plan, spec)
     out = torch.empty_like(x)
     runs: dict[str, Callable[[], Any]] = {
         "up_proj_act": lambda: ks.up_proj_act(x, w1, None, plan, spec),
         "down_proj": lambda: ks.down_proj(a, w2, None, plan),
         "combine": lambda: ks.combine(y, s, plan, out),
-        "down_proj_dgrad_dact": lambda: ks.down_proj_dgrad_dact_and_rows(do, w2, None, h, s, plan, spec),
+        "down_proj_dgrad_dact": lambda: ks.down_proj_dgrad_dact(do, w2, None, h, s, plan, spec),
         "down_proj_wgrad": lambda: ks.down_proj_wgrad(do, a_scaled, plan),
-        "up_proj_dgrad": lambda: ks.up_proj_dgrad(rows, w1, plan),
+        "up_proj_dgrad": lambda: ks.up_proj_dgrad(dh, w1, plan),
         "up_proj_wgrad": lambda: ks.up_proj_wgrad(x, dh, plan),
         "combine_grad": lambda: ks.combine_grad(y, plan, out),  # it sums rows of that shape, whatever they are
     }

@@ -178,9 +178,7 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
             h = dequantize_h(h, scale, x.dtype, *routed)
             del scale
             ctx.maybe_clear_saved_tensors()  # frees what was kept of h, before there is dh
-        dh, ds, a_scaled, *quantized = down_proj_dgrad_dact(do, w2, b2, h, s, need_x, *routed)  # B1
-        if ctx.backend.precision != "fp8":
-            quantized = [None, None]  # PyTorch's dispatcher gives tensors for None
+        dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # B1
         del h
         ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
         if need_w2:
@@ -189,8 +187,7 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         if need_b1:
             db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)
         if need_x:  # before dw1: dx_rows is alive beside every gradient made so far
-            dx = up_proj_input_grad(dh, *quantized, w1, *routed)  # B3 and B5
-            del quantized
+            dx = up_proj_input_grad(dh, w1, *routed)  # B3 and B5
             _announce(ctx, dx, ds if need_s else None)
         if need_w1:
             dw1 = _wgrad(ctx, 1, w1, up_proj_wgrad, add_up_proj_wgrad, x, dh, *routed)  # B4
@@ -270,35 +267,18 @@ def _down_proj_dgrad_dact(
     b2: Tensor | None,
     h: Tensor,
     s: Tensor,
-    for_dgrad: bool,
     plan: RoutingPlan,
     spec: ActivationSpec,
     backend: Backend,
-) -> tuple[Tensor | None, ...]:
-    """B1: (dh, ds, a_scaled, data and scale of what B3 reads of dh, where it is quantised and B3 follows)."""
-    args = (do, w2, b2, h, s, without_derived(plan), spec)
-    if not for_dgrad:
-        return *backend.down_proj_dgrad_dact(*args), None, None
-    dh, ds, a_scaled, rows = backend.down_proj_dgrad_dact_and_rows(*args)
-    return dh, ds, a_scaled, *((rows.data, rows.scale) if isinstance(rows, Operand) else (None, None))
+) -> tuple[Tensor, Tensor, Tensor]:
+    """B1: (dh, ds, a_scaled)."""
+    return backend.down_proj_dgrad_dact(do, w2, b2, h, s, without_derived(plan), spec)
 
 
 def _down_proj_dgrad_dact_fake(
-    do: Tensor,
-    w2: Tensor,
-    b2: Tensor | None,
-    h: Tensor,
-    s: Tensor,
-    for_dgrad: bool,
-    plan: RoutingPlan,
-    spec: ActivationSpec,
-    backend: Backend,
-) -> tuple[Tensor | None, ...]:
-    data = scale = None
-    if for_dgrad and backend.precision == "fp8":
-        data = torch.empty_like(h, dtype=torch.float8_e4m3fn)
-        scale = h.new_empty(h.shape[0], h.shape[1] // BLOCK, dtype=torch.float32)
-    return torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2]), data, scale
+    do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(h), torch.empty_like(s), h.new_empty(h.shape[0], w2.shape[2])
 
 
 def _down_proj_wgrad(
@@ -320,21 +300,12 @@ def _add_down_proj_wgrad(
     return ()
 
 
-def _up_proj_input_grad(
-    dh: Tensor,
-    data: Tensor | None,
-    scale: Tensor | None,
-    w1: Tensor,
-    plan: RoutingPlan,
-    spec: ActivationSpec,
-    backend: Backend,
-) -> Tensor:
-    """B3 and B5: dx; dx_rows (R_max, d) exists a slice of d at a time. data, scale: dh quantised, where B1 gave it."""
+def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
+    """B3 and B5: dx; dx_rows (R_max, d) exists a slice of d at a time."""
     plan = without_derived(plan)
     d, n = w1.shape[2], w1.shape[1] // spec.width_factor
     dx = dh.new_empty(plan.num_tokens, d)
-    rows = backend.rows_operand(dh) if data is None or scale is None else Operand(data, scale, ROWS, dh.dtype)
-    weight = backend.weight_operand(w1, 1)
+    rows, weight = backend.rows_operand(dh), backend.weight_operand(w1, 1)
     for columns in backward_slices(shape_of(dh, d, n, plan, spec)):
         dx_rows = backend.up_proj_dgrad(rows, weight[:, :, columns], plan)
         backend.combine_grad(dx_rows, plan, dx[:, columns])
@@ -342,9 +313,7 @@ def _up_proj_input_grad(
     return dx
 
 
-def _up_proj_input_grad_fake(
-    dh: Tensor, data: Tensor | None, scale: Tensor | None, w1: Tensor, plan: RoutingPlan, *_: Any
-) -> Tensor:
+def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, plan: RoutingPlan, *_: Any) -> Tensor:
     return dh.new_empty(plan.num_tokens, w1.shape[2])
 
 
@@ -398,8 +367,8 @@ dequantize_h = routed_operator(
 )
 down_proj_dgrad_dact = routed_operator(
     "down_proj_dgrad_dact",
-    "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s, bool for_dgrad",
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor do, Tensor w2, Tensor? b2, Tensor h, Tensor s",
+    "(Tensor, Tensor, Tensor)",
     _down_proj_dgrad_dact,
     _down_proj_dgrad_dact_fake,
 )
@@ -411,11 +380,7 @@ down_proj_wgrad = routed_operator(
     _down_proj_wgrad_fake,
 )
 up_proj_input_grad = routed_operator(
-    "up_proj_input_grad",
-    "Tensor dh, Tensor? data, Tensor? scale, Tensor w1",
-    "Tensor",
-    _up_proj_input_grad,
-    _up_proj_input_grad_fake,
+    "up_proj_input_grad", "Tensor dh, Tensor w1", "Tensor", _up_proj_input_grad, _up_proj_input_grad_fake
 )
 up_proj_wgrad = routed_operator(
     "up_proj_wgrad", "Tensor x, Tensor dh, bool column_major", "Tensor", _up_proj_wgrad, _up_proj_wgrad_fake

@@ -106,7 +106,7 @@ class Backend(ABC):
         """Why it cannot compute here in ``dtype`` with these values of d and n, in a few words; None if it can."""
 
     def rows_operand(self, rows: Tensor) -> Given:
-        """What `up_proj_dgrad` reads of dh (R_max, w): of precision "fp8" an `Operand` in blocks of 1 x 128."""
+        """What `up_proj_dgrad` reads of dh (R_max, w)."""
         return rows
 
     def weight_operand(self, weight: Tensor, contracted: int) -> Given:
@@ -165,13 +165,6 @@ class Backend(ABC):
         ``ds = <da', a> + <do, b2>``, ``dh = dact(h) s da'``, ``a_scaled = s a``. ds has s's shape and dtype, 0 for a
         skipped pair.
         """
-
-    def down_proj_dgrad_dact_and_rows(
-        self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
-    ) -> tuple[Tensor, Tensor, Tensor, Given]:
-        """B1 where B3 follows: `rows_operand` of dh, too, which a kernel may write beside it."""
-        dh, ds, a_scaled = self.down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
-        return dh, ds, a_scaled, self.rows_operand(dh)
 
     @abstractmethod
     def down_proj_wgrad(

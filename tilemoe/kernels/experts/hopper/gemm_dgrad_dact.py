@@ -102,13 +102,12 @@ def half_pairs_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def dact_slice(
-    da, score, dh, a_scaled, end, row, col, limit, alpha, ring, step, release_previous,
+    da, score, dh, a_scaled, end, row, col, limit, alpha, ring, step, index,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """<da', a> (64) of a slice of da' (64, EPILOGUE_N), whose h is in the stage of ``step``.
+    """<da', a> (64) of slice ``index`` of da' (64, EPILOGUE_N), whose h is in the stage of ``step``.
 
-    Starts the TMA stores of dh and a_scaled. col: the slice's first column of a. release_previous: the stage of the
-    slice before, whose stores have been read by then.
+    Starts the TMA stores of dh and a_scaled. col: the slice's first column of a.
     """
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
@@ -126,7 +125,7 @@ def dact_slice(
         buffer.store((da * score[:, None] * slope).to(dh.dtype))
     # After stores to shared memory: ptxas moves a wait ahead of mere arithmetic, which would then start late.
     tma.store_wait(0)
-    consumer_release_previous(ring, step, release_previous)
+    consumer_release_previous(ring, step, index > 0)
     # Columns past n add 0: there the weight, and so da', is 0. The sum spills least at this place.
     ds = gl.sum(da * a, axis=1)
     # Last: the compiler puts a barrier between the fence and the first TMA store only if that store's own buffer has
@@ -158,14 +157,14 @@ def dact_slices(
         for i in range(4):
             ds += dact_slice(
                 da, scale, dh, a_scaled, end, row, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
-                i > 0, CONSUMER, GATE_UP, ACTIVATION,
+                i, CONSUMER, GATE_UP, ACTIVATION,
             )  # fmt: skip
             da, next_da, third_da = next_da, third_da, last_da
     else:
         for i in gl.static_range(4):
             ds += dact_slice(
                 slices[i], scale, dh, a_scaled, end, row, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
-                i > 0, CONSUMER, GATE_UP, ACTIVATION,
+                i, CONSUMER, GATE_UP, ACTIVATION,
             )  # fmt: skip
     return ds
 

@@ -2,7 +2,7 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 
-x and do are quantised once for each token, a in F1's epilogue, dh in B1's, weights as `quantized_weight` says.
+x and do are quantised once for each token, a in F1's epilogue, dh once for B3, weights as `quantized_weight` says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tilemoe.kernels.experts.quantize import why_not_quantized
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
-from tilemoe.kernels.experts.triton_fp8.quantize import empty_rows
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 
@@ -59,33 +58,13 @@ class HopperFp8Backend(HopperBackend):
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec, None)
-
-    def down_proj_dgrad_dact_and_rows(
-        self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
-    ) -> tuple[Tensor, Tensor, Tensor, Operand]:
-        rows = empty_rows(h)
-        return *self._down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec, rows), rows
-
-    def _down_proj_dgrad_dact(
-        self,
-        do: Tensor,
-        w2: Tensor,
-        b2: Tensor | None,
-        h: Tensor,
-        s: Tensor,
-        plan: RoutingPlan,
-        spec: ActivationSpec,
-        dh_rows: Operand | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """B1; dh_rows: written as well, dh quantised."""
         if plan.capacity == 0:
             return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
         device = _device(do)
         tiles = listed_tiles(plan, host.TILE.block_m)
         do, weight = aligned_rows(do), quantized_weight(w2, 1).transposed()
         launch, dh, a_scaled, partial = host.dgrad_dact_launch(
-            quantized_rows(do), weight, h.contiguous(), s, plan, tiles, spec, dh_rows, device
+            quantized_rows(do), weight, h.contiguous(), s, plan, tiles, spec, device
         )
         launch.run()
         return dh, score_grad(partial, do, b2, s, plan, tiles, host.TILE.block_m), a_scaled

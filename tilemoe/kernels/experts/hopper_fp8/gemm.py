@@ -15,23 +15,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import dact_slice, dact_slices
+from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import dact_slices
 from tilemoe.kernels.experts.hopper.gemm_gather_act import gather_producer
 from tilemoe.kernels.experts.hopper.pipeline import (
     BK,
     BM,
     CONSUMERS,
     EPILOGUE_N,
-    RAGGED_EXTENT,
     WARPGROUP_M,
-    consumer_release_previous,
     deinterleave,
-    fence_and_store,
     new_barriers,
     new_scheduler_smem,
     new_tile_info,
     receive_tile,
-    reshape_blocks,
     skip_stages,
 )
 from tilemoe.kernels.experts.hopper_fp8.mainloop import (
@@ -39,9 +35,7 @@ from tilemoe.kernels.experts.hopper_fp8.mainloop import (
     add_bias_to_slices,
     scale_pointers,
     scaled_mainloop,
-    stage_quantized,
     store_quantized,
-    store_scales,
     store_slices,
     zero_half,
 )
@@ -58,10 +52,10 @@ def new_ring(weight, dtype: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def new_staging(dtype: gl.constexpr, BUFFERS: gl.constexpr):
-    """(BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N): each consumer's stores go through so many buffers."""
+def new_staging(dtype: gl.constexpr):
+    """(2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N): two buffers of each consumer's stores."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return gl.allocate_shared_memory(dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], layout)
+    return gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], layout)
 
 
 @gluon.jit
@@ -115,7 +109,7 @@ def gemm_rows_kernel(
     bias (E, width_out), out (R_max, width_out). width_in counts elements of 16 bits.
     """
     ring, row_scale = new_ring(weight, out.dtype, STAGES)
-    staging = new_staging(out.dtype, 2)
+    staging = new_staging(out.dtype)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
@@ -238,7 +232,7 @@ def up_proj_act_kernel(
     COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
     width_out = 2 * n if GATE_UP == "interleaved" else n
     ring, row_scale = new_ring(weight, dtype, STAGES)
-    staging = new_staging(dtype, 2)
+    staging = new_staging(dtype)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
@@ -259,103 +253,9 @@ def up_proj_act_kernel(
 
 
 @gluon.jit
-def stored_slice(buffer):
-    """(WARPGROUP_M, EPILOGUE_N) fp32 of what an epilogue has stored: a thread has 16 bytes of each of its rows."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    return buffer.load(layout).to(gl.float32)
-
-
-@gluon.jit
-def store_dh_quantized(
-    quantized, end, row, col, n, ring, step, staged, CONSUMER: gl.constexpr, GATE_UP: gl.constexpr
-):  # fmt: skip
-    """Start the TMA stores of dh of two slices, quantised: from the stages of ``step`` and the next, as rounded there.
-
-    quantized: descriptor of e4m3 as 16 bits, concatenated gate and up (R_max, 2, n / 2), else (R_max, w / 2); scales
-    (R_max, w / BLOCK). col: the first column of a, of 128. All stores but three, of the last slice, have been read.
-    """
-    dh, dh_scale = quantized
-    _a_smem, b_smem, full, _empty = ring
-    STAGES: gl.constexpr = full.shape[0]
-    BUFFERS: gl.constexpr = 1 if GATE_UP == "none" else 2
-    left = reshape_blocks(b_smem.index(step % STAGES), CONSUMERS * BUFFERS, WARPGROUP_M)
-    right = reshape_blocks(b_smem.index((step + 1) % STAGES), CONSUMERS * BUFFERS, WARPGROUP_M)
-    last, first_buffer = RAGGED_EXTENT - end + row, BUFFERS * CONSUMER
-    for i in gl.static_range(BUFFERS):
-        if GATE_UP == "interleaved":
-            pairs = left if i == 0 else right
-            halves_of_block = pairs.index(first_buffer), pairs.index(first_buffer + 1)
-        else:
-            halves_of_block = left.index(first_buffer + i), right.index(first_buffer + i)
-        parts = stored_slice(halves_of_block[0]), stored_slice(halves_of_block[1])
-        of_row = stage_quantized(parts, staged, 0 if i > 0 else 3)
-        if GATE_UP == "concatenated":
-            fence_and_store(dh, [RAGGED_EXTENT, end, last, i, col // 2], staged)
-            store_scales(dh_scale, of_row, end, row, (i * n + col) // BLOCK, 2 * n // BLOCK, col < n)
-        else:
-            column = BUFFERS * col + i * BLOCK
-            fence_and_store(dh, [RAGGED_EXTENT, end, last, column // 2], staged)
-            store_scales(dh_scale, of_row, end, row, column // BLOCK, BUFFERS * n // BLOCK, col < n)
-
-
-@gluon.jit
-def dact_two_slices(
-    left, right, score, dh, quantized, a_scaled, end, row, col, n, limit, alpha, ring, step, release_previous, staged,
-    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
-):  # fmt: skip
-    """<da', a> (64) over two slices of da'; see `dact_slice`. Their dh is stored quantised, too."""
-    ds = dact_slice(
-        left, score, dh, a_scaled, end, row, col, limit, alpha, ring, step, release_previous,
-        CONSUMER, GATE_UP, ACTIVATION,
-    )  # fmt: skip
-    ds += dact_slice(
-        right, score, dh, a_scaled, end, row, col + EPILOGUE_N, limit, alpha, ring, step + 1, False,
-        CONSUMER, GATE_UP, ACTIVATION,
-    )  # fmt: skip
-    store_dh_quantized(quantized, end, row, col, n, ring, step, staged, CONSUMER, GATE_UP)
-    consumer_release_previous(ring, step + 1)
-    return ds
-
-
-@gluon.jit
-def dact_slices_quantized(
-    slices, score, dh, quantized, a_scaled, end, row, col, n, limit, alpha, ring, step, staged,
-    CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
-):  # fmt: skip
-    """As `dact_slices`, and `store_dh_quantized` of each two slices."""
-    of_slice: gl.constexpr = gl.SliceLayout(1, slices[0].type.layout)
-    scale = gl.convert_layout(score, of_slice)
-    ds = gl.zeros([WARPGROUP_M], gl.float32, of_slice)
-    left, right, next_left, next_right = slices
-    if ROLLED:
-        da, next_da, third_da, last_da = slices
-        for i in range(4):
-            ds += dact_slice(
-                da, scale, dh, a_scaled, end, row, col + i * EPILOGUE_N, limit, alpha, ring, step + i,
-                i == 2, CONSUMER, GATE_UP, ACTIVATION,
-            )  # fmt: skip
-            if i % 2 == 1:
-                store_dh_quantized(
-                    quantized, end, row, col + i // 2 * BLOCK, n, ring, step + i - 1, staged, CONSUMER, GATE_UP
-                )
-                consumer_release_previous(ring, step + i)
-            da, next_da, third_da = next_da, third_da, last_da
-    else:
-        ds += dact_two_slices(
-            left, right, scale, dh, quantized, a_scaled, end, row, col, n, limit, alpha, ring,
-            step, False, staged, CONSUMER, GATE_UP, ACTIVATION,
-        )  # fmt: skip
-        ds += dact_two_slices(
-            next_left, next_right, scale, dh, quantized, a_scaled, end, row, col + BLOCK, n, limit, alpha, ring,
-            step + 2, True, staged, CONSUMER, GATE_UP, ACTIVATION,
-        )  # fmt: skip
-    return ds
-
-
-@gluon.jit
 def dact_consumer(
-    dh, quantized, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity, width_in, n, limit,
-    alpha, ring, row_scale, tile_info, pairs, staging,
+    dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity, width_in, n, limit, alpha,
+    ring, row_scale, tile_info, pairs,
     CONSUMER: gl.constexpr, BN: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
 ):  # fmt: skip
     """Consumer of B1: as `hopper.gemm_dgrad_dact.dact_consumer`, of scaled products."""
@@ -370,16 +270,10 @@ def dact_consumer(
             score = gl.load(s + pair).to(gl.float32)
             scales = scale_pointers(weight_scale, expert, col, col + BLOCK, n, stride_se, stride_sout)
             slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, pending_release, CONSUMER)
-            if quantized[0] is not None:
-                ds = dact_slices_quantized(
-                    slices, score, dh, quantized, a_scaled, end, first, col, n, limit, alpha, ring, step,
-                    staging.index(CONSUMER), CONSUMER, GATE_UP, ACTIVATION, ROLLED,
-                )  # fmt: skip
-            else:
-                ds = dact_slices(
-                    slices, score, dh, a_scaled, end, first, col, limit, alpha, ring, step,
-                    CONSUMER, GATE_UP, ACTIVATION, ROLLED,
-                )  # fmt: skip
+            ds = dact_slices(
+                slices, score, dh, a_scaled, end, first, col, limit, alpha, ring, step,
+                CONSUMER, GATE_UP, ACTIVATION, ROLLED,
+            )  # fmt: skip
             step += BN // EPILOGUE_N
             pending_release = True
             stored = first + gl.arange(0, WARPGROUP_M, ds.type.layout)
@@ -399,8 +293,6 @@ def gemm_dgrad_dact_kernel(
     weight_scale,
     h,
     dh,
-    dh_quantized,
-    dh_quantized_scale,
     a_scaled,
     s,
     partial,
@@ -429,22 +321,20 @@ def gemm_dgrad_dact_kernel(
 ):
     """B1: ``da' = do w2``, do (T, d) gathered, weight (E, 1, n, d); the rest is as in `hopper.gemm_dgrad_dact`.
 
-    width_in is d in elements of 16 bits. dh_quantized and its scale: of dh in FP8, see `store_dh_quantized`, or None.
+    width_in is d in elements of 16 bits.
     """
     ring, row_scale = new_ring(weight, do.dtype.element_ty, STAGES)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    quantized = dh_quantized, dh_quantized_scale
-    staging = new_staging(do.dtype.element_ty, 1)
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (dact_consumer, (dh, quantized, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin,
-                             capacity, width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, staging, 0, BN,
-                             GATE_UP, ACTIVATION, ROLLED)),
-            (dact_consumer, (dh, quantized, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin,
-                             capacity, width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, staging, 1, BN,
-                             GATE_UP, ACTIVATION, ROLLED)),
+            (dact_consumer, (dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity,
+                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 0, BN, GATE_UP, ACTIVATION,
+                             ROLLED)),
+            (dact_consumer, (dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity,
+                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 1, BN, GATE_UP, ACTIVATION,
+                             ROLLED)),
             (gather_producer, (do, (do_scale, row_scale), width_in, token_of_row, weight, tiles, num_tiles,
                                row_start_of_expert, width_in, n, ring, tile_info, scheduler_smem,
                                (h, pair_of_row, pairs), BN, True, True, GATE_UP)),

@@ -109,20 +109,15 @@ def dgrad_dact_launch(
     plan: RoutingPlan,
     tiles: TileList,
     spec: ActivationSpec,
-    dh_rows: Operand | None,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32, as in `hopper`); w2 (E, n, d).
-
-    dh_rows: dh is written there quantised, too.
-    """
+    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32, as in `hopper`); w2 (E, n, d)."""
     n, d = w2.data.shape[1:]
     column_tiles = ceil_div(n, TILE.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     right = described(_pairs(w2.data, h.dtype).unsqueeze(1), [1, 1, TILE.block_n, BLOCK_K])
     from_h, to_dh = h_descriptors(h, dh, n, spec)
-    quantized = (None, None) if dh_rows is None else (_dh_output(dh_rows, n, spec), dh_rows.scale)
-    outputs = (from_h, to_dh, *quantized, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
+    outputs = (from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles, swizzle_of(plan, column_tiles))
     sizes = (plan.capacity, d // 2, n, *_strides(w2), spec.limit, spec.alpha)
     constants = {
@@ -137,11 +132,6 @@ def dgrad_dact_launch(
 
 def _launch(kernel: Any, tiles: int, args: tuple[Any, ...], constants: dict[str, Any], device: Device) -> Launch:
     return hopper_launch(kernel, persistent_grid(device, tiles), args, constants, TILE)
-
-
-def _dh_output(rows: Operand, n: int, spec: ActivationSpec) -> Any:
-    parts = 2 if gate_up_layout(spec) == "concatenated" else 1
-    return h_output(_pairs(rows.data, rows.dtype), parts, n // 2)
 
 
 def _pairs(data: Tensor, dtype: torch.dtype) -> Tensor:

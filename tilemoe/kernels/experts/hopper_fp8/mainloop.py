@@ -136,37 +136,21 @@ def largest_of(parts):
 
 
 @gluon.jit
-def stage_quantized(parts, staged, UNREAD: gl.constexpr):
-    """Quantise a block of each row, slices of equal width, into ``staged``; the rows' scales.
+def store_quantized(parts, data, scale, end, row, col, width, staged):
+    """Quantise a block of each row, slices of equal width, and start its TMA store; write its scale.
 
-    UNREAD: the youngest stores that may still be read from elsewhere when ``staged`` is written.
+    ``staged`` is free once all stores but one are. data: descriptor of (R_max, width / 2) of 16 bits; scale (R_max,
+    width / BLOCK). A block past ``width`` is left out.
     """
     largest = largest_of(parts)
     of_row = gl.where(largest == 0, 1.0, gl.maximum(largest / LARGEST, SMALLEST_SCALE))
     inverse = 1.0 / of_row
     WIDTH: gl.constexpr = BLOCK // len(parts)
-    tma.store_wait(UNREAD)
+    tma.store_wait(1)
     values = operand(staged, WARPGROUP_M)
     for i in gl.static_range(len(parts)):
         factor = gl.convert_layout(inverse, gl.SliceLayout(1, parts[i].type.layout))
         values.slice(i * WIDTH, WIDTH, 1).store((parts[i] * factor[:, None]).to(gl.float8e4nv))
-    return of_row
-
-
-@gluon.jit
-def store_scales(scale, of_row, end, row, block, blocks, inside):
-    """The scales of rows' ``block``, if it is ``inside``; scale (R_max, blocks)."""
-    rows = row + gl.arange(0, WARPGROUP_M, of_row.type.layout)
-    gl.store(scale + rows.to(gl.int64) * blocks + block, of_row, mask=(rows < end) & inside)
-
-
-@gluon.jit
-def store_quantized(parts, data, scale, end, row, col, width, staged):
-    """Quantise a block of each row and start its TMA store; write its scale.
-
-    parts, staged: as for `stage_quantized`, all stores but one read. data: descriptor of (R_max, width / 2) of 16 bits;
-    scale (R_max, width / BLOCK). A block past ``width`` is left out.
-    """
-    of_row = stage_quantized(parts, staged, 1)
     fence_and_store(data, [RAGGED_EXTENT, end, RAGGED_EXTENT - end + row, col // 2], staged)
-    store_scales(scale, of_row, end, row, col // BLOCK, width // BLOCK, col < width)
+    rows = row + gl.arange(0, WARPGROUP_M, of_row.type.layout)
+    gl.store(scale + rows.to(gl.int64) * (width // BLOCK) + col // BLOCK, of_row, mask=(rows < end) & (col < width))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Given, Operand
-from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize, quantize_rows, why_not_quantized
+from tilemoe.kernels.experts.base import Given
+from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize, why_not_quantized
 from tilemoe.kernels.experts.torch.backend import TorchBackend, rows_dot_bias, rows_to_pairs
 from tilemoe.plan import RoutingPlan
 
@@ -28,9 +28,6 @@ class TorchFp8Backend(TorchBackend):
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return super().why_unsupported(device, dtype, widths) or why_not_quantized(dtype, *widths)
-
-    def rows_operand(self, rows: Tensor) -> Operand:
-        return quantize_rows(rows)
 
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
@@ -59,14 +56,14 @@ class TorchFp8Backend(TorchBackend):
             ds += rows_to_pairs(rows_dot_bias(do, b2, plan).to(s.dtype), s, plan)
         return dh, ds, a_scaled.to(h.dtype)
 
-    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: Tensor, w1: Given, plan: RoutingPlan) -> Tensor:
         """B3: dx_rows (R_max, d), or the columns of d that w1 has: a multiple of 128 of them."""
         return super().up_proj_dgrad(_rows(dh), _weight(w1), plan).to(dh.dtype)
 
 
-def _rows(t: Given) -> Tensor:
+def _rows(t: Tensor) -> Tensor:
     """What FP8 keeps of rows, (., p) in fp32, which holds it exactly."""
-    return (t if isinstance(t, Operand) else quantize(t, ROWS)).dense(torch.float32)
+    return quantize(t, ROWS).dense(torch.float32)
 
 
 def _weight(t: Tensor) -> Tensor:

@@ -37,17 +37,12 @@ _ROWS = 32  # of a program: 8 KB of 16-bit values
 def rows_launch(values: Tensor, into: Operand | None = None) -> tuple[Launch, Operand]:
     """Of values (R, p), p a multiple of 128 and each row contiguous; ``into``: what is written, else it is made."""
     count, width = values.shape
-    into = empty_rows(values) if into is None else into
+    if into is None:
+        data = values.new_empty(count, width, dtype=torch.float8_e4m3fn)
+        into = Operand(data, values.new_empty(count, width // BLOCK, dtype=torch.float32), ROWS, values.dtype)
     strides = (values.stride(0), into.data.stride(0), into.scale.stride(0))
     args = (values, into.data, into.scale, count, width, *strides)
     return launch_of(quantize_rows_kernel, _grid(count, width), args, {"BLOCK_M": _ROWS}), into
-
-
-def empty_rows(values: Tensor) -> Operand:
-    """Uninitialised: for values (R, p), p a multiple of 128, quantised."""
-    count, width = values.shape
-    data = values.new_empty(count, width, dtype=torch.float8_e4m3fn)
-    return Operand(data, values.new_empty(count, width // BLOCK, dtype=torch.float32), ROWS, values.dtype)
 
 
 def pack_rows(rows: Tensor) -> Tensor:
