@@ -9,9 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tilemoe import __version__
 from tilemoe.cli.parsing import parse
-from tilemoe.cli.plan import preset_named
 from tilemoe.config import MoEConfig
-from tilemoe.models.presets import MOE_PRESETS
+from tilemoe.models.presets import MOE_PRESETS, preset_named
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow", "torchao")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -33,7 +32,7 @@ def run(arguments: Sequence[str]) -> None:
     options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description=description)
     if options.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
-    preset = preset_named(options.preset)
+    preset = preset_named("--preset", options.preset)
     cfg = MOE_PRESETS[preset]
 
     import torch
