@@ -88,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(options.out, state_dict=state)
+    accelerator.wait_for_everyone()  # torchrun ends the job when one process fails, at its very end too
     accelerator.end_training()
 
 

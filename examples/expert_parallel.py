@@ -106,6 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(options.out)
         print(f"wrote {options.out}")
+    dist.barrier()  # torchrun ends the job when one process fails, at its very end too: not while this one writes
     dist.destroy_process_group()
 
 

@@ -58,6 +58,34 @@ def test_without_the_self_test_nothing_is_computed(run: Run, monkeypatch: pytest
     assert "usable" not in out
 
 
+def test_json_is_a_row_of_results_with_what_the_lines_say(run: Run) -> None:
+    status, out, _ = run("doctor", "--preset", "qwen3-next", "--tokens", "64", "--json")
+    assert (status, out.count("\n")) == (0, 1)
+    row = json.loads(out)
+    assert {"commit", "time", "gpu", "python", "torch", "triton"} <= row.keys()
+    assert (row["preset"], row["tokens"], row["usable"]) == ("qwen3-next-80b-a3b", 64, True)
+    assert row["packages"]["torch"] == torch.__version__
+    lines = run("doctor", "--preset", "qwen3-next", "--tokens", "64")[1].splitlines()
+    for device, its in row["devices"].items():
+        at = lines.index(f"{device}: {its['hardware']}") + 1
+        assert lines[at : at + len(its["choices"])] == [f"  {choice}" for choice in its["choices"]]
+    assert [finding["line"] for finding in row["findings"]] == lines[-1 - len(row["findings"]) : -1]
+    assert 0 < row["self_test_seconds"] < 60
+
+
+def test_json_of_a_machine_that_is_not_usable_or_not_tried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, out, _ = run("doctor", "--json", "--no-self-test")
+    found = json.loads(out)
+    assert (status, found["usable"], found["self_test_seconds"]) == (0, None, None)
+    monkeypatch.setattr(doctor_checks, "driver", lambda: "580.1")
+    status, out, err = run("doctor", "--json", "--no-self-test")
+    found = json.loads(out)
+    assert (status, found["usable"], found["driver"]) == (2, False, "580.1")
+    assert [finding["is_fatal"] for finding in found["findings"]] == [True]
+    assert found["findings"][0]["advice"].startswith("install a PyTorch")
+    assert err.startswith("tilemoe: error: 1 of the findings")
+
+
 def test_wrong_numbers_end_with_exit_status_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     right = TorchBackend.up_proj_wgrad
 

@@ -1,6 +1,6 @@
 """Every public name has a docstring with shapes, dtypes, errors and an example that runs.
 
-Public is what `tilemoe` exports and what the pages of docs/api name.
+Public is what `tilemoe`, `tilemoe.parallel` and `tilemoe.reference` export and what the pages of docs/api name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import tilemoe
+import tilemoe.parallel
 import tilemoe.testing
 from tilemoe.integrations import transformers as integration
 from tilemoe.kernels.experts import registry
@@ -25,10 +27,11 @@ from tilemoe.kernels.experts import registry
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in sorted(DOCS.glob("api/*.md"))), re.M)
 EXPORTED = {name: getattr(tilemoe, name) for name in tilemoe.__all__ if name != "__version__"}
-RESULTS = ("MoEOutput", "Routing", "HostileRouting")  # which nobody makes, so that nothing can be wrong with them
+# Which nobody makes, so that nothing can be wrong with them.
+RESULTS = ("MoEOutput", "Routing", "ReferenceRouting", "HostileRouting")
 JUDGES = ("assert_equal", "assert_close_to_reference", "assert_moe_matches_reference", "relative_error")
 COMPUTED = ("moe", "route", "TokenRounding", "RouterConfig", "RoutingRecord", "add_lora")  # by an equation, or a paper
-SHAPE = re.compile(r"\((?:T|B|E|L|P|R_max|\.\.\.)[,)]")
+SHAPE = re.compile(r"\((?:T|B|E|L|P|R|R_max|\.\.\.)[,)]")
 DTYPE = re.compile(r"\b(?:bf16|fp32|fp64|int32|int64|bool|dtypes?|integers)\b")
 
 
@@ -85,6 +88,12 @@ def test_the_pages_have_every_exported_name() -> None:
     missing = [name for name, thing in EXPORTED.items() if thing not in named and not inspect.ismodule(thing)]
     assert missing == []
     assert any(name.startswith("tilemoe.reference.") for name in NAMES)
+
+
+@pytest.mark.parametrize("package", [tilemoe.parallel, tilemoe.reference], ids=lambda package: package.__name__)
+def test_the_pages_have_every_name_that_a_package_exports(package: ModuleType) -> None:
+    named = [found(name) for name in NAMES]
+    assert [name for name in package.__all__ if getattr(package, name) not in named] == []
 
 
 def test_the_pages_have_every_name_of_tilemoe_testing() -> None:

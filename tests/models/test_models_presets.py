@@ -14,7 +14,7 @@ from tilemoe.config import ROUTER_OF_MODEL, ModelConfig, MoEConfig, RouterConfig
 from tilemoe.layers import experts
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import count_active_parameters, count_parameters, flops_per_token
-from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS, model_preset, moe_preset
+from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS, model_preset, moe_preset, preset_named
 
 # Published: MoE layers, parameters of the whole model in billions, and of those the active ones.
 PUBLISHED = {
@@ -168,3 +168,11 @@ def test_a_routers_own_name_in_any_spelling() -> None:
     assert RouterConfig.preset("DeepSeek-V3") is RouterConfig.preset("deepseek_v3")
     with pytest.raises(ValueError, match=r"router preset must be one of deepseek-v3, deepseek_v3, .*; got 'kimi'"):
         RouterConfig.preset("kimi")
+
+
+def test_a_preset_is_found_by_a_beginning_that_no_other_has() -> None:
+    assert preset_named("--preset", "GLM_4.5") == "glm-4.5"
+    assert preset_named("--preset", "deepseek") == "deepseek-v3"
+    for name in ("qwen3", "", "nope", "v3"):
+        with pytest.raises(ValueError, match=r"--preset must be one of .*qwen3-30b-a3b"):
+            preset_named("--preset", name)

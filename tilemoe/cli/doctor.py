@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from tilemoe import __version__
 from tilemoe.cli.parsing import parse
-from tilemoe.cli.plan import preset_named
 from tilemoe.config import MoEConfig
-from tilemoe.models.presets import MOE_PRESETS
+from tilemoe.models.presets import MOE_PRESETS, preset_named
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "matplotlib", "tensorboard", "wandb", "pyarrow", "torchao")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -24,6 +25,7 @@ class DoctorOptions:
     preset: str = "olmoe-1b-7b"  # public model whose layer is asked for, by its name or the beginning of it
     tokens: int = 4096  # of a call
     self_test: bool = True  # compute on each device, about ten seconds
+    json: bool = False  # print one line of JSON, with the commit and the machine, as those of results/*.jsonl
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -33,40 +35,77 @@ def run(arguments: Sequence[str]) -> None:
     options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description=description)
     if options.tokens < 1:
         raise ValueError(f"--tokens must be >= 1, got {options.tokens}")
-    preset = preset_named(options.preset)
-    cfg = MOE_PRESETS[preset]
+    preset = preset_named("--preset", options.preset)
 
     import torch
 
+    from tilemoe.bench.record import provenance
     from tilemoe.cli import doctor_checks
 
-    print(f"tilemoe {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
-    print("packages: " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
     driver = doctor_checks.driver()
-    print(f"NVIDIA driver: {driver or 'none'}")
-    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    print(f"layer: {preset}, {options.tokens} tokens")
-    for device in devices:
-        print(f"{device}: {_hardware(device)}")
-        for line in _choices(device, cfg, options.tokens):
-            print(f"  {line}")
+    found = _machine(preset, options.tokens, driver)
+    if not options.json:
+        print("\n".join(_machine_lines(found)))
+    start = time.perf_counter()
     findings = list(doctor_checks.environment(driver))
-    for device in devices if options.self_test else ():
+    for device in found["devices"] if options.self_test else ():
         findings += doctor_checks.self_test(torch.device(device))
-    for finding in findings:
-        print(finding.line)
-        if finding.advice is not None:
-            print(f"  what to do: {finding.advice}")
-    if fatal := [finding for finding in findings if finding.is_fatal]:
+    fatal = [finding for finding in findings if finding.is_fatal]
+    found |= {
+        "findings": [asdict(finding) for finding in findings],
+        "self_test_seconds": round(time.perf_counter() - start, 1) if options.self_test else None,
+        "usable": not fatal if fatal or options.self_test else None,  # None: not tried
+    }
+    print(json.dumps(found | provenance()) if options.json else "\n".join(_finding_lines(found)))
+    if fatal:
         raise ValueError(f"{len(fatal)} of the findings above keep this machine from being used; do what they say")
-    print("usable" if options.self_test else "not tried: leave --no-self-test out to compute on each device")
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _machine(preset: str, tokens: int, driver: str | None) -> dict[str, Any]:
+    """What is installed, and for each device what it is and what serves it."""
+    import torch
+
+    from tilemoe.bench.record import version
+
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    return {
+        "tilemoe": __version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: version(name) for name in _PACKAGES},
+        "driver": driver,
+        "preset": preset,
+        "tokens": tokens,
+        "devices": {
+            device: {"hardware": _hardware(device), "choices": _choices(device, MOE_PRESETS[preset], tokens)}
+            for device in devices
+        },
+    }
+
+
+def _machine_lines(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"tilemoe {found['tilemoe']}, Python {platform.python_version()}, {found['system']}",
+        "packages: " + ", ".join(f"{name} {number or 'not installed'}" for name, number in found["packages"].items()),
+        f"NVIDIA driver: {found['driver'] or 'none'}",
+        f"layer: {found['preset']}, {found['tokens']} tokens",
+    ]
+    for device, its in found["devices"].items():
+        lines += [f"{device}: {its['hardware']}", *(f"  {choice}" for choice in its["choices"])]
+    return lines
+
+
+def _finding_lines(found: dict[str, Any]) -> list[str]:
+    """What is right and wrong, what to do about it, and, unless something keeps the machine from it, the verdict."""
+    lines = []
+    for finding in found["findings"]:
+        lines.append(finding["line"])
+        if finding["advice"] is not None:
+            lines.append(f"  what to do: {finding['advice']}")
+    if found["usable"]:
+        lines.append("usable")
+    elif found["usable"] is None:
+        lines.append("not tried: leave --no-self-test out to compute on each device")
+    return lines
 
 
 def _hardware(device: str) -> str:

@@ -17,7 +17,7 @@ from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import CONFIG_FILE, find_folder, is_hf, read_settings
 from tilemoe.models.hf_config import layer_from_hf
 from tilemoe.models.preset_sizes import SIZES_PRESETS
-from tilemoe.models.presets import MOE_PRESETS
+from tilemoe.models.presets import MOE_PRESETS, preset_named
 from tilemoe.models.sizes import ModelSizes, sizes_of
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu, find_gpu
 from tilemoe.perf.layer import layer_plan
@@ -93,7 +93,7 @@ def run(arguments: Sequence[str]) -> None:
 def source_of(options: PlanOptions) -> Source:
     """The preset or the checkpoint that the options name. ValueError: there is none, or it has no experts."""
     if options.checkpoint is None:
-        name = preset_named(options.preset or _PRESET)
+        name = preset_named("--preset", options.preset or _PRESET)
         return Source(name, MOE_PRESETS[name], SIZES_PRESETS[name])
     if options.preset is not None:
         raise ValueError("--checkpoint and --preset name a layer each; leave one of them out")
@@ -105,17 +105,6 @@ def source_of(options: PlanOptions) -> Source:
         return _from_hf(options.checkpoint, folder / CONFIG_FILE)
     model = sizes_of(read_recipe(folder).model)
     return Source(options.checkpoint, _experts(options.checkpoint, model), model)
-
-
-def preset_named(name: str) -> str:
-    """The preset called so, or the only one that begins so; case, - and _ make no difference."""
-    spelled = name.lower().replace("_", "-")
-    found = [known for known in MOE_PRESETS if known == spelled]
-    found = found or [known for known in MOE_PRESETS if spelled and known.startswith(spelled)]
-    if len(found) != 1:
-        names = ", ".join(sorted(found or MOE_PRESETS))
-        raise ValueError(f"--preset must be one of {names}, or the beginning of just one; got {shown(name)}")
-    return found[0]
 
 
 def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, list[int]]]:

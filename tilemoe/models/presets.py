@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tilemoe.checks import find_named
+from tilemoe.checks import find_named, shown
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 
@@ -33,6 +33,20 @@ def model_preset(name: str) -> ModelConfig:
         48
     """
     return find_named("model preset", name, MODEL_PRESETS)
+
+
+def preset_named(argument: str, name: str) -> str:
+    """The layer's preset called ``name``, or the only one that begins so; case, - and _ make no difference.
+
+    ValueError: there is none, or several begin so; ``argument`` is what the message calls it.
+    """
+    spelled = name.lower().replace("_", "-")
+    found = [known for known in MOE_PRESETS if known == spelled]
+    found = found or [known for known in MOE_PRESETS if spelled and known.startswith(spelled)]
+    if len(found) != 1:
+        names = ", ".join(sorted(found or MOE_PRESETS))
+        raise ValueError(f"{argument} must be one of {names}, or the beginning of just one; got {shown(name)}")
+    return found[0]
 
 
 def _layer(

@@ -22,6 +22,15 @@ def activation(
 
     ``limit`` belongs to swiglu_oai (7.0, gpt-oss's) and swiglu_clamped (10.0, DeepSeek-V4's), ``alpha`` to the former
     (1.702).
+
+    Raises:
+        ValueError: there is no such activation or layout, or the activation has no ``limit`` or ``alpha``.
+
+    Examples:
+        >>> tilemoe.reference.activation(torch.tensor([[-1.0, 3.0]]), "relu2").tolist()
+        [[0.0, 9.0]]
+        >>> tilemoe.reference.activation(torch.tensor([[2.0, 3.0]]), "reglu").tolist()  # relu(gate) * up
+        [[6.0]]
     """
     validate_activation(name, limit, alpha)
     require_choice("gate_up", gate_up, GATE_UP_LAYOUTS)

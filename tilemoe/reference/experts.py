@@ -89,7 +89,17 @@ def shared_expert(
 ) -> Tensor:
     """``w2 act(w1 x_t)`` for every token, times ``sigmoid(gate_weight x_t)`` if given: (T, d) in x's dtype.
 
-    x (T, d) · w1 (2n or n, d) · w2 (d, n) · gate_weight (1, d). Computed as in `moe`.
+    x (T, d) · w1 (2n or n, d) · w2 (d, n) · gate_weight (1, d). Computed as in `moe`, in fp32 or fp64.
+
+    Raises:
+        ValueError: as `activation` does. Nothing else is checked.
+
+    Examples:
+        >>> x, w1, w2 = torch.tensor([[2.0]]), torch.ones(1, 1), torch.tensor([[10.0]])
+        >>> tilemoe.reference.shared_expert(x, w1, w2, activation="relu").tolist()
+        [[20.0]]
+        >>> tilemoe.reference.shared_expert(x, w1, w2, activation="relu", gate_weight=torch.zeros(1, 1)).tolist()
+        [[10.0]]
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.autocast(x.device.type, enabled=False):

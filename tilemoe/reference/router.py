@@ -15,7 +15,13 @@ from tilemoe.reference.rounding import draw_uniform, round_rows
 
 
 class ReferenceRouting(NamedTuple):
-    """scores (T, E), 0 where not routed · tokens_per_expert (E,) int64 · aux_loss scalar, coefficients applied."""
+    """scores (T, E), 0 where not routed · tokens_per_expert (E,) int64 · aux_loss scalar, coefficients applied.
+
+    Examples:
+        >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=3, num_experts_per_tok=2)
+        >>> tilemoe.reference.route(torch.tensor([[2.0, 0.0, 1.0]]), cfg).tokens_per_expert.tolist()
+        [1, 0, 1]
+    """
 
     scores: Tensor
     tokens_per_expert: Tensor
