@@ -45,6 +45,19 @@ def test_correct_contestants_pass(build: Callable[[peers.Weights], peers.Contest
     assert_equal((weights.router, weights.w1, weights.w2), before)
 
 
+def test_one_expert_per_token_whose_score_is_always_one() -> None:
+    """The router's gradient is zero, which no error is relative to."""
+    shape = replace(SHAPE, num_experts_per_tok=1)
+    weights = peers.make_weights(shape, CPU, torch.float32)
+    contestant = peers.tilemoe_layer(shape, weights)
+    assert gate.problem(contestant, shape, weights) is None
+
+    def run(x: Tensor) -> Tensor:
+        return contestant.run(x) + weights.router.sum() - weights.router.detach().sum()
+
+    assert "drouter is off by inf" in str(gate.problem(replace(contestant, run=run), shape, weights))
+
+
 def test_a_contestant_with_turned_rows_passes_by_its_own_order(weights: peers.Weights) -> None:
     w1 = torch.nn.Parameter(peers.interleaved(weights.w1.detach()))
 

@@ -164,6 +164,7 @@ def test_the_script_passes_on_what_the_package_measures(monkeypatch: pytest.Monk
         (("layer", "--cases", "nowhere.json"), "nowhere.json cannot be read"),
         (("layer", "--modes", "brisk"), "--modes of layer are burst, sustained, alone; got 'brisk'"),
         (("kernels", "--modes", "alone"), "--modes of kernels are burst, sustained; got 'alone'"),
+        (("layer", "--kernels", "triton"), "name the backend of bench layer in --peers 'tilemoe[triton]'"),
         (("everything",), "everything"),
     ],
 )

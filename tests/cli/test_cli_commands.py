@@ -256,6 +256,18 @@ def test_mistakes_are_one_line(
     assert not any(tmp_path.iterdir())
 
 
+def test_what_is_interrupted_speaks_of_checkpoints_where_it_writes_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    for command, kept in (("train", "; checkpoints written so far are intact"), ("bench", "")):
+        monkeypatch.setattr(f"{COMMANDS[command][0]}.run", interrupted)
+        assert main([command]) == 130
+        assert capsys.readouterr().err == f"tilemoe: error: interrupted{kept}\n"
+
+
 def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, fails: Fails) -> None:
     base = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run", "--data.corpus")
     assert "missing.txt" in fails(*base, tmp_path / "missing.txt")

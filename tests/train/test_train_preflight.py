@@ -63,6 +63,8 @@ def test_a_vocabulary_that_is_too_small(tokenizer: str, ids: int, tmp_path: Path
     )
     with pytest.raises(ValueError, match=message):
         train(recipe)
+    with pytest.raises(ValueError, match=rf"than the 200 of the model in {tmp_path}; resize the model's embeddings"):
+        train(recipe, init_from=tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer 'bpe:x': write 'bpe:N'"):
         train(replace(recipe, data=replace(recipe.data, tokenizer="bpe:x")))
 

@@ -71,6 +71,8 @@ class Difference:
         self.norm = self.norm.to(expected.device) + expected.square().sum(dtype=torch.float64)
 
     def relative(self) -> float:
+        if not self.error:  # so that it may be of zeros, as the router's gradient is where a token has one expert
+            return 0.0
         return float((self.error / self.norm).sqrt())
 
 

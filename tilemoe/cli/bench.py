@@ -28,7 +28,7 @@ class BenchOptions:
     peers: str = "tilemoe"
     modes: str = "burst,sustained"  # of burst, sustained and, for layer, alone: GPU time without the host's
     rounds: int = 7  # interleaved, in changing order
-    kernels: str | None = None  # the backend whose kernels are timed; default: the one that is chosen
+    kernels: str | None = None  # of bench kernels: the backend whose are timed; default: the one that is chosen
     seconds: float = float("inf")  # begin no case after this many
 
 
@@ -40,6 +40,11 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"--modes of {options.what} are {', '.join(_MODES[options.what])}; got {unknown[0]!r}")
     if options.rounds < 1:
         raise ValueError(f"--rounds must be >= 1, got {options.rounds}")
+    if options.kernels is not None and options.what != "kernels":
+        raise ValueError(
+            f"--kernels is for bench kernels; name the backend of bench {options.what} in --peers "
+            f"'tilemoe[{options.kernels}]'"
+        )
     shapes = cases.find(options.cases)
 
     import torch

@@ -54,9 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a generated character must not end a run on an ASCII terminal
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with sigterm_interrupts():
-            _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+            _dispatch(given)
             sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has seen enough; spare it Python's complaint at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_of_job = "WORLD_SIZE" in os.environ
         if status != 128 + signal.SIGTERM or not is_of_job:  # torchrun ends whoever is left by it
             # In one piece: the processes of a job may speak at the same time.
-            print(f"tilemoe: error: {one_line(error)}\n", end="", file=sys.stderr, flush=True)
+            kept = "; checkpoints written so far are intact" if given[:1] == ["train"] else ""
+            message = f"interrupted{kept}" if isinstance(error, KeyboardInterrupt) else one_line(error)
+            print(f"tilemoe: error: {message}\n", end="", file=sys.stderr, flush=True)
         if is_of_job:
             heed_sigterm()
         return status
@@ -95,8 +98,6 @@ def _dispatch(arguments: list[str]) -> None:
 
 def one_line(error: BaseException) -> str:
     """An error's message on one line."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted; checkpoints written so far are intact"
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, (MemoryError, RuntimeError)):
         return f"out of memory; lower data.batch_size, data.seq_len or the model's sizes ({text})"

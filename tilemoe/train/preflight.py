@@ -17,15 +17,15 @@ from tilemoe.train.sample import prompt_ids
 _WEIGHT_BYTES, _STATE_BYTES = 4, 8  # of a parameter in a checkpoint: fp32, and AdamW's two moments; Muon has one
 
 
-def require_ready(recipe: Recipe, job: Job, *, is_new: bool) -> None:
+def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | None = None) -> None:
     """ValueError: a package is missing, train.out_dir cannot be written or has no room for a checkpoint, a new run's
     vocabulary is too small, or its train.sample_prompt too long for the model, as far as a tokenizer can say that is
-    not to be trained first.
+    not to be trained first. ``init_from``: the folder whose weights a new run starts from.
     """
     if recipe.train.dense_precision == "fp8":
         require_torchao()
     if is_new:
-        _require_tokenizer(recipe)
+        _require_tokenizer(recipe, init_from)
     if job.is_first:  # it alone writes there, or is the first to
         _require_folder(recipe)
 
@@ -62,7 +62,7 @@ def _checkpoint_bytes(recipe: Recipe) -> int:
     return _WEIGHT_BYTES * sum(parameter.numel() for parameter in parameters) + _STATE_BYTES * trained
 
 
-def _require_tokenizer(recipe: Recipe) -> None:
+def _require_tokenizer(recipe: Recipe, init_from: Path | None) -> None:
     """Of its vocabulary and of the prompt. A BPE that is yet to be trained may have as many ids as it is asked for."""
     spec, limit = recipe.data.tokenizer, recipe.model.vocab_size
     size = spec.removeprefix("bpe:")
@@ -70,6 +70,11 @@ def _require_tokenizer(recipe: Recipe) -> None:
     tokenizer = None if is_trained else load_tokenizer(spec)
     most = int(size) if tokenizer is None else tokenizer.vocab_size
     if most > limit:
+        if init_from is not None:  # whose embeddings are as wide as they are
+            raise ValueError(
+                f"tokenizer {spec!r} has {most} ids, more than the {limit} of the model in {init_from}; resize the "
+                "model's embeddings, or give another --data.tokenizer"
+            )
         raise ValueError(
             f"model.vocab_size ({limit}) is below the {most} ids of tokenizer {spec!r}; set --model.vocab-size {most}"
         )

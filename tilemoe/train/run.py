@@ -141,7 +141,7 @@ def train(
     recipe.parallel_for(job.world_size)
     for line in require_resumable(recipe, checkpoint, job.world_size) if checkpoint else ():
         reporter.say(f"note: {line}")
-    require_ready(recipe, job, is_new=checkpoint is None)
+    require_ready(recipe, job, is_new=checkpoint is None, init_from=init_from)
     device = select_device(recipe.train.device, job)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
