@@ -39,6 +39,7 @@ from tilemoe.train.loop import Trainer
 NAME = "fp8_quality"
 OPTIONS = ("--model.moe.precision", "--train.dense-precision")  # of `tilemoe train`, in the order of `PRECISIONS`
 POINTS = 10  # evaluations of a run
+COMPARED = 2  # sequences whose gradients are compared: fp32 keeps a square of attention's weights for each head
 # What a run is: a row that agrees in these, and was measured on such a machine, is a repetition.
 KEY = ("recipe", "precision", "seed", "steps")
 
@@ -60,6 +61,7 @@ def measure(recipe: Recipe, device: torch.device) -> Row:
         trainer.train_step()
         if step * POINTS % recipe.train.steps < POINTS:
             curve.append([step, round(heldout_loss(trainer, recipe), 6)])
+            print(*curve[-1], flush=True)
     return {
         "heldout_nats": curve[-1][1],
         "curve": curve,
@@ -87,7 +89,9 @@ def gradients_off(trainer: Trainer, recipe: Recipe) -> dict[str, list[float]]:
     """1 - cosine to the gradients of fp32, for each MoE layer: by the parameter's name in it."""
     exact = build_model(variant(recipe, PLAIN, recipe.train.seed), trainer.device)
     exact.load_state_dict(trainer.model.state_dict())
-    inputs, targets = (torch.from_numpy(part).to(trainer.device) for part in trainer.sampler.batch(trainer.step))
+    inputs, targets = (
+        torch.from_numpy(part)[:COMPARED].to(trainer.device) for part in trainer.sampler.batch(trainer.step)
+    )
     with trainer.autocast():
         trainer.model(inputs, targets).loss.backward()
     exact.float().train()

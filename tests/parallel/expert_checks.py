@@ -198,7 +198,7 @@ def to_one_rank(model: nn.Module) -> Tensor:
 def assert_as_one_process(
     make: Make, mesh: DeviceMesh, dtypes: tuple[torch.dtype, ...] = DTYPES, noise_of: Make | None = None, **options: Any
 ) -> None:
-    """Experts by score; then all tokens to experts of one rank. noise_of: has the rounding of ``make``, in fp64, too."""
+    """Experts by score; then all tokens to experts of one rank. noise_of: rounds as ``make``, and is there in fp64."""
     for dtype in dtypes:
         limit = LIMIT_64 if dtype == torch.float64 else LIMIT_32
         for to_one in (False, True):

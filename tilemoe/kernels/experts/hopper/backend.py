@@ -33,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 class HopperBackend(TritonBackend):
     name = "hopper"
     batch_invariance = "yes on an H200, bf16 and fp16"
-    nf4_batch_invariance = "not tested"
+    nf4_batch_invariance = "yes on an H100, bf16"
 
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         return super().why_unsupported(device, dtype, widths) or serves.why_unsupported(device)
