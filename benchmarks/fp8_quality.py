@@ -6,9 +6,9 @@
     python benchmarks/fp8_quality.py curves --recipe single-gpu
 
 A recipe is one of the package's or of benchmarks/recipes. The runs of a seed start from the same weights and see the
-same batches; each is evaluated along the way, in its own precision. At its end the gradients of one batch are compared
-to those of fp32 with the same weights: 1 minus the cosine, of each layer's experts and router. Each finished run is
-appended to results/fp8_quality.jsonl; those that are there are not repeated.
+same batches; each is evaluated along the way, in its own precision. At its end the gradients of two sequences are
+compared to those of fp32 with the same weights: 1 minus the cosine, of each layer's experts and router. Each finished
+run is appended to results/fp8_quality.jsonl; those that are there are not repeated.
 
 ``curves`` reads results/end_to_end.jsonl, whose runs may be as long as a real one: a run there that was told
 ``--model.moe.precision fp8 --train.dense-precision fp8`` beside the one that was not, all else being the same. Whether

@@ -50,13 +50,14 @@ def require_choice(name: str, value: Any, choices: Any) -> None:
 
 def find_named(what: str, name: Any, table: Mapping[str, Value]) -> Value:
     """The entry called ``name``, whatever its case and whether its words are joined by - or _."""
-    entries = {_spelled(key): value for key, value in table.items()}
-    if not isinstance(name, str) or _spelled(name) not in entries:
+    entries = {spelled(key): value for key, value in table.items()}
+    if not isinstance(name, str) or spelled(name) not in entries:
         raise ValueError(f"{what} must be one of {', '.join(sorted(table))}; got {shown(name)}")
-    return entries[_spelled(name)]
+    return entries[spelled(name)]
 
 
-def _spelled(name: str) -> str:
+def spelled(name: str) -> str:
+    """One spelling of a name: in lower case, its words joined by -."""
     return name.lower().replace("_", "-")
 
 

@@ -85,7 +85,7 @@ def test_a_frozen_or_fp32_weight_is_quantised_for_what_is_asked(
 def test_what_a_compiling_call_makes_is_not_kept(
     requires_grad: bool, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its launches are withheld, so that the memory has anything; beside what an earlier call has kept, too."""
+    """Its launches are withheld, so its memory is uninitialised. The same where another operand is kept already."""
     weight = a_weight(requires_grad)
     for dim in (2, 1):
         monkeypatch.setattr(operands, "withholds_values", lambda: True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tilemoe.checks import find_named, shown
+from tilemoe.checks import find_named, shown, spelled
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 
@@ -40,9 +40,9 @@ def preset_named(argument: str, name: str) -> str:
 
     ValueError: there is none, or several begin so; ``argument`` is what the message calls it.
     """
-    spelled = name.lower().replace("_", "-")
-    found = [known for known in MOE_PRESETS if known == spelled]
-    found = found or [known for known in MOE_PRESETS if spelled and known.startswith(spelled)]
+    beginning = spelled(name)
+    found = [known for known in MOE_PRESETS if known == beginning]
+    found = found or [known for known in MOE_PRESETS if beginning and known.startswith(beginning)]
     if len(found) != 1:
         names = ", ".join(sorted(found or MOE_PRESETS))
         raise ValueError(f"{argument} must be one of {names}, or the beginning of just one; got {shown(name)}")

@@ -83,10 +83,11 @@ def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
         operand = _quantize(weight, (contracted,))[contracted]
         return operand.data, operand.scale
     kept, now = cache.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
-    operands = dict(kept.operands) if kept is not None and kept[:3] == now else {}
+    operands = kept.operands if kept is not None and kept[:3] == now else {}
     if contracted not in operands:
         both = weight.requires_grad and weight.element_size() == 2
-        operands |= _quantize(weight, (1, 2) if both else (contracted,))
+        # A new dict: a withheld launch has written nothing, which must not join what is kept.
+        operands = operands | _quantize(weight, (1, 2) if both else (contracted,))
         if not withholds_values():
             cache[weight] = _Kept(*now, operands)
     operand = operands[contracted]
