@@ -52,7 +52,7 @@ SIGNALS = ((KILL, False), (TERM, False), (INT, False), (STOP, False), (STOP, Tru
 
 
 def cases() -> list[Any]:
-    """All; of the selection each stage with one signal to a process alone, and two jobs. By Muon and so on SIGKILL."""
+    """All; of the selection each stage with one signal to a process alone, and three jobs. By Muon and so on SIGKILL."""
     found = []
     for stage, processes, restarts, signalled in itertools.product(STAGES, PROCESSES, (0, 1), SIGNALS):
         if signalled[1] and (processes == 1 or STAGES[stage][0] == STEPS):
@@ -65,6 +65,7 @@ def cases() -> list[Any]:
         turn = {stage: SIGNALS[number % 4] for number, stage in enumerate(STAGES)}
         alone = [case for case in found if case.restarts is None and turn[case.stage] == (case.number, case.lasts)]
         found = [*alone, Case("forward", KILL, False, 1, 2, 1), Case("update", TERM, False, 1, 2, 0)]
+        found.append(Case("setup", TERM, False, 1, 2, 0))
         others = [case for case in others if (case.processes, case.stage) == (1, "update")]
     return [pytest.param(case, id=str(case)) for case in [*found, *others]]
 

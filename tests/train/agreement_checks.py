@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from tilemoe.train.checkpoints import distributed
 from tilemoe.train.checkpoints.distributed import verify_by_first_rank
 from tilemoe.train.checkpoints.folder import CheckpointError, list_checkpoints
+from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.job.agreement import require_shared
 from tilemoe.train.job.processes import Job
 
@@ -24,6 +25,11 @@ def check_one_folder_is_shared() -> None:
     require_shared(run, Job(rank, 2), 10)
     if rank == 0:  # the rank that clears up, and the next to write there
         assert not any(run.iterdir())
+        step_dir(run, 0).mkdir()  # of a job that was stopped before its first step
+    dist.barrier()
+    require_shared(run, Job(rank, 2), 10)
+    if rank == 0:
+        assert list(run.iterdir()) == [step_dir(run, 0)]
 
 
 def check_a_rank_that_cannot_write_is_named() -> None:

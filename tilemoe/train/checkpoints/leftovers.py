@@ -31,13 +31,21 @@ def make_temporary(target: Path) -> None:
     Raises:
         OSError: as `clean_stale`, or it cannot be made, or ``target`` is there already.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    clean_stale(target.parent)
     if target.exists():  # newer checkpoints were set aside before the run went on
         raise FileExistsError(errno.EEXIST, "something else has this checkpoint's name: move it away", str(target))
-    temporary = temporary_of(target)
-    temporary.mkdir()
-    (temporary / MARK_FILE).write_bytes(_MARK)
+    make_marked(temporary_of(target))
+
+
+def make_marked(folder: Path) -> None:
+    """Make a folder of a name that `clean_stale` knows, with its mark; what interrupted writes have left is removed.
+
+    Raises:
+        OSError: as `clean_stale`, or it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    clean_stale(folder.parent)
+    folder.mkdir()
+    (folder / MARK_FILE).write_bytes(_MARK)
 
 
 def publish_folder(temporary: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
+from tilemoe.train.checkpoints.leftovers import discard, make_marked, temporary_of
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.config import differences
 from tilemoe.train.job.processes import Job
@@ -63,7 +63,7 @@ def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
         return
     folder, word = temporary_of(step_dir(run_dir, 0)), [secrets.token_hex(8)]  # a new name: no host remembers it
     if job.is_first:
-        make_temporary(step_dir(run_dir, 0))
+        make_marked(folder)
         (folder / word[0]).touch()
     dist.broadcast_object_list(word, src=0)
     problem = None if job.is_first else _problem(folder, word[0], job, min(timeout, SEEN_WITHIN_SECONDS))
