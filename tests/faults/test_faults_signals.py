@@ -52,7 +52,7 @@ SIGNALS = ((KILL, False), (TERM, False), (INT, False), (STOP, False), (STOP, Tru
 
 
 def cases() -> list[Any]:
-    """All; of the selection each stage with one signal to a process alone, and three jobs. By Muon and so on SIGKILL."""
+    """All; of the selection each stage with one signal to a process alone, three jobs. By Muon and so on SIGKILL."""
     found = []
     for stage, processes, restarts, signalled in itertools.product(STAGES, PROCESSES, (0, 1), SIGNALS):
         if signalled[1] and (processes == 1 or STAGES[stage][0] == STEPS):
