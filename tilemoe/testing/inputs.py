@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils.deterministic
 from torch import Tensor
 
 from tilemoe.checks import require_choice
 from tilemoe.config import ACTIVATIONS, GATED_ACTIVATIONS
 from tilemoe.plan import RoutingPlan
 from tilemoe.reference import activation as activate
+from tilemoe.runtime.deterministic import deterministic_algorithms
 from tilemoe.testing.routings import used_pairs
 
 MoE = Callable[..., Tensor]
@@ -154,14 +154,5 @@ def poisoned_memory() -> Iterator[None]:
         ...     torch.empty(2), torch.empty(1, dtype=torch.int32)
         (tensor([nan, nan]), tensor([2147483647], dtype=torch.int32))
     """
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic  # a module whose attributes are properties: opaque to type checkers
-    fill = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = True
-    try:
+    with deterministic_algorithms(warn_only=True, fill_memory=True):
         yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        settings.fill_uninitialized_memory = fill

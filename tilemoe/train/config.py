@@ -173,6 +173,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
     recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no activations, backward redoes one GEMM
+    deterministic: bool = False  # the same bits each time on a GPU, too; its attention's backward is slower
     threads: int = 0  # CPU threads; 0 leaves the choice to torch
     selection_bias_rate: float = 0.001  # step of the router's selection bias, where the model has one
     log_every: int = 10  # steps between records of the training loss

@@ -21,6 +21,7 @@ from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.data.files import owned_folder, write_atomic
 from tilemoe.kernels.choose import choose_projections
 from tilemoe.models.flops import flops_per_token
+from tilemoe.runtime.deterministic import repeatable
 from tilemoe.train.checkpoints.distributed import verify_by_first_rank
 from tilemoe.train.checkpoints.folder import Checkpoint, CheckpointError, set_aside
 from tilemoe.train.checkpoints.initial import load_initial
@@ -147,6 +148,8 @@ def train(
         torch.set_num_threads(recipe.train.threads)
     seed_process(recipe.train.seed, job, 0)
     with contextlib.ExitStack() as stack:
+        if recipe.train.deterministic:
+            stack.enter_context(repeatable())
         try:
             with sigterm_interrupts():
                 data = _prepare(recipe, checkpoint, reporter, cache_dir)
