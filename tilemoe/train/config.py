@@ -37,7 +37,7 @@ class DataConfig:
 
     seq_len: int  # tokens per training sequence
     batch_size: int  # sequences per micro-batch and per process
-    corpus: str = "stdlib"  # "stdlib", a .txt/.jsonl/.parquet file, or a folder of them; text may be .gz or .zst
+    corpus: str = "stdlib"  # "stdlib", a .txt/.md/.py/.jsonl/.parquet file, or a folder; text may be .gz or .zst
     sources: tuple[str, ...] = ()  # several of them instead, "PATH=WEIGHT" each: its share of the training sequences
     format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
     too_long: Literal["error", "skip", "truncate"] = "error"  # chat: of more tokens than a sequence has room for
