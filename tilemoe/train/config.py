@@ -172,7 +172,7 @@ class TrainConfig:
     dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections; fp8: by torchao, bf16: as above
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
-    recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no activations, backward redoes one GEMM
+    recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no pre-activations, backward redoes a GEMM
     deterministic: bool = False  # the same bits each time on a GPU, too; its attention's backward is slower
     threads: int = 0  # CPU threads; 0 leaves the choice to torch
     selection_bias_rate: float = 0.001  # step of the router's selection bias, where the model has one
