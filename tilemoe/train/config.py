@@ -37,7 +37,7 @@ class DataConfig:
 
     seq_len: int  # tokens per training sequence
     batch_size: int  # sequences per micro-batch and per process
-    corpus: str = "stdlib"  # "stdlib", a .txt/.jsonl/.parquet file, or a folder of them; text may be .gz or .zst
+    corpus: str = "stdlib"  # "stdlib", a .txt/.md/.py/.jsonl/.parquet file, or a folder; text may be .gz or .zst
     sources: tuple[str, ...] = ()  # several of them instead, "PATH=WEIGHT" each: its share of the training sequences
     format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
     too_long: Literal["error", "skip", "truncate"] = "error"  # chat: of more tokens than a sequence has room for
@@ -172,7 +172,7 @@ class TrainConfig:
     dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections; fp8: by torchao, bf16: as above
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
-    recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no activations, backward redoes one GEMM
+    recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no pre-activations, backward redoes a GEMM
     deterministic: bool = False  # the same bits each time on a GPU, too; its attention's backward is slower
     threads: int = 0  # CPU threads; 0 leaves the choice to torch
     selection_bias_rate: float = 0.001  # step of the router's selection bias, where the model has one
