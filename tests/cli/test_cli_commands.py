@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,6 +254,36 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     assert named in fails(*[recipe_file if argument == RECIPE else argument for argument in arguments])
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--recipe", "{}.json"),
+        ("train", "--recipe", RECIPE, "--train.out-dir", "{}"),
+        ("train", "--recipe", RECIPE, "--data.corpus", "{}"),
+        ("train", "--recipe", RECIPE, "--data.tokenizer", "{}.json"),
+        ("train", "--recipe", RECIPE, "--data.cache-dir", "{}"),
+        ("train", "--recipe", RECIPE, "--init-from", "{}"),
+        ("train", "--resume", "{}"),
+        ("eval", "--checkpoint", "{}"),
+        ("generate", "--checkpoint", "{}", "--prompt", "x"),
+        ("export", "--checkpoint", "{}", "--out", "x"),
+        ("export", "--checkpoint", "x", "--out", "{}"),
+        ("verify", "{}"),
+        ("plan", "--checkpoint", "{}"),
+        ("bench", "layer", "--cases", "{}.json"),
+        ("report", "--out", "{}"),
+    ],
+)
+def test_a_home_folder_of_nobody_is_one_line(
+    arguments: Sequence[str], recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Fails
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = "~nobody-of-that-name/x"
+    message = fails(*[recipe_file if given == RECIPE else given.format(path) for given in arguments])
+    assert re.search(rf"{path}(\.json)?: no such home folder; write the path without ~", message)
+    assert not any(tmp_path.glob("*nobody*"))
 
 
 def test_what_is_interrupted_speaks_of_checkpoints_where_it_writes_them(

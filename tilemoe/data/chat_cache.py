@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.checks import require_choice, require_int
+from tilemoe.checks import expand_user, require_choice, require_int
 from tilemoe.data.cache import Prepared, Writers, cached_shards, open_splits, usable_cache
 from tilemoe.data.chat_template import ChatEncoder, Encoded
 from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
@@ -39,7 +39,7 @@ def prepare_chat(
     require_int("seq_len", seq_len, 1)
     require_int("heldout_every", heldout_every, 2)
     require_choice("too_long", too_long, TOO_LONG)
-    cache_dir = Path(cache_dir).expanduser()
+    cache_dir = expand_user(cache_dir)
     corpus = open_corpus(corpus_spec, CHAT_SUFFIXES)
     with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec)
