@@ -83,7 +83,8 @@ def _dense_layers(data: Settings, layers: int) -> int:
         return _of_names(data, "mlp_layer_types", layers, ("dense", "sparse")).count("dense")
     if kind == "llama4_text":
         listed, step = data.get("moe_layers"), _size(data, "interleave_moe_layer_step", 1)
-        return layers - len(listed if isinstance(listed, list) else range(step - 1, layers, step))
+        with_experts = listed if isinstance(listed, list) else range(step - 1, layers, step)
+        return sum(layer not in with_experts for layer in range(layers))
     if kind == "ernie4_5_moe":
         first, last = number(data, "moe_layer_start_index", int, 1), number(data, "moe_layer_end_index", int, -1)
         step = _size(data, "moe_layer_interval", 1)
