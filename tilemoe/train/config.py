@@ -66,6 +66,8 @@ class DataConfig:
                 raise ValueError(
                     f"data.sources: {source!r} must be PATH=WEIGHT with a weight > 0, as in {corpus or source}=1"
                 )
+        if not math.isfinite(total := sum(weight for _, weight in self.weight_of_corpus)):
+            raise ValueError(f"data.sources: the weights add up to {total}; give smaller ones")
         if self.sources and self.tokenizer.startswith("bpe:"):
             raise ValueError(
                 f"data.tokenizer {self.tokenizer!r} is trained on one corpus, and data.sources are several; give "
