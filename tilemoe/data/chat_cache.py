@@ -64,15 +64,15 @@ def _write_examples(
     names: list[str] = []
     left_out = 0
     for number, example in enumerate(read_examples(corpus)):
-        found: Encoded | None = encoder.encode(example)
-        assert found is not None
-        if found[0].size > seq_len + 1:
+        encoded = encoder.encode(example)
+        kept: Encoded | None = encoded
+        if encoded[0].size > seq_len + 1:
             names.append(example.name)
-            found = _shortened(found, example.name, seq_len, too_long)
-            left_out += found is None
-        if found is not None:
+            kept = _shortened(encoded, example.name, seq_len, too_long)
+            left_out += kept is None
+        if kept is not None:
             is_heldout = number % heldout_every == heldout_every - 1
-            writers["heldout" if is_heldout else "train"].append(flagged(found), 0)
+            writers["heldout" if is_heldout else "train"].append(flagged(kept), 0)
     if names and not writers["train"].num_tokens:
         raise ValueError(
             f"corpus {corpus.name!r}: every training example is of more than {seq_len + 1} tokens; raise data.seq_len "
