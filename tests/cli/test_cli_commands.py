@@ -246,6 +246,8 @@ def test_options_of_rounding_round_where_the_recipe_does_not(recipe_file: Path, 
         (["eval", "--checkpoint", "x", "--heldout-every", "1"], "--heldout-every must be >= 2, got 1"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--temperature", "-1"], "--temperature must be"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
+        (["generate", "--checkpoint", "x", "--prompt", "x", "--seed", "9" * 23], "--seed must be below 2**63"),
+        (["eval", "--checkpoint", "x", "--batches", "9" * 23], "--batches must be below 2**63"),
     ],
 )
 def test_mistakes_are_one_line(
