@@ -73,12 +73,20 @@ def require_text(name: str, value: Any) -> None:
 
 
 def require_path(name: str, value: Any) -> Path:
-    """It as a path, of which nothing need be there."""
+    """It as a path, of which nothing need be there, with its home folder as of `expand_user`."""
     if not isinstance(value, PurePath):
         require_text(name, value)
         if len(value.splitlines()) > 1:  # messages are of one line
             raise ValueError(f"{name} must be a path of one line, got {shown(value)}")
-    return Path(value)
+    return expand_user(value)
+
+
+def expand_user(path: str | PurePath) -> Path:
+    """``path`` with the home folder that ~ or ~user stands for; ValueError where that is nobody's."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: no such home folder; write the path without ~, or set HOME") from error
 
 
 def require_fields(

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,6 +246,8 @@ def test_options_of_rounding_round_where_the_recipe_does_not(recipe_file: Path, 
         (["eval", "--checkpoint", "x", "--heldout-every", "1"], "--heldout-every must be >= 2, got 1"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--temperature", "-1"], "--temperature must be"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
+        (["generate", "--checkpoint", "x", "--prompt", "x", "--seed", "9" * 23], "--seed must be below 2**63"),
+        (["eval", "--checkpoint", "x", "--batches", "9" * 23], "--batches must be below 2**63"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -254,6 +256,36 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     assert named in fails(*[recipe_file if argument == RECIPE else argument for argument in arguments])
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--recipe", "{}.json"),
+        ("train", "--recipe", RECIPE, "--train.out-dir", "{}"),
+        ("train", "--recipe", RECIPE, "--data.corpus", "{}"),
+        ("train", "--recipe", RECIPE, "--data.tokenizer", "{}.json"),
+        ("train", "--recipe", RECIPE, "--data.cache-dir", "{}"),
+        ("train", "--recipe", RECIPE, "--init-from", "{}"),
+        ("train", "--resume", "{}"),
+        ("eval", "--checkpoint", "{}"),
+        ("generate", "--checkpoint", "{}", "--prompt", "x"),
+        ("export", "--checkpoint", "{}", "--out", "x"),
+        ("export", "--checkpoint", "x", "--out", "{}"),
+        ("verify", "{}"),
+        ("plan", "--checkpoint", "{}"),
+        ("bench", "layer", "--cases", "{}.json"),
+        ("report", "--out", "{}"),
+    ],
+)
+def test_a_home_folder_of_nobody_is_one_line(
+    arguments: Sequence[str], recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Fails
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = "~nobody-of-that-name/x"
+    message = fails(*[recipe_file if given == RECIPE else given.format(path) for given in arguments])
+    assert re.search(rf"{path}(\.json)?: no such home folder; write the path without ~", message)
+    assert not any(tmp_path.glob("*nobody*"))
 
 
 def test_what_is_interrupted_speaks_of_checkpoints_where_it_writes_them(

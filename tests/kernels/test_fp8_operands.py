@@ -23,7 +23,7 @@ from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.triton_fp8 import operands
 from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
 from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
-from tilemoe.runtime.kept import weights_stand
+from tilemoe.runtime.weight_cache import weights_unchanged
 from tilemoe.testing import assert_equal
 
 
@@ -184,7 +184,7 @@ def test_what_stands_is_kept_among_processes(launched: list[tuple[int, ...]], mo
     weight = a_weight()
     before = quantized_weight(weight, 2)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with weights_stand():
+    with weights_unchanged():
         first, second = quantized_weight(weight, 2), quantized_weight(weight, 1)
         assert not is_same(first, before), "of the time before there were processes"
         assert is_same(quantized_weight(weight, 2), first)
@@ -194,7 +194,7 @@ def test_what_stands_is_kept_among_processes(launched: list[tuple[int, ...]], mo
     del first, second
     gc.collect()
     assert data() is None
-    with weights_stand():
+    with weights_unchanged():
         quantized_weight(weight, 1)
     assert launched == [(1, 2)] * 3
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig
+from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig, accumulate_grads
 from tilemoe.layers.lora import ATTENTION, EXPERTS, adapter_names, add_lora, merge_lora
+from tilemoe.ops.accumulating_moe import accumulating_moe
 from tilemoe.testing import relative_error
 
 CFG = MoEConfig(16, 24, 5, 2, expert_bias=True, gate_up="interleaved", initializer_range=0.3)
@@ -101,6 +102,19 @@ def test_a_model_learns_by_its_adapters_alone_and_is_itself_again_after_merging(
     merge_lora(model)
     assert [name for name, _ in model.named_parameters()] == names
     torch.testing.assert_close(model(ids[:, :-1]).logits, logits, rtol=1e-3, atol=1e-4)
+
+
+def test_merged_experts_save_and_accumulate_as_before() -> None:
+    """A repeated block takes its configuration's save="fp8" back; adapters do not bring it again."""
+    moe = MoEConfig(128, 128, 4, 2, save="fp8")
+    model = DecoderLM(ModelConfig(29, 128, 1, 2, 1, 8, 32, moe=moe))
+    model.set_checkpointing("block")
+    accumulate_grads(model)
+    before = model.blocks[0].mlp.experts
+    add_lora(model, rank=4, alpha=8.0)
+    merge_lora(model)
+    after = model.blocks[0].mlp.experts
+    assert (after.save, after.compute) == (before.save, before.compute) == ("full", accumulating_moe)
 
 
 @pytest.mark.parametrize("modules", [(ATTENTION,), (EXPERTS, ATTENTION)])

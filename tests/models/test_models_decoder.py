@@ -346,6 +346,11 @@ def test_generator_makes_it_repeatable(model: DecoderLM) -> None:
     assert run(0)[:5] == PROMPT[0].tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 5e-324])
+def test_the_lowest_temperatures_take_the_likeliest(model: DecoderLM, temperature: float) -> None:
+    assert torch.equal(generate(model, PROMPT, 20, temperature=temperature), generate(model, PROMPT, 20, temperature=0))
+
+
 def test_samples_follow_the_distribution(model: DecoderLM) -> None:
     with torch.no_grad():
         logits = model(PROMPT).logits[0, -1]

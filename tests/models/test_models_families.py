@@ -64,7 +64,7 @@ VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("minimax_m2", {}),
     ("llama4_text", {"intermediate_size_mlp": 56, "num_experts_per_tok": 2}),
     ("llama4_text", {"intermediate_size_mlp": 56, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2}),
-    ("llama4_text", {"intermediate_size_mlp": 56, "num_experts_per_tok": 2, "moe_layers": [0, 3],
+    ("llama4_text", {"intermediate_size_mlp": 56, "num_experts_per_tok": 2, "moe_layers": [0, 3, 3, 9],
                      "use_qk_norm": False}),
 )  # fmt: skip
 

@@ -87,7 +87,7 @@ def test_a_record_of_the_first_release_has_the_present_names(tmp_path: Path) -> 
     assert list(read_metrics(path)) == [{"kind": "train", "step": 1, "nats_per_token": 2.5}]
 
 
-@pytest.mark.parametrize("line", [b"{oops}\n", b"[]\n", b'{"kind": "train"}\n'])
+@pytest.mark.parametrize("line", [b"{oops}\n", b"[]\n", b'{"kind": "train"}\n', b'{"kind": "eval", "step": "1"}\n'])
 def test_a_foreign_line_is_named_and_nothing_is_cut(tmp_path: Path, line: bytes) -> None:
     path = write_run(tmp_path, steps=2)
     content = path.read_bytes() + line

@@ -132,6 +132,11 @@ def test_a_source_that_has_no_weight_is_named(source: str) -> None:
         DataConfig(8, 1, sources=("good.txt=1", source))
 
 
+def test_weights_whose_sum_is_no_number_are_refused() -> None:
+    with raises_one_line("data.sources: the weights add up to inf; give smaller ones"):
+        DataConfig(8, 1, sources=("a=1e308", "b=1e308"))
+
+
 def test_a_tokenizer_is_not_trained_on_several() -> None:
     with raises_one_line("data.tokenizer 'bpe:400' is trained on one corpus, and data.sources are several; give"):
         DataConfig(8, 1, tokenizer="bpe:400", sources=("a=1",))

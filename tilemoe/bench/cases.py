@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from types import MappingProxyType
 
-from tilemoe.checks import require_int
+from tilemoe.checks import expand_user, require_int
 from tilemoe.config import from_dict
 from tilemoe.shape import MoEShape
 
@@ -54,7 +54,7 @@ def find(names: str) -> dict[str, MoEShape]:
     if names in ("main", "all"):
         return dict(MAIN if names == "main" else ALL)
     if names.endswith(".json"):
-        return _read(Path(names).expanduser())
+        return _read(expand_user(names))
     unknown = [name for name in names.split(",") if name not in ALL]
     if unknown:
         raise ValueError(f"no case called {unknown[0]!r}; known are main, all, {', '.join(ALL)}, or a .json file")

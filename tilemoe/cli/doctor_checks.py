@@ -16,6 +16,7 @@ import torch
 
 from tilemoe.bench import cases, peers, timing
 from tilemoe.bench.layer import PARTS, layer_step
+from tilemoe.checks import expand_user
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.perf import __file__ as _perf
 from tilemoe.routing.build import plan_topk
@@ -68,7 +69,7 @@ def environment(driver_version: str | None) -> Iterator[Finding]:
         chosen = select_kernels(device, torch.bfloat16)
         if torch.cuda.get_device_capability(device) == (9, 0) and chosen.name != "hopper" and has_triton():
             yield Finding(f"{device}: the Hopper kernels do not serve ({chosen.reason})", _INSTALL_TRITON)
-    cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or expand_user("~/.triton/cache"))
     there = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         advice = "correct its permissions, or set TRITON_CACHE_DIR to a folder that can be written"

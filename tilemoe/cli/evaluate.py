@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from tilemoe.checks import require_int
 from tilemoe.cli.parsing import parse
 from tilemoe.models.folder import find_folder, hf_tokenizer, is_hf, read_config
 from tilemoe.train.checkpoints.names import read_newest
@@ -36,8 +37,7 @@ class EvalOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.batches < 0:
-            raise ValueError(f"--batches must be >= 0, got {self.batches}")
+        require_int("--batches", self.batches, 0)
         for name, value, least in (
             ("heldout-every", self.heldout_every, 2),
             ("batch-size", self.batch_size, 1),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def run(arguments: Sequence[str]) -> None:
         prog="tilemoe export",
         description="Write safetensors and config.json for transformers' AutoModelForCausalLM, or adapters for PEFT.",
     )
-    out = options.out.expanduser()
+    out = expand_user(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} exists and is not an empty folder; choose another")
 
@@ -40,7 +41,7 @@ def run(arguments: Sequence[str]) -> None:
     from tilemoe.train.checkpoints.folder import write_sums
     from tilemoe.train.checkpoints.restore import restore
 
-    restored = restore(options.checkpoint.expanduser(), "cpu")
+    restored = restore(expand_user(options.checkpoint), "cpu")
     try:
         with staged_folder(out) as staging:  # all appears together or not at all
             _write_weights(restored, staging, is_adapter=options.adapter)

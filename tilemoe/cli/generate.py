@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tilemoe.checks import require_finite, require_int
 from tilemoe.cli.parsing import parse
 
 
@@ -24,10 +25,9 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens must be >= 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"--temperature must be a finite number >= 0, got {self.temperature}")
-        if self.top_k < 0 or self.seed < 0:
-            raise ValueError(f"--top-k and --seed must be >= 0, got {self.top_k} and {self.seed}")
+        require_finite("--temperature", self.temperature)
+        require_int("--top-k", self.top_k, 0)
+        require_int("--seed", self.seed, 0)
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.checks import shown
+from tilemoe.checks import expand_user, shown
 from tilemoe.cli.parsing import parse
 from tilemoe.cli.plan_tables import layer_lines, other_lines, training_lines
 from tilemoe.config import MoEConfig, Save, require_save
@@ -97,7 +97,7 @@ def source_of(options: PlanOptions) -> Source:
         return Source(name, MOE_PRESETS[name], SIZES_PRESETS[name])
     if options.preset is not None:
         raise ValueError("--checkpoint and --preset name a layer each; leave one of them out")
-    file = Path(options.checkpoint).expanduser()
+    file = expand_user(options.checkpoint)
     if file.is_file():
         return _from_hf(file.name, file)
     folder = find_folder("--checkpoint", options.checkpoint, files=(CONFIG_FILE,))

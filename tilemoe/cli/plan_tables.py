@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tilemoe.perf.layer import sums
+
 _GIB, _MIB = 2**30, 2**20
 _MEMORY = (
     ("weight_bytes", "weights", "of the experts"),
@@ -77,13 +79,15 @@ def _step_table(steps: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _others(plan: Mapping[str, Any]) -> list[str]:
     """Ours and the other designs: what is kept, at the peaks and moved in GiB, padding, and times of both parts."""
-    memory = {key: plan["memory"][key] for key in ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")}
+    router = [step for step in plan["steps"] if step["step"].startswith(_ROUTER)]
+    experts = [step for step in plan["steps"] if step not in router]
+    of_router = sums(router, "predicted_ms")
     ours = {
-        **memory,
+        **plan["memory"],
         "padding": plan["padding"],
-        "moved_bytes": _sums(plan, "bytes"),
-        "roofline_ms": _sums(plan, "roofline_ms"),
-        "predicted_ms": _without_router(plan),
+        "moved_bytes": sums(experts, "bytes"),
+        "roofline_ms": sums(experts, "roofline_ms"),
+        "predicted_ms": {part: times["predicted_ms"] - of_router[part] for part, times in plan["times"].items()},
     }
     both = "forward backward"
     lines = [
@@ -108,21 +112,6 @@ def other_lines(plan: Mapping[str, Any]) -> list[str]:
         for name, design in plan["others"].items()
         for line in ("", f"{name}, tiles of {design['padding']['tile_rows']} rows", *_step_table(design["steps"]))
     ]
-
-
-def _sums(plan: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Of the experts' steps, by part."""
-    steps = [step for step in plan["steps"] if not step["step"].startswith(_ROUTER)]
-    return {part: sum(step[key] for step in steps if step["part"] == part) for part in plan["times"]}
-
-
-def _without_router(plan: Mapping[str, Any]) -> dict[str, float]:
-    """The layer's predicted milliseconds less its router's, by part."""
-    router = [step for step in plan["steps"] if step["step"].startswith(_ROUTER)]
-    return {
-        part: times["predicted_ms"] - sum(step["predicted_ms"] for step in router if step["part"] == part)
-        for part, times in plan["times"].items()
-    }
 
 
 def training_lines(train: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
 
 
@@ -28,5 +29,5 @@ def run(arguments: Sequence[str]) -> None:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
         raise ValueError("tilemoe report needs matplotlib: pip install 'tilemoe[plot]'") from error
-    for path in write(options.out.expanduser(), options.mode, options.gpu):
+    for path in write(expand_user(options.out), options.mode, options.gpu):
         print(path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.models.folder import find_folder
@@ -108,7 +109,7 @@ def _choose(
     ``init_from`` gives a recipe its model and its tokenizer, which options may then change.
     """
     if resume:
-        return _resume_from(Path(resume).expanduser(), name, overrides, job)
+        return _resume_from(expand_user(resume), name, overrides, job)
     if name is None:
         raise ValueError(f"--recipe NAME is missing; choose one of {', '.join(list_recipes())} or a .json file")
     base = load_recipe(name)
@@ -117,7 +118,7 @@ def _choose(
 
         base = adopt(base, init_from)
     recipe = _override(base, overrides)
-    run_dir = Path(recipe.train.out_dir).expanduser()
+    run_dir = recipe.train.out_path
 
     from tilemoe.train.checkpoints.folder import find_latest
     from tilemoe.train.run import require_fresh
@@ -180,5 +181,5 @@ def _with_base(recipe: Recipe, name: str, folder: Path) -> Recipe:
     """The recipe whose adapters, if it has them, name what they are for: a folder, or a model of the hub."""
     if recipe.lora is None or recipe.lora.base is not None:
         return recipe
-    base = str(folder) if Path(name).expanduser().is_dir() else name
+    base = str(folder) if expand_user(name).is_dir() else name
     return replace(recipe, lora=replace(recipe.lora, base=base))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
 
 
@@ -28,7 +29,7 @@ def run(arguments: Sequence[str]) -> None:
 
     from tilemoe.train.checkpoints.verify import verify
 
-    folder, found = options.folder.expanduser(), []
+    folder, found = expand_user(options.folder), []
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a run, a step_* folder, or transformers' folder")
     for finding in verify(folder):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tilemoe.checks import expand_user
 from tilemoe.data.corpus import SPLITS, Corpus, Split, open_corpus, split_documents
 from tilemoe.data.files import only_one_process, staged_folder
 from tilemoe.data.mixture import Mixture
@@ -64,7 +65,7 @@ def prepare(
     of a full shard where one has to be made. Raises ValueError for anything wrong with the corpus, the tokenizer or
     the cache.
     """
-    cache_dir = Path(cache_dir).expanduser()
+    cache_dir = expand_user(cache_dir)
     corpus = open_corpus(corpus_spec)
     with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec, corpus, cache_dir, heldout_every)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.checks import require_choice, require_int
+from tilemoe.checks import expand_user, require_choice, require_int
 from tilemoe.data.cache import Prepared, Writers, cached_shards, open_splits, usable_cache
 from tilemoe.data.chat_template import ChatEncoder, Encoded
 from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
@@ -39,7 +39,7 @@ def prepare_chat(
     require_int("seq_len", seq_len, 1)
     require_int("heldout_every", heldout_every, 2)
     require_choice("too_long", too_long, TOO_LONG)
-    cache_dir = Path(cache_dir).expanduser()
+    cache_dir = expand_user(cache_dir)
     corpus = open_corpus(corpus_spec, CHAT_SUFFIXES)
     with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec)
@@ -64,15 +64,15 @@ def _write_examples(
     names: list[str] = []
     left_out = 0
     for number, example in enumerate(read_examples(corpus)):
-        found: Encoded | None = encoder.encode(example)
-        assert found is not None
-        if found[0].size > seq_len + 1:
+        encoded = encoder.encode(example)
+        kept: Encoded | None = encoded
+        if encoded[0].size > seq_len + 1:
             names.append(example.name)
-            found = _shortened(found, example.name, seq_len, too_long)
-            left_out += found is None
-        if found is not None:
+            kept = _shortened(encoded, example.name, seq_len, too_long)
+            left_out += kept is None
+        if kept is not None:
             is_heldout = number % heldout_every == heldout_every - 1
-            writers["heldout" if is_heldout else "train"].append(flagged(found), 0)
+            writers["heldout" if is_heldout else "train"].append(flagged(kept), 0)
     if names and not writers["train"].num_tokens:
         raise ValueError(
             f"corpus {corpus.name!r}: every training example is of more than {seq_len + 1} tokens; raise data.seq_len "

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from tilemoe.checks import require_int
+from tilemoe.checks import expand_user, require_int
 from tilemoe.data.text_files import kind_of, open_text, read_records
 
 Split = Literal["train", "heldout"]
@@ -84,7 +84,7 @@ def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES) -> Corpus:
         return Corpus(STDLIB, root, files)
     if not spec:  # Path("") would be the current folder
         raise ValueError("corpus: the name is empty; give 'stdlib' or a path")
-    path = Path(spec).expanduser()
+    path = expand_user(spec)
     if path.is_dir():
         files = tuple(_walk(path, suffixes, lambda name: name.startswith(".") or name == "__pycache__"))
         if not files:

@@ -17,6 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tilemoe.checks import expand_user
 from tilemoe.data.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate, read_chat_template
 from tilemoe.data.corpus import Corpus, clean_text, split_documents
 from tilemoe.data.files import only_one_process, write_atomic
@@ -168,7 +169,7 @@ def load_tokenizer(
         if cache_dir is None:
             return Tokenizer(_train_bpe(corpus, vocab_size, heldout_every), spec)
         return _cached_bpe(spec, corpus, vocab_size, heldout_every, cache_dir)
-    path = Path(spec).expanduser()
+    path = expand_user(spec)
     if not spec or (not path.exists() and path.suffix != ".json"):
         raise ValueError(f"tokenizer {spec!r}: unknown; use 'bytes', 'bpe:N' or the path of a tokenizer.json")
     return Tokenizer(_parse(path, "give the path of a tokenizer.json"), spec, read_chat_template(path.parent))

@@ -43,6 +43,7 @@ class LoRAExperts(Experts):
         super().__init__(base.cfg, device="meta", kernels=base.kernels)
         for name, parameter in base.named_parameters():
             setattr(self, name, parameter.requires_grad_(False))
+        self.save, self.compute = base.save, base.compute  # of `merged`; adapters are computed in one way
         self.rank, self.alpha = rank, alpha
         cfg = base.cfg
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
@@ -103,6 +104,7 @@ class LoRAExperts(Experts):
         plain = Experts(self.cfg, device="meta", kernels=self.kernels)
         plain.w1, plain.w2 = self._merged_weights()
         plain.b1, plain.b2, plain.dispatcher = self.b1, self.b2, self.dispatcher
+        plain.save, plain.compute = self.save, self.compute
         return plain
 
     def _merged_weights(self) -> tuple[nn.Parameter, nn.Parameter]:

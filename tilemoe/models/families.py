@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -82,7 +83,8 @@ def _dense_layers(data: Settings, layers: int) -> int:
         return _of_names(data, "mlp_layer_types", layers, ("dense", "sparse")).count("dense")
     if kind == "llama4_text":
         listed, step = data.get("moe_layers"), _size(data, "interleave_moe_layer_step", 1)
-        return layers - len(listed if isinstance(listed, list) else range(step - 1, layers, step))
+        with_experts = listed if isinstance(listed, list) else range(step - 1, layers, step)
+        return sum(layer not in with_experts for layer in range(layers))
     if kind == "ernie4_5_moe":
         first, last = number(data, "moe_layer_start_index", int, 1), number(data, "moe_layer_end_index", int, -1)
         step = _size(data, "moe_layer_interval", 1)
@@ -115,18 +117,6 @@ def _qwen3(data: Settings, layers: int) -> list[Mixer]:
     return _plain(data, layers, norms="head")
 
 
-def _olmoe(data: Settings, layers: int) -> list[Mixer]:
-    return _plain(data, layers, norms="full")
-
-
-def _minimax_m2(data: Settings, layers: int) -> list[Mixer]:
-    return _plain(data, layers, norms="full", qkv_bias=False, o_bias=False)
-
-
-def _hunyuan(data: Settings, layers: int) -> list[Mixer]:
-    return _plain(data, layers, norms="head")
-
-
 def _ernie(data: Settings, layers: int) -> list[Mixer]:
     if data.get("use_bias"):
         raise ValueError("config.json: use_bias must be False, got True; no other is planned")
@@ -143,7 +133,7 @@ def _llama4(data: Settings, layers: int) -> list[Mixer]:
     every = _size(data, "no_rope_layer_interval", 4)
     names = ("chunked_attention", "full_attention")
     kinds = _layer_types(data, layers, names, lambda layer: (layer + 1) % every == 0)
-    (full,) = set(_plain(data, layers))
+    full = _plain(data, 1)[0]
     normed = _softmax(data, qkv_bias=False, o_bias=False, norms="head").kept if data.get("use_qk_norm", True) else 0
     chunked = replace(full, kept=max(full.kept, normed), chunk=_size(data, "attention_chunk_size", 8192))
     return [full if kind == "full_attention" else chunked for kind in kinds]
@@ -226,10 +216,8 @@ def _delta_rule(data: Settings) -> Mixer:
     A token decays and reads the state, adds to it, and reads it again. Kept are what is projected, convolved and
     normalised, and the output before and after its gate; with kernels that make the states again.
     """
-    d, key_width, value_width = (
-        _size(data, name, default)
-        for name, default in (("hidden_size", None), ("linear_key_head_dim", 128), ("linear_value_head_dim", 128))
-    )
+    d = _size(data, "hidden_size")
+    key_width, value_width = _size(data, "linear_key_head_dim", 128), _size(data, "linear_value_head_dim", 128)
     key_heads, heads = _size(data, "linear_num_key_heads", 16), _size(data, "linear_num_value_heads", 32)
     keys, values = key_heads * key_width, heads * value_width
     convolved, taps = 2 * keys + values, _size(data, "linear_conv_kernel_dim", 4)
@@ -249,7 +237,7 @@ FAMILIES: Mapping[str, Callable[[Settings, int], list[Mixer]]] = MappingProxyTyp
         "qwen3_moe": _qwen3,
         "qwen3_next": _qwen3_next,
         "mixtral": _plain,
-        "olmoe": _olmoe,
+        "olmoe": partial(_plain, norms="full"),
         "deepseek_v2": _latent,
         "deepseek_v3": _latent,
         "kimi_k2": _latent,  # DeepSeek-V3's class, other sizes
@@ -260,8 +248,8 @@ FAMILIES: Mapping[str, Callable[[Settings, int], list[Mixer]]] = MappingProxyTyp
         "granitemoeshared": _plain,
         "phimoe": _phimoe,
         "ernie4_5_moe": _ernie,
-        "hunyuan_v1_moe": _hunyuan,
-        "minimax_m2": _minimax_m2,
+        "hunyuan_v1_moe": partial(_plain, norms="head"),
+        "minimax_m2": partial(_plain, norms="full", qkv_bias=False, o_bias=False),
         "llama4_text": _llama4,
     }
 )

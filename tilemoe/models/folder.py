@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tilemoe.checks import expand_user
 from tilemoe.config import ModelConfig
 from tilemoe.models.flops import count_parameters
 from tilemoe.models.hf_config import config_from_hf
@@ -23,7 +24,7 @@ def find_folder(option: str, name: str, files: Sequence[str] = _HUB_FILES) -> Pa
     Raises:
         ValueError: there is no such folder, and no such model can be had.
     """
-    folder = Path(name).expanduser()
+    folder = expand_user(name)
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -14,6 +14,8 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.runtime.tensors import require_generator, require_tensor
 
+_LEAST_TEMPERATURE = 1e-30  # by less, fp32 logits are divided to infinity; the likeliest token is alone long before
+
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # each token meets another length, for which compiled blocks would recompile
@@ -73,7 +75,7 @@ def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
     """(B, 1) token ids drawn by logits (B, V)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / max(temperature, _LEAST_TEMPERATURE)
     if 0 < top_k < logits.shape[-1]:
         best = logits.topk(top_k, dim=-1)
         choice = torch.multinomial(torch.softmax(best.values, dim=-1), 1, generator=generator)

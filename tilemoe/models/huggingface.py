@@ -117,7 +117,7 @@ def save_hf(
         >>> sorted(path.name for path in Path("exported").iterdir())
         ['config.json', 'generation_config.json', 'model.safetensors']
     """
-    out = Path(folder).expanduser()
+    out = require_path("folder", folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"folder {out} exists and is not an empty folder; choose another")
     with staged_folder(out) as partial:
@@ -156,7 +156,7 @@ def load_hf(
         >>> tilemoe.load_hf("folder", dtype=torch.bfloat16).embed.weight.shape
         torch.Size([64, 32])
     """
-    path = require_path("folder", folder).expanduser()
+    path = require_path("folder", folder)
     require_factory(device, dtype, FLOAT_DTYPES)
     config = read_config(path)
     model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")

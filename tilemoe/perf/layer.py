@@ -5,6 +5,7 @@ T tokens · R routed rows
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -35,6 +36,8 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
     Bytes, milliseconds, FLOP and FLOP/byte. ValueError for a dtype that the GPU has not.
     """
     wide = "bf16" if dtype == "fp8" else dtype  # what the other designs compute in where ours computes in FP8
+    steps = _steps(shape, gpu, dtype)
+    rooflines, predicted = sums(steps, "roofline_ms"), dict(zip(PARTS, layer_ms(shape, gpu, dtype), strict=True))
     return {
         "shape": {**asdict(shape), "num_rows": shape.num_rows, "dtype": dtype},
         "gpu": _gpu(gpu, dtype),
@@ -49,10 +52,16 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
             "backward_peak_bytes": backward_peak_bytes(shape),
         },
         "padding": {"tile_rows": row_tile(shape, gpu), "waste": padding_waste(shape, row_tile(shape, gpu))},
-        "steps": _steps(shape, gpu, dtype),
-        "times": _times(shape, gpu, dtype),
+        "steps": steps,
+        "times": {part: {"roofline_ms": rooflines[part], "predicted_ms": predicted[part]} for part in PARTS},
         "others": {name: _other(style(shape), gpu, wide) for name, style in STYLES.items()},
     }
+
+
+def sums(steps: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """Of all steps that have ``key``, by part."""
+    known = [step for step in steps if key in step]
+    return {part: sum(step[key] for step in known if step["part"] == part) for part in PARTS}
 
 
 def _gpu(gpu: Gpu, dtype: str) -> dict[str, Any]:
@@ -94,43 +103,26 @@ def _cost(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
     }
 
 
-def _times(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, dict[str, float]]:
-    known, predicted = costs(shape, dtype), layer_ms(shape, gpu, dtype)
-    rooflines = [
-        sum(known[step].roofline_ms(gpu.ceilings(operand_dtype(step, dtype))) for step in steps if step in known)
-        for steps in (LAYER_FORWARD, LAYER_BACKWARD)
-    ]
-    return {
-        part: {"roofline_ms": roofline, "predicted_ms": milliseconds}
-        for part, roofline, milliseconds in zip(PARTS, rooflines, predicted, strict=True)
-    }
-
-
 def _other(style: Style, gpu: Gpu, dtype: str) -> dict[str, Any]:
     """Another design's experts, without a router."""
-    parts = {"forward": style.forward, "backward": style.backward}
-    ceilings = gpu.ceilings(dtype)
+    steps = [
+        {
+            "step": name,
+            "part": part,
+            "dtype": dtype,
+            **_cost(step.cost, gpu.ceilings(dtype)),
+            "predicted_ms": step.predicted_ms(gpu, dtype),
+        }
+        for part, steps_of_part in zip(PARTS, (style.forward, style.backward), strict=True)
+        for name, step in steps_of_part.items()
+    ]
     return {
         "saved_bytes": style.saved_bytes,
         "forward_peak_bytes": style.forward_peak_bytes,
         "backward_peak_bytes": style.backward_peak_bytes,
         "padding": {"tile_rows": style.tile_rows, "waste": style.padding_waste},
-        "moved_bytes": {part: sum(step.cost.bytes for step in steps.values()) for part, steps in parts.items()},
-        "roofline_ms": {
-            part: sum(step.cost.roofline_ms(ceilings) for step in steps.values()) for part, steps in parts.items()
-        },
-        "predicted_ms": {
-            part: sum(step.predicted_ms(gpu, dtype) for step in steps.values()) for part, steps in parts.items()
-        },
-        "steps": [
-            {
-                "step": name,
-                "part": part,
-                "dtype": dtype,
-                **_cost(step.cost, ceilings),
-                "predicted_ms": step.predicted_ms(gpu, dtype),
-            }
-            for part, steps in parts.items()
-            for name, step in steps.items()
-        ],
+        "moved_bytes": sums(steps, "bytes"),
+        "roofline_ms": sums(steps, "roofline_ms"),
+        "predicted_ms": sums(steps, "predicted_ms"),
+        "steps": steps,
     }

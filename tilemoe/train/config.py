@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from tilemoe.checks import require_fields, require_text
+from tilemoe.checks import expand_user, require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 
 _FP8_MULTIPLE = 16  # what an FP8 product's sizes must be multiples of
@@ -26,9 +26,9 @@ def default_cache_dir() -> Path:
     """``$TILEMOE_CACHE``, else ``$XDG_CACHE_HOME/tilemoe``, else ``~/.cache/tilemoe``."""
     explicit = os.environ.get("TILEMOE_CACHE")
     if explicit:
-        return Path(explicit).expanduser()
+        return expand_user(explicit)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tilemoe"
+    return (Path(base) if base else expand_user("~/.cache")) / "tilemoe"
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class DataConfig:
                 raise ValueError(
                     f"data.sources: {source!r} must be PATH=WEIGHT with a weight > 0, as in {corpus or source}=1"
                 )
+        if not math.isfinite(total := sum(weight for _, weight in self.weight_of_corpus)):
+            raise ValueError(f"data.sources: the weights add up to {total}; give smaller ones")
         if self.sources and self.tokenizer.startswith("bpe:"):
             raise ValueError(
                 f"data.tokenizer {self.tokenizer!r} is trained on one corpus, and data.sources are several; give "
@@ -85,7 +87,7 @@ class DataConfig:
 
     @property
     def cache_path(self) -> Path:
-        return default_cache_dir() if self.cache_dir is None else Path(self.cache_dir).expanduser()
+        return default_cache_dir() if self.cache_dir is None else expand_user(self.cache_dir)
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,10 @@ class TrainConfig:
         if not isinstance(self.sample_prompt, str) or (self.sample_tokens and not self.sample_prompt):
             raise ValueError(f"train.sample_prompt must be a non-empty text, got {self.sample_prompt!r}")
 
+    @property
+    def out_path(self) -> Path:
+        return expand_user(self.out_dir)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -303,7 +309,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     """The packaged recipe of that name, or the one in a ``.json`` file."""
     text = str(name_or_path)
     if text.endswith(".json"):
-        path = Path(text).expanduser()
+        path = expand_user(text)
         if not path.is_file():
             raise ValueError(
                 f"recipe: no file {path}; give an existing .json file or one of {', '.join(list_recipes())}"

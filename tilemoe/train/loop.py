@@ -110,7 +110,7 @@ class Trainer:
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.recipe.train.out_dir).expanduser()
+        return self.recipe.train.out_path
 
     def autocast(self) -> AbstractContextManager[object]:
         """bf16 over fp32 weights. Weights that FSDP gathers in bf16 need none, and from PyTorch 2.12 on their norms

@@ -50,7 +50,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON ({error}); {fix}") from error
-            if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
+            if not isinstance(record, dict) or "kind" not in record or not isinstance(record.get("step"), int):
                 raise ValueError(f"{where} is not a record of a run; {fix}")
             end += len(line)
             yield record, end

@@ -41,24 +41,19 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices: list[Tensor] = []
-    groups: tuple[list[Tensor], list[Tensor]] = ([], [])
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if config.name == "muon" and is_for_muon(name, parameter, embeddings):
             matrices.append(parameter)
         else:
-            groups[0 if decays(name, parameter, embeddings) else 1].append(parameter)
+            (decayed if decays(name, parameter, embeddings) else others).append(parameter)
+    of_adamw = [adamw_group(decayed, config, config.weight_decay), adamw_group(others, config, 0.0)]
     if config.name == "muon":
-        decayed, others = adamw_group(groups[0], config, config.weight_decay), adamw_group(groups[1], config, 0.0)
-        return MuonWithAdamW([muon_group(matrices, config), decayed, others])
-    return torch.optim.AdamW(
-        [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+        return MuonWithAdamW([muon_group(matrices, config), *of_adamw])
+    return torch.optim.AdamW(of_adamw)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

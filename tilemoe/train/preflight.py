@@ -37,7 +37,7 @@ def require_prompt(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
 
 def _require_folder(recipe: Recipe) -> None:
-    folder = Path(recipe.train.out_dir).expanduser().absolute()
+    folder = recipe.train.out_path.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"train.out_dir {folder}: {there} is a file; choose another --train.out-dir")

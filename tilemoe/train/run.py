@@ -138,7 +138,7 @@ def train(
     if recipe.lora is not None and checkpoint is None and init_from is None:
         raise ValueError("lora: adapters need weights to adapt; add --init-from FOLDER, or leave --lora.* out")
     reporter = make_reporter(recipe.train.log_every, job)
-    run_dir = Path(recipe.train.out_dir).expanduser()
+    run_dir = recipe.train.out_path
     recipe.parallel_for(job.world_size)
     for line in require_resumable(recipe, checkpoint, job.world_size) if checkpoint else ():
         reporter.say(f"note: {line}")

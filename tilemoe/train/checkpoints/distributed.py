@@ -31,7 +31,7 @@ from tilemoe.train.checkpoints.folder import (
 from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank, first_failure
-from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, seen
+from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, of_all_ranks, seen
 
 _VERIFIED_WITHIN = timedelta(days=1)  # a checkpoint of terabytes takes hours
 
@@ -80,7 +80,7 @@ class PendingCheckpoint:
         with self._errors_in_one_line():
             self._written.result()
             own = file_entries(files_of_rank(self._temporary, dist.get_rank()))
-            entries_of_ranks: list[dict[str, Any]] = _of_ranks(own)
+            entries_of_ranks: list[dict[str, Any]] = of_all_ranks(own)
             hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
             # Rank 0 looks for the files of all, the others for its own: they are in one folder then.
             _require_seen(self._temporary, hashed if dist.get_rank() == 0 else entries_of_ranks[0])
@@ -116,12 +116,6 @@ def verify_by_first_rank(path: Path) -> None:
     dist.destroy_process_group(patient)
 
 
-def _of_ranks(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _require_seen(folder: Path, entries: dict[str, Any]) -> None:
     """OSError in every process, where one does not see its ``entries`` of the manifest with their sizes in time."""
 
@@ -130,7 +124,7 @@ def _require_seen(folder: Path, entries: dict[str, Any]) -> None:
         return next((name for name, entry in entries.items() if sizes.get(name) != entry["bytes"]), None)
 
     missing = None if seen(lambda: unseen() is None, SEEN_WITHIN_SECONDS) else unseen()
-    for rank, name in enumerate(_of_ranks(missing)):
+    for rank, name in enumerate(of_all_ranks(missing)):
         if name is not None:
             raise OSError(f"rank {rank} does not see all of {name}; all hosts must share the folder")
 

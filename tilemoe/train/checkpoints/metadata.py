@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -85,12 +85,14 @@ def _require_within(folder: Path, part: _StorageInfo) -> None:
 
 
 class MetadataReader(FileSystemReader):
-    """torch's reader of tensors, with `read_metadata` for its metadata."""
+    """torch's reader of tensors, with `read_metadata` for its metadata. ``tensors``: shape and dtype of each."""
 
     def __init__(self, folder: Path) -> None:
         """ValueError: as `read_metadata`."""
         super().__init__(str(folder))
         self.metadata = read_metadata(folder)
+        # `read_metadata` has refused all else.
+        self.tensors = cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)

@@ -108,7 +108,6 @@ class Restored:
     checkpoint: Checkpoint
     model: DecoderLM
     tokenizer: Tokenizer
-    device: torch.device
 
 
 def restore_model(path: Path, device_name: str) -> tuple[DecoderLM, Tokenizer]:
@@ -147,4 +146,4 @@ def _restore(path: Path, device_name: str) -> Restored:
     model = make_decoder(checkpoint.state.recipe)
     checkpoint.load_model(model)
     model.to(device).eval()
-    return Restored(checkpoint, model, load_tokenizer(checkpoint.tokenizer_spec), device)
+    return Restored(checkpoint, model, load_tokenizer(checkpoint.tokenizer_spec))

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
@@ -69,24 +68,21 @@ def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     """Also the optimiser's state and, of a rank that was there when it was written, torch's random numbers."""
     rank = _rank()
     reader = MetadataReader(folder)
-    stored = reader.metadata.state_dict_metadata
     model_tensors = _model_tensors(model)
     parameters = {_OPTIMIZER + name: parameter for name, parameter in model.named_parameters()}
-    state: dict[str, Tensor] = {}
-    for name, entry in stored.items():
-        if name.startswith(_OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
-            state[name] = _room(name, parameters, entry.size, entry.properties.dtype)
-    random = {
-        name: torch.empty(_random_size(name, entry.size), dtype=torch.uint8)
-        for name, entry in stored.items()
-        if name in (f"{_RNG_CPU}{rank}", f"{_RNG_CUDA}{rank}") and isinstance(entry, TensorStorageMetadata)
+    state = {
+        name: _room(name, parameters, entry.size, entry.properties.dtype)
+        for name, entry in reader.tensors.items()
+        if name.startswith(_OPTIMIZER)
     }
+    setters = {f"{_RNG_CPU}{rank}": torch.set_rng_state}
+    if torch.cuda.is_available():
+        setters[f"{_RNG_CUDA}{rank}"] = torch.cuda.set_rng_state
+    random = {name: _random_room(name, reader.tensors[name].size) for name in setters if name in reader.tensors}
     _read(reader, {**model_tensors, **state, **random})
     load_optimizer_tensors(model, optimizer, {name.removeprefix(_OPTIMIZER): t for name, t in state.items()})
-    if f"{_RNG_CPU}{rank}" in random:
-        set_random(f"{_RNG_CPU}{rank}", random[f"{_RNG_CPU}{rank}"], torch.set_rng_state)
-    if f"{_RNG_CUDA}{rank}" in random and torch.cuda.is_available():
-        set_random(f"{_RNG_CUDA}{rank}", random[f"{_RNG_CUDA}{rank}"], torch.cuda.set_rng_state)
+    for name, tensor in random.items():
+        set_random(name, tensor, setters[name])
 
 
 def set_random(name: str, state: Any, setter: Callable[[Any], None]) -> None:
@@ -115,10 +111,10 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int], dty
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-def _random_size(name: str, size: Sequence[int]) -> tuple[int, ...]:
+def _random_room(name: str, size: Sequence[int]) -> Tensor:
     if math.prod(size) > _MOST_RANDOM_BYTES:
         raise ValueError(f"checkpoint: {name} claims {math.prod(size)} bytes; no state of random numbers has as many")
-    return tuple(size)
+    return torch.empty(tuple(size), dtype=torch.uint8)
 
 
 def _model_tensors(model: nn.Module, absent: Container[str] = ()) -> dict[str, Tensor]:

@@ -67,8 +67,7 @@ def require_shared(run_dir: Path, job: Job, timeout: float) -> None:
         (folder / word[0]).touch()
     dist.broadcast_object_list(word, src=0)
     problem = None if job.is_first else _problem(folder, word[0], job, min(timeout, SEEN_WITHIN_SECONDS))
-    problems: list[str | None] = [None] * job.world_size
-    dist.all_gather_object(problems, problem)
+    problems = of_all_ranks(problem)
     if job.is_first:
         discard(folder)
     for rank, found in enumerate(problems):
@@ -86,6 +85,13 @@ def _problem(folder: Path, word: str, job: Job, seconds: float) -> str | None:
     except OSError as error:
         return f"on {platform.node()} cannot write there ({error.strerror or error})"
     return None
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """A small picklable ``value`` of each process, by rank; all call it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def seen(look: Callable[[], bool], seconds: float) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from tilemoe.train.job.agreement import DisagreementError, require_same
+from tilemoe.train.job.agreement import DisagreementError, of_all_ranks, require_same
 from tilemoe.train.job.processes import Job, JobError
 from tilemoe.train.job.signals import ignore_sigterm
 from tilemoe.train.job.watch import GO_ON, GRACE, Progress, Watch
@@ -117,12 +117,8 @@ def values_of_processes(values: Tensor, job: Job) -> list[list[float]]:
 
 
 def objects_of_processes(value: Any, job: Job) -> list[Any]:
-    """A small picklable ``value`` of each process, by rank; all call it."""
-    if job.is_alone:
-        return [value]
-    gathered: list[Any] = [None] * job.world_size
-    dist.all_gather_object(gathered, value)
-    return gathered
+    """As `of_all_ranks`, also of a process alone."""
+    return [value] if job.is_alone else of_all_ranks(value)
 
 
 def store_of_attempt(job: Job, timeout: int) -> Store:

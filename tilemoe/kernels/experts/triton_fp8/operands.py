@@ -17,9 +17,9 @@ from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import WEIGHTS
 from tilemoe.kernels.experts.triton_fp8.quantize import dense_rows_launch, rows_launch, weight_launch
 from tilemoe.runtime.device import gpu
-from tilemoe.runtime.kept import kept_while_weights_stand
 from tilemoe.runtime.launch_trace import recorder
 from tilemoe.runtime.precompile import withholds_values
+from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
 
 _MIN_CAPABILITY = 89  # Ada's are the first instructions that multiply e4m3, and convert to it
 
@@ -66,7 +66,7 @@ def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """A weight (E, p, q) as what is contiguous along ``contracted``, 1 or 2, unless it is quantised already.
 
     It is kept until the weight is written to, as PyTorch counts it: by the optimiser's step, not through ``.data``.
-    Among processes it is kept while `weights_stand`. A 16-bit weight that will be trained is quantised for both
+    Among processes it is kept within `weights_unchanged`. A 16-bit weight that will be trained is quantised for both
     contractions at once.
     """
     if isinstance(weight, Operand):
@@ -113,4 +113,4 @@ def _cache(weight: Tensor) -> WeakTensorKeyDictionary | None:
     """
     if not weight.is_leaf or weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    return kept_while_weights_stand() if dist.is_available() and dist.is_initialized() else _KEPT
+    return cache_of_unchanged_weights() if dist.is_available() and dist.is_initialized() else _KEPT

@@ -11,7 +11,7 @@ _SPANS: list[WeakTensorKeyDictionary] = []  # of the process: the threads of its
 
 
 @contextmanager
-def weights_stand() -> Iterator[None]:
+def weights_unchanged() -> Iterator[None]:
     """Within the block no weight's values change, in whichever process; what is kept of them ends with it.
 
     FSDP's gathers write to weights and leave their version counters; until the optimiser's step they write the same.
@@ -23,6 +23,6 @@ def weights_stand() -> Iterator[None]:
         _SPANS.pop()
 
 
-def kept_while_weights_stand() -> WeakTensorKeyDictionary | None:
-    """By weight; None outside of `weights_stand`."""
+def cache_of_unchanged_weights() -> WeakTensorKeyDictionary | None:
+    """By weight; None outside of `weights_unchanged`."""
     return _SPANS[-1] if _SPANS else None
