@@ -256,6 +256,12 @@ def test_options_of_rounding_round_where_the_recipe_does_not(recipe_file: Path, 
         (["eval", "--checkpoint", "x", "--seq-len", "0"], "--seq-len must be >= 1, got 0"),
         (["eval", "--checkpoint", "x", "--heldout-every", "1"], "--heldout-every must be >= 2, got 1"),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--temperature", "-1"], "--temperature must be"),
+        (["generate", "--checkpoint", "x", "--prompt", "x", "--top-k", "-1"], "--top-k must be >= 0, got -1"),
+        (["generate", "--checkpoint", "x", "--prompt", "x", "--seed", "-1"], "--seed must be >= 0 and below 2**64"),
+        (
+            ["generate", "--checkpoint", "x", "--prompt", "x", "--seed", str(2**64)],
+            "--seed must be >= 0 and below 2**64",
+        ),
         (["generate", "--checkpoint", "x", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
     ],
 )

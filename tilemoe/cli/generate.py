@@ -27,8 +27,10 @@ class GenerateOptions:
             raise ValueError(f"--max-new-tokens must be >= 1, got {self.max_new_tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature must be a finite number >= 0, got {self.temperature}")
-        if self.top_k < 0 or self.seed < 0:
-            raise ValueError(f"--top-k and --seed must be >= 0, got {self.top_k} and {self.seed}")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k must be >= 0, got {self.top_k}")
+        if not 0 <= self.seed < 2**64:  # what a torch.Generator takes
+            raise ValueError(f"--seed must be >= 0 and below 2**64, got {self.seed}")
 
 
 def run(arguments: Sequence[str]) -> None:
