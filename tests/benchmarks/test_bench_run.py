@@ -165,6 +165,12 @@ def test_the_script_passes_on_what_the_package_measures(monkeypatch: pytest.Monk
         (("layer", "--modes", "brisk"), "--modes of layer are burst, sustained, alone; got 'brisk'"),
         (("kernels", "--modes", "alone"), "--modes of kernels are burst, sustained; got 'alone'"),
         (("layer", "--kernels", "triton"), "name the backend of bench layer in --peers 'tilemoe[triton]'"),
+        (("kernels", "--peers", "tilemoe", "--cases", "x"), "--peers is for bench layer and step; name the backend of"),
+        (("kernels", "--peers", "", "--cases", "x"), "--peers is for bench layer and step"),
+        (("step", "--kernels", "triton"), "name the backend of bench step in --peers 'tilemoe[triton]'"),
+        (("step", "--modes", "alone"), "--modes of step are burst, sustained; got 'alone'"),
+        (("layer", "--seconds", "nan", "--cases", "x"), "--seconds must be a number >= 0, got nan"),
+        (("step", "--seconds", "-1", "--cases", "x"), "--seconds must be a number >= 0, got -1.0"),
         (("everything",), "everything"),
     ],
 )

@@ -138,6 +138,17 @@ def test_generate_continues_the_prompt(finished: Path, run: Run) -> None:
     assert greedy[0] == greedy[1]
 
 
+def test_generate_says_that_the_context_is_full(finished: Path, run: Run) -> None:
+    arguments = ("generate", "--checkpoint", finished, "--prompt", " " * 30, "--temperature", "0")
+    status, out, err = run(*arguments, "--max-new-tokens", "2")
+    assert (status, err) == (0, "")
+    assert run(*arguments) == (
+        0,
+        out,
+        "note: 2 of 200 new tokens; with the prompt they fill the 32 that the model takes\n",
+    )
+
+
 def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_path: Path, run: Run) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

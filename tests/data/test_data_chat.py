@@ -14,7 +14,7 @@ import tokenizers
 from helpers import raises_one_line
 from transformers import AutoTokenizer
 
-from tilemoe.data import PackedDocuments, Prepared, TokenShards, prepare, prepare_chat
+from tilemoe.data import PackedDocuments, Prepared, TokenShards, chat_cache, prepare, prepare_chat
 from tilemoe.data.chat_template import ChatEncoder, read_chat_template
 from tilemoe.data.conversations import CHAT_SUFFIXES, Conversation, read_examples
 from tilemoe.data.corpus import open_corpus
@@ -113,6 +113,50 @@ def test_a_chat_template_gives_transformers_ids(template: str, end: str, tmp_pat
     assert learnt_texts(tokenizer, ids, learnt) == [f"Yo!{end}", f"é{end}"]
 
 
+def with_weights(*weights: Any) -> dict[str, Any]:
+    """Questions and as many answers, with these weights."""
+    turns = [(ASK, {"role": "assistant", "content": f"a{i}", "weight": weight}) for i, weight in enumerate(weights)]
+    return {"messages": [turn for pair in turns for turn in pair]}
+
+
+def test_a_turn_of_weight_0_is_given_and_not_learnt(tmp_path: Path) -> None:
+    rows = [with_weights(1, 1, None), with_weights(0, 1, None), with_weights(1, 1.0, 0.0)]
+    data = prepared(
+        write_lines(tmp_path / "a.jsonl", rows[:2] * 2 + rows[2:] * 2), tmp_path, heldout_every=6, seq_len=80
+    )
+    text = b"user:\nHi\n\nassistant:\na0\0user:\nHi\n\nassistant:\na1\0user:\nHi\n\nassistant:\na2"
+    learnt = [b"a0\0a1\0", b"a0\0a1\0a2\0", b"a0\0a1\0a2\0", b"a1\0a2\0", b"a1\0a2\0"]
+    assert documents_of(data.train) == [(text, each) for each in learnt]
+
+
+@pytest.mark.parametrize(("template", "end"), [(MARKED, "<|im_end|>"), (UNMARKED, "<|im_end|>\n")])
+def test_a_chat_template_learns_no_turn_of_weight_0(template: str, end: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "base", template)))
+    encoder, everything = ChatEncoder(tokenizer), (1, 1, 1)
+    whole, _ = encoder.encode(Conversation("a:1", tuple(with_weights(*everything)["messages"])))
+    for weights in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 1, 0), (0, 0, None), everything):
+        ids, learnt = encoder.encode(Conversation("a:1", tuple(with_weights(*weights)["messages"])))
+        assert ids.tolist() == whole.tolist()
+        assert learnt_texts(tokenizer, ids, learnt) == [f"a{i}{end}" for i in range(3) if weights[i] != 0]
+
+
+def test_a_template_that_marks_the_last_turn_alone_cannot_tell_weights(tmp_path: Path) -> None:
+    last_alone = MARKED.replace("m.role == 'assistant'", "loop.last")
+    path = write_tokenizer(tmp_path / "base", last_alone)
+    good = prepared(write_lines(tmp_path / "a.jsonl", [with_weights(1, 1)] * 2), tmp_path, str(path))
+    assert good.train.num_targets == 3
+    with raises_one_line(r"b\.jsonl:1: the chat template marks 1 runs of words of 2 assistant's turns"):
+        prepared(write_lines(tmp_path / "b.jsonl", [with_weights(1, 0)] * 2), tmp_path, str(path))
+
+
+def test_shards_of_other_rules_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_lines(tmp_path / "a.jsonl", [CHAT] * 2)
+    before = prepared(rows, tmp_path).train.directory
+    assert prepared(rows, tmp_path).train.directory == before
+    monkeypatch.setattr(chat_cache, "_VERSION", chat_cache._VERSION + 1)
+    assert prepared(rows, tmp_path).train.directory != before
+
+
 @pytest.mark.parametrize(("template", "end"), [(MARKED, "<|im_end|>"), (UNMARKED, "<|im_end|>\n")])
 def test_whitespace_is_learnt_whatever_the_tokenizer_says_of_its_place(template: str, end: str, tmp_path: Path) -> None:
     """Those of OLMoE and Llama 3 trim whitespace from the offsets of tokens; a token of spaces alone then has none."""
@@ -191,6 +235,12 @@ def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"messages": [ASK, {"role": "assistant", "content": " "}]}, r"messages\[1\]: the assistant's turn is empty"),
         ({"messages": [ASK, {"role": "assistant", "content": "\0"}]}, r"messages\[1\]: the assistant's turn is empty"),
         ({"messages": [ANSWER, ASK]}, r"messages\[0\]: the assistant speaks first"),
+        (with_weights(1, 2), r"messages\[3\]: 'weight' must be 0 \(not learnt\) or 1, got 2"),
+        (with_weights(0.5), r"messages\[1\]: 'weight' must be 0"),
+        (with_weights("0"), r"messages\[1\]: 'weight' must be 0 \(not learnt\) or 1, got '0'"),
+        (with_weights(True), r"messages\[1\]: 'weight' must be 0"),
+        (with_weights(0, 0), "every assistant's turn has weight 0, so nothing to learn"),
+        ({"messages": [{**ASK, "weight": 1}, ANSWER]}, r"messages\[0\]: 'weight' is 1, but only the assistant's turns"),
     ],
 )
 def test_a_bad_line_is_named(row: Any, message: str, tmp_path: Path) -> None:

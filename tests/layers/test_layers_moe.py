@@ -4,13 +4,16 @@ T tokens · d hidden_size · E experts · K experts per token
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import raises_one_line, saved_tensors
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tilemoe
@@ -370,3 +373,32 @@ def test_a_layer_under_vmap_or_func_says_what_to_do_instead(rounding: TokenRound
     # Without a transform, weights of one's own are ordinary.
     out = torch.func.functional_call(layer, {name: 2 * tensor for name, tensor in weights.items()}, (x[0],))
     assert not torch.equal(out.hidden, layer(x[0]).hidden)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)], ids=str)
+@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+def test_the_output_of_a_layer_given_to_fsdp_may_be_changed_in_place(
+    shape: tuple[int, ...], options: dict[str, Any], mesh: DeviceMesh
+) -> None:
+    """FSDP2 hangs the gather for the backward on the output, and warns of a view, which would lose it."""
+    layer, x = make(**options), torch.randn(shape)
+    whole = copy.deepcopy(layer)
+    fully_shard(layer, mesh=mesh)
+    for each in (layer, whole):
+        hidden = each(x).hidden
+        assert hidden.shape == shape
+        assert not hidden._is_view()
+        hidden *= 2
+        hidden.square().sum().backward()
+    for sharded, parameter in zip(layer.parameters(), whole.parameters(), strict=True):
+        if parameter.grad is not None:
+            assert_equal(sharded.grad.full_tensor(), parameter.grad)

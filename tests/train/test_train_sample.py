@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 from tilemoe.data import load_tokenizer
 from tilemoe.train import sample
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import Recipe
-from tilemoe.train.sample import continue_text, printable
+from tilemoe.train.sample import continue_text, printable, prompt_ids
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,44 @@ def test_prompts_that_do_not_fit(dense_recipe: Recipe) -> None:
         continue_text(model, tokenizer, "", 3, **options)
     with pytest.raises(ValueError, match="shorten it"):
         continue_text(model, tokenizer, "x" * 16, 3, **options)
-    assert continue_text(model, tokenizer, "x" * 15, 99, **options).startswith("x" * 15)
+    assert continue_text(model, tokenizer, "x" * 15, 99, **options).text.startswith("x" * 15)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sampled", "expected"),
+    [
+        (3, b"abc", (3, False)),
+        (6, b"abcdef", (6, False)),
+        (7, b"abcdef", (6, True)),
+        (7, b"abc\0ef", (3, False)),  # the end was there before the context was full
+    ],
+)
+def test_a_text_that_the_context_cuts_says_so(
+    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, asked: int, sampled: bytes, expected: tuple[int, bool]
+) -> None:
+    def fake(model: object, ids: torch.Tensor, count: int, **options: object) -> torch.Tensor:
+        assert count == len(sampled)
+        return torch.cat([ids, torch.tensor([list(sampled)])], dim=1)
+
+    monkeypatch.setattr(sample, "generate", fake)
+    model, tokenizer = build_model(dense_recipe, CPU), load_tokenizer("bytes")
+    found = continue_text(model, tokenizer, "x" * 10, asked, temperature=0.0, top_k=0, seed=0)
+    assert found == ("x" * 10 + sampled.partition(b"\0")[0].decode(), *expected)
+
+
+def test_a_prompt_of_spaces_is_continued(tmp_path: Path, dense_recipe: Recipe) -> None:
+    """Some tokenizers see nothing in them; then a document begins."""
+    assert prompt_ids(load_tokenizer("bytes"), "  ", 16, "prompt") == [32, 32]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="<|endoftext|>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    blind = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert prompt_ids(blind, " \n", 16, "prompt") == [0]
+    options: dict[str, object] = {"temperature": 0.0, "top_k": 0, "seed": 0}
+    assert continue_text(build_model(dense_recipe, CPU), blind, " ", 2, **options).text in ("", "a", "aa", "a a")
+    for empty in ("", "\0"):
+        with pytest.raises(ValueError, match="no tokens"):
+            prompt_ids(blind, empty, 16, "prompt")
 
 
 def test_ids_that_the_tokenizer_lacks_are_not_sampled(dense_recipe: Recipe) -> None:
@@ -37,7 +75,7 @@ def test_ids_that_the_tokenizer_lacks_are_not_sampled(dense_recipe: Recipe) -> N
         {"temperature": 1.0, "top_k": 40},
         {"temperature": 1.0, "top_k": 0},
     ):
-        assert continue_text(model, tokenizer, "ab", 9, seed=0, **options).startswith("ab")
+        assert continue_text(model, tokenizer, "ab", 9, seed=0, **options).text.startswith("ab")
 
 
 def test_a_text_ends_with_the_document_or_with_the_turn(
@@ -57,7 +95,7 @@ def test_a_text_ends_with_the_document_or_with_the_turn(
         monkeypatch.setattr(
             sample, "generate", lambda m, ids, *_, text=text, **__: torch.tensor([list(b"x" + text.encode())])
         )
-        assert continue_text(model, tokenizer, "x", 5, **options) == expected
+        assert continue_text(model, tokenizer, "x", 5, **options).text == expected
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

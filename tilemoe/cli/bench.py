@@ -15,6 +15,7 @@ from tilemoe.cli.parsing import parse
 _MODES = MappingProxyType(
     {"layer": ("burst", "sustained", "alone"), "kernels": ("burst", "sustained"), "step": ("burst", "sustained")}
 )
+_PEERS = "tilemoe"
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class BenchOptions:
     what: Positional[Literal["layer", "kernels", "step"]]  # what is measured
     cases: str = "main"  # "main", "all", names of cases separated by commas, or a .json file of sizes
     # Of tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe and grouped_mm, separated by commas; one that cannot be
-    # imported is left out. The first is what the others are compared to.
-    peers: str = "tilemoe"
+    # imported is left out. The first is what the others are compared to. Of bench layer and step; default: tilemoe.
+    peers: str | None = None
     modes: str = "burst,sustained"  # of burst, sustained and, for layer, alone: GPU time without the host's
     rounds: int = 7  # interleaved, in changing order
     kernels: str | None = None  # of bench kernels: the backend whose are timed; default: the one that is chosen
@@ -45,6 +46,10 @@ def run(arguments: Sequence[str]) -> None:
             f"--kernels is for bench kernels; name the backend of bench {options.what} in --peers "
             f"'tilemoe[{options.kernels}]'"
         )
+    if options.peers is not None and options.what == "kernels":
+        raise ValueError("--peers is for bench layer and step; name the backend of bench kernels in --kernels")
+    if not options.seconds >= 0:
+        raise ValueError(f"--seconds must be a number >= 0, got {options.seconds}")
     shapes = cases.find(options.cases)
 
     import torch
@@ -54,5 +59,6 @@ def run(arguments: Sequence[str]) -> None:
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = Settings(device, options.peers.split(","), modes, options.rounds, options.kernels)
+    peers = _PEERS if options.peers is None else options.peers
+    settings = Settings(device, peers.split(","), modes, options.rounds, options.kernels)
     each_case(options.what, shapes, settings, options.seconds)

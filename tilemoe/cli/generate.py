@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,7 @@ class GenerateOptions:
 
     checkpoint: str  # a run's folder (its newest checkpoint), a step_* folder, transformers' folder, a name on the hub
     prompt: str  # the text to continue
-    max_new_tokens: int = 200
+    max_new_tokens: int = 200  # fewer where a document ends, or the model's context is full
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 40  # sample among the K likeliest tokens only; 0: among all
     seed: int = 0
@@ -38,7 +39,7 @@ def run(arguments: Sequence[str]) -> None:
     from tilemoe.train.sample import continue_text
 
     model, tokenizer = restore_model(find_folder("--checkpoint", options.checkpoint), options.device)
-    text = continue_text(
+    found = continue_text(
         model,
         tokenizer,
         options.prompt,
@@ -47,4 +48,10 @@ def run(arguments: Sequence[str]) -> None:
         top_k=options.top_k,
         seed=options.seed,
     )
-    print(text)
+    print(found.text)
+    if found.is_cut:
+        print(
+            f"note: {found.new_tokens} of {options.max_new_tokens} new tokens; with the prompt they fill the "
+            f"{model.config.max_seq_len} that the model takes",
+            file=sys.stderr,
+        )

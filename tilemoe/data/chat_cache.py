@@ -16,6 +16,7 @@ from tilemoe.data.tokenizer import load_tokenizer
 
 TooLong = Literal["error", "skip", "truncate"]
 TOO_LONG = ("error", "skip", "truncate")
+_VERSION = 2  # of how lines become tokens: one more where the same line gives others
 _NAMED = 10  # examples too long, of which the notes give the place
 
 
@@ -45,7 +46,7 @@ def prepare_chat(
         tokenizer = load_tokenizer(tokenizer_spec)
         encoder = ChatEncoder(tokenizer)
         template = None if tokenizer.chat_template is None else tokenizer.chat_template.config()
-        made_from = ["chat", tokenizer.fingerprint, template, seq_len, heldout_every, too_long]
+        made_from = ["chat", _VERSION, tokenizer.fingerprint, template, seq_len, heldout_every, too_long]
 
         def write(writers: Writers) -> dict[str, Any]:
             return _write_examples(corpus, encoder, writers, seq_len, heldout_every, too_long)

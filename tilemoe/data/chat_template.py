@@ -4,12 +4,13 @@ n tokens of an example
 
 The plain template, of a tokenizer that has none: a turn is its role, a colon, a line end, its content and two line
 ends; an assistant's content is followed by the end-of-text token instead. An assistant's content and that token are
-learnt. What follows the last assistant's turn is left out.
+learnt, unless the turn's weight is 0. What follows the last assistant's turn is left out.
 Of a prompt and its completion, the completion and an end-of-text token after it are learnt, whatever the tokenizer.
 
 A chat template is a Jinja text that transformers applies. The words between ``{% generation %}`` and
 ``{% endgeneration %}`` are learnt; of a template without these, all that it writes of an assistant's turn after the
-words that ask for one (``add_generation_prompt``).
+words that ask for one (``add_generation_prompt``). Of a turn with weight 0 nothing is; a template that marks must then
+mark one run of words in each of the assistant's turns, by which these are told apart.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import processors
 
-from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example
+from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example, is_learnt
 
 if TYPE_CHECKING:
     from tilemoe.data.tokenizer import Tokenizer
@@ -35,6 +36,14 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 Encoded = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids (n,) and whether each is learnt (n,)
+
+
+class Piece(NamedTuple):
+    """A text of the plain template. ``ends``: the end-of-text token comes after it, learnt if the text is."""
+
+    text: str
+    ends: bool = False
+    is_learnt: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,7 @@ class ChatEncoder:
         ValueError naming the example: its template cannot take it, or learns nothing of it.
         """
         if isinstance(example, Completion):
-            pieces = [(example.prompt, False), (example.completion, True)]
-            encoded = self._encode_pieces(pieces)
+            encoded = self._encode_pieces([Piece(example.prompt), Piece(example.completion, ends=True, is_learnt=True)])
         elif self._template is None:
             encoded = self._encode_pieces(plain_pieces(example.messages))
         else:
@@ -104,14 +112,12 @@ class ChatEncoder:
             raise ValueError(f"{example.name}: no token to learn; correct the chat template, or remove the line")
         return encoded
 
-    def _encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> Encoded:
-        """Each piece's own tokens, so that none is partly learnt; what is learnt ends with the end-of-text token."""
+    def _encode_pieces(self, pieces: Sequence[Piece]) -> Encoded:
+        """Each piece's own tokens, so that none is partly learnt."""
         ids, learnt = [], []
-        for (_, is_learnt), found in zip(
-            pieces, self._tokenizer.encode_batch([text for text, _ in pieces]), strict=True
-        ):
-            ids.append(np.append(found, self._tokenizer.separator_id) if is_learnt else found)
-            learnt.append(np.full(ids[-1].size, is_learnt))
+        for piece, found in zip(pieces, self._tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
+            ids.append(np.append(found, self._tokenizer.separator_id) if piece.ends else found)
+            learnt.append(np.full(ids[-1].size, piece.is_learnt))
         return np.concatenate(ids), np.concatenate(learnt)
 
     def _apply(self, example: Conversation, template: ChatTemplate) -> Encoded:
@@ -119,7 +125,8 @@ class ChatEncoder:
         if _MARKED.search(template.source):
             options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
             found = self._render(example, messages, **options)
-            return np.asarray(found["input_ids"], np.int64), np.asarray(found["assistant_masks"], np.bool_)
+            marked = np.asarray(found["assistant_masks"], np.bool_)
+            return np.asarray(found["input_ids"], np.int64), _without_weightless(example, marked)
         text, spans = self._unmarked(example, messages)
         found = self._theirs(text, add_special_tokens=False, return_offsets_mapping=True)
         first, end = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2).T
@@ -129,11 +136,11 @@ class ChatEncoder:
         return np.asarray(found["input_ids"], np.int64), learnt
 
     def _unmarked(self, example: Conversation, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a template without marks, and [first, end) of the characters of each assistant's turn."""
+        """The text of a template without marks, and [first, end) of the characters of each turn to learn."""
         whole: str = self._render(example, messages, tokenize=False)
         spans = []
         for turn, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
+            if not is_learnt(message):
                 continue
             before: str = self._render(example, messages[:turn], tokenize=False, add_generation_prompt=True)
             after: str = self._render(example, messages[: turn + 1], tokenize=False)
@@ -155,13 +162,28 @@ class ChatEncoder:
             ) from error
 
 
-def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """(text, whether it is learnt) in turn, by the plain template."""
+def _without_weightless(example: Conversation, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """``marked`` (n,) without the runs of those of the assistant's turns whose weight is 0."""
+    are_learnt = [is_learnt(message) for message in example.messages if message["role"] == ASSISTANT]
+    if all(are_learnt):
+        return marked
+    begins = marked & ~np.append(False, marked[:-1])
+    if begins.sum() != len(are_learnt):
+        raise ValueError(
+            f"{example.name}: the chat template marks {begins.sum()} runs of words of {len(are_learnt)} assistant's "
+            "turns, so the one with weight 0 cannot be told; mark each turn's once, or leave 'weight' out"
+        )
+    run = np.cumsum(begins) - 1  # -1 before the first
+    return marked & np.array(are_learnt)[run]
+
+
+def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[Piece]:
+    """A conversation by the plain template."""
     pieces, given = [], ""
     for message in messages:
         given += f"{message['role']}:\n"
         if message["role"] == ASSISTANT:
-            pieces += [(given, False), (message["content"], True)]
+            pieces += [Piece(given), Piece(message["content"], ends=True, is_learnt=is_learnt(message))]
             given = ""
         else:
             given += f"{message['content']}\n\n"

@@ -3,6 +3,7 @@
 ``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}`` or
 ``{"prompt": "...", "completion": "..."}``, which one file may mix. Any line that is neither is an error, and so is one
 in which there is nothing to learn: no assistant's turn, or an empty one. "tools", too, which a template would not see.
+An assistant's turn with a "weight" of 0 is given and not learnt, as in OpenAI's format; of 1 it is learnt, as without.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class Completion:
 
 
 Example = Conversation | Completion
+
+
+def is_learnt(message: dict[str, Any]) -> bool:
+    """Whether a turn is one to learn: the assistant's, unless its weight is 0."""
+    return bool(message["role"] == ASSISTANT and message.get("weight") != 0)
 
 
 def read_examples(corpus: Corpus) -> Iterator[Example]:
@@ -84,7 +90,19 @@ def _messages(name: str, given: Any) -> tuple[dict[str, Any], ...]:
             raise ValueError(f"{where}: the assistant's turn is empty; fill it in or remove the line")
         if role == ASSISTANT and turn == 0:
             raise ValueError(f"{where}: the assistant speaks first; give the turn that it answers, or remove the line")
+        _check_weight(where, role, fields.get("weight"))
         messages.append({**fields, "content": content})
     if not any(message["role"] == ASSISTANT for message in messages):
         raise ValueError(f"{name}: no assistant's turn, so nothing to learn; add one or remove the line")
+    if not any(map(is_learnt, messages)):
+        raise ValueError(f"{name}: every assistant's turn has weight 0, so nothing to learn; remove the line")
     return tuple(messages)
+
+
+def _check_weight(where: str, role: str, weight: Any) -> None:
+    if weight is None:  # what a table of turns has where one has none
+        return
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ValueError(f"{where}: 'weight' must be 0 (not learnt) or 1, got {weight!r}; correct it or leave it out")
+    if role != ASSISTANT and weight == 1:
+        raise ValueError(f"{where}: 'weight' is 1, but only the assistant's turns are learnt; leave it out")

@@ -199,7 +199,9 @@ class MoE(nn.Module):
             hidden = hidden + self._shared_output(flat, self.shared)
         counts = routing.tokens_per_expert
         pairs = counts if routing.pairs_per_expert is None else routing.pairs_per_expert
-        return MoEOutput(hidden.view(x.shape), routing.aux_loss, counts, logits, pairs, routing.expert_ids)
+        if x.ndim != 2:  # no view: an in-place change of one would take FSDP2's hook on the layer's output with it
+            hidden = torch.ops.aten._unsafe_view.default(hidden, x.shape)
+        return MoEOutput(hidden, routing.aux_loss, counts, logits, pairs, routing.expert_ids)
 
     def _shared_output(self, x: Tensor, shared: MLP) -> Tensor:
         """(T, d) of the shared expert, times the sigmoid of each token's gate where there is one."""

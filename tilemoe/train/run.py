@@ -346,7 +346,7 @@ def _sample(trainer: Trainer, reporter: Reporter) -> str | None:
             temperature=_SAMPLE_TEMPERATURE,
             top_k=_SAMPLE_TOP_K,
             seed=recipe.train.seed,
-        )
+        ).text
     except ValueError as error:
         reporter.say(f"no sample: {error}")
         return None

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from tilemoe.data import Tokenizer
+from tilemoe.data.corpus import clean_text
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
+
+
+class Continuation(NamedTuple):
+    """A prompt and what follows it.
+
+    ``new_tokens``: how many were sampled before the end. ``is_cut``: the model's context was full before the end, and
+    before there were as many as were asked for.
+    """
+
+    text: str
+    new_tokens: int
+    is_cut: bool
 
 
 def continue_text(
@@ -18,13 +33,13 @@ def continue_text(
     temperature: float,
     top_k: int,
     seed: int,
-) -> str:
+) -> Continuation:
     """``prompt`` and up to ``max_new_tokens`` sampled tokens after it, up to the first of `Tokenizer.end_ids`.
 
     Stops early where ``model.config.max_seq_len`` is full. The same seed gives the same text on the same device.
 
     Raises:
-        ValueError: the prompt has no tokens, or fills the model's context.
+        ValueError: the prompt is empty, or fills the model's context.
     """
     ids = prompt_ids(tokenizer, prompt, model.config.max_seq_len, "prompt")
     room = model.config.max_seq_len - len(ids)
@@ -42,14 +57,18 @@ def continue_text(
     new = tokens[0, len(ids) :].tolist()
     ends = tokenizer.end_ids
     end = next((place for place, token in enumerate(new) if token in ends), len(new))
-    return printable(tokenizer.decode(ids + new[:end]))
+    is_cut = end == len(new) < max_new_tokens
+    return Continuation(printable(tokenizer.decode(ids + new[:end])), end, is_cut)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, max_seq_len: int, name: str) -> list[int]:
-    """The tokens of a prompt after which there is room for one more; ValueError, naming ``name``, if there is none."""
-    ids = [int(token) for token in tokenizer.encode(prompt)]
-    if not ids:
+    """The tokens of a prompt after which there is room for one more; ValueError, naming ``name``, if there is none.
+
+    Of a text in which the tokenizer sees nothing, as some do in spaces, the separator, with which a document begins.
+    """
+    if not clean_text(prompt):
         raise ValueError(f"{name}: it has no tokens; give some text to continue")
+    ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.separator_id]
     if len(ids) >= max_seq_len:
         raise ValueError(f"{name}: {len(ids)} tokens fill the model's {max_seq_len}; shorten it")
     return ids
