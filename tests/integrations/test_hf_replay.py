@@ -189,7 +189,7 @@ def test_what_cannot_be_replayed_is_one_line() -> None:
 
 @pytest.mark.skipif("deepseek_v4" not in FAMILIES, reason="this release of transformers has no DeepSeek-V4")
 def test_a_layer_that_chooses_by_a_table_chooses_again_what_it_chose() -> None:
-    """DeepSeek-V4's first layers look experts up by token id: nothing is put in place, and other experts are refused."""
+    """DeepSeek-V4's first layers look experts up by token id: they are asked nothing, and others are refused."""
     model = make("deepseek_v4", mlp_layer_types=["hash_moe", "moe"])
     table = model.model.layers[0].mlp.gate.tid2eid
     table.copy_(torch.rand(len(table), 6, generator=torch.Generator().manual_seed(2)).topk(table.shape[1]).indices)
