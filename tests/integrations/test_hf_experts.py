@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +75,66 @@ def test_a_changed_gate_is_seen() -> None:
     module.act_fn = nn.Tanh()
     with pytest.raises(ValueError, match="its gate is none"):
         run(module, "tilemoe", *routing())
+
+
+class _Swish(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 1.0
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z * torch.sigmoid(self.beta * z)
+
+
+def _gelu_gate(self: nn.Module, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.gelu(gate) * up
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_activation_whose_own_number_is_changed_is_tried_again(compiled: bool) -> None:
+    torch._dynamo.reset()
+    module = experts(MixtralExperts)
+    module.act_fn = _Swish()
+    assert_near(run(module, "tilemoe", *routing()), run(module, "eager", *routing()), 1e-5)
+    if compiled:
+        module.config._experts_implementation = "tilemoe"
+        module.compile(backend="aot_eager", fullgraph=True)
+        module(*routing())
+    module.act_fn.beta = 2.0
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported, RuntimeError), match="its gate is none"):
+        run(module, "tilemoe", *routing())
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_gate_that_is_put_in_place_is_tried_again(of_class: bool, compiled: bool) -> None:
+    """grouped_mm calls the gate; a class' own eager forward need not."""
+    torch._dynamo.reset()
+    module = experts(type("Own", (MixtralExperts,), {}))
+    before = run(module, "tilemoe", *routing())
+    if compiled:
+        module.compile(backend="aot_eager", fullgraph=True)
+        module(*routing())
+    if of_class:
+        type(module)._apply_gate = _gelu_gate
+    else:
+        module._apply_gate = MethodType(_gelu_gate, module)
+    expected = run(module, "grouped_mm", *routing())
+    assert relative_error(before[0], expected[0]) > 0.05
+    assert_near(run(module, "tilemoe", *routing()), expected, 1e-5)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("training", [False, True])
+def test_an_activation_that_is_another_in_training_is_refused_in_either_mode(training: bool) -> None:
+    module = experts(MixtralExperts).train(training)
+    module.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5)).train(training)
+    with raises_one_line("trying it out failed with .*it computes something else in training than in evaluation"):
+        module(*routing())
+    assert {part.training for part in module.modules()} == {training}
 
 
 @pytest.mark.usefixtures("registered")
@@ -176,6 +236,12 @@ def _learned() -> Any:
     return module
 
 
+def _buffered() -> Any:
+    module = experts(MixtralExperts)
+    module.act_fn.register_buffer("slope", torch.ones(()))
+    return module
+
+
 def _packed() -> Any:
     module = experts(MixtralExperts)
     del module.gate_up_proj
@@ -203,6 +269,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "norm after the experts": (lambda: experts(MuseSparkExperts), "each expert's output is normalised"),
     "ungated and unknown": (lambda: experts(NemotronHExperts, mlp_hidden_act="tanh"), "its activation is none"),
     "trained activation": (_learned, "_Learned has parameters"),
+    "activation with a buffer": (_buffered, "has buffers, which could change unseen"),
     "int8": (_quantised, r"gate_up_proj is a Tensor of torch.int8; quantised"),
     "packed elsewhere": (_packed, "has no weight gate_up_proj; quantised weights"),
 }

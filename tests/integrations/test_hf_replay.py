@@ -187,6 +187,28 @@ def test_what_cannot_be_replayed_is_one_line() -> None:
         pass
 
 
+@pytest.mark.skipif("deepseek_v4" not in FAMILIES, reason="this release of transformers has no DeepSeek-V4")
+def test_a_layer_that_chooses_by_a_table_chooses_again_what_it_chose() -> None:
+    """DeepSeek-V4's first layers look experts up by token id: they are asked nothing, and others are refused."""
+    model = make("deepseek_v4", mlp_layer_types=["hash_moe", "moe"])
+    table = model.model.layers[0].mlp.gate.tid2eid
+    table.copy_(torch.rand(len(table), 6, generator=torch.Generator().manual_seed(2)).topk(table.shape[1]).indices)
+    plain, own, other = logits_and_grads(model, None), recorded(model, tokens()), other_ids(model)
+    assert torch.equal(own[0].long(), table[tokens()])
+    assert_equal(logits_and_grads(model, own), plain)
+    mixed = torch.stack([own[0].long(), other[1]])
+    with replay_routing(model, mixed), record_routing(model) as record:
+        assert not torch.equal(model(input_ids=tokens()).logits, plain[0])
+    assert torch.equal(record.expert_ids(B).long(), mixed)
+    mask = torch.arange(B * SEQ).view(B, SEQ) % 3 > 0
+    mixed[:, ~mask] = -1
+    with replay_routing(model, mixed, mask):
+        model(input_ids=tokens())
+    mixed[0] = other[0]
+    with raises_one_line(r"replayed by model.layers.0.mlp.experts: .* values 0 times"), replay_routing(model, mixed):
+        model(input_ids=tokens())
+
+
 def test_a_router_that_does_not_choose_by_a_top_k_is_refused() -> None:
     model = make("qwen3_moe")
     ids = recorded(model, tokens())

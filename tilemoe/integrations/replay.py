@@ -81,7 +81,8 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
     a block of its own, forward and backward. torch.compile is not for it.
 
     ValueError: the model has no experts that transformers dispatches; the ids do not fit it, as for `tilemoe.route`; or
-    a router does not choose by the top K of E values, or more than once.
+    a router takes the top K of E values more than once, or chooses others than these without it (a table of experts by
+    token id, as in DeepSeek-V4's first layers, chooses again what it chose).
 
     Examples:
         >>> from tilemoe.integrations.replay import replay_routing
@@ -175,11 +176,11 @@ class _Replay(TorchFunctionMode):
         self.__exit__(None, None, None)
 
     def require(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the experts: the router has asked for the top K once. ValueError if not."""
+        """Before the experts: the router has asked for the top K once, or chose these by itself. ValueError if not."""
         chosen = _top_k_index(args, kwargs)
         self._check(chosen)
         times, self._taken = len(self._taken), []
-        if times != 1:
+        if times != 1 and not (times == 0 and self._are_replayed(chosen)):  # a table of token ids takes no top K
             raise ValueError(
                 f"expert_ids cannot be replayed by {self.name}: its router took the top {chosen.shape[-1]} of "
                 f"{self._num_experts} values {times} times, not once; replay another model, or tilemoe.MoE"
@@ -196,10 +197,16 @@ class _Replay(TorchFunctionMode):
             return out  # not the router's K of E values for each token
         self._taken.append(self._current)
         self._check(out.indices)
-        ids = self._ids.long().view(out.indices.shape)
-        if self._mask is not None:
-            ids = torch.where(self._mask.view(*ids.shape[:-1], 1), ids, out.indices)
+        ids = self._where_replayed(out.indices)
         return torch.return_types.topk((values.gather(-1, ids), ids))
+
+    def _are_replayed(self, chosen: Tensor) -> bool:
+        return torch.equal(chosen, self._where_replayed(chosen))
+
+    def _where_replayed(self, chosen: Tensor) -> Tensor:
+        """The ids that are replayed, and those that were ``chosen`` for tokens that the mask leaves out."""
+        ids = self._ids.to(chosen.dtype).view(chosen.shape)
+        return ids if self._mask is None else torch.where(self._mask.view(*ids.shape[:-1], 1), ids, chosen)
 
     def _check(self, chosen: Tensor) -> None:
         rows, k = chosen.shape[:-1].numel(), chosen.shape[-1]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -220,7 +220,8 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-# Attribute of a module whose activation is known: (act_fn, limit, alpha, *activation), what it was found from first.
+# Attribute of a module whose activation is known:
+# (act_fn, its gate's function, limit, alpha, act_fn's own numbers, *activation), what it was found from first.
 _TRIED = "_tilemoe_activation"
 
 
@@ -233,13 +234,31 @@ def _activation_of(module: nn.Module) -> Activation:
     function = getattr(module, "act_fn", None)
     limit, alpha = _limit_and_alpha(module)
     tried: tuple[Any, ...] | None = vars(module).get(_TRIED)
-    if tried is not None and tried[0] is function and tried[1:3] == (limit, alpha):
-        return Activation(*tried[3:])
+    if (
+        tried is not None
+        and (tried[0] is function and tried[1] is _gate(module) and tried[2:4] == (limit, alpha))
+        and all(getattr(function, name, None) == value for name, value in tried[4])
+    ):
+        return Activation(*tried[5:])
     if torch.compiler.is_compiling():
         return _activation_at(id(module))
     activation = _try(module, limit, alpha)
-    vars(module)[_TRIED] = (function, limit, alpha, *activation)  # plain values: whoever unpickles it needs no tilemoe
+    # Plain values and the module's own: whoever unpickles it needs no tilemoe.
+    vars(module)[_TRIED] = (function, _gate(module), limit, alpha, _settings(function), *activation)
     return activation
+
+
+def _gate(module: nn.Module) -> Any:
+    """The function that the module, or else its class, has for its gate; None if ungated."""
+    return vars(module).get("_apply_gate") or getattr(type(module), "_apply_gate", None)
+
+
+def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
+    """An activation's own numbers, by name: a slope that somebody changes. Not its mode, as `_try` looks at both."""
+    if not isinstance(function, nn.Module):
+        return ()
+    kinds = (bool, int, float, str)
+    return tuple((k, v) for k, v in vars(function).items() if isinstance(v, kinds) and k[0] != "_" and k != "training")
 
 
 @constant_when_traced
@@ -258,16 +277,41 @@ def _try(module: nn.Module, limit: float | None, alpha: float | None) -> Activat
     inner = getattr(module, "act_fn", None)
     if isinstance(inner, nn.Module) and any(True for _ in inner.parameters()):
         raise _refusal(module, f"its activation {type(inner).__name__} has parameters, which tilemoe would not train")
+    if isinstance(inner, nn.Module) and any(True for _ in inner.buffers()):
+        raise _refusal(module, f"its activation {type(inner).__name__} has buffers, which could change unseen")
+
     reason = "its gate is none of tilemoe's activations" if is_gated else "its activation is none of tilemoe's"
     try:
         with _disable_current_modes():  # some have no values to try, and torch.export's puts them into its graph
-            spec = recognised_activation(function, is_gated=is_gated, limit=limit, alpha=alpha)
+            spec = recognised_activation(_in_both_modes(module, function), is_gated=is_gated, limit=limit, alpha=alpha)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise _refusal(module, f"{reason}: trying it out failed with {error!r}") from error
     if spec is None:
         raise _refusal(module, reason)
     entry = REGISTRY[spec.name]
     return Activation(spec.name, spec.gate_up, spec.limit if entry.limit else None, spec.alpha if entry.alpha else None)
+
+
+def _in_both_modes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function`` of the module, whose model may be in training or not. ValueError if that makes a difference."""
+    inner = getattr(module, "act_fn", None)
+    parts = [module, *(inner.modules() if isinstance(inner, nn.Module) else ())]
+
+    def compute(h: Tensor) -> Tensor:
+        modes, given = [part.training for part in parts], []
+        try:
+            for mode in (True, False):
+                for part in parts:
+                    part.training = mode
+                given.append(function(h.clone()))
+        finally:
+            for part, mode in zip(parts, modes, strict=True):
+                part.training = mode
+        if not torch.equal(*given):
+            raise ValueError("it computes something else in training than in evaluation")
+        return given[0]
+
+    return compute
 
 
 def _limit_and_alpha(module: nn.Module) -> tuple[float | None, float | None]:
