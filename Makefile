@@ -91,8 +91,8 @@ test: env
 fuzz: env
 	$(BIN)/python benchmarks/fuzz.py --share $(SHARE) --seed $(SEED) -n $(JOBS) --dist worksteal
 
-# Every fault of tests/faults, of which the tests have a selection; recorded in results/faults.jsonl. Seven minutes on two
-# cores, and signals to jobs and two runs at once about an hour more.
+# Every fault of tests/faults, of which the tests have a selection; recorded in results/faults.jsonl. Twenty minutes on two
+# cores, and signals to jobs about an hour more.
 faults: env
 	TILEMOE_FAULTS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py -n $(JOBS) --dist worksteal
 
