@@ -21,7 +21,8 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 def settings() -> tuple[Any, ...]:
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return *algorithms, deterministic.fill_uninitialized_memory, inductor.deterministic
+    memory: Any = deterministic  # a module whose attributes are properties: opaque to type checkers
+    return *algorithms, memory.fill_uninitialized_memory, inductor.deterministic
 
 
 def losses(recipe: Recipe, out_dir: Path) -> list[float]:
