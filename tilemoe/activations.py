@@ -189,7 +189,7 @@ def activation_spec(
     validate_activation(name, limit, alpha)
     entry = REGISTRY[name]
     if entry.limit is None:
-        return ActivationSpec(name, gate_up)
+        return ActivationSpec(name, gate_up, math.inf, 1.0)  # PyTorch 2.11 makes symbols of a dataclass' defaults, too
     # The defaults, too: torch.compile(dynamic=True) makes symbols of numbers that it finds in a table.
     limit, alpha = _specialised(limit or entry.limit, alpha or entry.alpha)
     return ActivationSpec(name, gate_up, limit, 1.0 if alpha is None else alpha)

@@ -250,7 +250,8 @@ def _activation_of(module: nn.Module) -> Activation:
 
 def _gate(module: nn.Module) -> Any:
     """The function that the module, or else its class, has for its gate; None if ungated."""
-    return vars(module).get("_apply_gate") or getattr(type(module), "_apply_gate", None)
+    own = vars(module)
+    return own["_apply_gate"] if "_apply_gate" in own else getattr(type(module), "_apply_gate", None)
 
 
 def _settings(function: Any) -> tuple[tuple[str, Any], ...]:
