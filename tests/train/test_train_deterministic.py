@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_train_distributed import losses
 from torch._inductor import config as inductor
 from torch.utils import deterministic
 
 from tilemoe.config import ModelConfig, MoEConfig
 from tilemoe.train.config import Recipe
 from tilemoe.train.loop import Trainer
-from tilemoe.train.metrics import read_metrics
 from tilemoe.train.run import train
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -25,18 +25,19 @@ def settings() -> tuple[Any, ...]:
     return *algorithms, memory.fill_uninitialized_memory, inductor.deterministic
 
 
-def losses(recipe: Recipe, out_dir: Path) -> list[float]:
+def trained_losses(recipe: Recipe, out_dir: Path) -> list[float]:
     train(replace(recipe, train=replace(recipe.train, out_dir=str(out_dir))))
-    return [row["nats_per_token"] for row in read_metrics(out_dir / "metrics.jsonl") if row["kind"] == "train"]
+    return losses(out_dir)
 
 
 @pytest.mark.parametrize(("compile", "fails"), [("none", False), ("none", True), ("blocks", False)])
 def test_it_holds_in_the_run_alone(
     moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile: str, fails: bool
 ) -> None:
-    monkeypatch.delenv(WORKSPACE, raising=False)
+    monkeypatch.setenv(WORKSPACE, "")  # so that monkeypatch restores it, though the run is what sets it
+    monkeypatch.delenv(WORKSPACE)
     recipe = replace(moe_recipe, train=replace(moe_recipe.train, steps=2, compile=compile))
-    expected, before, found = losses(recipe, tmp_path / "plain"), settings(), []
+    expected, before, found = trained_losses(recipe, tmp_path / "plain"), settings(), []
     assert WORKSPACE not in os.environ
     real = Trainer.train_step
 
@@ -47,14 +48,12 @@ def test_it_holds_in_the_run_alone(
         return real(trainer)
 
     monkeypatch.setattr(Trainer, "train_step", step)
-    monkeypatch.setenv(WORKSPACE, "")  # so that it is taken away after the test, whoever sets it
-    monkeypatch.delenv(WORKSPACE)
     recipe = replace(recipe, train=replace(recipe.train, deterministic=True))
     if fails:
         with pytest.raises(RuntimeError, match="cumsum_cuda_kernel"):
-            losses(recipe, tmp_path / "run")
+            trained_losses(recipe, tmp_path / "run")
     else:
-        assert losses(recipe, tmp_path / "run") == pytest.approx(expected, rel=1e-6)
+        assert trained_losses(recipe, tmp_path / "run") == pytest.approx(expected, rel=1e-6)
     assert set(found) == {(True, False, False, True)}
     assert os.environ[WORKSPACE] == ":4096:8"
     assert settings() == before
@@ -73,4 +72,4 @@ def test_steps_on_a_gpu_repeat_to_the_bit(moe_recipe: Recipe, tmp_path: Path, co
         moe_recipe, model=ModelConfig(256, 256, 2, 4, 2, 64, 1024, moe=moe), train=run,
         data=replace(moe_recipe.data, seq_len=1024, heldout_every=2),
     )  # fmt: skip
-    assert losses(recipe, tmp_path / "one") == losses(recipe, tmp_path / "another")
+    assert trained_losses(recipe, tmp_path / "one") == trained_losses(recipe, tmp_path / "another")

@@ -243,7 +243,7 @@ def _activation_of(module: nn.Module) -> Activation:
     if torch.compiler.is_compiling():
         return _activation_at(id(module))
     activation = _try(module, limit, alpha)
-    # Plain values and the module's own: whoever unpickles it needs no tilemoe.
+    # Plain values and the module's own attributes: unpickling them imports no tilemoe.
     vars(module)[_TRIED] = (function, _gate(module), limit, alpha, _settings(function), *activation)
     return activation
 

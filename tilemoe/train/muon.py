@@ -50,7 +50,7 @@ def muon_group(parameters: Sequence[Tensor], config: OptimConfig) -> dict[str, A
 
 
 def adamw_group(parameters: Sequence[Tensor], config: OptimConfig, weight_decay: float) -> dict[str, Any]:
-    """Parameters that `MuonWithAdamW` updates as ``torch.optim.AdamW`` does."""
+    """Parameters that ``torch.optim.AdamW`` updates, or `MuonWithAdamW` as it does."""
     return {
         "params": parameters,
         "algorithm": "adamw",
