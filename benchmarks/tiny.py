@@ -1,6 +1,6 @@
-"""The `tiny` recipe against its dense twin: equal FLOPs per token, the same tokens in the same order.
+"""The `tiny` recipe against its dense twin: equal FLOPs per token, as many tokens; each with its own settings.
 
-    python benchmarks/tiny.py [--seeds 0,1,2]
+    python benchmarks/tiny.py [--seeds 0,1,2] [--recipes tiny,tiny-dense]
 
 Each recipe is trained by the command line, as `make demo` does it, and its held-out loss goes to results/tiny.jsonl.
 """
@@ -39,8 +39,10 @@ def train(recipe: str, seed: int, out_dir: Path) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
-    for seed in parser.parse_args().seeds:
-        for recipe in ("tiny", "tiny-dense"):
+    parser.add_argument("--recipes", default="tiny,tiny-dense")
+    args = parser.parse_args()
+    for seed in args.seeds:
+        for recipe in args.recipes.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 row = train(recipe, seed, Path(folder) / recipe)
             print(json.dumps(row))
