@@ -24,7 +24,7 @@ class DoctorOptions:
 
     preset: str = "olmoe-1b-7b"  # public model whose layer is asked for, by its name or the beginning of it
     tokens: int = 4096  # of a call
-    self_test: bool = True  # compute on each device, up to half a minute
+    self_test: bool = True  # compute on each device: about eight seconds a GPU, more on a busy host
     json: bool = False  # print one line of JSON, with the commit and the machine, as those of results/*.jsonl
 
 

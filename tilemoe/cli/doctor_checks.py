@@ -116,7 +116,7 @@ def speed(device: torch.device, recorded: Mapping[str, Any]) -> Finding:
 
 
 def self_test(device: torch.device) -> Iterator[Finding]:
-    """Of one device: ten to thirty seconds on a GPU, which compile too, one on a CPU."""
+    """Of one device: about eight seconds on a GPU, which compile too, more on a busy host; one on a CPU."""
     if device.type == "cpu":
         yield correctness(device, torch.float32)
         return

@@ -41,7 +41,7 @@ def device_of(t: Tensor) -> Device:
 
         if knobs.runtime.interpret:
             return _INTERPRETER
-    raise ValueError(f"kernels 'triton' need a GPU but x is on {t.device}; move x to one or pass kernels='torch'")
+    raise ValueError(f"Triton's kernels need a GPU but x is on {t.device}; move x to one or pass kernels='torch'")
 
 
 @cache
