@@ -358,7 +358,7 @@ def test_other_errors_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_need_in_numbers() -> None:
     shape = MoEShape(32768, 2048, 1024, 64, 8)
     text = out_of_memory_message("forward", FOUND, shape)
-    assert "it takes 2.12 GiB in forward and 2.50 GiB in backward, gradients included." in text
+    assert "it takes 2.50 GiB in forward and 2.50 GiB in backward, gradients included." in text
     assert "it takes 10.00 MiB in forward" in out_of_memory_message("forward", FOUND, replace(shape, num_tokens=128))
     nothing_said = out_of_memory_message("forward", "", shape)
     assert nothing_said.startswith("tilemoe.moe, forward: out of memory. With 32768 tokens")

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.gpu
 # What the model leaves out: lists of tiles, the parts of ds that column tiles add up, and the allocator's rounding.
 TOLERANCE = 0.02
 SHAPES = {
-    "two slices": (MoEShape(24576, 1536, 256, 128, 8), 2, 1),
-    "three slices": (MoEShape(24576, 1536, 1024, 32, 2), 3, 1),
+    "whole below the backward's peak": (MoEShape(24576, 1536, 256, 128, 8), 1, 1),
+    "whole, as slices would read too much": (MoEShape(40960, 768, 256, 128, 8), 1, 1),
     "slices in both": (MoEShape(16384, 2048, 128, 64, 16), 2, 2),
     "few tokens": (MoEShape(512, 2048, 512, 64, 8), 1, 1),
     "h in fp8": (MoEShape(16384, 2048, 1024, 64, 8, save="fp8"), 1, 1),

@@ -41,7 +41,7 @@ UNGATED_FP32 = MoEShape(40, 48, 24, 5, 2, is_gated=False, element_bytes=4)
 KEPT_IN_FP8 = {
     "h in fp8": MoEShape(24, 16, 64, 6, 3, save="fp8"),
     "h in fp8, fp32": MoEShape(40, 48, 256, 5, 2, is_gated=False, element_bytes=4, save="fp8"),
-    "h in fp8, wide outputs": MoEShape(300, 1024, 128, 4, 4, is_gated=False, save="fp8"),
+    "h in fp8, wide outputs": MoEShape(3000, 1024, 128, 4, 4, is_gated=False, save="fp8"),
     "h in fp8, pairs": MoEShape(24, 64, 192, 6, 3, rows=70, is_topk=False, save="fp8"),
 }
 
@@ -132,13 +132,15 @@ PEAKS = {
     "wide experts": (WIDE_EXPERTS, 1, 1),
     "ungated": (UNGATED_FP32, 1, 1),
     "two slices": (MoEShape(300, 528, 16, 4, 4), 2, 2),
-    "three slices": (MoEShape(300, 768, 512, 2, 2), 3, 1),
+    "three slices": (MoEShape(3000, 768, 32, 2, 1), 3, 2),
+    "whole below the backward's peak": (MoEShape(300, 768, 512, 2, 2), 1, 1),
+    "whole, as slices would read too much": (MoEShape(300, 768, 256, 4, 4), 1, 1),
     "ungated slices": (MoEShape(300, 1024, 96, 4, 4, is_gated=False, element_bytes=4), 2, 2),
     "slices of pairs": (MoEShape(300, 512, 16, 4, 4, rows=1000, is_topk=False), 2, 2),
     "d is no multiple of 16": (MoEShape(300, 520, 16, 4, 4), 1, 1),
     "h in fp8": (KEPT_IN_FP8["h in fp8"], 1, 1),
     "h in fp8, fp32": (KEPT_IN_FP8["h in fp8, fp32"], 1, 1),
-    "h in fp8, slices": (KEPT_IN_FP8["h in fp8, wide outputs"], 2, 1),
+    "h in fp8, slices": (KEPT_IN_FP8["h in fp8, wide outputs"], 2, 2),
     "h in fp8, pairs": (KEPT_IN_FP8["h in fp8, pairs"], 1, 1),
 }
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _INDEX_BYTES = 4
 _SCORE_BYTES = 4
 _SHARE = 5 / 6  # of everything together: what slices bring a peak down to
+_FLOPS_PER_BYTE = 200  # an H100's sustained bf16 products over its memory's bandwidth
 
 
 def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec, save: str = "full") -> MoEShape:
@@ -63,9 +64,9 @@ def saved_bytes(shape: MoEShape) -> int:
 
 @lru_cache
 def forward_slices(shape: MoEShape) -> Sequence[slice]:
-    """Slices of d that y is made and combined in where h is kept."""
+    """Slices of d that y is made and combined in where h is kept: none for less than the backward holds anyway."""
     size = _Sizes(shape)
-    return _output_slices(size, shape, size.kept_h, size.quantizing)
+    return _output_slices(size, shape, size.kept_h, max(size.quantizing, backward_peak_bytes(shape)))
 
 
 @lru_cache
@@ -80,7 +81,7 @@ def backward_slices(shape: MoEShape) -> Sequence[slice]:
     size = _Sizes(shape)
     everything = size.h + size.w1 + size.w2 + size.y + size.o
     limit = max(_SHARE * everything, *_peaks_of_other_steps(size))
-    return fewest(shape, lambda slices: _input_grad_peak(size, slices), limit)
+    return fewest(shape, lambda slices: _input_grad_peak(size, slices), limit, _reread(size, shape, size.h))
 
 
 def inference_peak_bytes(shape: MoEShape) -> int:
@@ -120,9 +121,16 @@ class _Sizes:
         self.w1, self.w2 = size * shape.num_experts * w * d, size * shape.num_experts * d * n
 
 
-def _output_slices(size: _Sizes, shape: MoEShape, h: int, before: int) -> Sequence[slice]:
-    everything = h + size.a + size.y + size.o
-    return fewest(shape, lambda slices: _output_peak(size, h, slices), max(_SHARE * everything, before))
+def _output_slices(size: _Sizes, shape: MoEShape, h: int, other_peaks: int) -> Sequence[slice]:
+    limit = max(_SHARE * (h + size.a + size.y + size.o), other_peaks)
+    return fewest(shape, lambda slices: _output_peak(size, h, slices), limit, _reread(size, shape, size.a))
+
+
+def _reread(size: _Sizes, shape: MoEShape, operand: int) -> float:
+    """Reading a GEMM's ``operand`` (R_max, n or w) once more, over the GEMM and combine in one slice, by a roofline."""
+    flops = 2 * operand // shape.element_bytes * shape.hidden_size
+    gemm = max(operand + size.y, flops / _FLOPS_PER_BYTE)
+    return operand / max(gemm + size.y + size.o, 1)
 
 
 def _output_peak(size: _Sizes, h: int, slices: Sequence[slice]) -> int:

@@ -2,8 +2,8 @@
 
 R_max row capacity · d hidden_size · y (R_max, d) · a whole number of tiles' columns in each slice but the last
 
-A slice is a launch of its own, some 20 microseconds on an H200. So there are as few as bring the most that is held at
-once down to 5/6 of everything together, and none where there is too little work (docs/lab/memory.md).
+Each slice is a launch, some 20 microseconds on an H200, and reads the GEMM's other operand, a or dh, again. So there
+are as few as bring what is held at once down to a limit, and no more than are cheap (docs/lab/memory.md).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tilemoe.shape import MoEShape
 COLUMNS = LARGEST_TILE.block_n  # a slice is a multiple of
 _MIN_TILES = 768  # of a slice: about six waves on 132 multiprocessors
 _MAX_SLICES = 4
+_MAX_REREAD = 0.1  # of the time of the GEMM and combine in one slice: what all further slices may add by reading again
 _ALIGNMENT = 16  # columns: where d is no multiple, some slices would be compiled for otherwise than the whole
 
 
@@ -30,10 +31,13 @@ def widest(slices: Sequence[slice]) -> int:
     return max(part.stop - part.start for part in slices)
 
 
-def fewest(shape: MoEShape, peak: Callable[[Sequence[slice]], float], limit: float) -> Sequence[slice]:
-    """The fewest slices of d whose ``peak`` is at most ``limit``; all of d as one where no number of them does."""
+def fewest(shape: MoEShape, peak: Callable[[Sequence[slice]], float], limit: float, reread: float) -> Sequence[slice]:
+    """The fewest slices of d whose ``peak`` is at most ``limit``; all of d as one where no number of them does.
+
+    reread: what a slice more takes by reading again, over the time of the GEMM and combine in one slice.
+    """
     d = shape.hidden_size
     tiles = -(-shape.num_rows // LARGEST_TILE.block_m) * (d // COLUMNS)
     most = min(_MAX_SLICES, d // COLUMNS, tiles // _MIN_TILES) if d % _ALIGNMENT == 0 else 1
-    counts = (cut(d, count) for count in range(1, most + 1))
+    counts = (cut(d, count) for count in range(1, most + 1) if (count - 1) * reread <= _MAX_REREAD)
     return next((slices for slices in counts if peak(slices) <= limit), cut(d, 1))
