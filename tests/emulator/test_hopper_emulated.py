@@ -23,7 +23,7 @@ from triton_checks import Case, assert_added_exactly, assert_inference_agrees, a
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
-from tilemoe.kernels.experts.hopper import gemm_stationary
+from tilemoe.kernels.experts.hopper import gemm_stationary, host
 from tilemoe.testing import hostile_routings, make_inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
@@ -70,6 +70,16 @@ def test_every_layout_bias_and_activation(index: int) -> None:
     with emulated(ctas=1 + index % 3, seed=index) as launches:
         assert_kernels_agree(KERNELS, plan_of(*counts), CASES[index], TOLERANCE)
     assert gluon_kernels(launches) == kernels_of(CASES[index])
+
+
+@pytest.mark.parametrize("counts", ENDS)
+def test_row_gemms_in_bands(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """F2 and B3 walk three column tiles two and one at a time."""
+    monkeypatch.setattr(host, "band_tiles", lambda column_tiles, width_in: {3: 2}[column_tiles])
+    case = Case(FP16, hidden_size=264, intermediate_size=272)
+    with emulated(ctas=2) as launches:
+        assert_kernels_agree(KERNELS, plan_of(*counts), case, TOLERANCE)
+    assert {launch.constants["BAND"] for launch in launches if name_of(launch) == "gemm_rows_kernel"} == {2}
 
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])

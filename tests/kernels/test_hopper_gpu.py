@@ -13,6 +13,7 @@ from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, MoEConfig
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import MAX_COLUMN_TILES, MAX_CONTRACTION_OF_NARROW
+from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.launch import Launch
@@ -95,6 +96,14 @@ def test_tiles_in_bands(gate_up: str) -> None:
     case = Case(BF16, gate_up=gate_up, hidden_size=128, intermediate_size=256 * MAX_COLUMN_TILES + 264)
     for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
         assert_kernels_agree(HopperBackend(), plan, case, TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("backend", [HopperBackend(), TritonBackend()], ids=["hopper", "triton"])
+def test_row_gemms_in_bands(backend: TritonBackend) -> None:
+    """F2 and B3 of a contraction and an output so wide that their columns are walked in bands."""
+    case = Case(BF16, hidden_size=2200, intermediate_size=1096)
+    for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
+        assert_kernels_agree(backend, plan, case, TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 turned"])

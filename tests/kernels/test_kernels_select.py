@@ -16,7 +16,7 @@ from tilemoe.kernels.choose import choose_experts, choose_lm, choose_rounding, c
 from tilemoe.kernels.experts.base import compute_dtype
 from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.triton.configs import KERNELS, choose_tile, shared_bytes, tile_rows
+from tilemoe.kernels.experts.triton.configs import KERNELS, band_tiles, choose_tile, shared_bytes, tile_rows
 from tilemoe.runtime.device import Device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -204,6 +204,12 @@ def test_tiles_do_not_outgrow_the_widths() -> None:
     assert (tile.block_n, tile.block_k) == (32, 64)
     tile = choose_tile("up_proj_wgrad", 24, 72, 2, GPUS["H200"])
     assert (tile.block_m, tile.block_n) == (32, 128)
+
+
+def test_bands_are_even_and_at_most_eight_tiles() -> None:
+    """Those of OLMoE's, gpt-oss's and Qwen3-235B's F2 and of 7B-n1024's B3; none where the contraction is short."""
+    found = [band_tiles(*each) for each in ((16, 1024), (23, 2880), (32, 1536), (12, 2048), (8, 4096), (0, 4096))]
+    assert found == [0, 8, 8, 6, 0, 0]
 
 
 def test_measured_choices_on_an_h200() -> None:

@@ -60,6 +60,14 @@ def test_weight_gradients_are_added_exactly(case: Case, access: str) -> None:
     assert_added_exactly(TritonBackend(), ROUTINGS["first and last expert empty"], case)
 
 
+@pytest.mark.parametrize("name", ["random", "first and last expert empty"])
+def test_tiles_in_bands(name: str, access: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F2 and B3 walk five column tiles two, two and one at a time."""
+    monkeypatch.setattr(mlp, "band_tiles", lambda column_tiles, width_in: {5: 2, 1: 0}[column_tiles])
+    case = Case(FP32, hidden_size=136, intermediate_size=16)
+    assert_kernels_agree(TritonBackend(), ROUTINGS[name], case, TOLERANCE[FP32])
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "geglu_tanh", "relu", "relu2"])
 def test_activations_not_among_the_cases(activation: str) -> None:
     case = Case(FP32, activation, hidden_size=16, intermediate_size=24)

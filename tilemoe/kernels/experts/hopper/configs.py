@@ -51,7 +51,7 @@ class TileConfig:
 
 
 _COOPERATIVE = TileConfig(COOPERATIVE_M, 256, 4, 224, 56)
-_PINGPONG = TileConfig(PINGPONG_M, 128, 4, 240, 24)
+_PINGPONG = TileConfig(PINGPONG_M, 128, 4, 240, 32)
 TILES: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
     {
         "up_proj_act": _COOPERATIVE,

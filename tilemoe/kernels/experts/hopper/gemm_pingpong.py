@@ -50,8 +50,22 @@ BUFFERS = gl.constexpr(4)  # epilogue slices of a consumer in shared memory: two
 
 
 @gluon.jit
-def block_tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr):
+def banded_index(index, total, column_tiles, BAND: gl.constexpr):
+    """The place in row-major order of a tile; BAND: see `tilemoe.kernels.experts.triton.configs.band_tiles`."""
+    if BAND == 0:
+        place = index
+    else:
+        row_tiles = gl.maximum(total // column_tiles, 1)
+        first = index // (row_tiles * BAND) * BAND
+        of_band, columns = index - row_tiles * first, gl.maximum(gl.minimum(BAND, column_tiles - first), 1)
+        place = gl.where(index < total, of_band // columns * column_tiles + first + of_band % columns, total)
+    return place
+
+
+@gluon.jit
+def block_tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr, BAND: gl.constexpr):
     """(expert, first row, end of the expert's rows, first column, blocks) of a tile; see `tile_coords`."""
+    index = banded_index(index, total, column_tiles, BAND)
     expert, row, end, col = tile_coords(index, total, column_tiles, tiles, BN)
     before = gl.maximum(index // column_tiles - 1, 0)
     expert_before = gl.load(tiles[0] + before, mask=(index >= column_tiles) & (index < total), other=-1)
@@ -77,8 +91,9 @@ def load_blocks(rows, weight, expert, row, col, width_in, ring, step, COUNT: gl.
 
 @gluon.jit
 def pingpong_producer(
-    rows, weight, tiles, num_tiles, width_in, width_out, ring, tile_info, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
-):
+    rows, weight, tiles, num_tiles, width_in, width_out, ring, tile_info,
+    BN: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
     """Producer, one warp: A is ``rows`` (R_max, width_in), block by block.
 
     tile_info: (first row, end of the expert's rows, first column, 4 * expert + blocks).
@@ -86,10 +101,10 @@ def pingpong_producer(
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     step = 0
-    expert, row, end, col, count = block_tile_coords(gl.program_id(0), total, column_tiles, tiles, BN)
+    expert, row, end, col, count = block_tile_coords(gl.program_id(0), total, column_tiles, tiles, BN, BAND)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_row, next_end, next_col, next_count = block_tile_coords(
-            index + gl.num_programs(0), total, column_tiles, tiles, BN
+            index + gl.num_programs(0), total, column_tiles, tiles, BN, BAND
         )
         publish_tile(tile_info, producer_acquire(ring, step), row, end, col, 4 * expert + count)
         if count == 3:
@@ -226,6 +241,7 @@ def gemm_rows_kernel(
     width_out,
     stride_bias,
     B_K_MAJOR: gl.constexpr,
+    BAND: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -250,7 +266,8 @@ def gemm_rows_kernel(
                                  bias_smem, mma_order, 0, BN, B_K_MAJOR)),
             (pingpong_consumer, (out, bias, stride_bias, num_tiles, width_in, width_out, ring, tile_info, staging,
                                  bias_smem, mma_order, 1, BN, B_K_MAJOR)),
-            (pingpong_producer, (rows, weight, tiles, num_tiles, width_in, width_out, ring, tile_info, BN, B_K_MAJOR)),
+            (pingpong_producer, (rows, weight, tiles, num_tiles, width_in, width_out, ring, tile_info, BN, B_K_MAJOR,
+                                 BAND)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -27,7 +27,7 @@ from tilemoe.kernels.experts.hopper.gemm_gather_act import up_proj_act_kernel
 from tilemoe.kernels.experts.hopper.gemm_pingpong import gemm_rows_kernel
 from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_wgrad_kernel
-from tilemoe.kernels.experts.triton.configs import Kernel
+from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
 from tilemoe.kernels.experts.triton.host import act_outputs, dact_outputs, gate_up_layout, split_parts
 from tilemoe.kernels.experts.triton.tiles import TileList
 from tilemoe.kernels.launching import launch_of
@@ -56,12 +56,14 @@ def rows_launch(
     right, k_major = weight_descriptor(weight.unsqueeze(1), tile.block_n)
     left, to = described(rows, [WARPGROUP_M, BLOCK_K]), ragged_descriptor(out, _EPILOGUE_BLOCK)
     operands, sizes = (left, right, bias, to, *tiles), (p, q, _row_stride(bias))
-    grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n))
+    column_tiles = ceil_div(q, tile.block_n)
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
     if tile.b_stages:
         args = (*operands, plan.row_start_of_expert, *sizes)
         constants = {"B_K_MAJOR": k_major, "B_STAGES": tile.b_stages}
         return hopper_launch(gemm_stationary_kernel, grid, args, constants, tile), out
-    return hopper_launch(gemm_rows_kernel, grid, (*operands, *sizes), {"B_K_MAJOR": k_major}, tile), out
+    constants = {"B_K_MAJOR": k_major, "BAND": band_tiles(column_tiles, p)}
+    return hopper_launch(gemm_rows_kernel, grid, (*operands, *sizes), constants, tile), out
 
 
 def up_proj_act_launch(

@@ -26,6 +26,8 @@ WEIGHT_GRADS = ("down_proj_wgrad", "up_proj_wgrad")
 WIDTH_MULTIPLE = 8  # of n and d: 16 bytes of a 16-bit type, the least that a wide load takes
 RAGGED_EXTENT = 1 << 30  # rows of a ragged descriptor (triton.tools.ragged_tma), whatever its tensor has
 MIN_BLOCK = 16  # the least that tensor cores take in any dimension
+_BAND_TILES = 8  # at most; bands are about as wide as one another
+_BANDED_FROM = 1025  # of a contraction: shorter ones did not gain, since each band reads the rows again
 _BARRIER_BYTES = 1024  # room for the pipeline's mbarriers and for alignment
 
 
@@ -100,6 +102,16 @@ _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
 # Mean rows of an expert up to which a row GEMM is bound by reading the weights, and up to which most experts' rows fit
 # the least M of the tensor cores.
 _FEW_ROWS, _VERY_FEW_ROWS = 32, 8
+
+
+def band_tiles(column_tiles: int, width_in: int) -> int:
+    """Threadblock swizzle of F2 and B3: all tiles of rows by so many column tiles, then by the next ones; 0: none.
+
+    In row-major order a wave of tiles reads few rows and all of a wide weight (docs/lab/hopper.md).
+    """
+    if width_in < _BANDED_FROM or column_tiles <= _BAND_TILES:
+        return 0
+    return -(-column_tiles // -(-column_tiles // _BAND_TILES))
 
 
 def why_unsupported(*widths: int) -> str | None:

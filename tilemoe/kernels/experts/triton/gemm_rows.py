@@ -50,19 +50,29 @@ def gemm_rows_kernel(
     PRECISION: tl.constexpr,
     SPLIT_ACCUM: tl.constexpr,
     FLATTEN: tl.constexpr,
+    BAND: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """F2 and B3: ``out_r = rows_r weight_e (+ bias_e)``; rows (R_max, in), weight (E, 1, in, out), out (R_max, out)."""
+    """F2 and B3: ``out_r = rows_r weight_e (+ bias_e)``; rows (R_max, in), weight (E, 1, in, out), out (R_max, out).
+
+    BAND: column tiles of a band, as `configs.band_tiles` says, or 0.
+    """
     # The compiler is told that they are multiples of 8, whence 16-byte loads.
     width_in, width_out = width_in // 8 * 8, width_out // 8 * 8
     column_tiles = tl.cdiv(width_out, BLOCK_N)
     total = tl.load(num_tiles) * column_tiles
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        tile = index // column_tiles
-        col = (index % column_tiles) * BLOCK_N
+        if BAND == 0:
+            tile = index // column_tiles
+            col = (index % column_tiles) * BLOCK_N
+        else:
+            first = index // (total // column_tiles * BAND) * BAND
+            of_band, columns = index - total // column_tiles * first, tl.minimum(BAND, column_tiles - first)
+            tile = of_band // columns
+            col = (first + of_band % columns) * BLOCK_N
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
         end = tl.load(end_of_tile + tile)

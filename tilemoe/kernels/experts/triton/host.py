@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import is_column_major
-from tilemoe.kernels.experts.triton.configs import MIN_BLOCK, Kernel, TileConfig, choose_tile
+from tilemoe.kernels.experts.triton.configs import MIN_BLOCK, Kernel, TileConfig, band_tiles, choose_tile
 from tilemoe.kernels.experts.triton.descriptors import (
     can_describe,
     can_describe_rows,
@@ -51,8 +51,13 @@ def rows_launch(
     to = ragged_operand(out, [tile.block_m, tile.block_n // tile.slices], use_tma)
     bias_strides = (0, 0) if bias is None else bias.stride()
     args = (left, right, bias, to, *tiles, p, q, stride_we, stride_win, stride_wout, *bias_strides)
-    constants = {"HAS_BIAS": bias is not None, **_row_gemm_constants(tile, rows.dtype, use_tma, access, p)}
-    grid = persistent_grid(device, tiles.capacity * ceil_div(q, tile.block_n))
+    column_tiles = ceil_div(q, tile.block_n)
+    constants = {
+        "HAS_BIAS": bias is not None,
+        "BAND": band_tiles(column_tiles, p),
+        **_row_gemm_constants(tile, rows.dtype, use_tma, access, p),
+    }
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
     return launch_of(gemm_rows_kernel, grid, args, constants, tile.num_warps, tile.num_stages), out
 
 
