@@ -73,7 +73,7 @@ def test_what_hosts_do_on_the_smallest_cases_is_recorded() -> None:
 def test_what_fp8_gains_is_the_newest_recorded_on_every_page() -> None:
     """Least and most of the cases: the forward, and both parts together."""
     forward, both = [], []
-    for row in newest("fp8_layer", mode="sustained", contestant="tilemoe[hopper_fp8]").values():
+    for row in newest("fp8_layer", mode="sustained", contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200").values():
         forward.append(1 / row["forward_ratio"])
         times = [sum(each[f"{part}_ms"]["median"] for part in PARTS) for each in (row["baseline"], row)]
         both.append(times[0] / times[1])
@@ -84,7 +84,7 @@ def test_what_fp8_gains_is_the_newest_recorded_on_every_page() -> None:
 
 
 def test_what_is_left_without_hosts_is_the_newest_recorded() -> None:
-    rows = newest("layer", mode="alone", contestant="sonic-moe").values()
+    rows = newest("layer", mode="alone", contestant="sonic-moe", gpu="NVIDIA H200").values()
     least_and_most = [
         f"{min(ratios):.2f} to {max(ratios):.2f}"
         for part in PARTS
