@@ -110,6 +110,9 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
     def of_a_part(x: Tensor) -> Tensor:
         return x[1:].sum(0)
 
+    def of_a_list(x: Tensor) -> Tensor:
+        return torch.stack([x, x])
+
     def read_back(x: Tensor) -> Tensor:
         return x.new_empty(int(x.sum()) + 2)
 
@@ -135,7 +138,7 @@ def test_what_cannot_be_repeated_is_never_recorded() -> None:
         torch.empty(3, device="meta")
         return x.new_zeros(x.shape)
 
-    runs = (in_place, of_a_part, read_back, several, as_given, of_another, a_view, elsewhere)
+    runs = (in_place, of_a_part, of_a_list, read_back, several, as_given, of_another, a_view, elsewhere)
     for run in (*runs, of_a_shape_that_values_decide):
         operator = repeating(run)
         for index in range(4):

@@ -9,7 +9,6 @@ Unlike a CUDA graph, it keeps no memory and holds no address.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import triton
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from tilemoe.runtime.c_launcher import Direct, Encoded, direct
 
@@ -26,8 +25,7 @@ _EMPTY = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _
 _ZEROS = (_aten.zeros, _aten.zeros_like, _aten.new_zeros)
 
 
-@dataclass(frozen=True)  # a tuple would be a branch of a pytree, not a leaf
-class _Slot:
+class _Slot(NamedTuple):
     """Which of a recording's tensors: the operands' come first, then what is made, in order."""
 
     number: int
@@ -64,9 +62,10 @@ class _Made(NamedTuple):
     zeros: bool
 
     def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
-        tensors[self.slot] = made.zero_() if self.zeros else made
-        pointers[self.slot] = made.data_ptr()
+        slot, size, stride, dtype, zeros = self  # at once: a field apiece takes longer
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        tensors[slot] = made.zero_() if zeros else made
+        pointers[slot] = made.data_ptr()
 
 
 class _Launched(NamedTuple):
@@ -82,12 +81,13 @@ class _Launched(NamedTuple):
     descriptors: Sequence[tuple[int, int, int, _Descriptor | Encoded]]
 
     def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
-        args = self.args.copy()
-        for position, slot, offset in self.pointers:
+        launch, grid, fixed, template, places, descriptors = self
+        args = template.copy()
+        for position, slot, offset in places:
             args[position] = pointers[slot] + offset
-        for position, slot, offset, descriptor in self.descriptors:
+        for position, slot, offset, descriptor in descriptors:
             args[position] = descriptor.at(pointers[slot] + offset)
-        self.launch(*self.grid, stream, *self.fixed, *args)
+        launch(*grid, stream, *fixed, *args)
 
 
 class _Called(NamedTuple):
@@ -95,11 +95,12 @@ class _Called(NamedTuple):
 
     slot: int
     func: Any
-    args: tuple[Any, ...]
+    args: list[Any]
     kwargs: dict[str, Any]
 
     def __call__(self, tensors: list[Any], pointers: list[int], device: torch.device, stream: int) -> None:
-        args, kwargs = tree_map_only(_Slot, lambda slot: tensors[slot.number], (self.args, self.kwargs))
+        args = [tensors[arg.number] if isinstance(arg, _Slot) else arg for arg in self.args]
+        kwargs = {name: tensors[arg.number] if isinstance(arg, _Slot) else arg for name, arg in self.kwargs.items()}
         tensors[self.slot] = result = self.func(*args, **kwargs)
         pointers[self.slot] = result.data_ptr()
 
@@ -277,17 +278,16 @@ class LaunchTracer(TorchDispatchMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator that computes: repeated as it is where its operands are whole tensors."""
-        unknown: list[Any] = []
 
-        def slot_of(tensor: Tensor) -> Any:
-            slot = self._whole(tensor)
-            unknown.extend((tensor,) if slot < 0 else ())
-            return _Slot(slot)
+        def slot_of(arg: Any) -> Any:  # what is no whole tensor stays one
+            slot = self._whole(arg) if isinstance(arg, Tensor) else -1
+            return arg if slot < 0 else _Slot(slot)
 
-        given = tree_map_only(Tensor, slot_of, (args, kwargs))
+        given = [slot_of(arg) for arg in args], {name: slot_of(arg) for name, arg in kwargs.items()}
+        unknown = any(isinstance(leaf, Tensor) for leaf in tree_leaves(given))
         is_fixed = isinstance(result, Tensor) and torch.Tag.dynamic_output_shape not in func.tags
         if unknown or not is_fixed or func._schema.is_mutable:
-            self.problem = f"{func} of a part of a tensor, in place, or of a shape that values decide"
+            self.problem = f"{func} of a part of a tensor or of a list, in place, or of a shape that values decide"
             return
         self._steps.append(_Called(self._add(result), func, *given))
 
@@ -362,6 +362,5 @@ def _slots_of(step: Any) -> list[int]:
         return [step.slot]
     if isinstance(step, _Kept):
         return [*step.slots, step.source]
-    found = [step.slot]
-    tree_map_only(_Slot, lambda slot: found.append(slot.number), (step.args, step.kwargs))
-    return found
+    given = (*step.args, *step.kwargs.values())
+    return [step.slot, *[arg.number for arg in given if isinstance(arg, _Slot)]]

@@ -101,17 +101,20 @@ class Operator:
     def __call__(self, *args: Any, seen: bool = False) -> Any:
         """What ``run`` returns. ``seen``: called by the registered operator, for a tracer or a dispatch mode."""
         operands = self._arguments.operands(args)
+        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         if not seen and self.registered is not None:
             if not torch.compiler.is_compiling():
                 if forward_ad._current_level >= 0:
-                    self._refuse_tangents(operands)
+                    self._refuse_tangents(tensors)
                 if torch._C._functorch.peek_interpreter_stack() is not None:
-                    refuse_transforms(f"tilemoe::{self.name}", *operands)
-            if not _is_unwatched(operands):
+                    refuse_transforms(f"tilemoe::{self.name}", *tensors)
+            if not _is_unwatched(tensors):
                 return self.registered(*self._arguments.flatten(args))
-        is_recorded = self._save is not None and not seen and is_differentiable(*operands)
-        kind = operands[0].device.type
-        casts = torch.is_autocast_enabled(kind)
+        is_recorded = self._save is not None and not seen and is_differentiable(*tensors)
+        casts = torch._C._is_any_autocast_enabled()  # a tenth of the time of asking for a device's
+        if casts:
+            kind = tensors[0].device.type
+            casts = torch.is_autocast_enabled(kind)
         if is_recorded:
             torch._C._set_grad_enabled(False)
         if casts:  # the operator has chosen its dtypes: a backward under autocast must not lower the fp32 ones
@@ -171,9 +174,9 @@ class Operator:
         assert self._fake is not None, "a schema comes with a fake"
         return _without_none(self._fake(*self._arguments.unflatten(flat)), flat[0])
 
-    def _refuse_tangents(self, operands: Args) -> None:
+    def _refuse_tangents(self, tensors: list[Tensor]) -> None:
         """RuntimeError inside forward-mode differentiation, where an operator would drop the tangents in silence."""
-        if any(forward_ad.unpack_dual(arg).tangent is not None for arg in operands if isinstance(arg, Tensor)):
+        if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise RuntimeError(
                 f"tilemoe::{self.name} has no forward-mode derivative. Use reverse mode, or tilemoe.reference, "
                 "which has one."
@@ -229,29 +232,31 @@ def refuse_transforms(name: str, *args: Any) -> None:
 
 def is_differentiable(*args: Any) -> bool:
     """Whether autograd would record an operator of ``args``."""
-    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    if torch.is_grad_enabled():
+        for arg in args:  # a generator takes twice the time
+            if isinstance(arg, Tensor) and arg.requires_grad:
+                return True
+    return False
 
 
 def is_plain(*args: Any) -> bool:
     """Whether operators of ``args`` would run their implementation alone, or with autograd: no tracer, no mode."""
-    return (
-        _is_unwatched(args) and forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
-    )
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return not is_transformed and _is_unwatched(tensors)
 
 
-def _is_unwatched(args: Args) -> bool:
-    """Whether the operator itself would go unseen: plain tensors that have data, no tracing, no mode, no profiler."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()  # torch.jit's and ONNX's, which see no kernel that Triton starts
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch.autograd.profiler._is_profiler_enabled  # torch.profiler sets it, too
-        and all(
-            type(arg) in PLAIN and not arg.is_meta and not arg.is_neg()  # a negated view: PyTorch negates it
-            for arg in args
-            if isinstance(arg, Tensor)
-        )
-    )
+def _is_unwatched(tensors: list[Tensor]) -> bool:
+    """Whether an operator of ``tensors`` would go unseen: all are plain and have data, no tracer, mode or profiler."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()  # torch.jit's and ONNX's, which see no kernel that Triton starts
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch.autograd.profiler._is_profiler_enabled  # torch.profiler sets it, too
+    ):
+        return False
+    # PyTorch negates a negated view.
+    return not [tensor for tensor in tensors if type(tensor) not in PLAIN or tensor.is_meta or tensor.is_neg()]
 
 
 def _without_none(output: Any, like: Tensor) -> Any:
