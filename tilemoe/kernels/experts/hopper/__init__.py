@@ -1,1 +1,1 @@
-"""The GEMMs of `kernels.triton`, warp-specialised for Hopper (H100, H200) in Gluon, Triton's explicit dialect."""
+"""Warp-specialised versions for Hopper (H100, H200) of the GEMMs of `kernels.experts.triton`, written in Gluon."""

@@ -1,9 +1,9 @@
-"""The Hopper backend: the warp-specialised GEMMs where they serve and are faster, the portable kernels elsewhere.
+"""The Hopper backend: the warp-specialised GEMMs where they apply and are faster, the portable kernels elsewhere.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 
-Each method looks at its operands: fp32, or a stride that TMA cannot follow goes to the portable kernel, which gives the
-same numbers.
+Each call is decided by its operands: fp32, widths for which `is_faster` says no, and strides that TMA cannot describe
+go to the portable kernel (`super()`), which computes the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HopperBackend(TritonBackend):
     ) -> tuple[Given, Tensor]:
         d, n = x.shape[1], w1.shape[1] // spec.width_factor
         following = _device("down_proj", x, plan, n, d)
-        if following is not None:  # F2's tiles are listed with F1's, whichever kernel F1 takes: one launch, not two
+        if following is not None:  # one launch makes F2's tile list together with F1's, whichever kernel F1 takes
             listed_tiles(plan, tile_rows(x.element_size(), following), tile_of("down_proj", n).block_m)
         device = _device("up_proj_act", x, plan, d, n)
         weight = split_parts(w1, spec).transpose(2, 3)
@@ -92,9 +92,9 @@ class HopperBackend(TritonBackend):
 
 
 def _device(kernel: Kernel, rows: Tensor, plan: RoutingPlan, width_in: int, width_out: int) -> Device | None:
-    """What holds ``rows``, if there are any and the Hopper kernel takes their dtype and widths and is the faster one.
+    """The device of ``rows`` if the Hopper kernel supports their dtype and widths, is faster and has rows; else None.
 
-    ValueError where no Hopper kernel runs.
+    ValueError on a GPU, or with a Triton, that the Hopper kernels do not run on.
     """
     device = device_of(rows)
     why = configs.why_unsupported(device, triton.__version__)
@@ -110,5 +110,5 @@ def _aligned_bias(bias: Tensor | None) -> Tensor | None:
 
 
 def _describable_weight(weight: Tensor, device: Device) -> bool:
-    """Whether TMA can reach a weight (E, ..., in, out), whichever of in and out is contiguous."""
+    """Whether a TMA descriptor can be made of a weight (E, ..., in, out), with in or out contiguous."""
     return can_describe(weight, device) or can_describe(weight.transpose(-2, -1), device)

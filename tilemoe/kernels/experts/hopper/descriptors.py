@@ -1,6 +1,6 @@
-"""TMA descriptors of the Hopper kernels' operands, all swizzled by 128 bytes.
+"""TMA descriptors of the Hopper kernels' operands and outputs, all with the 128-byte swizzle.
 
-E experts · R_max row capacity · parts = 2 where gate and up are two halves of one tile, else 1
+E experts · parts = 2 where gate and up are two halves of one tile, else 1
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ def described(t: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def weight_descriptor(weight: Tensor, columns: int) -> tuple[TensorDescriptor, bool]:
-    """Of a weight (E, parts, in, out), ``columns`` of each part; and whether it is K-major: ``in`` is contiguous."""
+    """(descriptor of a weight (E, parts, in, out) with boxes of BLOCK_K by ``columns`` of each part, is it K-major).
+
+    K-major: ``in``, the contraction, is contiguous; else ``out`` must be.
+    """
     parts = weight.shape[1]
     if weight.stride(2) == 1:
         return described(weight.transpose(2, 3), [1, parts, columns, BLOCK_K]), True
@@ -28,10 +31,10 @@ def weight_descriptor(weight: Tensor, columns: int) -> tuple[TensorDescriptor, b
 
 
 def ragged_descriptor(rows: Tensor, block: list[int], rows_at: int = 0) -> TensorDescriptor:
-    """As `triton.tools.ragged_tma.create_ragged_descriptor`, whose descriptor Gluon does not take.
+    """As `triton.tools.ragged_tma.create_ragged_descriptor`, whose descriptor Gluon does not accept.
 
-    Two leading dimensions, whose strides cancel modulo 2^64, move the end of the rows, which are dimension ``rows_at``,
-    to wherever an expert's end.
+    Rows are dimension ``rows_at``. Two extra leading dimensions, whose strides cancel modulo 2^64, let the coordinates
+    move TMA's bounds check on rows to an expert's last row: past it loads give zeros, and stores write nothing.
     """
     stride = rows.stride(rows_at)
     shape = [0x7FFF0000, 0x7FFF0000, *rows.shape]

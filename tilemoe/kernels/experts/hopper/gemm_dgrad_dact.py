@@ -1,11 +1,13 @@
-"""B1: ``da' = do w2``, ``dh = dact(h) s da'``, ``a_scaled = s act(h)`` and each row's ``<da', act(h)>``, in one kernel.
+"""B1, dgrad of the down-projection fused with the activation's backward and the scores' gradient:
+``da' = do w2``, ``dh = act'(h) s da'``, ``a_scaled = s act(h)``, and each row's ``<da', act(h)>``.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · BM, BN tile · S stages
 
-The epilogue goes through the pipeline, without buffers of its own. For each slice of 64 columns the producer loads h
-(gate and up) into a further stage, in B's buffer; the consumer overwrites it with dh, and A's buffer with a_scaled,
-and starts TMA stores of both. It releases the stage one slice later, once they have read it (a pending release); a
-tile's last one during the next tile's first wgmma. So neither loads of h nor stores are waited for.
+Cooperative, with the producer, dynamic scheduler and tile order of F1 (`gemm_gather_act`): do gathered by cp.async, w2
+by TMA. The epilogue has no buffers of its own but uses stages of the pipeline. For each slice of 64 columns the
+producer loads h (gate and up) into B's buffer of one more stage; the consumer overwrites that with dh, and A's buffer
+with a_scaled, and starts TMA stores of both. It releases the stage one slice later, when the stores have read it (a
+pending release); a tile's last one during the next tile's first wgmma. So neither h's loads nor the stores are exposed.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -42,10 +44,13 @@ from tilemoe.kernels.experts.triton.activations import gated_grad, inner
 
 @gluon.jit
 def halves_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """a for a slice da' (64, EPILOGUE_N). buffer (128, EPILOGUE_N): gate, then up; overwritten by their gradients."""
+    """a of a slice, concatenated gate and up; da: da' (64, EPILOGUE_N).
+
+    buffer (128, EPILOGUE_N): gate above up, overwritten with their gradients.
+    """
     gate_buffer, up_buffer = buffer.slice(0, WARPGROUP_M), buffer.slice(WARPGROUP_M, WARPGROUP_M)
     if ACTIVATION == "swiglu_oai" or ACTIVATION == "swiglu_clamped":
-        # In two halves of the columns: a clamped gate's masks leave too few registers for all at once.
+        # Half of the columns at a time: the clamps' masks leave too few registers for the whole slice.
         HALF: gl.constexpr = EPILOGUE_N // 2
         left, right = halves(da, WARPGROUP_M, EPILOGUE_N)
         left_gate, left_up = gate_buffer.slice(0, HALF, 1), up_buffer.slice(0, HALF, 1)
@@ -60,7 +65,7 @@ def halves_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def gate_up_grad(gate_buffer, up_buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """a for columns da' of a slice; gate and up, in a buffer each, are overwritten by their gradients."""
+    """a of some columns of a slice; gate and up, in a buffer each, are overwritten with their gradients."""
     gate = gate_buffer.load(da.type.layout).to(gl.float32)
     up = up_buffer.load(da.type.layout).to(gl.float32)
     scale = gl.convert_layout(score, gl.SliceLayout(1, da.type.layout))
@@ -72,7 +77,7 @@ def gate_up_grad(gate_buffer, up_buffer, da, score, limit, alpha, ACTIVATION: gl
 
 @gluon.jit
 def joined(left, right, like):
-    """(64, EPILOGUE_N) from its two halves, in the layout of ``like``: the inverse of `halves`, no data moves."""
+    """(64, EPILOGUE_N) from its left and right half, in the layout of ``like``: inverts `halves`; no data moves."""
     return gl.convert_layout(
         gl.join(left, right).permute([0, 2, 1]).reshape([WARPGROUP_M, EPILOGUE_N]), like.type.layout
     )
@@ -80,7 +85,7 @@ def joined(left, right, like):
 
 @gluon.jit
 def pairs_grad(left_buffer, right_buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """As `halves_grad`; each buffer (64, EPILOGUE_N) has pairs of gate and up, of the slice's left or right half."""
+    """As `halves_grad`, interleaved gate and up: a buffer (64, EPILOGUE_N) of pairs for each half of the slice."""
     left, right = halves(da, WARPGROUP_M, EPILOGUE_N)
     left_a = half_pairs_grad(left_buffer, left, score, limit, alpha, ACTIVATION)
     right_a = half_pairs_grad(right_buffer, right, score, limit, alpha, ACTIVATION)
@@ -89,7 +94,7 @@ def pairs_grad(left_buffer, right_buffer, da, score, limit, alpha, ACTIVATION: g
 
 @gluon.jit
 def half_pairs_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """a for da' (64, EPILOGUE_N / 2); pairs of gate and up in ``buffer`` are overwritten by their gradients."""
+    """a of half a slice, da' (64, EPILOGUE_N / 2); ``buffer``'s pairs of gate and up are overwritten with gradients."""
     both: gl.constexpr = gl.join(da, da).reshape([WARPGROUP_M, EPILOGUE_N]).type.layout
     gate, up = deinterleave(buffer.load(both), EPILOGUE_N)
     gate = gl.convert_layout(gate.to(gl.float32), da.type.layout)
@@ -105,9 +110,10 @@ def dact_slice(
     da, score, dh, a_scaled, end, row, col, limit, alpha, ring, step, index,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """<da', a> (64) of slice ``index`` of da' (64, EPILOGUE_N), whose h is in the stage of ``step``.
+    """Epilogue of slice ``index``: da' (64, EPILOGUE_N), its h in the stage of ``step``; returns <da', a> (64).
 
-    Starts the TMA stores of dh and a_scaled. col: the slice's first column of a.
+    Starts the TMA stores of dh and a_scaled, and releases the stage of the slice before. col: the slice's first column
+    of a.
     """
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
@@ -123,13 +129,13 @@ def dact_slice(
     else:
         a, slope = inner(buffer.load(da.type.layout).to(gl.float32), ACTIVATION, False)
         buffer.store((da * score[:, None] * slope).to(dh.dtype))
-    # After stores to shared memory: ptxas moves a wait ahead of mere arithmetic, which would then start late.
+    # Behind the stores to shared memory, since ptxas hoists a wait above plain arithmetic, which would then start late.
     tma.store_wait(0)
     consumer_release_previous(ring, step, index > 0)
-    # Columns past n add 0: there the weight, and so da', is 0. The sum spills least at this place.
+    # Columns past n add 0: there the weight, and so da', is 0. Summed here, it spills the fewest registers.
     ds = gl.sum(da * a, axis=1)
-    # Last: the compiler puts a barrier between the fence and the first TMA store only if that store's own buffer has
-    # been written since the last barrier.
+    # a_scaled is written last: the compiler puts a barrier between the fence and the first TMA store only if that
+    # store's own buffer has been written since the barrier before.
     a_buffer.store((a * score[:, None]).to(dh.dtype))
     last = RAGGED_EXTENT - end + row
     fence_async_shared()
@@ -148,7 +154,7 @@ def dact_slices(
     slices, score, dh, a_scaled, end, row, col, limit, alpha, ring, step,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
 ):  # fmt: skip
-    """<da', a> (64) over four slices of da', left to right; see `dact_slice`."""
+    """The epilogue of a tile: <da', a> (64), summed over four slices of da' from left to right; see `dact_slice`."""
     of_slice: gl.constexpr = gl.SliceLayout(1, slices[0].type.layout)
     scale = gl.convert_layout(score, of_slice)
     ds = gl.zeros([WARPGROUP_M], gl.float32, of_slice)
@@ -175,7 +181,7 @@ def dact_consumer(
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
     ROLLED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of B1. pairs (S, BM): the rows' pairs, in a tile's first stage; for partial see the kernel."""
+    """Consumer of B1. pairs (S, BM): pair_of_row of the tile's rows, in its first stage. partial: see the kernel."""
     steps = gl.cdiv(d, BK)
     step, pending_release = 0, False
     layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
@@ -234,7 +240,7 @@ def gemm_dgrad_dact_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """``da' = do w2``, do (T, d) gathered, weight (E, d, n); h, dh, a_scaled (R_max, n).
+    """B1: do (T, d) gathered, weight (E, d, n), s (pairs) in the caller's order, a_scaled (R_max, n).
 
     h and dh: (2, R_max, n) of concatenated gate and up, else (R_max, w); GATE_UP is "none" where there is no gate.
     partial (column tiles, R_max) fp32: <da', a> over a tile's columns. ROLLED: the epilogue is a loop over slices.

@@ -1,10 +1,15 @@
-"""F1 ``h = x w1^T + b1, a = act(h)``, and the producer of F1 and B1: A gathered by token, B an expert's weight by TMA.
+"""F1, the up-projection fused with the activation: ``h = x w1^T + b1, a = act(h)``; and the producer that B1 shares.
+
+A grouped GEMM: row r of A is x's row token_of_row[r], gathered by the producer warp group's cp.async; B is the expert's
+weight, by TMA. Two cooperative consumer warp groups (see `pipeline`) add the bias, compute the activation and store h,
+where it is kept, and a by TMA. Persistent, with a dynamic scheduler; column tiles are walked innermost, so that
+neighbouring CTAs share gathered rows, and wide outputs in bands (`swizzled_tile_coords`).
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
-parts = 2 where gate and up are two halves of one tile, else 1 · BM, BN tile · BK contraction step · S stages
+parts = 2 where gate and up are two halves of one tile, else 1 · BM, BN tile · BK k-block · S stages
 
 Weight descriptors are (E, parts, out, in) if B_K_MAJOR, else (E, parts, in, out). Output descriptors are ragged: their
-bounds check ends at the expert's last row. Interleaved gate and up are adjacent columns of one thread.
+bounds check ends at the expert's last row. Interleaved gate and up are adjacent columns, held by the same thread.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -50,13 +55,13 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 )
 from tilemoe.kernels.experts.triton.activations import gated_value, inner
 
-# 64 x 64 of a 16-bit type over a warp group, 16 bytes of a thread at a time.
+# 64 x 64 of a 16-bit type over a warp group, 16 bytes per thread and copy.
 CP_ASYNC_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def load_weight(weight, expert, k, col, ring, stage, B_K_MAJOR: gl.constexpr):
-    """Start the TMA load of one step's B; its bytes count towards ``full``."""
+    """Start the TMA load of one k-block of B; its bytes count towards the stage's ``full`` barrier."""
     _a_smem, b_smem, full, _empty = ring
     if B_K_MAJOR:
         tma_load(weight, [expert, 0, col, k], full.index(stage), b_smem.index(stage))
@@ -69,10 +74,11 @@ def load_gathered(
     ring, step, upper, lower, scales, weight, expert, col, k_from, k_to, width_in,
     B_K_MAJOR: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Producer: stages of the contraction from ``k_from`` to ``k_to``; A's rows at ``upper`` and ``lower`` (64, BK).
+    """Producer: fill the stages of the k-blocks from ``k_from`` to ``k_to``.
 
-    scales: None, or pointers to the first of each row's scales (BM), one for each BK, and where they go (S, BM).
-    Returns the next step and the advanced pointers, which spares an addition of row and column per step.
+    upper, lower: pointers (64, BK) to the tile's gathered rows of A. scales: None, or (pointers (BM) to the first scale
+    of each row, which has one for each k-block; shared memory (S, BM) that they go to).
+    Returns (next step, upper, lower), the pointers advanced, which spares adding row and column offsets in every step.
     """
     a_smem, _b_smem, full, _empty = ring
     columns = gl.arange(0, BK, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
@@ -99,10 +105,10 @@ def load_gathered(
 
 @gluon.jit
 def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
-    """Producer: a stage for each epilogue slice of a tile, with both consumers' h in B's buffer.
+    """Producer of B1: after a tile's k-blocks, a stage for each epilogue slice, B's buffer holding both consumers' h.
 
-    h: descriptor of (2, R_max, n) with blocks (2, 64, 64) of concatenated gate and up; else of (R_max, w) with blocks
-    (64, 64), two for each slice if interleaved.
+    h: descriptor of (2, R_max, n) with boxes (2, 64, 64) for concatenated gate and up; else of (R_max, w) with boxes
+    (64, 64), two of them for each slice if interleaved.
     """
     _a_smem, b_smem, full, _empty = ring
     BLOCKS: gl.constexpr = 2 if GATE_UP == "interleaved" else 1
@@ -125,7 +131,7 @@ def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
 
 @gluon.jit
 def scheduled_tile(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
-    """`swizzled_tile_coords` if row_start_of_expert is given, else `tile_coords`."""
+    """Coordinates by `swizzled_tile_coords` if row_start_of_expert is given, else by `tile_coords`."""
     if row_start_of_expert is None:
         tile = tile_coords(index, total, column_tiles, tiles, BN)
     else:
@@ -149,21 +155,22 @@ def gather_producer(
     ring, tile_info, scheduler_smem, extra,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """Producer of F1 and B1: A is ``source`` (T, width_in) gathered by token; see `load_tokens`.
+    """Producer of F1 and B1: A is ``source`` (T, width_in), its rows gathered by token; see `load_tokens`.
 
-    tile_info: (expert, first row, end of the expert's rows, first column); expert -1 ends the consumers.
+    tile_info: (expert, first row, end of the expert's rows, first column); expert -1 tells the consumers to stop.
 
-    row_scale: None, or the scales (T, width_in / BK) that follow A to shared memory (S, BM), and that.
+    row_scale: None, or (scales (T, width_in / BK), shared memory (S, BM) that they are copied to beside A).
     row_start_of_expert: for `swizzled_tile_coords`, else None.
-    extra: B1's (h, pair_of_row, pairs), else None. h follows A and B; the rows' pairs go to pairs (S, BM).
+    extra: B1's (h, pair_of_row, pairs), else None. h's stages follow the k-blocks; pairs (S, BM) gets pair_of_row of
+    the tile's rows, in its first stage.
     """
-    # The compiler is told that they are multiples of 8, whence 16-byte copies.
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
     width_in, stride_source = width_in // 8 * 8, stride_source // 8 * 8
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, CP_ASYNC_LAYOUT))
     columns = gl.arange(0, BK, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
-    # Columns to load before the next tile's tokens: the remaining ones, or h, hide that latency.
+    # The next tile's tokens are fetched after this much of the contraction: the rest of it, or h, hides their latency.
     before = width_in // BK // 2 * BK if extra is None else width_in
     step = 0
     index = gl.program_id(0)
@@ -190,7 +197,7 @@ def gather_producer(
         step, upper, lower = load_gathered(
             ring, step, upper, lower, scales, weight, expert, col, 0, before, width_in, B_K_MAJOR, EVEN_K
         )
-        # By now the next tile's coordinates have arrived; by its first stage its tokens will have.
+        # By now the next tile's coordinates have arrived; its tokens will have when its first stage is filled.
         upper_token = load_tokens(token_of_row, next_row, next_end, rows)
         lower_token = load_tokens(token_of_row, next_row + WARPGROUP_M, next_end, rows)
         if row_scale is not None:
@@ -210,10 +217,10 @@ def gather_producer(
 
 @gluon.jit
 def load_tile_bias(bias, expert, stride, col, n, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr):
-    """(BN) of b1 (E, w) in the order of a tile's columns, spread over the threads; zero past the last column."""
+    """(BN) of b1 (E, w) in the order of a tile's columns, distributed over the threads; zero past the last column."""
     column = gl.arange(0, BN, PAIR_LAYOUT)
     if GATE_UP == "concatenated":
-        RUN: gl.constexpr = BN // 2 if B_K_MAJOR else EPILOGUE_N  # of gate's columns before up's
+        RUN: gl.constexpr = BN // 2 if B_K_MAJOR else EPILOGUE_N  # columns of gate before as many of up
         inside = col + column // (2 * RUN) * RUN + column % RUN
         column = gl.where(inside < n, inside + column // RUN % 2 * n, 2 * n)
         width = 2 * n
@@ -226,7 +233,7 @@ def load_tile_bias(bias, expert, stride, col, n, BN: gl.constexpr, B_K_MAJOR: gl
 
 @gluon.jit
 def gate_up_slices(acc, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr):
-    """Gate and up of a tile, two tuples of (64, EPILOGUE_N); both are h where there is no gate."""
+    """(gates, ups) of an accumulator (64, BN): tuples of slices (64, EPILOGUE_N); without a gate both are h's."""
     if GATE_UP == "interleaved":
         gate, up = deinterleave(acc, BN)
         gates, ups = epilogue_slices(gate, BN // 2), epilogue_slices(up, BN // 2)
@@ -246,7 +253,7 @@ def store_h(
     acc, h, end, row, col, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """Start the TMA stores of a consumer's rows of h, a slice at a time through two buffers."""
+    """Start the TMA stores of a consumer's rows of h, slice by slice through its two staging buffers."""
     last = RAGGED_EXTENT - end + row
     slices = epilogue_slices(acc, BN)
     for i in gl.static_range(BN // EPILOGUE_N):
@@ -265,7 +272,7 @@ def store_act(
     acc, a, end, row, col, limit, alpha, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Start the TMA stores of a consumer's rows of a = act(h); acc (64, BN) is h."""
+    """Compute a = act(h) of a consumer's rows, acc (64, BN) being h, and start the TMA stores, slice by slice."""
     WIDTH: gl.constexpr = BN if GATE_UP == "none" else BN // 2
     gates, ups = gate_up_slices(acc, BN, B_K_MAJOR, GATE_UP)
     if GATE_UP == "interleaved":
@@ -286,7 +293,7 @@ def act_consumer(
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
     KEEP_H: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F1. Epilogue: add the bias, store h and act(h)."""
+    """Consumer of F1. Epilogue: add the bias, store h (if KEEP_H) and act(h)."""
     steps = gl.cdiv(d, BK)
     step = 0
     expert, row, end, col = receive_tile(ring, tile_info, step)
@@ -339,8 +346,8 @@ def up_proj_act_kernel(
     """F1: ``h = x w1^T + b1``, ``a = act(h)``; x (T, d) gathered, bias (E, w), a (R_max, n); KEEP_H: h is written.
 
     GATE_UP "concatenated": weight (E, 2, n, d), h (R_max, 2, n); a tile is BN/2 columns of gate and the same of up,
-    as two halves if B_K_MAJOR, else alternating by 64 columns. "interleaved" and "none" (no gate): weight (E, 1, w, d),
-    h (R_max, w); a tile is BN columns of h.
+    as two halves if B_K_MAJOR, else alternating every 64 columns. "interleaved" and "none" (no gate): weight
+    (E, 1, w, d), h (R_max, w); a tile is BN columns of h.
     """
     dtype: gl.constexpr = x.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

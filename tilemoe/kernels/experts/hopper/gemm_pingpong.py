@@ -1,14 +1,15 @@
-"""F2 and B3, ping-pong: ``out = rows weight (+ bias)``, contiguous rows of each expert times its weight, all by TMA.
+"""F2 (down-projection) and B3 (dgrad of the up-projection), ping-pong: ``out_r = rows_r weight_e (+ bias_e)``.
 
-E experts · R_max row capacity · BN tile columns · BK contraction step · S stages
+E experts · R_max row capacity · BN tile columns · BK k-block · S stages
 
-Ping-pong schedule: the consumers alternate tiles, so that one's epilogue overlaps the other's mainloop, which has the
-tensor cores and all stages to itself. ``mma_order``, two mbarriers as CUTLASS's OrderedSequenceBarrier: a consumer
-starts its mainloop once the other has seen its last stage full. Earlier, it would wait for a stage more than one phase
-ahead, and mbarriers know only a phase's parity.
+One producer warp: both operands come by TMA. Two consumer warp groups alternate tiles, so that one's epilogue overlaps
+the other's mainloop, which has the tensor cores and all stages to itself. ``mma_order``, two mbarriers as CUTLASS's
+OrderedSequenceBarrier: a consumer starts its mainloop once the other has seen its last stage full. Earlier, it would
+wait for a stage more than one phase ahead, and mbarriers know only a phase's parity.
 
-A tile is up to three blocks of 64 rows, an accumulator each; at an expert's end, as many as there are rows for. The
-last four blocks of an expert are two tiles of two: three and one would load more for the same products.
+A tile is up to three blocks of 64 rows, an accumulator each; at an expert's end, as many as there are rows for. An
+expert's last four blocks are two tiles of two: in tiles of three and one, the one would load most for its products.
+Static scheduler, column tiles innermost; wide outputs in bands of columns (`banded_index`), to read weights from L2.
 Weight descriptors are those of `gemm_gather_act`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -46,12 +47,15 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 )
 
 BLOCKS = gl.constexpr(configs.PINGPONG_BLOCKS)
-BUFFERS = gl.constexpr(4)  # epilogue slices of a consumer in shared memory: two blocks'
+BUFFERS = gl.constexpr(4)  # staging buffers of a consumer, an epilogue slice each: two blocks' worth
 
 
 @gluon.jit
 def banded_index(index, total, column_tiles, BAND: gl.constexpr):
-    """The place in row-major order of a tile; BAND: see `tilemoe.kernels.experts.triton.configs.band_tiles`."""
+    """The tile of ``index``, as its number in row-major order; ``total`` if there is none.
+
+    BAND: column tiles of a band, 0 for none; see `tilemoe.kernels.experts.triton.configs.band_tiles`.
+    """
     if BAND == 0:
         place = index
     else:
@@ -64,20 +68,20 @@ def banded_index(index, total, column_tiles, BAND: gl.constexpr):
 
 @gluon.jit
 def block_tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr, BAND: gl.constexpr):
-    """(expert, first row, end of the expert's rows, first column, blocks) of a tile; see `tile_coords`."""
+    """(expert, first row, end of the expert's rows, first column, number of blocks) of a tile; see `tile_coords`."""
     index = banded_index(index, total, column_tiles, BAND)
     expert, row, end, col = tile_coords(index, total, column_tiles, tiles, BN)
     before = gl.maximum(index // column_tiles - 1, 0)
     expert_before = gl.load(tiles[0] + before, mask=(index >= column_tiles) & (index < total), other=-1)
     remaining = gl.cdiv(end - row, WARPGROUP_M)
-    takes_one = (remaining == 1) & (expert_before == expert)  # of the four blocks of the tile before
+    takes_one = (remaining == 1) & (expert_before == expert)  # four blocks are left: take one from the tile before
     count = gl.where(takes_one | (remaining == BLOCKS + 1), 2, gl.minimum(remaining, BLOCKS))
     return expert, gl.where(takes_one, row - WARPGROUP_M, row), end, col, count
 
 
 @gluon.jit
 def load_blocks(rows, weight, expert, row, col, width_in, ring, step, COUNT: gl.constexpr, B_K_MAJOR: gl.constexpr):
-    """Producer: the stages of a tile of COUNT blocks; the next step."""
+    """Producer: fill the stages of a tile of COUNT blocks. Returns the next step."""
     a_smem, _b_smem, full, _empty = ring
     for k in range(0, width_in, BK):
         stage = producer_acquire(ring, step)
@@ -94,9 +98,9 @@ def pingpong_producer(
     rows, weight, tiles, num_tiles, width_in, width_out, ring, tile_info,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    """Producer, one warp: A is ``rows`` (R_max, width_in), block by block.
+    """Producer, one warp: A is ``rows`` (R_max, width_in), one TMA load for each block of 64 rows.
 
-    tile_info: (first row, end of the expert's rows, first column, 4 * expert + blocks).
+    tile_info: (first row, end of the expert's rows, first column, 4 * expert + number of blocks).
     """
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
@@ -120,9 +124,9 @@ def pingpong_producer(
 def mma_mainloop_blocks(
     ring, step, steps, order_of_other, COUNT: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
 ):
-    """Three accumulators (64, BN) fp32, of which COUNT are computed over ``steps`` stages, at least one; the next step.
+    """Returns three accumulators (64, BN) fp32, the first COUNT computed over ``steps`` >= 1 stages, and the next step.
 
-    Lets the other consumer start once the last stage is full, while this one's last wgmmas still run.
+    Lets the other consumer start its mainloop once the last stage is full, while this one's last wgmmas still run.
     """
     acc0, acc1, acc2 = zero_accumulator(BN), zero_accumulator(BN), zero_accumulator(BN)
     acc0, acc1, acc2 = issue_mma_blocks(ring, step, acc0, acc1, acc2, False, COUNT, BN, B_K_MAJOR)
@@ -144,7 +148,7 @@ def issue_mma_blocks(
     ring, step, acc0, acc1, acc2, ACCUMULATE: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """As `pipeline.issue_mma`, for the first COUNT blocks."""
+    """As `pipeline.issue_mma`, for the first COUNT blocks of a tile."""
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
     b = b_operand(b_smem, stage, BN, B_K_MAJOR)
@@ -170,14 +174,14 @@ def wait_mma_blocks(acc0, acc1, acc2, COUNT: gl.constexpr, PENDING: gl.constexpr
 
 @gluon.jit
 def store_block(acc, out, bias, row, end, col, staging, block, BN: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start the TMA stores of a block, the ``block``-th of this consumer's, which alternate buffers."""
+    """Start the TMA stores of a block, the ``block``-th of this consumer; blocks alternate between pairs of buffers."""
     first, second = halves(acc, WARPGROUP_M, BN)
     last = RAGGED_EXTENT - end + row
     for j in gl.static_range(2):
         value = first if j == 0 else second
         if bias is not None:
             value += bias.slice(j * EPILOGUE_N, EPILOGUE_N).load(gl.SliceLayout(0, value.type.layout))[None, :]
-        # Frees the oldest of the BUFFERS stores' buffers, which is the one needed now.
+        # Waits for the oldest of BUFFERS stores, whose staging buffer is needed now.
         tma.store_wait(BUFFERS - 1)
         buffer = staging.index(BUFFERS * CONSUMER + 2 * (block & 1) + j)
         store_slice(out, [RAGGED_EXTENT, end, last, col + j * EPILOGUE_N], value, buffer)
@@ -188,7 +192,7 @@ def pingpong_consumer(
     out, bias, stride_bias, num_tiles, width_in, width_out, ring, tile_info, staging, bias_smem, mma_order,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F2 and B3: every other tile of the CTA's. mma_order: (CONSUMERS, 1) mbarriers."""
+    """Consumer of F2 and B3: every other tile of the CTA. mma_order: (CONSUMERS, 1) mbarriers, see above."""
     total = gl.load(num_tiles) * gl.cdiv(width_out, BN)
     steps = gl.cdiv(width_in, BK)
     step = CONSUMER * steps
@@ -214,7 +218,7 @@ def pingpong_consumer(
             acc0, acc1, acc2, step = mma_mainloop_blocks(
                 ring, step, steps, mma_order.index(1 - CONSUMER), 1, BN, B_K_MAJOR
             )
-        step += steps  # the other consumer's
+        step += steps  # skips the stages of the other consumer's tile
         if bias is not None:
             bias_of_tile = bias_smem.index(CONSUMER)
             bias_of_tile.store(of_tile.to(gl.float32))
@@ -247,8 +251,9 @@ def gemm_rows_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3: ``out_r = rows_r weight_e (+ bias_e)``; rows (R_max, in), weight (E, in, out), bias (E, out), out
-    (R_max, out).
+    """F2 and B3: rows (R_max, width_in), weight (E, width_in, width_out), bias (E, width_out), out (R_max, width_out).
+
+    BAND: see `banded_index`.
     """
     a_smem = gl.allocate_shared_memory(rows.dtype, [BLOCKS * STAGES, WARPGROUP_M, BK], rows.layout)
     b_smem = gl.allocate_shared_memory(rows.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005

@@ -1,15 +1,15 @@
-"""F2 and B3 of a short contraction, weight-stationary: ``out = rows weight (+ bias)``, as in `gemm_pingpong`.
+"""F2 and B3 with a short contraction, weight-stationary: ``out_r = rows_r weight_e (+ bias_e)``, as in `gemm_pingpong`.
 
-E experts · R_max row capacity · BN tile columns · BK contraction step · S stages of A · B_STAGES slices of B
+E experts · R_max row capacity · BN tile columns · BK k-block · S stages of A · B_STAGES k-blocks of B
 
-A tile of so few steps loads more than its products hide: F2 of n = 256 asks L2 for twice what it gives. So a CTA keeps
-an expert's weight for BN columns, the whole contraction of it, in shared memory, and only A streams: a work item is
-those columns of up to CHUNK_M rows, in blocks of 64. Neighbouring CTAs have the same rows and other columns, so that A
-comes from DRAM once.
+With so few k-blocks a tile's loads exceed what its wgmmas hide: F2 of n = 256 asks L2 for twice what it gives. So a CTA
+keeps BN columns of an expert's weight, over the whole contraction, in shared memory and streams only A: a work item is
+these columns of up to CHUNK_M rows, in blocks of 64 rows. Items are walked with columns innermost: neighbouring CTAs
+have the same rows and other columns, so that A comes from DRAM once.
 
-Ping-pong schedule: the consumers alternate blocks. ``b_ring`` is ``ring`` with barriers of B's own, ``b_full`` and
-``b_empty``: one slice of B for each step of the contraction; their phase is that of the CTA's items. The last blocks of
-an item release each slice as they go, so that the next item's arrives behind them.
+One producer warp; two consumer warp groups in a ping-pong schedule, which alternate blocks. ``b_ring`` is ``ring`` with
+B's own barriers, ``b_full`` and ``b_empty``, one of each for a k-block of B, whose phase flips with each item of the
+CTA. An item's last blocks release B k-block by k-block, and the next item's are loaded in their place meanwhile.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -43,12 +43,12 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 )
 
 CHUNK_M = gl.constexpr(configs.STATIONARY_M)
-BUFFERS = gl.constexpr(2)  # epilogue slices of a consumer in shared memory
+BUFFERS = gl.constexpr(2)  # staging buffers of a consumer, an epilogue slice each
 
 
 @gluon.jit
 def new_rings(weight, dtype: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.constexpr):
-    """ring, b_ring. Two arrivals release a slice of B: an item's last two blocks', or both of its only one."""
+    """(ring, b_ring). Two arrivals release a k-block of B: of an item's last two blocks, or both of its only one."""
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, WARPGROUP_M, BK], gl.NVMMASharedLayout(128, 16, 2))
     b_smem = gl.allocate_shared_memory(dtype, [B_STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     ring = (a_smem, b_smem, new_barriers(STAGES, 1), new_barriers(STAGES, 1))
@@ -57,9 +57,9 @@ def new_rings(weight, dtype: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.co
 
 @gluon.jit
 def item_coords(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
-    """(expert, first row, end of the expert's rows, first column, blocks) of a work item; see `tile_coords`.
+    """(expert, first row, end of the expert's rows, first column, number of blocks) of a work item; see `tile_coords`.
 
-    An expert of several chunks has its blocks shared out evenly among them.
+    Where an expert has several chunks of rows, its blocks are divided evenly among them.
     """
     expert, row, end, col = tile_coords(index, total, column_tiles, tiles, BN)
     start = gl.load(row_start_of_expert + expert)
@@ -72,7 +72,7 @@ def item_coords(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.c
 
 @gluon.jit
 def load_rows(rows, row, k, ring, step):
-    """Start the TMA load of one step's A."""
+    """Start the TMA load of one k-block of a block's A, once its stage is released."""
     a_smem, _b_smem, full, _empty = ring
     stage = producer_acquire(ring, step)
     mbarrier.expect(full.index(stage), rows.block_type.nbytes)
@@ -81,7 +81,7 @@ def load_rows(rows, row, k, ring, step):
 
 @gluon.jit
 def load_b(weight, expert, piece, col, b_ring, item, B_K_MAJOR: gl.constexpr):
-    """Start the TMA load of a slice of an item's B, once the item before has released it."""
+    """Start the TMA load of k-block ``piece`` of an item's B, once the item before has released its buffer."""
     _a_smem, _b_smem, b_full, b_empty = b_ring
     mbarrier.wait(b_empty.index(piece), (item & 1) ^ 1)
     mbarrier.expect(b_full.index(piece), weight.block_type.nbytes)
@@ -93,7 +93,7 @@ def stationary_producer(
     rows, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Producer, one warp: of each item B, slice by slice with the first block's A, then the other blocks' A."""
+    """Producer, one warp: for each item B and the first block's A, k-block by k-block, then the other blocks' A."""
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     step, item = 0, 0
@@ -107,18 +107,18 @@ def stationary_producer(
             load_rows(rows, row, k, ring, step)
             step += 1
         block = 1
-        while block < count:  # not `for`: Triton 3.6 takes a value that bounds an inner loop alone for one that stays
+        while block < count:  # not `for`: Triton 3.6 takes a value that only bounds an inner loop for loop-invariant
             for k in range(0, width_in, BK):
                 load_rows(rows, row + block * WARPGROUP_M, k, ring, step)
                 step += 1
             block += 1
-        item += 1  # noqa: SIM113  # not Python's enumerate
+        item += 1  # noqa: SIM113  # Gluon has no enumerate
         expert, row, col, count = next_expert, next_row, next_col, next_count
 
 
 @gluon.jit
 def release_b(b_ring, piece, arrivals):
-    """Arrive zero, one or two times at what frees a slice of B."""
+    """Arrive zero, one or two times at the ``b_empty`` barrier of k-block ``piece``."""
     _a_smem, _b_smem, _b_full, b_empty = b_ring
     mbarrier.arrive(b_empty.index(piece), count=1, pred=arrivals > 0)
     mbarrier.arrive(b_empty.index(piece), count=1, pred=arrivals > 1)
@@ -128,7 +128,7 @@ def release_b(b_ring, piece, arrivals):
 def issue_mma_stationary(
     ring, b_ring, step, item, piece, acc, ACCUMULATE: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
 ):
-    """As `pipeline.issue_mma`, of a block's A and a slice of B."""
+    """As `pipeline.issue_mma`, of a streamed k-block of A and the resident k-block ``piece`` of B."""
     a_smem, b_smem, b_full, _b_empty = b_ring
     stage = consumer_wait(ring, step)
     mbarrier.wait(b_full.index(piece), item & 1)
@@ -140,9 +140,9 @@ def issue_mma_stationary(
 def mma_mainloop_stationary(
     ring, b_ring, step, steps, item, arrivals, order_of_other, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
 ):
-    """(64, BN) fp32 of a block over ``steps`` stages, at least one. arrivals: see `release_b`.
+    """The accumulator (64, BN) fp32 of a block over ``steps`` >= 1 stages. arrivals: see `release_b`.
 
-    Lets the other consumer start as `gemm_pingpong.mma_mainloop_blocks` does.
+    Hands the tensor cores to the other consumer as `gemm_pingpong.mma_mainloop_blocks` does.
     """
     acc = issue_mma_stationary(ring, b_ring, step, item, 0, zero_accumulator(BN), False, BN, B_K_MAJOR)
     acc = warpgroup_mma_wait(1, deps=(acc,))  # as in `pipeline.mma_mainloop`
@@ -162,13 +162,13 @@ def mma_mainloop_stationary(
 
 @gluon.jit
 def arrivals_of(block, count):
-    """How often a block releases B: an item's last two once each, its only one twice."""
+    """How often a block arrives at ``b_empty``: an item's last two once each, an only block twice, others never."""
     return gl.where(count == 1, 2, gl.where(block >= count - 2, 1, 0))
 
 
 @gluon.jit
 def store_columns(slices, out, bias, row, end, col, staging, CONSUMER: gl.constexpr):
-    """Start the TMA stores of a block's slices, which alternate buffers. bias: of the item's columns, or None."""
+    """Start the TMA stores of a block's slices, alternating staging buffers. bias: (BN) of the item, or None."""
     last = RAGGED_EXTENT - end + row
     for i in gl.static_range(len(slices)):
         value = slices[i]
@@ -184,12 +184,12 @@ def stationary_consumer(
     out, bias, stride_bias, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring, staging,
     bias_smem, mma_order, CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: every other block of the CTA's. mma_order: as in `gemm_pingpong`."""
+    """Consumer: every other block of the CTA's items. mma_order: as in `gemm_pingpong`."""
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
     steps = gl.cdiv(width_in, BK)
     phase = 1 - CONSUMER  # the first consumer's first wait passes at once
-    before, item = 0, 0  # blocks and items of the CTA that are done
+    before, item = 0, 0  # blocks and items that the CTA has finished
     expert, first, end, col, count = item_coords(gl.program_id(0), total, column_tiles, tiles, row_start_of_expert, BN)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_first, next_end, next_col, next_count = item_coords(
@@ -236,7 +236,7 @@ def gemm_stationary_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3, width_in <= B_STAGES * BK: as `gemm_pingpong.gemm_rows_kernel`, of tiles of CHUNK_M rows."""
+    """F2 and B3 with width_in <= B_STAGES * BK: as `gemm_pingpong.gemm_rows_kernel`, but with tiles of CHUNK_M rows."""
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)
     staging = gl.allocate_shared_memory(
         rows.dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2)

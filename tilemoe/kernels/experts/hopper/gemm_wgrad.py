@@ -1,7 +1,11 @@
-"""B2 and B4, the weight gradients: ``out_e = A_e^T B_e`` over an expert's rows, A gathered by token.
+"""B2 and B4, the weight gradients: ``out_e = A_e^T B_e``, contracted over the expert's rows; A is gathered by token.
 
 T tokens · E experts · R_max row capacity · p, q widths of A (gathered) and B (contiguous) · BM x BN tile of (p, q) ·
-BK rows of the expert per step
+BK k-block: rows of the expert per stage
+
+Cooperative (see `pipeline`): the producer warp group loads A by cp.async and B by TMA, neither of them K-major; each of
+two consumer warp groups has 64 of a tile's BM rows. Persistent, static scheduler: expert by expert, the gradient's
+shorter side innermost. An expert without rows takes a stage without operands; its gradient is zero.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -41,14 +45,14 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 
 @gluon.jit
 def weight_tile_coords(index, total, p, q, row_start_of_expert, BN: gl.constexpr):
-    """(expert, its first row, its end, first row and column of the tile); of the last tile from ``total`` on."""
+    """(expert, start and end of its rows, first row and column of the tile in (p, q)); from ``total`` on the last's."""
     index = gl.minimum(index, total - 1)
     row_tiles, column_tiles = gl.cdiv(p, BM), gl.cdiv(q, BN)
     tiles = row_tiles * column_tiles
     expert = index // tiles
     start = gl.load(row_start_of_expert + expert)
     end = gl.load(row_start_of_expert + expert + 1)
-    # Raster order along the shorter side: the CTAs of a wave then share more of what they read.
+    # The shorter side innermost: the CTAs of a wave then share more of what they read.
     along_rows = row_tiles < column_tiles
     shorter = gl.minimum(row_tiles, column_tiles)
     fast, slow = index % tiles % shorter, index % tiles // shorter
@@ -70,11 +74,11 @@ def wgrad_producer(
     tile_info,
     BN: gl.constexpr,
 ):
-    """Producer: BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q), zero past the expert's end.
+    """Producer: stages of BK rows of A, by_token (T, p) gathered, and of B, by_row (R_max, q), 0 past the expert's end.
 
-    tile_info: (expert, first row and column of the tile, steps); without steps, in a stage without operands.
+    tile_info: (expert, first row and column of the tile, number of stages); 0 comes in a stage without operands.
     """
-    # The compiler is told that they are multiples of 8, whence 16-byte copies.
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
     p, stride_token = p // 8 * 8, stride_token // 8 * 8
     a_smem, b_smem, full, _empty = ring
     total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
@@ -96,7 +100,7 @@ def wgrad_producer(
         lower = upper + WARPGROUP_M
         for k in range(start, end, BK):
             pointers = by_token + (token.to(gl.int64) * stride_token)[:, None]
-            # Prefetch the next step's tokens, or the next tile's.
+            # Prefetch the next stage's tokens, or the next tile's.
             more = k + BK < end
             row, bound = gl.where(more, k + BK, next_start), gl.where(more, end, next_end)
             token = gl.load(row_pointers(token_of_row, row, bound, rows))
@@ -108,7 +112,7 @@ def wgrad_producer(
             cp_async(a_smem.index(CONSUMERS * stage + 1), pointers + lower[None, :], mask=(lower < p)[None, :])
             producer_commit(ring, step)
             step += 1
-        # An expert without rows has no loop that prefetches the next tile's tokens.
+        # Without rows the loop has not run, which prefetches the next tile's tokens.
         no_rows = (start + rows * 0) >= end
         token = gl.load(row_pointers(token_of_row, next_start, next_end, rows), mask=no_rows, other=token)
         expert, start, end, first, col = next_expert, next_start, next_end, next_first, next_col
@@ -117,9 +121,9 @@ def wgrad_producer(
 
 @gluon.jit
 def add_slice(out, value, expert, row, col, staging, CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Start adding ``value`` (WARPGROUP_M, EPILOGUE_N) to the gradient in memory, half of its columns at a time.
+    """Start TMA reduce-adds of ``value`` (WARPGROUP_M, EPILOGUE_N) to the gradient in memory, 32 columns at a time.
 
-    By TMA, which reads the old sums in L2: no thread waits for them.
+    L2 does the addition: no thread loads, or waits for, the old values.
     """
     left, right = halves(value, WARPGROUP_M, EPILOGUE_N)
     for i in gl.static_range(2):
@@ -140,7 +144,7 @@ def wgrad_consumer(
     out, num_experts, p, q, ring, tile_info, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """Consumer. Epilogue: store or add its rows of the tile, transposed if the output is (E, q, p)."""
+    """Consumer. Epilogue: store or accumulate its 64 rows of the tile, transposed if the output is (E, q, p)."""
     total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
     step = 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -190,7 +194,7 @@ def gemm_wgrad_kernel(
 ):
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
-    Zeros for an expert without rows. ADDS: to what out, fp32, has.
+    Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
     """
     dtype: gl.constexpr = by_token.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -1,10 +1,10 @@
-"""Gluon across Triton's releases: functions that have one name in 3.6 and another in 3.9; 3.8 has some of each.
+"""Gluon functions that are named differently in Triton 3.6 and 3.9 (3.8 has some names of each), under one name.
 
-cp_async        cp.async, from global pointers to shared memory
-tma_load        TMA, from a descriptor's tensor to shared memory; its bytes count towards an mbarrier
-tma_store       TMA, from shared memory to a descriptor's tensor
-tma_add         likewise, added to what is there
-reinterpret     shared memory as of another dtype, shape and layout
+cp_async        cp.async from global pointers to shared memory
+tma_load        TMA load from a descriptor's tensor to shared memory; its bytes count towards an mbarrier
+tma_store       TMA store from shared memory to a descriptor's tensor
+tma_add         TMA reduce-add from shared memory to a descriptor's tensor
+reinterpret     a view of shared memory with another dtype, shape and layout
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ tma_store = tma.async_store if _HAS_SHORT_NAMES else tma.async_copy_shared_to_gl
 
 @builtin
 def _tma_add(descriptor: Any, place: Any, source: Any, _semantic: Any = None) -> None:
-    """The builder's operator, which 3.6 has no function for."""
+    """TMA reduce-add through the IR builder: Triton 3.6 exports no function for it."""
     at = _semantic._convert_to_ir_values(place, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, source.handle)
 

@@ -1,4 +1,6 @@
-"""Host side of the Hopper GEMMs: descriptors, arguments, compile-time constants, grid. Reads no device value.
+"""Host side of the Hopper GEMMs: outputs, TMA descriptors, compile-time constants and grid of each launch.
+
+Reads no value back from the device: grids are sized by the capacity of the tile lists.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
 """
@@ -47,8 +49,9 @@ def rows_launch(
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, p, q), whose p or q is contiguous, plus bias (E, q)
-    of contiguous rows. tiles: of `tile_of`'s height.
+    """F2 and B3: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q), plus bias (E, q).
+
+    weight: p or q contiguous. bias: q contiguous. tiles: of `tile_of`'s block_m.
     """
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
@@ -76,7 +79,7 @@ def up_proj_act_launch(
     keep_h: bool,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor]:
-    """F1: (a (R_max, n), h (R_max, w), or (0, w) if not kept). w1's w or d is contiguous, and so are b1's rows."""
+    """F1: (launch, a (R_max, n), h (R_max, w), or (0, w) if not kept). w1 (E, w, d), w or d contiguous; b1 (E, w)."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
     a, h = act_outputs(x, plan, spec, n, keep_h)
     weight = split_parts(w1, spec).transpose(2, 3)
@@ -102,7 +105,10 @@ def dgrad_dact_launch(
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32 of the scores' gradient)."""
+    """B1: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32).
+
+    partial: each row's <da', a> over the columns of one tile, for `score_grad` to add up.
+    """
     d, n = w2.shape[1:]
     tile = TILES["down_proj_dgrad_dact"]
     column_tiles = ceil_div(n, tile.block_n)
@@ -126,9 +132,9 @@ def wgrad_launch(
     device: Device,
     adds: bool = False,
 ) -> Launch:
-    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q).
+    """B2 and B4: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q of out is contiguous.
 
-    adds: to what out, fp32, has.
+    adds: out, fp32, is accumulated into instead of overwritten.
     """
     p, q = by_token.shape[1], by_row.shape[1]
     transposed = is_column_major(out)
@@ -158,14 +164,14 @@ def hopper_launch(
 
 
 def h_output(h: Tensor, parts: int, n: int) -> Any:
-    """A ragged descriptor of h (R_max, w), of two parts as (R_max, 2, n)."""
+    """A ragged descriptor of h (R_max, w), seen as (R_max, 2, n) if gate and up are two parts."""
     if parts == 2:
         return ragged_descriptor(h.unflatten(1, (2, n)), [WARPGROUP_M, 1, EPILOGUE_N])
     return ragged_descriptor(h, _EPILOGUE_BLOCK)
 
 
 def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[Any, Any]:
-    """What B1 reads h and writes dh by: concatenated gate and up are one box of two parts."""
+    """(descriptor that B1 reads h by, ragged one that it writes dh by); concatenated gate and up: one box of both."""
     if gate_up_layout(spec) != "concatenated":
         return described(h, _EPILOGUE_BLOCK), ragged_descriptor(dh, _EPILOGUE_BLOCK)
     h, dh = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
@@ -174,12 +180,12 @@ def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[
 
 
 def swizzle_of(plan: RoutingPlan, column_tiles: int) -> Tensor | None:
-    """The kernels' row_start_of_expert: given where the output is wide enough for a threadblock swizzle, else None."""
+    """F1's and B1's row_start_of_expert argument: None where the output is too narrow for a threadblock swizzle."""
     return plan.row_start_of_expert if column_tiles > configs.MAX_COLUMN_TILES else None
 
 
 def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> dict[str, Any]:
-    """GATE_UP: the layout of gate and up, "none" where there is no gate."""
+    """Constants of F1 and B1. GATE_UP: the layout of gate and up, "none" where the activation has no gate."""
     layout, even = gate_up_layout(spec) or "none", contraction % BLOCK_K == 0
     return {"ACTIVATION": spec.name, "GATE_UP": layout, "B_K_MAJOR": k_major, "EVEN_K": even}
 

@@ -1,18 +1,20 @@
-"""What all Hopper kernels share: the TMA/cp.async pipeline, the tile scheduler, the mainloop and the epilogue's stores.
+"""Building blocks of all Hopper GEMMs: TMA/cp.async pipeline, tile scheduler, mainloop, epilogue stores.
 
-BM, BN tile · BK contraction step · S stages
+BM, BN tile · BK k-block (contraction per stage) · S stages
 
-Warp-specialised persistent CTAs: one producer warp group and two consumer warp groups. The producer fills stages of
-shared memory with A (BM x BK) and B (BK x BN). Cooperative kernels (F1, B1, B2, B4): each consumer multiplies its 64
-of a tile's 128 rows, and one epilogue overlaps the other consumer's mainloop; a consumer whose rows lie past the
-expert's end skips its mainloop, so that a ragged end costs half a tile. Ping-pong kernels (F2, B3, `gemm_pingpong`):
-each consumer has whole tiles, and the tensor cores to itself meanwhile.
+Kernels are persistent and warp-specialised: a producer (a warp group where it issues cp.async, one warp where all loads
+are TMA) fills stages of shared memory with A (BM x BK) and B (BK x BN); two consumer warp groups run wgmma on them.
+Cooperative kernels (F1, B1, B2, B4): the consumers share a tile, 64 of its 128 rows each, with an epilogue each. In F1
+and B1 a consumer whose rows all lie past the expert's last row skips its mainloop: a ragged end costs half a tile.
+Ping-pong kernels (F2, B3: `gemm_pingpong`, `gemm_stationary`): each consumer has whole tiles (or blocks of 64 rows),
+and one's epilogue overlaps the other's mainloop, which meanwhile has the tensor cores to itself.
 
 Pipeline, as CUTLASS's PipelineTmaAsync: the tuple ``ring = (a_smem, b_smem, full, empty)`` of operand buffers (S, ...)
-and mbarriers (S, 1). ``step`` counts a role's steps from 0: its stage is step % S, its phase step // S % 2.
+and mbarriers (S, 1). Each role counts its k-blocks in ``step``, from 0: stage step % S, phase step // S % 2.
 
-Tile scheduler: the producer decodes tiles and publishes each one's coordinates in shared memory, ``tile_info``, with
-its first stage. Static: CTA i of P has the tiles i, i + P, ... Dynamic (F1, B1): see `scheduler_next`.
+Tile scheduler: the producer decodes a tile's coordinates and passes them to the consumers in shared memory,
+``tile_info``, with the tile's first stage. Static: CTA i of P has tiles i, i + P, ... Dynamic (F1, B1): see
+`scheduler_next`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -41,7 +43,7 @@ EPILOGUE_N = gl.constexpr(configs.EPILOGUE_N)
 ADDED_N = gl.constexpr(configs.ADDED_N)
 SWIZZLE_TILES = gl.constexpr(configs.SWIZZLE_TILES)
 RAGGED_EXTENT = gl.constexpr(_RAGGED_EXTENT)
-# One element for each thread of a warp group, or one for all of them; and two for each.
+# 1-D layouts of a warp group: one element per thread (a single element is replicated), and two per thread.
 THREAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [configs.CONSUMER_WARPS], [0]))
 PAIR_LAYOUT = gl.constexpr(gl.BlockedLayout([2], [32], [configs.CONSUMER_WARPS], [0]))
 WARPGROUP_THREADS = gl.constexpr(32 * configs.CONSUMER_WARPS)
@@ -61,10 +63,10 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr):
-    """(expert, first row, end of the expert's rows, first column) of a tile, in row-major order.
+    """(expert, first row, end of the expert's rows, first column) of tile ``index``, column tiles innermost.
 
-    tiles: (expert_of_tile, row_of_tile, end_of_tile). From ``total`` on: values that may be read, but not used, so that
-    a producer can decode a tile ahead and hide the loads' latency.
+    tiles: (expert_of_tile, row_of_tile, end_of_tile). An ``index`` of ``total`` or more loads nothing and gives
+    coordinates that must not be used: so a producer can decode one tile ahead, which hides the latency of the loads.
     """
     expert_of_tile, row_of_tile, end_of_tile = tiles
     exists = index < total
@@ -77,7 +79,8 @@ def tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr):
 
 @gluon.jit
 def swizzled_tile_coords(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
-    """As `tile_coords`, with a threadblock swizzle: an expert's row tiles by SWIZZLE_TILES column tiles, then the next.
+    """As `tile_coords`, with a threadblock swizzle: all row tiles of an expert by SWIZZLE_TILES column tiles, then by
+    the next SWIZZLE_TILES; within such a band, column tiles innermost.
 
     For wide outputs: the CTAs of a wave then share columns as well as rows, and read both from L2. In row-major order
     they would stream all of an expert's weight from DRAM for each row tile.
@@ -94,10 +97,10 @@ def swizzled_tile_coords(index, total, column_tiles, tiles, row_start_of_expert,
 
 @gluon.jit
 def scheduler_prefetch(num_tiles, wanted):
-    """Dynamic scheduler: if ``wanted``, take the next id by an atomicAdd on num_tiles[1]. For `scheduler_next`.
+    """Dynamic scheduler: if ``wanted``, draw the next tile id by an atomicAdd on num_tiles[1], for `scheduler_next`.
 
-    One thread adds, and nobody waits until the result is used. The other threads' addresses differ: with equal ones the
-    compiler reduces within the warp first, and broadcasts the result at once.
+    Thread 0 adds; nothing waits until the result is used. The other threads, masked off, get another address on
+    purpose: for equal addresses the compiler reduces within the warp first, and broadcasts (waits for) the result.
     """
     thread = gl.arange(0, WARPGROUP_THREADS, THREAD_LAYOUT)
     one = gl.full([WARPGROUP_THREADS], 1, gl.int32, THREAD_LAYOUT)
@@ -107,16 +110,16 @@ def scheduler_prefetch(num_tiles, wanted):
 
 @gluon.jit
 def new_scheduler_smem():
-    """(128) int32, through which `scheduler_next` broadcasts."""
+    """(128) int32 of shared memory, through which `scheduler_next` broadcasts a tile id to its warp group."""
     return gl.allocate_shared_memory(gl.int32, [WARPGROUP_THREADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def scheduler_next(prefetched, scheduler_smem, num_tiles, total, wanted):
-    """The tile id that `scheduler_prefetch` took, broadcast through shared memory; ``total`` or more: none.
+    """The tile id that `scheduler_prefetch` drew, broadcast through shared memory; ``total`` or more: no tile is left.
 
-    Dynamic persistent scheduler: each CTA starts with two static tiles and prefetches the next id by atomicAdd, until
-    it gets none. The CTA that draws the last number resets the counter to 0.
+    Dynamic persistent scheduler: CTA i of P starts with the tiles i and i + P and prefetches further ids, from 2 P on,
+    by atomicAdd. The CTA that draws the last number resets the counter to 0.
     """
     scheduler_smem.store(prefetched)
     number = gl.sum(scheduler_smem.slice(0, 1).load(THREAD_LAYOUT), axis=0)
@@ -127,7 +130,7 @@ def scheduler_next(prefetched, scheduler_smem, num_tiles, total, wanted):
 
 @gluon.jit
 def new_tile_info(STAGES: gl.constexpr):
-    """Four int32 for each stage: the coordinates of the tile that begins there. See `publish_tile`."""
+    """Four int32 for each stage, which describe the tile whose first stage it is. See `publish_tile`."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
     second = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
@@ -138,7 +141,7 @@ def new_tile_info(STAGES: gl.constexpr):
 
 @gluon.jit
 def publish_tile(tile_info, stage, first, second, third, fourth):
-    """Producer: write a tile's coordinates to its first stage, once acquired. Each kernel chooses its four numbers."""
+    """Producer: pass a tile's four numbers, whose meaning is the kernel's, with its first stage, once acquired."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     tile_info[0].index(stage).store(gl.full([1], first, gl.int32, layout))
     tile_info[1].index(stage).store(gl.full([1], second, gl.int32, layout))
@@ -148,7 +151,7 @@ def publish_tile(tile_info, stage, first, second, third, fourth):
 
 @gluon.jit
 def receive_tile(ring, tile_info, step):
-    """Consumer: the four numbers published with the stage of ``step``, once it is full."""
+    """Consumer: the four numbers of the tile whose first k-block is ``step``; waits until that stage is full."""
     stage = consumer_wait(ring, step)
     first = gl.sum(tile_info[0].index(stage).load(THREAD_LAYOUT), axis=0)
     second = gl.sum(tile_info[1].index(stage).load(THREAD_LAYOUT), axis=0)
@@ -162,7 +165,7 @@ def receive_tile(ring, tile_info, step):
 
 @gluon.jit
 def producer_acquire(ring, step):
-    """The stage of ``step``, once its consumers have released it."""
+    """The stage of ``step``; waits until the consumers have released it."""
     _a_smem, _b_smem, full, empty = ring
     stage = step % full.shape[0]
     mbarrier.wait(empty.index(stage), ((step // full.shape[0]) & 1) ^ 1)
@@ -171,14 +174,14 @@ def producer_acquire(ring, step):
 
 @gluon.jit
 def producer_commit(ring, step):
-    """Commit ``step``'s cp.async group, and arrive at ``full`` for the step LAG before, whose copies have landed.
+    """Commit ``step``'s cp.async group, and arrive at ``full`` of the stage filled LAG steps before, now complete.
 
-    cp.async completes per thread, not on an mbarrier: hence wait_group, a proxy fence for wgmma, and the lag. Fencing
-    in the consumers instead was no faster (docs/lab/power.md).
+    cp.async completes per thread, not on an mbarrier: hence wait_group, a proxy fence for wgmma, and the lag, which
+    keeps LAG groups in flight. Fencing in the consumers instead was no faster (docs/lab/power.md).
     """
     _a_smem, _b_smem, full, _empty = ring
     STAGES: gl.constexpr = full.shape[0]
-    LAG: gl.constexpr = STAGES - 2  # consumers release a stage one step late: more would deadlock
+    LAG: gl.constexpr = STAGES - 2  # consumers release a stage one step late: a longer lag would deadlock
     async_copy.commit_group()
     async_copy.wait_group(LAG)
     fence_async_shared()
@@ -187,15 +190,15 @@ def producer_commit(ring, step):
 
 @gluon.jit
 def producer_commit_empty(ring, step):
-    """As `producer_commit`, of a stage that holds tile_info and no operands."""
+    """As `producer_commit`, for a stage that carries tile_info but no operands."""
     _a_smem, _b_smem, full, _empty = ring
-    mbarrier.arrive(full.index(step % full.shape[0]), count=1)  # in place of a TMA load's
+    mbarrier.arrive(full.index(step % full.shape[0]), count=1)  # stands in for the TMA load's arrival
     producer_commit(ring, step)
 
 
 @gluon.jit
 def producer_flush(ring, step):
-    """After the last of ``step`` steps: wait for all copies, and arrive for what `producer_commit` has not yet."""
+    """After all ``step`` k-blocks: wait for all copies, and arrive for the last LAG stages; see `producer_commit`."""
     _a_smem, _b_smem, full, _empty = ring
     STAGES: gl.constexpr = full.shape[0]
     LAG: gl.constexpr = STAGES - 2
@@ -207,7 +210,7 @@ def producer_flush(ring, step):
 
 @gluon.jit
 def consumer_wait(ring, step):
-    """The stage of ``step``, once it is full."""
+    """The stage of ``step``; waits until it is full."""
     _a_smem, _b_smem, full, _empty = ring
     stage = step % full.shape[0]
     mbarrier.wait(full.index(stage), (step // full.shape[0]) & 1)
@@ -224,7 +227,10 @@ def consumer_release_previous(ring, step, pred=True):
 
 @gluon.jit
 def skip_stages(ring, step, steps, pending_release):
-    """Release ``steps`` stages unread, for a tile of the other consumer's; the next step. See `mma_mainloop`."""
+    """Release ``steps`` stages unread, of a tile with no rows for this consumer. Returns the next step.
+
+    pending_release: see `mma_mainloop`.
+    """
     _a_smem, _b_smem, _full, empty = ring
     if pending_release:
         tma.store_wait(0)
@@ -241,14 +247,14 @@ def skip_stages(ring, step, steps, pending_release):
 
 @gluon.jit
 def zero_accumulator(BN: gl.constexpr):
-    """(WARPGROUP_M, BN) fp32, an accumulator of one warp group."""
+    """(WARPGROUP_M, BN) fp32 zeros in wgmma's accumulator layout of one warp group."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     return gl.zeros([WARPGROUP_M, BN], gl.float32, layout)
 
 
 @gluon.jit
 def b_operand(b_smem, stage, BN: gl.constexpr, B_K_MAJOR: gl.constexpr):
-    """B (BK, BN) of a stage. B_K_MAJOR: stored as (BN, BK), the contraction contiguous; else as (BK, BN)."""
+    """B (BK, BN) of a stage. B_K_MAJOR: stored as (BN, BK), K contiguous; else as (BK, BN), N contiguous."""
     if B_K_MAJOR:
         b = b_smem.index(stage).reshape([BN, BK]).permute([1, 0])
     else:
@@ -262,9 +268,9 @@ def issue_mma(
     ring, step, acc, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr, BN: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Issue the wgmma of a stage once it is full.
+    """Issue the wgmma of a stage once it is full, without waiting for it.
 
-    A tile's first one does not ACCUMULATE: then the accumulator need not be filled with zeros.
+    ACCUMULATE is False for a tile's first k-block: it overwrites acc, which then need not be zeroed.
     """
     a_smem, b_smem, _full, _empty = ring
     stage = consumer_wait(ring, step)
@@ -287,15 +293,16 @@ def mma_mainloop(
     A_K_MAJOR: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
 ):
-    """(WARPGROUP_M, BN) fp32 of this consumer's rows over ``steps`` stages, at least one; and the next step.
+    """Returns (accumulator (WARPGROUP_M, BN) fp32 of this consumer's rows over ``steps`` >= 1 stages, next step).
 
-    pending_release: the stage before the first is still being read by TMA stores. It is released once they have, while
-    the first wgmma runs. A_K_MAJOR: a_smem is (S, BM, BK), else (S, 2, BK, 64). B_K_MAJOR: see `b_operand`.
+    pending_release: the preceding stage is still being read by the previous tile's TMA stores (B1). It is released when
+    they are done, while the first wgmma runs.
+    A_K_MAJOR: a_smem is (S, BM, BK), else (2 S, BK, 64), a block for each consumer. B_K_MAJOR: see `b_operand`.
     """
     acc = issue_mma(ring, step, zero_accumulator(BN), False, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR)
     if pending_release:
         tma.store_wait(0)
-    acc = warpgroup_mma_wait(1, deps=(acc,))  # waits for nothing: makes acc a value that the loop can carry
+    acc = warpgroup_mma_wait(1, deps=(acc,))  # never blocks: makes acc a value that the loop can carry
     consumer_release_previous(ring, step, pending_release)
     for _ in range(1, steps):
         step += 1
@@ -312,7 +319,7 @@ def mma_mainloop(
 def row_pointers(table, row, end, rows):
     """Pointers to the entries ``row + rows`` of a table of all rows, clamped to the expert's last row.
 
-    Rows that are read twice so are masked on their way out, or multiplied by zeros.
+    Rows past the end thus repeat the last one: their results are not stored, or the other operand is zero there.
     """
     return table + gl.maximum(gl.minimum(row + rows, end - 1), 0)
 
@@ -322,14 +329,14 @@ def row_pointers(table, row, end, rows):
 
 @gluon.jit
 def reshape_blocks(buffer, COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """The memory of ``buffer`` as COUNT blocks of (ROWS, EPILOGUE_N)."""
+    """The memory of a stage's ``buffer``, reinterpreted as COUNT blocks of (ROWS, EPILOGUE_N)."""
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return reinterpret(buffer, buffer.dtype, [COUNT, ROWS, EPILOGUE_N], swizzled)
 
 
 @gluon.jit
 def halves(value, M: gl.constexpr, N: gl.constexpr):
-    """The left and the right half of (M, N). In wgmma's layout no data moves between threads."""
+    """The left and the right half of (M, N). In wgmma's layout this moves no data between threads."""
     return value.reshape([M, 2, N // 2]).permute([0, 2, 1]).split()
 
 
@@ -345,44 +352,44 @@ def epilogue_slices(value, N: gl.constexpr):
 
 @gluon.jit
 def deinterleave(value, N: gl.constexpr):
-    """The even and the odd columns of (WARPGROUP_M, N): a thread holds both of a pair."""
+    """The even and the odd columns of (WARPGROUP_M, N). No data moves: a thread holds both columns of a pair."""
     return value.reshape([WARPGROUP_M, N // 2, 2]).split()
 
 
 @gluon.jit
 def load_bias(bias, expert, stride, column, width):
-    """The entries ``column`` of an expert's bias, zero past ``width``, in a register of each thread.
+    """The entries ``column`` of an expert's bias, zero past ``width``, in registers of the warp group.
 
-    Issued before a tile's mainloop, which hides the load.
+    To be issued before a tile's mainloop, which hides the load.
     """
-    # The compiler is told that they are multiples of 8.
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8.
     stride, width = stride // 8 * 8, width // 8 * 8
     return gl.load(bias + expert.to(gl.int64) * stride + column, mask=column < width, other=0.0)
 
 
 @gluon.jit
 def new_bias_smem(BN: gl.constexpr):
-    """(CONSUMERS, BN) fp32, through which a consumer broadcasts a tile's bias."""
+    """(CONSUMERS, BN) fp32 of shared memory, through which each consumer broadcasts a tile's bias to its threads."""
     return gl.allocate_shared_memory(gl.float32, [CONSUMERS, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def broadcast_bias(values, buffer, like):
-    """``values`` (BN), spread over the threads, as (1, BN) fp32 in the layout of ``like``'s columns."""
+    """``values`` (BN), distributed over the threads, as (1, BN) fp32 in the layout of ``like``'s columns."""
     buffer.store(values.to(gl.float32))
     return buffer.load(gl.SliceLayout(0, like.type.layout))[None, :]
 
 
 @gluon.jit
 def store_slice(descriptor, place, value, buffer):
-    """Start a TMA store of ``value`` (WARPGROUP_M, EPILOGUE_N) to ``place`` through ``buffer``, which is free."""
+    """Start a TMA store of ``value`` (WARPGROUP_M, EPILOGUE_N) to coordinates ``place``; ``buffer`` must be free."""
     buffer.store(value.to(descriptor.dtype))
     fence_and_store(descriptor, place, buffer)
 
 
 @gluon.jit
 def fence_and_store(descriptor, place, buffer):
-    """Start a TMA store of ``buffer`` to ``place``."""
+    """Make the threads' writes to ``buffer`` visible to TMA, and start its TMA store to the coordinates ``place``."""
     fence_async_shared()
     source = buffer.reshape(descriptor.block_shape)
     tma_store(descriptor, place, source)

@@ -1,4 +1,4 @@
-"""Whether a GPU can run the Hopper kernels. Imports neither them nor Gluon, which moves between Triton's releases."""
+"""Whether a GPU can run the Hopper kernels. Imports neither them nor Gluon, whose API changes between releases."""
 
 from __future__ import annotations
 
