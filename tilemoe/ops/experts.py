@@ -1,6 +1,6 @@
 """The expert MLP as operators: the forward F1 to F3, and B1 to B5 of its backward, over any backend.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 x, do, dx (T, d) · w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) · b2 (E, d) · s scores, flat · h, dh (R_max, w) ·
 a, a_scaled (R_max, n) · o (T, d)

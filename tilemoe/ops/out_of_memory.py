@@ -1,6 +1,6 @@
 """What a user is told when an operator's tensors do not fit the GPU.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torch.library registration of token rounding: opaque to torch.compile.
 
-T tokens · E experts · K experts per token · R_max row capacity
+T tokens · E experts · K experts per token · R_max static row capacity
 
 `round_rows` gives indices alone, on any device. `rounded_scores` gives the scores too, by Triton, and is
 differentiable once, in the logits; its other tensors go through no gradient.

@@ -1,6 +1,6 @@
 """Backend: the interface between the differentiable operators and an implementation of the experts' kernels.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 ``x`` (T,d) · ``w1`` (E,w,d) · ``w2`` (E,d,n) · ``b1`` (E,w) · ``b2`` (E,d) · ``h`` (R_max,w) pre-activation ·
 ``a`` (R_max,n) · ``y`` (R_max,d) · ``s`` scores, flat, in the caller's order · ``o`` (T,d). Gradients prefix ``d``.

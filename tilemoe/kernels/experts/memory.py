@@ -1,6 +1,6 @@
 """Bytes that the layer keeps for its backward, and the most that it holds at once.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 h (R_max, w) · a (R_max, n) · y and dx_rows (R_max, d), of which a slice of columns exists at a time · o, dx (T, d)
 
 Peaks count what the layer itself allocates, not what is alive anyway: x, the output's gradient, weights, scores, plan.

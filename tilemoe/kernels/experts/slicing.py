@@ -1,6 +1,6 @@
 """How many slices of d the two (R, d) buffers, y and dx_rows, are made and combined in: a pure function of the sizes.
 
-R_max row capacity · d hidden_size · y (R_max, d) · a whole number of tiles' columns in each slice but the last
+R_max static row capacity · d hidden_size · y (R_max, d) · a whole number of tiles' columns in each slice but the last
 
 Each slice is a launch, some 20 microseconds on an H200, and reads the GEMM's other operand, a or dh, again. So there
 are as few as bring what is held at once down to a limit, and no more than are cheap (docs/lab/memory.md).

@@ -1,6 +1,6 @@
 """Plan building in plain PyTorch: one stable sort by expert (two for arbitrary pairs), and no host sync on a GPU.
 
-T tokens · E experts · K experts per token · P pairs · R_max row capacity (= P here)
+T tokens · E experts · K experts per token · P pairs · R_max static row capacity (= P here)
 """
 
 from __future__ import annotations

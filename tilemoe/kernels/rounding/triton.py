@@ -1,6 +1,6 @@
 """Token rounding on a GPU: no sort of T x E, no host sync, nothing of size T x E written, a few small kernels.
 
-T tokens · E experts · K experts per token · m tile · B blocks of TOKENS tokens · R_max row capacity
+T tokens · E experts · K experts per token · m tile · B blocks of TOKENS tokens · R_max static row capacity
 
 1. `key_kernel`: what top-K chose as bits, and of the tokens that did not choose an expert the best of each block.
 2. `count_kernel`: f of every expert and its pairs in earlier blocks; then r of every expert and its first row.

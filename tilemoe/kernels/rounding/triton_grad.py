@@ -1,6 +1,6 @@
 """The gradient of the scores of rounded rows: every logit is read once, what each token carries is gathered.
 
-T tokens · E experts · K experts per token · R_max row capacity
+T tokens · E experts · K experts per token · R_max static row capacity
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -1,7 +1,7 @@
 """The kernels behind `tilemoe.kernels.rounding.triton`, in the order in which they run.
 
 T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B blocks of TOKENS consecutive tokens
-f rows of an expert under top-K · r rows that it computes · R_max row capacity
+f rows of an expert under top-K · r rows that it computes · R_max static row capacity
 
 What top-K chose lies in bits, so that a place among an expert's tokens, or among a token's experts, is a popcount:
 block_bits (B, E), of which bit t says that token t of the block chose the expert, and token_bits (T, W, 2), of which

@@ -1,6 +1,6 @@
 """The Hopper backend: the warp-specialised GEMMs where they apply and are faster, the portable kernels elsewhere.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 Each call is decided by its operands: fp32, widths for which `is_faster` says no, and strides that TMA cannot describe
 go to the portable kernel (`super()`), which computes the same.

@@ -1,7 +1,7 @@
 """B1, dgrad of the down-projection fused with the activation's backward and the scores' gradient:
 ``da' = do w2``, ``dh = act'(h) s da'``, ``a_scaled = s act(h)``, and each row's ``<da', act(h)>``.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · BM, BN tile · S stages
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · BM, BN tile · S stages
 
 Cooperative, with the producer, dynamic scheduler and tile order of F1 (`gemm_gather_act`): do gathered by cp.async, w2
 by TMA. The epilogue has no buffers of its own but uses stages of the pipeline. For each slice of 64 columns the

@@ -5,7 +5,7 @@ weight, by TMA. Two cooperative consumer warp groups (see `pipeline`) add the bi
 where it is kept, and a by TMA. Persistent, with a dynamic scheduler; column tiles are walked innermost, so that
 neighbouring CTAs share gathered rows, and wide outputs in bands (`swizzled_tile_coords`).
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 parts = 2 where gate and up are two halves of one tile, else 1 · BM, BN tile · BK k-block · S stages
 
 Weight descriptors are (E, parts, out, in) if B_K_MAJOR, else (E, parts, in, out). Output descriptors are ragged: their

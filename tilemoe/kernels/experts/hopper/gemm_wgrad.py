@@ -1,7 +1,7 @@
 """B2 and B4, the weight gradients: ``out_e = A_e^T B_e``, contracted over the expert's rows; A is gathered by token.
 
-T tokens · E experts · R_max row capacity · p, q widths of A (gathered) and B (contiguous) · BM x BN tile of (p, q) ·
-BK k-block: rows of the expert per stage
+T tokens · E experts · R_max static row capacity · p, q widths of A (gathered) and B (contiguous)
+BM x BN tile of (p, q) · BK k-block: rows of the expert per stage
 
 Cooperative (see `pipeline`): the producer warp group loads A by cp.async and B by TMA, neither of them K-major; each of
 two consumer warp groups has 64 of a tile's BM rows. Persistent, static scheduler: expert by expert, the gradient's

@@ -1,6 +1,6 @@
 """FP8 on Hopper: F1, F2, B1 and B3 with quantised operands, all else as the Hopper backend has it.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 x and do are quantised once for each token, a in F1's epilogue, dh once for B3, weights as `quantized_weight` says.
 """

@@ -1,6 +1,6 @@
 """F1, F2, B1 and B3 with FP8 operands: `hopper`'s gathering producer, `mainloop.scaled_mainloop`, and the epilogues.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 parts = 2 where gate and up are two halves of a tile, else 1 · BM, BN tile · S stages
 
 Operands are e4m3, contiguous along the contraction, seen as half as many elements of the layer's 16-bit dtype: x and

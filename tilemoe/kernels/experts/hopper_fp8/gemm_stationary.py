@@ -1,6 +1,6 @@
 """F2 and B3 of a short contraction with FP8 operands, weight-stationary: `hopper.gemm_stationary` with scaled products.
 
-E experts · R_max row capacity · BN tile columns · S stages of A · B_STAGES slices of B
+E experts · R_max static row capacity · BN tile columns · S stages of A · B_STAGES slices of B
 
 Operands as in `gemm`. The consumers are not ordered: while one multiplies by scales, the tensor cores work for the
 other. So two blocks' steps divide the stages (`host.rows_tile`), or a consumer would wait for a stage more than one

@@ -1,6 +1,6 @@
 """Host side of the FP8 GEMMs for Hopper: descriptors, arguments, compile-time constants, grid. Reads no device value.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 Operands' data are e4m3, contiguous along the contraction, which is their last dimension: rows (., p), weights
 (E, q, p). Scales are those of `quantize`.

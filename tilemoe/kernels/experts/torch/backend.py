@@ -1,7 +1,7 @@
 """The eight kernels in plain PyTorch. Where a loop over experts serves, gathers go expert by expert; elsewhere they are
 materialised, one transient (R_max, d) buffer at a time.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
 
 from __future__ import annotations

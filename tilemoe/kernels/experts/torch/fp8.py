@@ -2,7 +2,7 @@
 
 What it computes is what FP8 kernels compute, but for the order of sums; it is no faster than the layer's own dtype.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 F1, F2, B1 and B3 read x, a, do and dh in blocks of 1 x 128 and the weights of 128 x 128 (`kernels.experts.quantize`).
 The weight gradients B2 and B4 read x, a, do and dh as they are, as do the bias gradients; h is kept as it is, too.

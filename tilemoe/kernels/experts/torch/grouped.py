@@ -1,6 +1,6 @@
 """The two grouped GEMMs in PyTorch: one matrix per expert applied to its rows, and one outer-product sum per expert.
 
-E experts · R_max row capacity · p, q any widths
+E experts · R_max static row capacity · p, q any widths
 
 On a GPU, `F.grouped_mm` is used where it takes the dtype and the strides: it needs no row count on the host. Elsewhere
 a loop over experts does, which reads the row counts back. For 16-bit types on a CPU oneDNN compiles a kernel for every

@@ -1,1 +1,1 @@
-"""The backend in Triton: any GPU that Triton compiles for, with TMA where the GPU has it."""
+"""The portable backend in Triton, for any GPU that Triton compiles for; TMA where the GPU has it."""

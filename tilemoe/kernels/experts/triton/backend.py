@@ -1,6 +1,6 @@
-"""The Triton backend, on any GPU that Triton compiles for: each method, as `Backend` documents it, launches kernels.
+"""The Triton backend, for any GPU that Triton compiles for: methods as `Backend` documents them, which launch kernels.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class TritonBackend(Backend):
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
     ) -> tuple[Given, Tensor]:
-        """F1: (a, h), h (0, w) where it is not kept."""
+        """F1: (a, h); h is (0, w) where it is not kept."""
         n = w1.shape[1] // spec.width_factor
         device = _check(x, x.shape[1], n)
         if plan.capacity == 0:
@@ -140,7 +140,7 @@ class TritonBackend(Backend):
         return a, h
 
     def _rows(self, kernel: Kernel, rows: Tensor, weight: Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2 and B3: rows (R_max, in) times weight (E, in, out), plus bias (E, out)."""
+        """F2 and B3: rows (R_max, in) times their expert's weight (E, in, out), plus bias (E, out)."""
         if isinstance(weight, Nf4Weight):
             return _times_nf4(rows.contiguous(), None, weight, bias, plan)
         device = _check(rows, *weight.shape[1:])
@@ -154,7 +154,7 @@ class TritonBackend(Backend):
     def _weight_grad(
         self, kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, adds: bool
     ) -> None:
-        """B2 and B4, to or added to out (E, p, q), from by_token (T, p) and by_row (R_max, q)."""
+        """B2 and B4, written (adds: added) to out (E, p, q), from by_token (T, p) and by_row (R_max, q)."""
         device = _check(by_token, by_token.shape[1], by_row.shape[1])
         if plan.capacity:
             host.wgrad_launch(kernel, aligned_rows(by_token), by_row.contiguous(), out, plan, device, adds).run()
@@ -163,7 +163,7 @@ class TritonBackend(Backend):
 
 
 def _times_nf4(rows: Tensor, index: Tensor | None, weight: Nf4Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
-    """Rows (R_max, in), or those that ``index`` (R_max) names, times weight (E, in, out), plus bias (E, out)."""
+    """Rows (R_max, in), or rows[index] gathered, times their expert's weight (E, in, out), plus bias (E, out)."""
     device = _check(rows, *weight.shape[1:])
     if plan.capacity == 0:
         return rows.new_empty(0, weight.shape[2])
@@ -176,7 +176,10 @@ def _times_nf4(rows: Tensor, index: Tensor | None, weight: Nf4Weight, bias: Tens
 def score_grad(
     partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
 ) -> Tensor:
-    """ds like s, from B1's partial (column tiles, R_max), do (T, d) with aligned rows, and tiles of ``tile_m`` rows."""
+    """ds like s, from B1's ``partial`` (column tiles, R_max) and, with b2, from do (T, d), whose rows are aligned.
+
+    tiles: the plan's row tiles of height ``tile_m``.
+    """
     products = None
     if b2 is not None:
         launch, products = bias_grad.products_launch(do, aligned_rows(b2), device_of(do))
@@ -191,7 +194,7 @@ def _why_unsupported(dtype: torch.dtype, *widths: int) -> str | None:
 
 
 def _check(rows: Tensor, *widths: int) -> Device:
-    """What holds ``rows``, once it is clear that these kernels serve it; ValueError otherwise."""
+    """The device of ``rows``. ValueError if the Triton kernels do not support the dtype or the widths."""
     why = _why_unsupported(rows.dtype, *widths)
     if why is not None:
         raise ValueError(f"kernels='triton': {why}; pass kernels=None or 'torch'")
@@ -199,9 +202,9 @@ def _check(rows: Tensor, *widths: int) -> Device:
 
 
 def aligned_rows(t: Tensor) -> Tensor:
-    """``t`` (rows, width) itself where its rows are aligned, else a copy: gathered operands and biases are read so.
+    """``t`` (rows, width) if its rows are aligned, else a copy, for operands that are read by pointer.
 
-    Loads of less than 4 bytes cannot be asynchronous: what Triton does instead takes more shared memory than there is.
+    cp.async needs at least 4 bytes: Triton's fallback for narrower loads takes more shared memory than there is.
     """
     return t if has_aligned_rows(t) else t.clone(memory_format=torch.contiguous_format)
 

@@ -1,9 +1,10 @@
-"""db1, db2, and b2's term of the scores' gradient, ``<do, b2>``. do and dh are read once, and not gathered.
+"""Bias gradients ``db1_e = sum of e's dh_r`` and ``db2_e = sum of s_r do_t(r)``, and the term ``<do_t, b2_e>`` of ds.
 
-T tokens · d hidden_size · E experts · R_max row capacity · w columns of h · C capacity of a list of row tiles
+T tokens · d hidden_size · E experts · R_max static row capacity · w columns of h · C capacity of a list of row tiles
 BM, BN, BK tile
 
-What reads do are small dense GEMMs, with b2 and with the scores scattered to (E, T); a gather would read do K times.
+do enters two small dense GEMMs, with b2 and with the scores scattered to (E, T); a gather would read it K times.
+db2's GEMM is split-K over the tokens, db1 a two-level sum (tiles, then experts). All sums have a fixed order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -30,14 +31,14 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
 
-_LOWER_SCALE = tl.constexpr(2048.0)  # of a score's lower part, which would underflow in fp16
-_FEWEST_EXPERTS = 128  # that a kernel is compiled for: layers with fewer share one binary
-_SUM_COLUMNS = 128  # columns that a CTA sums over rows
-_SUM_TILES = 16  # tiles that a step sums
+_LOWER_SCALE = tl.constexpr(2048.0)  # factor of a score's lower part, which would otherwise underflow in fp16
+_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary
+_SUM_COLUMNS = 128  # columns per CTA of db1's sums
+_SUM_TILES = 16  # tiles' sums that `expert_sums_kernel` adds per step
 
 
 def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device) -> Tensor:
-    """``sum over the rows of s do`` by expert (E, d) fp32; do (T, d) with aligned rows. There are rows."""
+    """db2 (E, d) fp32: each expert's sum of s do over its rows; do (T, d) has aligned rows. R_max > 0."""
     launch, dense = dense_scores_launch(do, s, plan, device)
     launch.run()
     launch, sums = scores_times_grad_launch(do, dense, plan, device)
@@ -46,7 +47,7 @@ def down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device
 
 
 def up_proj_bias_grad(dh: Tensor, plan: RoutingPlan, device: Device) -> Tensor:
-    """The sum of each expert's rows of dh (R_max, w), contiguous: (E, w) fp32. There are rows."""
+    """db1 (E, w) fp32: the sum of each expert's rows of dh (R_max, w), contiguous. R_max > 0."""
     tile_m = tile_rows(dh.element_size(), device)
     launch, sums = tile_sums_launch(dh, listed_tiles(plan, tile_m), tile_m)
     launch.run()
@@ -70,9 +71,9 @@ def products_launch(do: Tensor, b2: Tensor, device: Device) -> tuple[Launch, Ten
 
 
 def dense_scores_launch(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device) -> tuple[Launch, Tensor]:
-    """(launch, dense (E, parts, width)): the scores by expert and token, in do's dtype; two parts if it has 16 bits.
+    """(launch, dense (E, parts, width)): the scores by expert and token, in do's dtype; two parts if that is 16-bit.
 
-    width: T rounded up to what keeps the rows aligned.
+    width: T rounded up, so that rows are aligned. The parts: see `dense_scores_kernel`.
     """
     parts = 1 if do.dtype == torch.float32 else 2
     width = ceil_div(plan.num_tokens, MIN_BLOCK) * MIN_BLOCK
@@ -84,7 +85,7 @@ def dense_scores_launch(do: Tensor, s: Tensor, plan: RoutingPlan, device: Device
 
 
 def scores_times_grad_launch(do: Tensor, dense: Tensor, plan: RoutingPlan, device: Device) -> tuple[Launch, Tensor]:
-    """(launch, out (splits, E, d) fp32), to be summed over the splits; dense as `dense_scores_launch` gives it."""
+    """(launch, out (splits, E, d) fp32): split-K, to be summed over the splits; dense from `dense_scores_launch`."""
     (num_experts, parts, width), d = dense.shape, do.shape[1]
     tile = choose_scores_tile(num_experts, parts, do.element_size(), device)
     tiles = ceil_div(d, tile.block_m) * ceil_div(num_experts, tile.block_n)
@@ -102,7 +103,7 @@ def scores_times_grad_launch(do: Tensor, dense: Tensor, plan: RoutingPlan, devic
 
 
 def tile_sums_launch(rows: Tensor, tiles: TileList, tile_m: int) -> tuple[Launch, Tensor]:
-    """(launch, sums (C, width) fp32): of each tile's rows of ``rows`` (R_max, width)."""
+    """(launch, sums (C, width) fp32): the sum of each tile's rows of ``rows`` (R_max, width)."""
     width = rows.shape[1]
     sums = rows.new_empty(tiles.capacity, width, dtype=torch.float32)
     args = (rows, sums, tiles.row_of_tile, tiles.end_of_tile, tiles.num_tiles, width)
@@ -111,7 +112,7 @@ def tile_sums_launch(rows: Tensor, tiles: TileList, tile_m: int) -> tuple[Launch
 
 
 def expert_sums_launch(sums: Tensor, plan: RoutingPlan, tile_m: int) -> tuple[Launch, Tensor]:
-    """(launch, out (E, width) fp32): of each expert's tiles in ``sums`` (C, width)."""
+    """(launch, out (E, width) fp32): the sum of each expert's tiles in ``sums`` (C, width)."""
     width = sums.shape[1]
     out = sums.new_empty(plan.num_experts, width)
     experts = max(_FEWEST_EXPERTS, power_of_two(plan.num_experts))
@@ -125,7 +126,7 @@ def _load_tile(
     source, row, col, num_rows, width, stride,
     USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(BM, BN) at (row, col) of a matrix (num_rows, width); zero past ``width``, rows past the last unspecified."""
+    """(BM, BN) at (row, col) of a matrix (num_rows, width); zero past ``width``, unspecified past the last row."""
     if USE_TMA:
         tile = source.load([row, col])
     else:
@@ -153,8 +154,8 @@ def bias_products_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """products (T, E) fp32: ``<do_t, b2_e>`` from do (T, d) and b2 (E, d). One CTA per tile, experts first."""
-    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    """products (T, E) fp32: ``<do_t, b2_e>`` of do (T, d) and b2 (E, d). One CTA per tile, experts innermost."""
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, stride_do, stride_bias = d // 8 * 8, stride_do // 8 * 8, stride_bias // 8 * 8
     expert_tiles = tl.cdiv(num_experts, BLOCK_N)
     token = tl.program_id(0) // expert_tiles * BLOCK_M
@@ -184,10 +185,10 @@ def dense_scores_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Scatter the score of each (expert, token) that has a row to dense (E, PARTS, width), which is zero before.
+    """Scatter the score of each (expert, token) that has a row to dense (E, PARTS, width), which comes zeroed.
 
-    Two parts: the score rounded to dense's dtype, and the remainder times `_LOWER_SCALE`. Rows of a pair that was given
-    several times are adjacent: the first one writes their sum, in their order.
+    Two parts: the score rounded to dense's dtype, and the remainder times `_LOWER_SCALE`. Where a token has the same
+    expert several times its rows are adjacent: the first one writes the sum of their scores, added in their order.
     """
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):
@@ -235,9 +236,9 @@ def scores_times_grad_kernel(
 ):
     """out (splits, E, d) fp32: ``sum over a split's tokens of score[e, t] do_t``, do (T, d), dense (E * PARTS, width).
 
-    Grid: (tiles, splits); the tiles' rows are columns of do, the tiles' columns experts.
+    Grid: (tiles, splits); a tile is BM columns of do by BN experts.
     """
-    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, stride_do, width = d // 8 * 8, stride_do // 8 * 8, width // 8 * 8
     expert_tiles = tl.cdiv(num_experts, BLOCK_N)
     col = tl.program_id(0) // expert_tiles * BLOCK_M
@@ -266,7 +267,7 @@ def tile_sums_kernel(
     rows, sums, row_of_tile, end_of_tile, num_tiles, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """sums (tiles, width) fp32: the sum of each tile's rows of ``rows`` (R_max, width). One CTA per BN columns."""
-    width = width // 8 * 8  # the compiler is told that it is a multiple of 8, whence 16-byte loads
+    width = width // 8 * 8  # tells the compiler that it is a multiple of 8, so that it emits 16-byte loads
     column_tiles = tl.cdiv(width, BLOCK_N)
     tile = tl.program_id(0) // column_tiles
     if tile < tl.load(num_tiles):

@@ -1,6 +1,9 @@
-"""F3 and B5: ``out_t`` = sum over the token's rows, gathered. Memory-bound: rows are read once, outputs written once.
+"""F3 (combine) and B5: ``out_t = sum over t's rows r of s_r rows_r``; B5 has no scores.
 
-T tokens · d hidden_size · K experts per token · P pairs · R_max row capacity · BLOCK_D columns of a CTA
+T tokens · P pairs · R_max static row capacity · BLOCK_D columns of a CTA
+
+Memory-bound: rows are read once, gathered by token, and outputs written once. A CTA sums BLOCK_D columns of one token,
+with several of its rows in flight; no atomics, and a fixed order of summation.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -16,17 +19,17 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, power_of_two
 
-_MAX_UNROLL = 16  # rows of a token in flight
-_UNROLL_OF_PAIRS = 4  # where the rows per token vary
-_BYTES_OF_CTA = 1024  # of a row: the most that divides every slice of a wide one
-_BYTES_OF_THREAD = 32  # of a row: two 16-byte loads, 5 to 8% faster than one at 4.3 TB/s on an H200
+_MAX_UNROLL = 16  # most rows of a token in flight
+_UNROLL_OF_PAIRS = 4  # rows in flight where tokens differ in their number of rows
+_BYTES_OF_CTA = 1024  # bytes of a row per CTA: the most that divides every slice of a wide row
+_BYTES_OF_THREAD = 32  # bytes of a row per thread: two 16-byte loads, 5 to 8% faster than one at 4.3 TB/s on an H200
 
 
 def combine(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> None:
-    """F3, or B5 without s: to out (T, c), the sum over t's rows of score times rows (R_max, c), 0 where t has none.
+    """F3, or B5 without s: writes to out (T, c) each token's sum of score times rows (R_max, c), 0 if it has no rows.
 
-    s (P) of any float dtype, in the caller's order; sums are taken in fp32, or fp64 where s is, in the order of the
-    token's pairs. ``out`` and ``rows`` may be slices of columns of wider tensors: any row stride, columns contiguous.
+    s (P) of any float dtype, in the caller's order; sums are taken in fp32, or in fp64 if s is, in the order of the
+    token's pairs. ``out`` and ``rows`` may be column slices of wider tensors: any row stride, columns contiguous.
     """
     assert out.shape == (plan.num_tokens, rows.shape[1]), "one output row for each token"
     device_of(rows)
@@ -37,7 +40,7 @@ def combine(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> N
     assert rows.stride(1) == 1, "columns are contiguous"
     assert out.stride(1) == 1, "columns are contiguous"
     width = rows.shape[1]
-    # The output's stride is its full width: a slice runs what is compiled for the whole.
+    # The block follows the full width (the row stride), so that column slices share one binary with the whole.
     full_width = max(width, out.stride(0))
     block = min(_BYTES_OF_CTA // rows.element_size(), max(32, power_of_two(full_width)))
     pairs_per_token = 0 if plan.pair_start_of_token is not None else plan.num_pairs // plan.num_tokens
@@ -55,7 +58,7 @@ def combine(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> N
 
 
 def _unroll(pairs_per_token: int) -> int:
-    """Rows in flight: all of them up to the limit, else equal parts of at most that."""
+    """Rows in flight: all of a token's up to the limit, else equal parts of them."""
     if pairs_per_token == 0:
         return _UNROLL_OF_PAIRS
     return ceil_div(pairs_per_token, ceil_div(pairs_per_token, _MAX_UNROLL))
@@ -78,8 +81,8 @@ def combine_kernel(
     UNROLL: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One token and BLOCK_D columns. PAIRS_PER_TOKEN is 0 where pair_start_of_token says how many there are."""
-    # The CTAs of one token are neighbours, so that a row is read from end to end at about the same time.
+    """One token and BLOCK_D columns per CTA. PAIRS_PER_TOKEN 0: tokens differ, see pair_start_of_token (T + 1)."""
+    # Columns innermost: the CTAs of one token are neighbours, and read its rows from end to end at about the same time.
     blocks = tl.cdiv(width, BLOCK_D)
     token = tl.program_id(0) // blocks
     col = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -1,9 +1,9 @@
 """Tile, stages and warps of the portable GEMMs: a pure function of the kernel, its widths, the dtype and the GPU.
 
-No autotuning, and no dependence on the number of tokens: a new batch size compiles nothing. Inference with few rows per
-expert has two tile heights of its own (`small_m`).
+No autotuning, and no dependence on the number of tokens, so that a new batch size compiles nothing. Only inference with
+few rows per expert has tiles of its own, of two heights (`small_m`).
 
-M, N rows and columns of a tile · K contraction step · T tokens (varlen) · E experts
+T tokens · d hidden_size · n intermediate_size · E experts
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-if TYPE_CHECKING:  # it imports torch, which arithmetic alone needs not
+if TYPE_CHECKING:  # it imports torch, which this module does not need
     from tilemoe.runtime.device import Device
 
 
@@ -23,22 +23,22 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 WITH_ACTIVATION = ("up_proj_act", "down_proj_dgrad_dact")
 WEIGHT_GRADS = ("down_proj_wgrad", "up_proj_wgrad")
 
-WIDTH_MULTIPLE = 8  # of n and d: 16 bytes of a 16-bit type, the least that a wide load takes
-RAGGED_EXTENT = 1 << 30  # rows of a ragged descriptor (triton.tools.ragged_tma), whatever its tensor has
-MIN_BLOCK = 16  # the least that tensor cores take in any dimension
-_BAND_TILES = 8  # at most; bands are about as wide as one another
-_BANDED_FROM = 1025  # of a contraction: shorter ones did not gain, since each band reads the rows again
-_BARRIER_BYTES = 1024  # room for the pipeline's mbarriers and for alignment
+WIDTH_MULTIPLE = 8  # that n and d must be a multiple of: 8 elements of 16 bits are a 16-byte load
+RAGGED_EXTENT = 1 << 30  # rows that a ragged descriptor (triton.tools.ragged_tma) declares, whatever its tensor has
+MIN_BLOCK = 16  # the smallest tile dimension that tensor cores take
+_BAND_TILES = 8  # the most column tiles of a band; all bands are about equally wide
+_BANDED_FROM = 1025  # shortest contraction in bands: shorter ones did not gain, since each band reads the rows again
+_BARRIER_BYTES = 1024  # shared memory reserved for the pipeline's mbarriers and for alignment
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile of block_m x block_n, contracted by block_k; gated: gate and up have block_n columns each.
+    """A tile of block_m x block_n with k-blocks of block_k; in a gated F1, gate and up have block_n columns each.
 
-    slices: the epilogue works on so many slices of the columns, one after the other, to save registers.
+    slices: number of column slices that the epilogue processes one after the other, to save registers.
     flatten: software-pipeline across tiles, so that the epilogue overlaps the next tile's loads.
-    tma_stores: store by TMA where the GPU has it, which takes shared memory and a wait.
-    load_ahead: load the next slice's h before computing one, which takes registers.
+    tma_stores: store by TMA where the GPU has it, which costs shared memory and a wait.
+    load_ahead: B1's epilogue prefetches the next slice's h, which costs registers.
     """
 
     block_m: int
@@ -53,7 +53,7 @@ class TileConfig:
 
 
 class Limits(Protocol):
-    """What a tile is chosen by, of a `tilemoe.runtime.device.Device` or of a GPU that is not there."""
+    """The device properties that a tile depends on: those of a `tilemoe.runtime.device.Device`, or of an absent GPU."""
 
     @property
     def capability(self) -> int: ...
@@ -63,8 +63,8 @@ class Limits(Protocol):
     def interpreted(self) -> bool: ...
 
 
-# Measured on an H200 (132 SMs, 227 KB of shared memory). The others follow from shared memory and registers: the
-# largest tile that leaves three stages.
+# _HOPPER was measured on an H200 (132 SMs, 227 KB of shared memory). The other tables follow from shared memory and
+# registers: the largest tile that leaves room for three stages.
 _HOPPER: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
     {
         "up_proj_act": TileConfig(128, 256, 64, 8, 4, slices=2, flatten=True, tma_stores=False),
@@ -75,7 +75,7 @@ _HOPPER: MappingProxyType[Kernel, TileConfig] = MappingProxyType(
         "up_proj_wgrad": TileConfig(128, 256, 64, 8, 6),
     }
 )
-_LARGE: MappingProxyType[Kernel, TileConfig] = MappingProxyType(  # B200: 227 KB, too
+_LARGE: MappingProxyType[Kernel, TileConfig] = MappingProxyType(  # B200: also 227 KB
     {
         "up_proj_act": TileConfig(128, 256, 64, 8, 4, slices=2),
         "down_proj": TileConfig(128, 256, 64, 8, 3, flatten=True),
@@ -92,22 +92,23 @@ _TINY = TileConfig(64, 128, 32, 4, 3, slices=2)  # 64 KB
 _FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
 _INTERPRETED = TileConfig(16, 32, 16, 4, 1, slices=2)
 
-# Of a row GEMM with a weight in NF4. A stage holds rows and codes; what is decoded has one buffer.
+# Row GEMMs with a weight in NF4. A stage holds rows and codes; the decoded weight has a single buffer.
 _NF4 = TileConfig(128, 128, 64, 8, 3, slices=2)
 _NF4_FP32 = TileConfig(64, 64, 32, 8, 3, slices=2)
 _NF4_INTERPRETED = TileConfig(16, 128, 32, 4, 1, slices=2)
 
 _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
 
-# Mean rows of an expert up to which a row GEMM is bound by reading the weights, and up to which most experts' rows fit
-# the least M of the tensor cores.
+# Mean rows per expert up to which a row GEMM is bound by reading the weights, and up to which most experts' rows fit
+# the tensor cores' smallest M.
 _FEW_ROWS, _VERY_FEW_ROWS = 32, 8
 
 
 def band_tiles(column_tiles: int, width_in: int) -> int:
-    """Threadblock swizzle of F2 and B3: all tiles of rows by so many column tiles, then by the next ones; 0: none.
+    """Threadblock swizzle of F2 and B3: column tiles of a band, or 0 for plain row-major order.
 
-    In row-major order a wave of tiles reads few rows and all of a wide weight (docs/lab/hopper.md).
+    All row tiles are walked within one band of columns before the next band. In row-major order a wave of tiles reads
+    few rows and all of a wide weight (docs/lab/hopper.md).
     """
     if width_in < _BANDED_FROM or column_tiles <= _BAND_TILES:
         return 0
@@ -115,7 +116,7 @@ def band_tiles(column_tiles: int, width_in: int) -> int:
 
 
 def why_unsupported(*widths: int) -> str | None:
-    """Why the Triton kernels cannot compute with these d and n, in a few words; None if they can. Traceable."""
+    """Why the Triton kernels cannot compute with these d and n; None if they can. torch.compile can trace it."""
     if any(width % WIDTH_MULTIPLE for width in widths):
         return f"hidden_size and intermediate_size must be multiples of {WIDTH_MULTIPLE} for the Triton kernels"
     return None
@@ -126,18 +127,18 @@ def choose_tile(
 ) -> TileConfig:
     """The tile of ``kernel`` for elements of ``itemsize`` bytes, no wider than the widths' next power of two.
 
-    Row GEMMs: ``rows_width`` is the contraction's length, ``out_width`` the output's columns, of one part where gate
-    and up are computed side by side. Weight gradients: the widths of the gathered and of the contiguous operand.
-    ``gate_up``: the layout of h, None where the kernel has none or the activation is not gated.
+    Row GEMMs: ``rows_width`` is K and ``out_width`` is N, of F1 the columns of a. Weight gradients: the widths of the
+    gathered and of the contiguous operand.
+    ``gate_up``: the layout of gate and up in h, None where the kernel has no h or the activation no gate.
     """
     tile = _base_tile(kernel, itemsize, device)
     return _fit(kernel, tile, rows_width, out_width, itemsize, device.shared_bytes, gate_up)
 
 
 def small_m(num_rows: int, num_experts: int) -> int | None:
-    """M of the tiles where experts have so few rows that reading the weights bounds the GEMMs, else None.
+    """block_m where experts have so few rows that reading the weights bounds the GEMMs, else None.
 
-    The only choice that depends on the number of tokens, between two heights.
+    The only choice that depends on the number of tokens; it is between two tile heights.
     """
     if num_rows > _FEW_ROWS * num_experts:
         return None
@@ -147,8 +148,8 @@ def small_m(num_rows: int, num_experts: int) -> int | None:
 def choose_small_m_tile(
     kernel: Kernel, block_m: int, rows_width: int, out_width: int, itemsize: int, device: Device, gate_up: str | None
 ) -> TileConfig:
-    """As `choose_tile`, with the block_m that `small_m` gives. Two CTAs fit an SM: one's prologue and epilogue overlap
-    the other's loads.
+    """As `choose_tile`, with the block_m that `small_m` gives, and small enough for two CTAs per SM: one's prologue and
+    epilogue overlap the other's loads.
     """
     tile = _base_small_m_tile(block_m, itemsize, device)
     return _fit(kernel, tile, rows_width, out_width, itemsize, device.shared_bytes // 2, gate_up)
@@ -157,14 +158,14 @@ def choose_small_m_tile(
 def _fit(
     kernel: Kernel, tile: TileConfig, rows_width: int, out_width: int, itemsize: int, budget: int, gate_up: str | None
 ) -> TileConfig:
-    """``tile`` shrunk to the widths, and to as many stages as fit in ``budget`` bytes of shared memory."""
+    """``tile`` shrunk to the widths, with as many of its stages as fit in ``budget`` bytes of shared memory."""
     parts = _parts(kernel, gate_up)
     across = cover(out_width, tile.block_n // parts)
     if kernel in WEIGHT_GRADS:
         tile = replace(tile, block_m=cover(rows_width, tile.block_m), block_n=across)
     else:
         tile = replace(tile, block_k=cover(rows_width, tile.block_k), block_n=across)
-    if gate_up == "interleaved":  # deinterleaving leaves no registers for it
+    if gate_up == "interleaved":  # deinterleaving leaves no registers for a prefetch
         tile = replace(tile, load_ahead=False)
     while tile.slices > 1 and tile.block_n // tile.slices < MIN_BLOCK:
         tile = replace(tile, slices=tile.slices // 2)
@@ -177,12 +178,12 @@ def _fit(
 
 
 def tile_rows(itemsize: int, device: Device) -> int:
-    """block_m of all row GEMMs, which share one tile list."""
+    """block_m of all row GEMMs: it is the same for all, so that they share one tile list."""
     return _base_tile("down_proj", itemsize, device).block_m
 
 
 def choose_nf4_tile(itemsize: int, device: Device) -> TileConfig:
-    """Of a row GEMM with a weight in NF4: its rows are those of `tile_rows`."""
+    """The tile of a row GEMM with a weight in NF4. Its block_m is `tile_rows`, to share the tile list."""
     if device.interpreted:
         return _NF4_INTERPRETED
     tile = _NF4_FP32 if itemsize == 4 else _NF4
@@ -195,8 +196,9 @@ def choose_nf4_tile(itemsize: int, device: Device) -> TileConfig:
 
 
 def nf4_registers(itemsize: int, device: Device) -> int | None:
-    """The most that a thread of that GEMM may have, for two CTAs to share a multiprocessor: one decodes while the other
-    multiplies. None, and one CTA, where the matrix unit keeps its operands in registers.
+    """Most registers per thread of that GEMM, so that two CTAs share an SM and one decodes while the other multiplies.
+
+    None (no limit, one CTA per SM) where the tensor cores take their operands from registers.
     """
     return 128 if itemsize == 2 and 90 <= device.capability < 120 else None
 
@@ -206,9 +208,9 @@ def shared_bytes(kernel: Kernel, tile: TileConfig, itemsize: int, gate_up: str |
     columns = tile.block_n * _parts(kernel, gate_up)
     buffers = tile.num_stages
     if kernel in WEIGHT_GRADS:
-        buffers = (tile.num_stages + 1) // 2  # half of the stages go to the loads of indices that the gather needs
+        buffers = (tile.num_stages + 1) // 2  # half of the stages prefetch the gather's indices
     operands = buffers * (tile.block_m + columns) * tile.block_k * itemsize
-    # A slice of the results is staged in shared memory; with an activation, two.
+    # The epilogue stages one slice of its output in shared memory; with an activation, of two outputs.
     staging = tile.block_m * tile.block_n * itemsize // tile.slices
     if kernel in WITH_ACTIVATION:
         staging *= 3 if gate_up == "interleaved" else 2
@@ -216,14 +218,14 @@ def shared_bytes(kernel: Kernel, tile: TileConfig, itemsize: int, gate_up: str |
 
 
 def choose_bias_products_tile(num_experts: int, itemsize: int, device: Device) -> TileConfig:
-    """Of ``do b2^T`` (T, E), contracted over d; two CTAs fit an SM."""
+    """The tile of ``do b2^T`` (T, E), contracted over d; two CTAs fit on an SM."""
     block_n = cover(num_experts, _max_experts(itemsize, device))
     block_m = MIN_BLOCK if device.interpreted else max(64, block_n)
     return _dense_tile(block_m, block_n, 1, itemsize, device, device.shared_bytes // 2, max_stages=6)
 
 
 def choose_scores_tile(num_experts: int, parts: int, itemsize: int, device: Device) -> TileConfig:
-    """Of ``do^T scores`` (d, E), contracted over the tokens, each score in ``parts`` columns."""
+    """The tile of ``do^T scores`` (d, E), contracted over the tokens, each score in ``parts`` columns."""
     block_n = cover(num_experts, _max_experts(itemsize, device))
     block_m = MIN_BLOCK if device.interpreted else 64 if itemsize == 4 else 128
     return _dense_tile(block_m, block_n, parts, itemsize, device, device.shared_bytes, max_stages=4)
@@ -237,13 +239,13 @@ def stage_bytes(tile: TileConfig, parts: int, itemsize: int) -> int:
 def _max_experts(itemsize: int, device: Device) -> int:
     if device.interpreted:
         return MIN_BLOCK
-    return 128 if itemsize == 2 and device.has_tma else 64  # by pointer, addresses take the registers
+    return 128 if itemsize == 2 and device.has_tma else 64  # loads by pointer spend registers on addresses
 
 
 def _dense_tile(
     block_m: int, block_n: int, parts: int, itemsize: int, device: Device, budget: int, max_stages: int
 ) -> TileConfig:
-    """As many stages as fit in ``budget`` bytes of shared memory; 128 bytes of the contraction each."""
+    """The tile with as many stages as fit in ``budget`` bytes of shared memory; a k-block is 128 bytes wide."""
     block_k = MIN_BLOCK if device.interpreted else 128 // itemsize
     num_warps = 4 if block_m * parts * block_n <= 64 * 128 and itemsize == 2 else 8
     tile = TileConfig(block_m, block_n, block_k, num_warps, 1)

@@ -1,6 +1,6 @@
-"""How a kernel reaches an operand: by tensor descriptor (TMA) where the GPU and the layout allow, else by pointer.
+"""Kernel arguments for operands: a tensor descriptor (TMA) where the GPU and the strides allow, else the tensor itself.
 
-T tokens · E experts · parts = 2 where gate and up are two tiles of one step, else 1
+E experts · parts = 2 where gate and up are two parts of one tile, else 1
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilemoe.kernels.experts.triton.configs import RAGGED_EXTENT, WIDTH_MULTIPLE
 from tilemoe.runtime.device import Device
 
-_ALIGNMENT = 16  # bytes: what TMA asks of the address and of every stride but the last, which is 1
+_ALIGNMENT = 16  # bytes that TMA wants the address and every stride but the last, which is 1, to be a multiple of
 
 
 def can_describe(t: Tensor, device: Device) -> bool:
-    """Whether ``t``, its last dimension contiguous, can be reached through TMA."""
+    """Whether TMA can address ``t``: last dimension contiguous, address and other strides aligned."""
     outer = t.stride()[:-1]
     return (
         device.has_tma
@@ -30,14 +30,14 @@ def can_describe(t: Tensor, device: Device) -> bool:
 
 
 def can_describe_rows(device: Device, *tensors: Tensor) -> bool:
-    """Whether row-major tensors can all be reached through (ragged) descriptors."""
+    """Whether all of these row-major matrices can have (ragged) descriptors."""
     return all(can_describe(t, device) and t.shape[0] <= RAGGED_EXTENT for t in tensors)
 
 
 def weight_operand(weight: Tensor, device: Device, block_in: int, block_out: int) -> tuple[Any, str, tuple[int, ...]]:
-    """The kernel's arguments for a weight seen as (E, parts, in, out): itself or a descriptor, its access, its strides.
+    """(weight or a descriptor of it, ACCESS, strides): the kernels' arguments for a weight seen as (E, parts, in, out).
 
-    Access is that of `tilemoe.kernels.experts.triton.operands.load_weight`.
+    ACCESS: see `tilemoe.kernels.experts.triton.operands.load_weight`.
     """
     strides = tuple(weight.stride())
     by_out = weight.transpose(2, 3)  # (E, parts, out, in)
@@ -54,10 +54,10 @@ def weight_operand(weight: Tensor, device: Device, block_in: int, block_out: int
 
 
 def rows_operand(rows: Tensor, block: list[int], use_tma: bool) -> Any:
-    """A matrix of which any tile may be read: rows past an expert's end are the next expert's."""
+    """A matrix as an operand whose tiles may run past an expert's end, into the next expert's rows."""
     return TensorDescriptor.from_tensor(rows, block) if use_tma else rows
 
 
 def ragged_operand(rows: Tensor, block: list[int], use_tma: bool) -> Any:
-    """Rows of which each expert owns a range: past the range's end loads give zeros and stores write nothing."""
+    """A matrix as an operand bounded by the expert's rows: past their end loads give zeros and stores write nothing."""
     return create_ragged_descriptor(rows, block) if use_tma else rows

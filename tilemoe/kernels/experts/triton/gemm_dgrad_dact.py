@@ -1,10 +1,12 @@
-"""B1: ``da' = do w2``, ``dh = dact(h) s da'``, ``a_scaled = s act(h)`` in one kernel; then the scores' gradient.
+"""B1, dgrad of the down-projection fused with the activation's backward, then the scores' gradient:
+``da' = do w2``, ``dh = act'(h) s da'``, ``a_scaled = s act(h)``; ``ds = <da', act(h)>`` (+ ``<do, b2>``).
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · P pairs · parts = 2 gated, 1 ungated
-BM, BN, BK tile
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · P pairs
+parts = 2 gated, 1 ungated · BM, BN, BK tile
 
-A row's score gradient ``<da', a>`` is a sum over n columns: each tile writes its partial sum to ``partial`` (column
-tiles, R_max), and a second kernel sums those in a fixed order. No atomics.
+Persistent CTAs walk the tile list, column tiles innermost; do is gathered by pointer. The epilogue, by slices of
+columns, loads h and writes dh and a_scaled. A row's ``<da', a>`` is a sum over n columns: each tile writes its partial
+sum to ``partial`` (column tiles, R_max), and a second kernel sums those in a fixed order, without atomics.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -68,10 +70,10 @@ def gemm_dgrad_dact_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``da' = do w2``, do (T, d) gathered by pointer, weight (E, 1, d, n); then h (R_max, parts * n) is read and dh
-    like it, a_scaled (R_max, n) and partial (column tiles, R_max) are written.
+    """B1 but for ds: reads do (T, d), weight (E, 1, d, n), h (R_max, parts * n) and s (P); writes dh like h, a_scaled
+    (R_max, n) and partial (column tiles, R_max).
     """
-    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_do = d // 8 * 8, n // 8 * 8, stride_do // 8 * 8
     column_tiles = tl.cdiv(n, BLOCK_N)
     total = tl.load(num_tiles) * column_tiles
@@ -95,7 +97,7 @@ def gemm_dgrad_dact_kernel(
             )  # fmt: skip
             acc = multiply_add(left, right, acc, PRECISION, SPLIT_ACCUM)
         score = tl.load(s + tl.load(pair_of_row + line)).to(tl.float32)
-        # By slices: h, a and dh of a whole tile would not fit in registers.
+        # By slices: h, a and dh of a whole tile would not fit in the registers.
         width: tl.constexpr = BLOCK_N // SLICES
         slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
         ds = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -118,7 +120,7 @@ def load_h(
     h, end, row, col, n,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up, (BM, BN) each; both are h where there is no gate."""
+    """(gate, up), (BM, BN) each, at (row, col) of h; both are h where the activation has no gate."""
     if GATED:
         gate, up = load_gate_up(h, end, row, col, n, INTERLEAVED, BLOCK_M, BLOCK_N)
     else:
@@ -133,7 +135,7 @@ def dact_epilogue(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """B1's epilogue of (BM, BN) of da': stores dh and a_scaled, returns <da', a> (BM)."""
+    """B1's epilogue for a slice of da' (BM, BN): stores dh and a_scaled, returns <da', a> (BM)."""
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     if GATED:
         a, dgate, dup = gated_grad(gate, up, da * score[:, None], limit, alpha, ACTIVATION, PRECISE)
@@ -164,7 +166,10 @@ def score_grad_kernel(
     HAS_PRODUCTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """ds (P), at each row's pair: the sum of its partial sums, plus, with b2, its entry of products (T, E)."""
+    """ds (P): for each row, at its pair, the sum of its partial sums; with b2 also ``<do, b2>``, from products (T, E).
+
+    One CTA per row tile.
+    """
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):
         end = tl.load(end_of_tile + tile)

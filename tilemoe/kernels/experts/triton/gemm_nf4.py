@@ -1,9 +1,11 @@
-"""The row GEMMs with a frozen weight in NF4: each tile of it is decoded in registers, just before it is multiplied.
+"""The row GEMMs with a frozen weight in NF4: ``out_r = rows_r weight_e (+ bias_e)``, the weight decoded tile by tile.
 
-E experts · R_max row capacity · BM, BN, BK tile · all widths are multiples of 64, and BK divides 64
+E experts · R_max static row capacity · BM, BN, BK tile · all widths are multiples of 64, and BK divides 64
 
-Four bytes of codes are read as one int32 word, which holds 8 neighbours of a row. They lie along the contraction in F1
-and F2, along the output in B1 and B3: there the tile is decoded as it is stored, too, and is the turned operand.
+Persistent CTAs walk the tile list, column tiles innermost. Each k-block of the weight is decoded in registers just
+before it is multiplied; two CTAs share an SM where they can (`nf4_registers`). Codes are read as int32 words of 8
+neighbours, which lie along the contraction in F1 and F2 (decoded as (BN, BK), then transposed), along the output in B1
+and B3 (decoded as (BK, BN)).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -30,7 +32,7 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
-_WORD = tl.constexpr(8)  # codes of an int32
+_WORD = tl.constexpr(8)  # codes in an int32
 _BLOCK = tl.constexpr(BLOCK)
 _CODES = tl.constexpr(CODES)
 
@@ -44,7 +46,7 @@ def nf4_launch(
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """out (R_max, q) = rows (R_max, p), or rows[index] gathered, times weight (E, p, q) in NF4, plus bias (E, q)."""
+    """(launch, out (R_max, q)): rows (R_max, p), or rows[index], times NF4 weight (E, p, q), plus bias (E, q)."""
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
     tile = choose_nf4_tile(rows.element_size(), device)
@@ -71,7 +73,7 @@ def nf4_launch(
 
 @triton.jit
 def code_table():
-    """(16) fp32."""
+    """The 16 values of NF4, fp32."""
     index = tl.arange(0, 16)
     table = tl.zeros((16,), tl.float32)
     for code in tl.static_range(16):
@@ -83,7 +85,7 @@ def code_table():
 def decode(words, table, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(ROWS, COLUMNS) fp32 code values of int32 words (ROWS, COLUMNS / 8).
 
-    The first of a byte's two is its high half. Shifts by constants, and a look-up that reads shared memory.
+    The first of a byte's two codes is its high half. Codes are shifted out, and looked up by a gather of shared memory.
     """
     first = tl.join(tl.join(words >> 4, words >> 20), tl.join(words >> 12, words >> 28))
     second = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
@@ -93,7 +95,7 @@ def decode(words, table, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def scaled(values, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr):
-    """(ROWS, COLUMNS) values times scale (ROWS, COLUMNS / SHARED), one for each SHARED neighbours."""
+    """``values`` (ROWS, COLUMNS) times scale (ROWS, COLUMNS / SHARED): SHARED neighbours of a row have one scale."""
     groups = values.reshape(ROWS, COLUMNS // SHARED, SHARED) * scale[:, :, None]
     return groups.reshape(ROWS, COLUMNS)
 
@@ -130,15 +132,15 @@ def gemm_nf4_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``out_r = rows_r weight_e (+ bias_e)``: F2 and B3 by row, F1's and B1's product by rows[index[r]] with GATHER.
+    """``out_r = rows_r weight_e (+ bias_e)``, F2 and B3; with GATHER ``rows[index[r]]``, the GEMMs of F1 and B1.
 
-    Codes (E, lines, words) and absmax (E, lines, blocks), both contiguous along their last dimension: a line is a
-    column of the output with BLOCKED_IN, whose blocks run along the contraction, else a step of the contraction.
+    codes (E, lines, words) and absmax (E, lines, blocks), both contiguous along their last dimension. With BLOCKED_IN a
+    line is an output column, its blocks along the contraction; else a line is one index of the contraction.
     """
-    # The compiler is told what they are multiples of, whence 16-byte loads.
+    # ``// m * m`` tells the compiler that these are multiples of m, so that it emits 16-byte loads.
     width_in, width_out, stride_rows = width_in // _BLOCK * _BLOCK, width_out // _BLOCK * _BLOCK, stride_rows // 8 * 8
     stride_ce, stride_cline = stride_ce // 8 * 8, stride_cline // 8 * 8
-    SHARED: tl.constexpr = _BLOCK if BLOCK_N > _BLOCK else BLOCK_N  # neighbours of a tile's line with one scale
+    SHARED: tl.constexpr = _BLOCK if BLOCK_N > _BLOCK else BLOCK_N  # columns of a tile that share one scale
     table = code_table()
     column_tiles = tl.cdiv(width_out, BLOCK_N)
     total = tl.load(num_tiles) * column_tiles

@@ -1,9 +1,11 @@
-"""Grouped GEMMs over rows: F1 ``a = act(x w1^T + b1)``, rows gathered by token; F2 and B3 ``out = rows weight + bias``.
+"""Grouped GEMMs over rows: F1 ``a = act(x w1^T + b1)``, x gathered; F2 and B3 ``out_r = rows_r weight_e + bias_e``.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BM, BN, BK tile
 
-Persistent CTAs walk a tile list on the device (`TileList`), whose length they read there.
+Persistent: CTA i of P computes the tiles i, i + P, ... of a list on the device (`TileList`) times the column tiles,
+column tiles innermost (F2 and B3: in bands where the output is wide, see `band_tiles`). Triton software-pipelines the
+loads, with FLATTEN across tiles; the epilogue works slice by slice.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -56,11 +58,11 @@ def gemm_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """F2 and B3: ``out_r = rows_r weight_e (+ bias_e)``; rows (R_max, in), weight (E, 1, in, out), out (R_max, out).
+    """F2 and B3: rows (R_max, in), weight (E, 1, in, out), bias (E, out), out (R_max, out).
 
-    BAND: column tiles of a band, as `configs.band_tiles` says, or 0.
+    BAND: column tiles of a band, or 0; see `configs.band_tiles`.
     """
-    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     width_in, width_out = width_in // 8 * 8, width_out // 8 * 8
     column_tiles = tl.cdiv(width_out, BLOCK_N)
     total = tl.load(num_tiles) * column_tiles
@@ -81,7 +83,7 @@ def gemm_rows_kernel(
             if USE_TMA:
                 left = rows.load([row, k])
             else:
-                # Clamped: rows past the expert's end are the next expert's, or none. They are not stored.
+                # Clamped to the expert's rows; what is computed past its end is not stored.
                 line = tl.minimum(row + tl.arange(0, BLOCK_M), end - 1).to(tl.int64)
                 left = load_pointers(
                     rows + line[:, None] * width_in + tl.arange(0, BLOCK_K)[None, :], k, width_in, EVEN_K, BLOCK_K
@@ -93,7 +95,7 @@ def gemm_rows_kernel(
             acc = multiply_add(left, right, acc, PRECISION, SPLIT_ACCUM)
         if HAS_BIAS:
             acc += load_bias(bias, expert, col, width_out, stride_be, stride_bout, BLOCK_N)[None, :]
-        # Slices are staged in less shared memory, which leaves room for a stage more.
+        # By slices: staging one at a time leaves shared memory for one more pipeline stage.
         width: tl.constexpr = BLOCK_N // SLICES
         slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
         for i in tl.static_range(SLICES):
@@ -147,7 +149,7 @@ def up_proj_act_kernel(
     Weight (E, 2, d, n) and h (R_max, 2, n) where gate and up are concatenated: then they are the halves of a tile. Else
     (E, 1, d, w) and (R_max, w): interleaved columns are split in registers. h is not written unless KEEP_H.
     """
-    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_x = d // 8 * 8, n // 8 * 8, stride_x // 8 * 8
     PARTS: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
     WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # of a part
@@ -195,7 +197,7 @@ def act_epilogue(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     KEEP_H: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """F1's epilogue of (BM, BN) of gate and up; where they are interleaved or there is no gate, ``gate`` is h."""
+    """F1's epilogue for gate and up (BM, BN); interleaved, or without a gate, ``gate`` is h and ``up`` is not used."""
     if INTERLEAVED:
         if KEEP_H:
             store_rows(h, gate, end, row, col, 2 * n, USE_TMA, BLOCK_M, BLOCK_N)

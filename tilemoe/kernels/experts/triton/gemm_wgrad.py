@@ -1,9 +1,10 @@
-"""B2 and B4, the weight gradients: ``out_e = A_e^T B_e`` over an expert's rows, A gathered by token.
+"""B2 and B4, the weight gradients: ``out_e = A_e^T B_e``, contracted over the expert's rows; A is gathered by token.
 
-T tokens · E experts · R_max row capacity · p, q widths of A (gathered) and B (contiguous)
-BM, BN tile of (p, q) · BK rows of the expert per step
+T tokens · E experts · R_max static row capacity · p, q widths of A (gathered) and B (contiguous)
+BM, BN tile of (p, q) · BK k-block: rows of the expert per step
 
-The gathered operand is always M; dw1 is therefore computed transposed, and transposed back by its store.
+Persistent CTAs walk the experts' gradients one after the other, tiles along p innermost. The gathered operand is always
+A, whose width is M; dw1 is therefore computed transposed, and transposed back by its store.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -40,10 +41,10 @@ def gemm_wgrad_kernel(
 ):
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
-    by_token (T, p), by_row (R_max, q). Zeros for an expert without rows. ADDS: to what out, fp32, has; the CTA that has
-    a tile is the only one that touches it, so that the sum is that of two numbers.
+    by_token (T, p), by_row (R_max, q). Zeros for an expert without rows. ADDS: out, fp32, is accumulated into; only one
+    CTA touches a tile of it, once, so that the result is deterministic.
     """
-    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     p, q, stride_token = p // 8 * 8, q // 8 * 8, stride_token // 8 * 8
     row_tiles = tl.cdiv(p, BLOCK_M)
     tiles = row_tiles * tl.cdiv(q, BLOCK_N)
@@ -58,7 +59,7 @@ def gemm_wgrad_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(start, end, BLOCK_K):
             rows = k + tl.arange(0, BLOCK_K)
-            # Clamped instead of masked: past the end the other operand is 0.
+            # Clamped instead of masked: past the end by_row is loaded as 0.
             token = tl.load(token_of_row + tl.minimum(rows, end - 1))
             pointers = line_pointers(by_token, token, stride_token, along, INT64_OFFSETS)
             left = tl.load(pointers) if EVEN_M else tl.load(pointers, mask=(along < p)[None, :], other=0.0)
@@ -80,7 +81,10 @@ def _store_gradient(
     out, value, at, p, q,
     TRANSPOSED: tl.constexpr, ADDS: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store or add (BM, BN) ``at`` (expert, first, col) of its gradient (p, q), or transposed, of (q, p)."""
+    """Store or add ``value`` (BM, BN) at (first, col) of the expert's gradient (p, q), or (q, p) if TRANSPOSED.
+
+    at: (expert, first, col).
+    """
     expert, first, col = at
     along, columns = first + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     inside = (along < p)[:, None] & (columns < q)[None, :]

@@ -1,6 +1,8 @@
-"""Host side of the portable GEMMs: tiles, descriptors, arguments, compile-time constants, grid. Reads no device value.
+"""Host side of the portable GEMMs: tile, outputs, descriptors, compile-time constants and grid of each launch.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+Reads no value back from the device: grids are sized by the capacity of the tile lists.
+
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def rows_launch(
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, p, q) of any strides, plus bias (E, q)."""
+    """F2 and B3: (launch, out (R_max, q)), rows (R_max, p) times weight (E, p, q) of any strides, plus bias (E, q)."""
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
     tile = choose_tile(kernel, p, q, rows.element_size(), device)
@@ -71,14 +73,14 @@ def up_proj_act_launch(
     keep_h: bool,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor]:
-    """F1: (a (R_max, n), h (R_max, w), or (0, w) where it is not kept)."""
+    """F1: (launch, a (R_max, n), h (R_max, w), or (0, w) where it is not kept)."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
     tile = choose_tile("up_proj_act", d, n, x.element_size(), device, gate_up_layout(spec))
     a, h = act_outputs(x, plan, spec, n, keep_h)
     weight = split_parts(w1, spec).transpose(2, 3)
     width = tile.block_n * spec.width_factor // weight.shape[1]
     right, access, strides = weight_operand(weight, device, tile.block_k, width)
-    # Stores by pointer are faster beside a weight that comes by TMA; no other was measured.
+    # tma_stores False: faster beside a weight that comes by TMA; with weights by pointer it was not measured.
     stores_by_tma = tile.tma_stores or access.endswith("by pointer")
     use_tma = stores_by_tma and can_describe_rows(device, a, *([h] if keep_h else []))
     bias_strides = (0, 0, 0) if b1 is None else split_parts(b1, spec).stride()
@@ -107,7 +109,10 @@ def dgrad_dact_launch(
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32 of the scores' gradient)."""
+    """B1: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32).
+
+    partial: each row's <da', a> over the columns of one tile, for `score_grad_launch`.
+    """
     d, n = w2.shape[1:]
     tile = choose_tile("down_proj_dgrad_dact", d, n, do.element_size(), device, gate_up_layout(spec))
     column_tiles = ceil_div(n, tile.block_n)
@@ -135,7 +140,7 @@ def dgrad_dact_launch(
 def score_grad_launch(
     partial: Tensor, products: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
 ) -> tuple[Launch, Tensor]:
-    """ds like s: each row's partial sums, plus its entry of products (T, E); 0 for a skipped pair."""
+    """(launch, ds like s): each row's partial sums plus its entry of products (T, E); 0 for skipped pairs."""
     ds = s.new_zeros(s.shape)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles)
     args = (partial, products, ds, *indices, plan.capacity, partial.shape[0], plan.num_experts)
@@ -152,16 +157,16 @@ def wgrad_launch(
     device: Device,
     adds: bool = False,
 ) -> Launch:
-    """B2 and B4: to out (E, p, q), dense with p or q contiguous, from by_token (T, p) and by_row (R_max, q).
+    """B2 and B4: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); out is dense, p or q contiguous.
 
-    adds: to what out, fp32, has.
+    adds: out, fp32, is accumulated into instead of overwritten.
     """
     p, q = by_token.shape[1], by_row.shape[1]
     transposed = is_column_major(out)
     out = out.transpose(1, 2) if transposed else out
     tile = choose_tile(kernel, p, q, by_row.element_size(), device)
     use_tma = can_describe(out, device) and can_describe_rows(device, by_row)
-    # As many bytes of an fp32 slice as of a 16-bit one: they pass through shared memory.
+    # Slices are staged in shared memory: of an fp32 output they are half as wide, so that the bytes are the same.
     wider = out.element_size() > by_row.element_size() and tile.block_n >= 2 * tile.slices * MIN_BLOCK
     slices = min(2 * tile.slices, 4) if wider else tile.slices
     width = tile.block_n // slices
@@ -215,9 +220,9 @@ def activation_constants(spec: ActivationSpec, dtype: torch.dtype) -> dict[str, 
 
 
 def arithmetic_constants(dtype: torch.dtype) -> dict[str, Any]:
-    """How a dot multiplies and accumulates: as tensor cores do; IEEE fp32 in partial sums of one step each.
+    """PRECISION of tl.dot, and whether each k-block is summed on its own before it is added (SPLIT_ACCUM): IEEE fp32.
 
-    One chain of fp32 sums over the contraction would have an error of the square root of its length.
+    A single chain of fp32 sums over the contraction would have an error that grows with the square root of its length.
     """
     precision = dot_precision(dtype)
     return {"PRECISION": precision, "SPLIT_ACCUM": dtype == torch.float32 and precision == "ieee"}
@@ -242,7 +247,7 @@ def _row_gemm_constants(
 
 
 def _h_operand(h: Tensor, spec: ActivationSpec, tile: TileConfig, use_tma: bool) -> Any:
-    """h or dh (R_max, w) as an output: concatenated gate and up as (R_max, 2, n)."""
+    """h or dh (R_max, w) as an output operand, concatenated gate and up as (R_max, 2, n)."""
     width = tile.block_n // tile.slices
     if gate_up_layout(spec) == "concatenated":
         return ragged_operand(h.unflatten(1, (2, -1)), [tile.block_m, 1, width], use_tma)
@@ -250,5 +255,5 @@ def _h_operand(h: Tensor, spec: ActivationSpec, tile: TileConfig, use_tma: bool)
 
 
 def needs_int64(rows: Tensor) -> bool:
-    """Whether an element of ``rows`` can lie too far from the first for 32 bits."""
+    """Whether offsets of elements of ``rows`` do not fit in 32 bits."""
     return rows.shape[0] * rows.stride(0) >= 1 << 31

@@ -1,6 +1,6 @@
-"""Loads and stores of tiles, by tensor descriptor (TMA) or by pointer: a compile-time constant decides.
+"""Loads and stores of tiles, by tensor descriptor (TMA) or by pointer, as a compile-time constant says; and `tl.dot`.
 
-BM, BN, BK tile · E experts · R_max row capacity
+BM, BN, BK tile · E experts · R_max static row capacity
 
 A weight is (E, parts, in, out); ``parts`` is 2 where gate and up are two halves of one tile.
 """
@@ -13,8 +13,8 @@ import triton.language as tl
 
 from tilemoe.kernels.experts.triton.configs import RAGGED_EXTENT
 
-# A ragged descriptor (triton.tools.ragged_tma) has two leading dimensions whose strides cancel: their coordinates shift
-# its last row to an expert's, so that the hardware's bounds check ends there.
+# A ragged descriptor (triton.tools.ragged_tma) has two leading dimensions whose strides cancel: their coordinates move
+# the hardware's bounds check to an expert's last row.
 _RAGGED_EXTENT = tl.constexpr(RAGGED_EXTENT)
 
 
@@ -45,15 +45,15 @@ def load_weight(
 ):
     """(BK, PARTS * BN) of one expert's weight, gate's columns before up's.
 
-    ACCESS: "in" or "out": by descriptor, that dimension contiguous. "in by pointer" or "out by pointer": 16-byte loads
-    along it. "by pointer": any strides, an element at a time. Zero past ``width_in``, unspecified past ``width_out``.
+    Zero past ``width_in``, unspecified past ``width_out``. ACCESS "in" or "out": by descriptor, that dimension
+    contiguous. "in by pointer", "out by pointer": 16-byte loads along it. "by pointer": any strides, by element.
     """
     if ACCESS == "in":
         tile = weight.load([expert, 0, col, k]).reshape(PARTS * BLOCK_N, BLOCK_K).T
     elif ACCESS == "out":
         tile = weight.load([expert, k, 0, col]).reshape(BLOCK_K, PARTS * BLOCK_N)
     else:
-        # The compiler is told that they are multiples of 8, whence 16-byte loads.
+        # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
         if ACCESS == "in by pointer":
             stride_e, stride_part, stride_out = stride_e // 8 * 8, stride_part // 8 * 8, stride_out // 8 * 8
         elif ACCESS == "out by pointer":
@@ -61,7 +61,7 @@ def load_weight(
         steps = tl.arange(0, BLOCK_K)
         column = tl.arange(0, PARTS * BLOCK_N)
         inner = col + column % BLOCK_N
-        if ACCESS != "out by pointer":  # clamped columns are not known to be contiguous
+        if ACCESS != "out by pointer":  # there a clamp would hide that columns are contiguous: they are masked below
             inner = tl.minimum(inner, width_out - 1)
         across = inner.to(tl.int64) * stride_out + (column // BLOCK_N).to(tl.int64) * stride_part
         base = weight + expert.to(tl.int64) * stride_e + tl.cast(k, tl.int64) * stride_in
@@ -77,7 +77,7 @@ def load_weight(
 
 @triton.jit
 def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right half of (BM, BN). In the tensor cores' layout no data moves between threads."""
+    """The left and the right half of (BM, BN). In the tensor cores' layout this moves no data between threads."""
     return acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
 
 
@@ -97,9 +97,9 @@ def column_slices(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.
 
 @triton.jit
 def line_pointers(base, line, stride, columns, INT64_OFFSETS: tl.constexpr):
-    """(lines, columns) pointers into rows of ``stride`` elements; INT64_OFFSETS where an offset can pass 2^31.
+    """Pointers (lines, columns) to the rows ``line`` of a matrix of row stride ``stride``.
 
-    32-bit offsets save 6% of a weight gradient.
+    INT64_OFFSETS: for offsets of 2^31 and more. 32-bit offsets save 6% of a weight gradient.
     """
     first = line.to(tl.int64) * stride if INT64_OFFSETS else line * stride
     return base + (first[:, None] + columns[None, :])
@@ -107,17 +107,17 @@ def line_pointers(base, line, stride, columns, INT64_OFFSETS: tl.constexpr):
 
 @triton.jit
 def load_pointers(pointers, k, width, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(BM, BK) from the pointers of each row's first BK elements; zero past ``width``."""
+    """k-block (BM, BK) from column ``k`` on, given pointers to each row's first BK elements; zero past ``width``."""
     inside = (k + tl.arange(0, BLOCK_K))[None, :] < width
     return tl.load(pointers + k) if EVEN_K else tl.load(pointers + k, mask=inside, other=0.0)
 
 
 @triton.jit
 def multiply_add(left, right, acc, PRECISION: tl.constexpr, SPLIT_ACCUM: tl.constexpr):
-    """``acc + left right``, (BM, BN) fp32. SPLIT_ACCUM: this step's products are summed on their own, then added."""
+    """``acc + left right``, (BM, BN) fp32. SPLIT_ACCUM: this k-block's products are summed on their own, then added."""
     if SPLIT_ACCUM:
         products = tl.dot(left, right, input_precision=PRECISION)
-        # By fma: the compiler would fold a plain sum into the dot's accumulator, one chain over all steps again.
+        # By fma: the compiler would fold a plain add into the dot's accumulator, which is one long chain again.
         acc = tl.fma(products, tl.full(products.shape, 1.0, tl.float32), acc)
     else:
         acc = tl.dot(left, right, acc, input_precision=PRECISION)
@@ -126,7 +126,7 @@ def multiply_add(left, right, acc, PRECISION: tl.constexpr, SPLIT_ACCUM: tl.cons
 
 @triton.jit
 def store_rows(out, value, end, row, col, width, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store (BM, BN) at (row, col) of ``out`` (R_max, width), its rows before ``end`` only."""
+    """Store ``value`` (BM, BN) at (row, col) of ``out`` (R_max, width), but no rows from ``end`` on."""
     if USE_TMA:
         tile = value.to(out.dtype).reshape(1, 1, BLOCK_M, BLOCK_N)
         out.store([_RAGGED_EXTENT, end, _RAGGED_EXTENT - end + row, col], tile)
@@ -149,7 +149,7 @@ def load_rows(rows, end, row, col, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def load_gate_up(h, end, row, col, n, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Gate and up, (BM, BN) each, at (row, col) of h (R_max, 2n), by pointer."""
+    """(gate, up), (BM, BN) each, at (row, col) of h (R_max, 2n), by pointer; col counts columns of gate."""
     if INTERLEAVED:
         both = load_rows(h, end, row, 2 * col, 2 * n, BLOCK_M, 2 * BLOCK_N)
         gate, up = both.reshape(BLOCK_M, BLOCK_N, 2).split()
@@ -177,12 +177,12 @@ def store_gate_up(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store gate and up, (BM, BN) each, at (row, col) of h (R_max, 2n), its rows before ``end`` only."""
+    """Store gate and up, (BM, BN) each, at (row, col) of h (R_max, 2n), but no rows from ``end`` on."""
     if INTERLEAVED:
         both = tl.join(gate, up).reshape(BLOCK_M, 2 * BLOCK_N)
         store_rows(h, both, end, row, 2 * col, 2 * n, USE_TMA, BLOCK_M, 2 * BLOCK_N)
     elif USE_TMA:
-        # The ragged descriptor of (R_max, 2, n).
+        # h is a ragged descriptor of (R_max, 2, n).
         last = _RAGGED_EXTENT - end + row
         h.store([_RAGGED_EXTENT, end, last, 0, col], gate.to(h.dtype).reshape(1, 1, BLOCK_M, 1, BLOCK_N))
         h.store([_RAGGED_EXTENT, end, last, 1, col], up.to(h.dtype).reshape(1, 1, BLOCK_M, 1, BLOCK_N))

@@ -1,10 +1,10 @@
-"""F1 and F2 for inference with few rows per expert (decoding): bound by reading each expert's weights once.
+"""F1 and F2 for inference with few rows per expert (decoding), bound by reading each expert's weights once.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BM, BN, BK tile
 
-Not persistent: one small tile per CTA, so that many CTAs have loads in flight. A CTA finds its tile by a search in
-row_start_of_expert, which saves the launch of a tile list.
+``a = act(x w1^T + b1)`` without storing h, and ``y = a w2^T + b2``. Not persistent: one small tile per CTA, so that
+many CTAs have loads in flight. A CTA finds its tile in row_start_of_expert itself, which saves launching a tile list.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -54,19 +54,19 @@ def down_proj_launch(
 
 
 def _grid(plan: RoutingPlan, width: int, tile: TileConfig) -> tuple[int, int]:
-    """(the most tiles that there can be, blocks of columns)."""
+    """(largest possible number of row tiles, column tiles)."""
     rows = plan.capacity
     return min(rows, ceil_div(rows, tile.block_m) + plan.num_experts), ceil_div(width, tile.block_n)
 
 
 def _weight_args(weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> tuple[Any, ...]:
-    """weight (E, in, out), bias (E, out), of any strides."""
+    """Kernel arguments of weight (E, in, out) and bias (E, out), of any strides."""
     strides = (*weight.stride(), *((0, 0) if bias is None else bias.stride()))
     return weight, bias, plan.row_start_of_expert, plan.num_experts, *strides
 
 
 def _constants(weight: Tensor, width: int, bias: Tensor | None, tile: TileConfig, plan: RoutingPlan) -> dict[str, Any]:
-    """``width``: columns of the output; the weight has one for each, or two (gate and up)."""
+    """Compile-time constants. width: columns of the output; a gated F1's weight has twice as many."""
     return {
         "HAS_BIAS": bias is not None,
         "WIDE_LOADS": _wide_loads(weight),
@@ -119,8 +119,8 @@ def up_proj_act_small_m_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """``a = act(x w1^T + b1)``; x (T, d), weight (E, d, w), bias (E, w), a (R_max, n)."""
-    # The compiler is told that they are multiples of 8, whence 16-byte loads.
+    """F1: ``a = act(x w1^T + b1)``; x (T, d) gathered, weight (E, d, w), bias (E, w), a (R_max, n)."""
+    # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_x = d // 8 * 8, n // 8 * 8, stride_x // 8 * 8
     expert, row, end = _tile(row_start_of_expert, tl.program_id(0), num_experts, BLOCK_M, BLOCK_E)
     if expert == num_experts:
@@ -176,7 +176,7 @@ def down_proj_small_m_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """``y = a w2^T + b2``; a (R_max, n), weight (E, n, d), bias (E, d), y (R_max, d)."""
+    """F2: ``y = a w2^T + b2``; a (R_max, n), weight (E, n, d), bias (E, d), y (R_max, d)."""
     d, n = d // 8 * 8, n // 8 * 8
     expert, row, end = _tile(row_start_of_expert, tl.program_id(0), num_experts, BLOCK_M, BLOCK_E)
     if expert == num_experts:
@@ -195,7 +195,7 @@ def down_proj_small_m_kernel(
 
 @triton.jit
 def _tile(row_start_of_expert, index, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(expert, first row, end of the expert's rows) of tile ``index``; expert is num_experts past the last tile."""
+    """(expert, first row, end of the expert's rows) of row tile ``index``; past the last tile expert is num_experts."""
     experts = tl.arange(0, BLOCK_E)
     exists = experts < num_experts
     start = tl.load(row_start_of_expert + experts, mask=exists, other=0)
@@ -215,9 +215,9 @@ def _multiply(
     WIDE_LOADS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, SPLIT_ACCUM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(BM, BN) fp32: the rows at ``left`` (BM, BK) times the columns ``column`` (BN) of one expert's (in, out).
+    """(BM, BN) fp32: rows times the weight's columns ``column`` (BN); left (BM, BK) points to the rows' first k-block.
 
-    Only the rows ``used`` are loaded: most of a tile's may not exist, and would add a quarter to the bytes.
+    Only the rows ``used`` are loaded: loading also those of a tile that do not exist would add a quarter to the bytes.
     """
     if WIDE_LOADS == "in":
         stride_we, stride_wout = stride_we // 8 * 8, stride_wout // 8 * 8
@@ -228,7 +228,7 @@ def _multiply(
     right = right + step.to(tl.int64)[:, None] * stride_win + column.to(tl.int64)[None, :] * stride_wout
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, width_in, BLOCK_K):
-        # The weight first: its address is known before the rows'.
+        # The weight is loaded first: its address is known before the gathered rows'.
         if EVEN:
             columns = tl.load(right + tl.cast(k, tl.int64) * stride_win)
             rows = tl.load(left + k, mask=used[:, None], other=0.0)

@@ -1,6 +1,6 @@
-"""The row tiles that the grouped GEMMs walk: a list on the device, built without a host sync.
+"""The row tiles that the grouped GEMMs walk: lists on the device, built from row_start_of_expert without a host sync.
 
-E experts · R_max row capacity · C = ceil(R_max / tile_m) + E capacity of the list
+E experts · R_max static row capacity · C = ceil(R_max / tile_m) + E capacity of the list
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -17,15 +17,15 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
 
 _BLOCK = 128
-_FEWEST_EXPERTS = 128  # that the kernel is compiled for: layers with fewer share one binary
+_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary
 
 
 class TileList(NamedTuple):
-    """Tiles in the order of the rows; entries past ``num_tiles`` are unspecified. All int32.
+    """Row tiles in the order of the rows; entries past the number of tiles are unspecified. All int32.
 
-    expert_of_tile (C), row_of_tile (C) its first row, end_of_tile (C) the end of its expert's rows. num_tiles (2): how
-    many, and 0, the counter of a dynamic persistent scheduler, which resets it. Two kernels at the same time may not
-    share it: every call of an operator has a plan, and so lists, of its own.
+    expert_of_tile (C) · row_of_tile (C): first row · end_of_tile (C): end of the expert's rows, not of the tile.
+    num_tiles (2): the number of tiles, and 0, the counter of the dynamic persistent scheduler, which resets it. Kernels
+    that run concurrently must not share it: every call of an operator has a plan, and so lists, of its own.
     """
 
     expert_of_tile: Tensor
@@ -35,14 +35,14 @@ class TileList(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """C: the most tiles that there can be."""
+        """C: the largest possible number of tiles."""
         return self.expert_of_tile.shape[0]
 
 
 def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
-    """The plan's list for tiles of ``tile_m`` rows, made at first use.
+    """The plan's list of tiles of ``tile_m`` rows, made at first use and kept in the plan.
 
-    ``ahead``: tile heights that will be needed next, listed by the same launch.
+    ``ahead``: further tile heights that will be needed, listed by the same launch.
     """
     if tile_m not in plan.derived:
         missing = [rows for rows in (tile_m, *ahead) if rows not in plan.derived]
@@ -54,8 +54,9 @@ def listed_tiles(plan: RoutingPlan, tile_m: int, *ahead: int) -> TileList:
 
 
 def tile_lists_launch(plan: RoutingPlan, *tile_ms: int) -> tuple[Launch, list[TileList]]:
-    """The launch that fills a TileList for each of one or two ``tile_ms``, and the lists: every expert's rows in tiles
-    of that height, the last one shorter.
+    """(launch, lists): the launch fills a TileList for each of one or two tile heights ``tile_ms``.
+
+    Each expert's rows are cut into tiles of that height, the last of which may be shorter.
     """
     assert len(tile_ms) in (1, 2), "what the kernel takes"
     start = plan.row_start_of_expert
@@ -84,8 +85,9 @@ def tile_lists_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One CTA per expert. A second list if second_tile_m is not 0; neither height is a compile-time constant, so that
-    all launches share one binary.
+    """One CTA per expert lists its tiles; a second list if second_tile_m is not 0.
+
+    Neither height is a compile-time constant, so that all launches share one binary.
     """
     others = tl.arange(0, BLOCK_E)
     starts = tl.load(row_start_of_expert + others, mask=others < num_experts, other=0)
@@ -101,7 +103,7 @@ def tile_lists_kernel(
 
 @triton.jit
 def _list_own(starts, ends, row, end, tiles, num_experts, tile_m, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the tiles of the experts before this CTA's, whose rows are ``row`` to ``end``, then write its own."""
+    """Count the tiles of the experts before this CTA's, then list its own tiles, of the rows ``row`` to ``end``."""
     expert_of_tile, row_of_tile, end_of_tile, num_tiles = tiles
     expert = tl.program_id(0)
     before = tl.sum(tl.where(tl.arange(0, BLOCK_E) < expert, tl.cdiv(ends - starts, tile_m), 0))

@@ -1,6 +1,6 @@
 """FP8 in Triton: F1, F2, B1 and B3 with quantised operands, all else as the Triton backend has it.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 x and do are quantised once for each token, a and dh once, weights as `quantized_weight` says.
 """

@@ -1,6 +1,6 @@
 """F1, F2, B1 and B3 with FP8 operands: each 128 of the contraction are multiplied, scaled and added in fp32.
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · w = 2n gated, n ungated
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BM, BN tile · all widths are multiples of 128, and BN divides 128
 
 What is multiplied is contiguous along the contraction: rows (., in) and weights (E, out, in), as tensor cores ask of
