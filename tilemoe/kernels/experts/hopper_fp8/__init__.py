@@ -1,1 +1,1 @@
-"""The expert GEMMs with FP8 operands, warp-specialised for Hopper in Gluon."""
+"""Warp-specialised expert GEMMs with FP8 operands for Hopper, written in Gluon."""

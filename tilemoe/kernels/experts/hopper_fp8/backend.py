@@ -1,8 +1,9 @@
-"""FP8 on Hopper: F1, F2, B1 and B3 with quantised operands, all else as the Hopper backend has it.
+"""FP8 on Hopper: F1, F2, B1 and B3 read e4m3 operands with block scales; the rest is the Hopper backend's.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-x and do are quantised once for each token, a in F1's epilogue, dh once for B3, weights as `quantized_weight` says.
+x and do are quantised once per token (not per row), a in F1's epilogue, dh once for B3; weights are quantised and
+cached by `quantized_weight`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class HopperFp8Backend(HopperBackend):
         return a, h
 
     def _rows_times(self, rows: Given, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2 and B3: (R_max, q) of rows (R_max, p) and a weight (E, q, p) that is contiguous along p."""
+        """F2 and B3: out (R_max, q), rows (R_max, p) times weight (E, q, p) transposed, which is contiguous along p."""
         if plan.capacity == 0:
             return weight.scale.new_empty(0, weight.data.shape[1], dtype=weight.dtype)
         tiles, device = listed_tiles(plan, host.rows_tile(weight.data.shape[2]).block_m), device_of(weight.data)
@@ -95,7 +96,7 @@ class HopperFp8Backend(HopperBackend):
 
 
 def _device(rows: Tensor) -> Device:
-    """What holds ``rows``. ValueError where these kernels do not serve it."""
+    """The device of ``rows``. ValueError if these kernels do not support the device or the dtype."""
     device = device_of(rows)
     why = configs.why_unsupported(device, triton.__version__) or _why_not_dtype(rows.dtype)
     if why is not None:

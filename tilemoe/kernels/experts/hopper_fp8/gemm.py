@@ -1,7 +1,11 @@
-"""F1, F2, B1 and B3 with FP8 operands: `hopper`'s gathering producer, `mainloop.scaled_mainloop`, and the epilogues.
+"""F1, F2, B1 and B3 with FP8 operands: F1 ``a = act(x w1^T + b1)``, F2 and B3 ``out_r = rows_r weight_e^T (+ bias_e)``,
+B1 as in `hopper.gemm_dgrad_dact`.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 parts = 2 where gate and up are two halves of a tile, else 1 · BM, BN tile · S stages
+
+All four are cooperative: `hopper`'s producer warp group (A and its row scales by cp.async, B by TMA), dynamic scheduler
+and tile order; two consumer warp groups run `mainloop.scaled_mainloop` and an epilogue. F1 quantises a there.
 
 Operands are e4m3, contiguous along the contraction, seen as half as many elements of the layer's 16-bit dtype: x and
 do (T, d / 2), rows (R_max, in / 2), weight descriptors (E, parts, out, in / 2). Scales are fp32: (., in / 128) of rows,
@@ -44,7 +48,7 @@ from tilemoe.kernels.experts.triton.activations import gated_value, inner
 
 @gluon.jit
 def new_ring(weight, dtype: gl.constexpr, STAGES: gl.constexpr):
-    """The pipeline's stages, and the row scales (S, BM) of each."""
+    """(ring, row_scale): the pipeline's buffers and mbarriers, and a buffer (S, BM) for each stage's row scales."""
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], gl.NVMMASharedLayout(128, 16, 2))
     b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     row_scale = gl.allocate_shared_memory(gl.float32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -53,7 +57,7 @@ def new_ring(weight, dtype: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def new_staging(dtype: gl.constexpr):
-    """(2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N): two buffers of each consumer's stores."""
+    """(2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N): two staging buffers for each consumer's TMA stores."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], layout)
 
@@ -105,8 +109,9 @@ def gemm_rows_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3: ``out_r = rows_r weight_e^T (+ bias_e)``; rows (R_max, width_in), weight (E, 1, width_out, width_in),
-    bias (E, width_out), out (R_max, width_out). width_in counts elements of 16 bits.
+    """F2 and B3: rows (R_max, width_in), weight (E, 1, width_out, width_in), bias (E, width_out).
+
+    out (R_max, width_out). width_in counts elements of 16 bits: half the contraction's length.
     """
     ring, row_scale = new_ring(weight, out.dtype, STAGES)
     staging = new_staging(out.dtype)
@@ -129,14 +134,14 @@ def gemm_rows_kernel(
 
 @gluon.jit
 def pairs_value(pairs, limit, alpha, ACTIVATION: gl.constexpr):
-    """(WARPGROUP_M, EPILOGUE_N / 2) of a from a slice of interleaved gate and up."""
+    """a (WARPGROUP_M, EPILOGUE_N / 2) of a slice of interleaved gate and up."""
     gate, up = deinterleave(pairs, EPILOGUE_N)
     return gated_value(gate, up, limit, alpha, ACTIVATION, False)
 
 
 @gluon.jit
 def value(z, ACTIVATION: gl.constexpr):
-    """An ungated act(z)."""
+    """act(z) of an ungated activation."""
     act, _slope = inner(z, ACTIVATION, False)
     return act
 
@@ -146,7 +151,7 @@ def store_act(
     slices, a, a_scale, end, row, col, n, limit, alpha, staging,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Store a = act(h), quantised, of a tile's four slices of h; col: the tile's first column of h."""
+    """Compute a = act(h) of a tile's four slices of h, quantise and store it; col: the tile's first column of h."""
     first, second, third, fourth = slices
     staged = staging.index(2 * CONSUMER)
     if GATE_UP == "concatenated":
@@ -170,11 +175,11 @@ def act_consumer(
     ring, row_scale, tile_info, staging,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F1. Epilogue: add the bias, store h and act(h)."""
+    """Consumer of F1. Epilogue: add the bias, store h (if KEEP_H), quantise and store act(h)."""
     steps = width_in // BK
     step = 0
     w = n if GATE_UP == "none" else 2 * n
-    apart = n if GATE_UP == "concatenated" else BLOCK  # columns of h between the halves of a tile
+    apart = n if GATE_UP == "concatenated" else BLOCK  # distance in h's columns from a tile's left half to its right
     expert, row, end, col = receive_tile(ring, tile_info, step)
     while expert >= 0:
         row += CONSUMER * WARPGROUP_M
@@ -183,7 +188,7 @@ def act_consumer(
             slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, False, CONSUMER)
             if bias is not None:
                 slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + apart, w)
-            tma.store_wait(0)  # of the tile before: its last store may be of the buffer that comes first
+            tma.store_wait(0)  # of the tile before, whose last store may read the buffer that is written first here
             if KEEP_H:
                 store_slices(slices, h, end, row, col, GATE_UP == "concatenated", staging, CONSUMER)
             store_act(slices, a, a_scale, end, row, col, n, limit, alpha, staging, CONSUMER, GATE_UP, ACTIVATION)
@@ -225,8 +230,9 @@ def up_proj_act_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F1: ``h = x w1^T + b1``, ``a = act(h)``; x (T, d) gathered, bias (E, w); a (R_max, n) in FP8 and its scales
-    (R_max, n / 128) are written, and h if KEEP_H. width_in is d in elements of 16 bits. GATE_UP: as in `hopper`.
+    """F1: x (T, d) gathered, bias (E, w). Writes a (R_max, n) in FP8, its scales (R_max, n / 128), and h if KEEP_H.
+
+    width_in is d in elements of 16 bits: d / 2. GATE_UP: as in `hopper.gemm_gather_act`.
     """
     dtype: gl.constexpr = x.dtype.element_ty
     COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
@@ -258,7 +264,7 @@ def dact_consumer(
     ring, row_scale, tile_info, pairs,
     CONSUMER: gl.constexpr, BN: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of B1: as `hopper.gemm_dgrad_dact.dact_consumer`, of scaled products."""
+    """Consumer of B1: as `hopper.gemm_dgrad_dact.dact_consumer`, with the scaled mainloop."""
     steps = width_in // BK
     step, pending_release = 0, False
     layout: gl.constexpr = gl.SliceLayout(1, zero_half().type.layout)
@@ -319,9 +325,9 @@ def gemm_dgrad_dact_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """B1: ``da' = do w2``, do (T, d) gathered, weight (E, 1, n, d); the rest is as in `hopper.gemm_dgrad_dact`.
+    """B1: do (T, d) gathered, weight (E, 1, n, d), both FP8; the rest is as in `hopper.gemm_dgrad_dact`.
 
-    width_in is d in elements of 16 bits.
+    width_in is d in elements of 16 bits: d / 2.
     """
     ring, row_scale = new_ring(weight, do.dtype.element_ty, STAGES)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()

@@ -1,10 +1,12 @@
-"""F2 and B3 of a short contraction with FP8 operands, weight-stationary: `hopper.gemm_stationary` with scaled products.
+"""F2 and B3 with a short contraction and FP8 operands, weight-stationary: ``out_r = rows_r weight_e^T (+ bias_e)``.
 
-E experts · R_max static row capacity · BN tile columns · S stages of A · B_STAGES slices of B
+E experts · R_max static row capacity · BN tile columns · S stages of A · B_STAGES k-blocks of B
 
-Operands as in `gemm`. The consumers are not ordered: while one multiplies by scales, the tensor cores work for the
-other. So two blocks' steps divide the stages (`host.rows_tile`), or a consumer would wait for a stage more than one
-phase ahead, and mbarriers know only a phase's parity. For lack of registers the producer decodes tiles for them.
+Work items, their order, and B resident in shared memory: as in `hopper.gemm_stationary`. Operands: as in `gemm`. One
+producer warp; the two consumer warp groups alternate blocks of 64 rows, but without a barrier that orders them: while
+one applies scales, the tensor cores work for the other. Hence the k-blocks of two blocks must divide the stages
+(`host.rows_tile`), or a consumer would wait for a stage more than one phase ahead, and mbarriers know only a phase's
+parity. Consumers have no registers left to decode work items: the producer does it for them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -44,13 +46,16 @@ from tilemoe.kernels.experts.hopper_fp8.mainloop import (
     zero_half,
 )
 
-STEPS = gl.constexpr(4)  # at most, of a block
+STEPS = gl.constexpr(4)  # most k-blocks of the contraction
 WARP_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
 def load_row_scales(rows_scale, row, end, steps):
-    """Four times (WARPGROUP_M), a step's each, on their way. Rows and steps past the last count as the last."""
+    """Issue the loads of a block's row scales: four tensors (WARPGROUP_M), one for each k-block.
+
+    Rows and k-blocks past the last repeat the last one.
+    """
     rows = gl.maximum(gl.minimum(row + gl.arange(0, WARPGROUP_M, WARP_LAYOUT), end - 1), 0)
     pointers = rows_scale + rows.to(gl.int64) * steps
     last = steps - 1
@@ -63,9 +68,10 @@ def scaled_producer(
     rows, rows_scale, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring, row_scale,
     tile_info, BN: gl.constexpr,
 ):  # fmt: skip
-    """Producer, one warp: as `stationary_producer`, and row_scale (S, WARPGROUP_M), each stage's.
+    """Producer, one warp: as `stationary_producer`, and fills row_scale (S, WARPGROUP_M) of each stage.
 
-    tile_info of a block: (expert, arrivals and phase of B in one number, -1 after the last; row, end, column).
+    tile_info of a block: (expert, arrivals and phase of B packed in one number, or -1 after the last block; row, end,
+    column).
     """
     column_tiles = gl.cdiv(width_out, BN)
     total = gl.load(num_tiles) * column_tiles
@@ -99,10 +105,10 @@ def scaled_producer(
 
 @gluon.jit
 def scaled_mainloop_stationary(ring, b_ring, row_scale, weight_scales, stride_in, step, steps, phase, arrivals):
-    """A block's rows as four slices (WARPGROUP_M, EPILOGUE_N) fp32, left to right.
+    """The accumulator of a block's rows, as four slices (WARPGROUP_M, EPILOGUE_N) fp32 from left to right.
 
     row_scale: (S, WARPGROUP_M) in shared memory. weight_scales, stride_in: as for `mainloop.scaled_mainloop`. phase: of
-    B. arrivals: as for `release_b`.
+    ``b_full``. arrivals: as for `release_b`.
     """
     a_smem, b_smem, b_full, _b_empty = b_ring
     _a_smem, _b_smem, _full, empty = ring
@@ -110,7 +116,7 @@ def scaled_mainloop_stationary(ring, b_ring, row_scale, weight_scales, stride_in
     left, right, product = zero_half(), zero_half(), zero_half()
     of_rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
     for piece in range(steps):
-        # Used once the products are there, which hides the loads.
+        # Loaded ahead: needed only when the wgmma is done, which hides the latency.
         left_weight, right_weight = (
             gl.load(left_pointer + piece * stride_in),
             gl.load(right_pointer + piece * stride_in),
@@ -122,7 +128,7 @@ def scaled_mainloop_stationary(ring, b_ring, row_scale, weight_scales, stride_in
         scale = row_scale.index(stage).load(of_rows)
         product = warpgroup_mma_wait(0, deps=(product,))
         left += product * (scale * left_weight)[:, None]
-        left = warpgroup_mma_wait(0, deps=(left,))  # nothing: the sums are made before the next products are issued
+        left = warpgroup_mma_wait(0, deps=(left,))  # never blocks: orders this sum before the next wgmma is issued
         product = warpgroup_mma(a, b.slice(BLOCK, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -137,7 +143,7 @@ def scaled_consumer(
     out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
     ring, b_ring, row_scale, tile_info, staging, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: every other block of the CTA's."""
+    """Consumer: every other block of the CTA's work items."""
     steps = width_in // BK
     step = CONSUMER * steps
     block, row, end, col = receive_tile(ring, tile_info, step)
@@ -178,7 +184,7 @@ def gemm_stationary_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3, width_in <= B_STAGES * BK: as `gemm.gemm_rows_kernel`; rows is a descriptor."""
+    """F2 and B3 with width_in <= B_STAGES * BK: as `gemm.gemm_rows_kernel`, but rows is a TMA descriptor."""
     gl.static_assert(B_STAGES == STEPS and STAGES >= 2 * STEPS, "see above")
     gl.static_assert(BN == 2 * BLOCK, "two blocks of scales")
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)

@@ -1,9 +1,9 @@
-"""Host side of the FP8 GEMMs for Hopper: descriptors, arguments, compile-time constants, grid. Reads no device value.
+"""Host side of the FP8 GEMMs for Hopper: outputs, TMA descriptors, compile-time constants and grid of each launch.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-Operands' data are e4m3, contiguous along the contraction, which is their last dimension: rows (., p), weights
-(E, q, p). Scales are those of `quantize`.
+Reads no value back from the device. Operands' data are e4m3, contiguous along the contraction, which is their last
+dimension: rows (., p), weights (E, q, p). Scales are those of `quantize`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
-TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel but those of short contractions
+TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel but the weight-stationary one
 STATIONARY = TileConfig(configs.STATIONARY_M, 2 * BLOCK, 8, 232, 40, 4)
 _EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
 
@@ -41,9 +41,9 @@ def rows_launch(
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """F2 and B3: out (R_max, q) = rows (R_max, p) times weight (E, q, p), plus bias (E, q) of contiguous rows.
+    """F2 and B3: (launch, out (R_max, q)), rows (R_max, p) times weight (E, q, p) transposed, plus bias (E, q).
 
-    tiles: of `rows_tile`'s height.
+    bias: q contiguous. tiles: of `rows_tile`'s block_m.
     """
     q, p = weight.data.shape[1:]
     dtype, tile = rows.dtype, rows_tile(p)
@@ -62,10 +62,10 @@ def rows_launch(
 
 
 def rows_tile(width_in: int) -> TileConfig:
-    """Of F2 and B3 with a contraction of that length.
+    """The tile of F2 and B3 for a contraction of length ``width_in``.
 
-    Stationary: two blocks' steps divide the stages, so that a consumer meets those of its own blocks again, which it
-    has seen full. TMA loads land in any order: another's might be a phase behind.
+    Weight-stationary only where the k-blocks of two blocks divide the stages: each consumer then always waits at the
+    same stages, whose phases it has followed. Loads land in any order, so another's stage might be a phase behind.
     """
     steps = width_in // BLOCK
     is_short = steps <= STATIONARY.b_stages and STATIONARY.num_stages % (2 * steps) == 0
@@ -82,7 +82,7 @@ def up_proj_act_launch(
     keep_h: bool,
     device: Device,
 ) -> tuple[Launch, Operand, Tensor]:
-    """F1: (a (R_max, n), quantised; h (R_max, w) of x's dtype, or (0, w) if not kept). b1's rows are contiguous."""
+    """F1: (launch, a (R_max, n) quantised, h (R_max, w) in x's dtype, or (0, w) if not kept). b1's rows: contiguous."""
     d, n, dtype = x.data.shape[1], w1.data.shape[1] // spec.width_factor, x.dtype
     scale = x.data.new_empty(plan.capacity, n // BLOCK, dtype=torch.float32)
     a = Operand(x.data.new_empty(plan.capacity, n), scale, ROWS, dtype)
@@ -111,7 +111,7 @@ def dgrad_dact_launch(
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """B1: (dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32, as in `hopper`); w2 (E, n, d)."""
+    """B1: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32) as `hopper`'s; w2 (E, n, d)."""
     n, d = w2.data.shape[1:]
     column_tiles = ceil_div(n, TILE.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
@@ -135,7 +135,7 @@ def _launch(kernel: Any, tiles: int, args: tuple[Any, ...], constants: dict[str,
 
 
 def _pairs(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 (..., p) as (..., p / 2) of a 16-bit dtype: what the pipeline moves."""
+    """e4m3 (..., p) viewed as (..., p / 2) of a 16-bit dtype, as which the pipeline moves it."""
     return data.view(dtype)
 
 

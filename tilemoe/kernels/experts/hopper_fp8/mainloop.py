@@ -1,13 +1,14 @@
-"""What the FP8 kernels add to `hopper.pipeline`: a mainloop that scales each 128 of the contraction, and its epilogues.
+"""What the FP8 kernels add to `hopper.pipeline`: a mainloop that applies block scales, and quantising epilogues.
 
-BM, BN tile · BK contraction step, 128 bytes · S stages
+BM, BN tile · BK k-block, 128 bytes · S stages
 
-Tensor cores add FP8 products with some 14 bits. So each product of 128 is multiplied by its scales and added to the
-accumulator in fp32, by one consumer while the tensor cores work for the other. A tile is two halves of 128 columns,
-each in one block of the weight's scales: a half's product takes 64 registers of a thread, beside 128 of the sums.
+``acc += (row scale x weight scale) * (A B of one k-block)``. Tensor cores accumulate FP8 products with some 14 bits, so
+each k-block's product is scaled and added to an fp32 accumulator by CUDA cores: by one consumer while the tensor cores
+work for the other. A tile is two halves of 128 columns, each within one block of the weight's scales: the product of a
+half takes 64 registers of a thread, beside 128 of the accumulator.
 
 The pipeline moves bytes: for it, two FP8 values of a row are one element of the layer's 16-bit dtype, so that BK is
-that of the 16-bit kernels, and their producer, scheduler and stages serve here. `operand` says what they are.
+that of the 16-bit kernels, whose producer, scheduler and stages serve here. `operand` views a stage as e4m3 again.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -32,14 +33,14 @@ from tilemoe.kernels.experts.quantize import BLOCK as _BLOCK
 from tilemoe.kernels.experts.quantize import LARGEST as _LARGEST
 from tilemoe.kernels.experts.quantize import SMALLEST_SCALE as _SMALLEST_SCALE
 
-BLOCK = gl.constexpr(_BLOCK)  # columns of half a tile, and FP8 values of a step
+BLOCK = gl.constexpr(_BLOCK)  # columns of half a tile, and FP8 values of a k-block
 LARGEST = gl.constexpr(_LARGEST)
 SMALLEST_SCALE = gl.constexpr(_SMALLEST_SCALE)
 
 
 @gluon.jit
 def operand(buffer, ROWS: gl.constexpr):
-    """(ROWS, BLOCK) e4m3 of a stage's (ROWS, BK) of 16 bits."""
+    """A stage's buffer (ROWS, BK) of a 16-bit dtype, viewed as (ROWS, BLOCK) e4m3."""
     return reinterpret(buffer, gl.float8e4nv, [ROWS, BLOCK], gl.NVMMASharedLayout(128, 8, 2))
 
 
@@ -51,9 +52,9 @@ def zero_half():
 
 @gluon.jit
 def scale_pointers(scale, expert, left_column, right_column, width, stride_e, stride_out):
-    """Pointers to a weight's first scales along the contraction, at two columns; scale (E, width / BLOCK, in / BLOCK).
+    """Pointers to the first scales along the contraction at two columns; scale (E, width / BLOCK, in / BLOCK).
 
-    A column past ``width`` counts as the last: what it scales is not stored.
+    A right column past ``width`` takes the last one's: what it scales is not stored.
     """
     of_expert = scale + expert.to(gl.int64) * stride_e
     right_block = gl.minimum(right_column // BLOCK, width // BLOCK - 1)
@@ -62,10 +63,10 @@ def scale_pointers(scale, expert, left_column, right_column, width, stride_e, st
 
 @gluon.jit
 def scaled_mainloop(ring, row_scale, weight_scales, stride_in, step, steps, pending_release, CONSUMER: gl.constexpr):
-    """This consumer's rows of a tile as four slices (WARPGROUP_M, EPILOGUE_N) fp32, left to right; the next step.
+    """Returns (this consumer's accumulator as four slices (WARPGROUP_M, EPILOGUE_N) fp32, left to right; next step).
 
-    row_scale (S, BM): a scale for each row of a stage. weight_scales: see `scale_pointers`; ``stride_in`` apart.
-    pending_release: as for `pipeline.mma_mainloop`.
+    row_scale (S, BM): a scale for each row of a stage. weight_scales: see `scale_pointers`; their stride from one
+    k-block to the next is ``stride_in``. pending_release: as for `pipeline.mma_mainloop`.
     """
     a_smem, b_smem, _full, empty = ring
     left_pointer, right_pointer = weight_scales
@@ -75,7 +76,7 @@ def scaled_mainloop(ring, row_scale, weight_scales, stride_in, step, steps, pend
         tma.store_wait(0)
         consumer_release_previous(ring, step)
     for k in range(steps):
-        # Used once the products are there, which hides the loads.
+        # Loaded ahead: needed only when the wgmma is done, which hides the latency.
         left_weight, right_weight = gl.load(left_pointer + k * stride_in), gl.load(right_pointer + k * stride_in)
         stage = consumer_wait(ring, step)
         a = operand(a_smem.index(stage), a_smem.shape[1]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M)
@@ -97,7 +98,7 @@ def scaled_mainloop(ring, row_scale, weight_scales, stride_in, step, steps, pend
 
 @gluon.jit
 def add_bias(value, bias, expert, stride, column, width):
-    """A slice plus an expert's bias from ``column`` on; zero past ``width``."""
+    """A slice plus the expert's bias from ``column`` on, which counts as zero past ``width``."""
     columns = column + gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, value.type.layout))
     entries = gl.load(bias + expert.to(gl.int64) * stride + columns, mask=columns < width, other=0.0)
     return value + entries.to(gl.float32)[None, :]
@@ -105,7 +106,7 @@ def add_bias(value, bias, expert, stride, column, width):
 
 @gluon.jit
 def add_bias_to_slices(slices, bias, expert, stride, left_column, right_column, width):
-    """Two slices from ``left_column`` on, and two from ``right_column``."""
+    """`add_bias` to four slices: two from ``left_column`` on, and two from ``right_column``."""
     first = add_bias(slices[0], bias, expert, stride, left_column, width)
     second = add_bias(slices[1], bias, expert, stride, left_column + EPILOGUE_N, width)
     third = add_bias(slices[2], bias, expert, stride, right_column, width)
@@ -115,7 +116,7 @@ def add_bias_to_slices(slices, bias, expert, stride, left_column, right_column, 
 
 @gluon.jit
 def store_slices(slices, out, end, row, col, PARTED: gl.constexpr, staging, CONSUMER: gl.constexpr):
-    """Start the TMA stores of a tile's slices through two buffers. PARTED: they are of out's two parts, two of each."""
+    """Start the TMA stores of a tile's slices through two buffers. PARTED: two slices for each of out's two parts."""
     last = RAGGED_EXTENT - end + row
     for i in gl.static_range(4):
         tma.store_wait(1)
@@ -137,10 +138,10 @@ def largest_of(parts):
 
 @gluon.jit
 def store_quantized(parts, data, scale, end, row, col, width, staged):
-    """Quantise a block of each row, slices of equal width, and start its TMA store; write its scale.
+    """Quantise BLOCK columns of each row, given as slices of equal width; start their TMA store, and store the scales.
 
-    ``staged`` is free once all stores but one are. data: descriptor of (R_max, width / 2) of 16 bits; scale (R_max,
-    width / BLOCK). A block past ``width`` is left out.
+    staged: a buffer that is free once at most one TMA store is in flight. data: descriptor of (R_max, width / 2) of 16
+    bits; scale (R_max, width / BLOCK). A block past ``width`` is not stored.
     """
     largest = largest_of(parts)
     of_row = gl.where(largest == 0, 1.0, gl.maximum(largest / LARGEST, SMALLEST_SCALE))
