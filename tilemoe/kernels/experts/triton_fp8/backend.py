@@ -1,8 +1,9 @@
-"""FP8 in Triton: F1, F2, B1 and B3 with quantised operands, all else as the Triton backend has it.
+"""FP8 in Triton: F1, F2, B1 and B3 read e4m3 operands with block scales; the rest is the Triton backend's.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-x and do are quantised once for each token, a and dh once, weights as `quantized_weight` says.
+x and do are quantised once per token (not per row), a in every call of F2 (one for each slice of d), dh once; weights
+are quantised and cached by `quantized_weight`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tilemoe.runtime.device import Device, device_of
 from tilemoe.runtime.launch import persistent_grid
 
 _TILE = (128, 128)  # BM, BN of F2 and B3
-_ACT_TILE = (128, 64)  # of F1, whose gate and up are BN columns each, and of B1
-_INTERPRETED_ROWS = 16
+_ACT_TILE = (128, 64)  # BM, BN of F1, where gate and up have BN columns each, and of B1
+_INTERPRETED_ROWS = 16  # BM in Triton's interpreter
 
 
 class TritonFp8Backend(TritonBackend):
@@ -115,7 +116,7 @@ class TritonFp8Backend(TritonBackend):
 
 
 def _rows_times(rows: Given, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
-    """F2 and B3: (R_max, out) of rows (R_max, in) and a weight (E, out, in)."""
+    """F2 and B3: out (R_max, width_out) = rows (R_max, width_in) times weight (E, width_out, width_in) transposed."""
     width_out, width_in = weight.data.shape[1:]
     out = weight.scale.new_empty(plan.capacity, width_out, dtype=weight.dtype)
     if plan.capacity == 0:
@@ -136,7 +137,7 @@ def _launch(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], tiles
 
 
 def _operands(rows: Operand, weight: Operand) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The first arguments of a GEMM, and the strides of the weight's data and scales."""
+    """(data and scales, the first arguments of each GEMM; strides of the weight's data and scales)."""
     args = (rows.data, rows.scale, weight.data, weight.scale)
     return args, (*weight.data.stride()[:2], *weight.scale.stride())
 

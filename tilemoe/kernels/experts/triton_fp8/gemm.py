@@ -1,10 +1,11 @@
-"""F1, F2, B1 and B3 with FP8 operands: each 128 of the contraction are multiplied, scaled and added in fp32.
+"""F1, F2, B1 and B3 with FP8 operands: ``acc += scales * (A B)`` in fp32, for each k-block of 128.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BM, BN tile · all widths are multiples of 128, and BN divides 128
 
-What is multiplied is contiguous along the contraction: rows (., in) and weights (E, out, in), as tensor cores ask of
-8-bit operands. Epilogues and tile lists are the portable kernels'.
+Equations, epilogues, tile lists and tile order are those of the portable kernels (`triton.gemm_rows`,
+`triton.gemm_dgrad_dact`). Operands are contiguous along the contraction, as tensor cores require of 8-bit types: rows
+(., in) and weights (E, out, in). A has a scale per row and k-block, B one per 128 x 128 block.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -26,7 +27,7 @@ def contract(
     rows, row_scale, line, weight, weight_scale, expert, col, width_in, stride_we, stride_wout,
     stride_se, stride_sout, stride_sin, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(BM, BN) fp32: rows (., in) at ``line`` (BM) times columns from ``col`` of an expert's weight (E, out, in)."""
+    """(BM, BN) fp32: rows (., in) at ``line`` (BM) times BN output columns from ``col`` of an expert's (E, out, in)."""
     blocks = width_in // _BLOCK
     step = tl.arange(0, _BLOCK)
     columns = (col + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -50,7 +51,7 @@ def rows_kernel(
     width_in, width_out, stride_we, stride_wout, stride_se, stride_sout, stride_sin, stride_be, stride_bout,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """F2 and B3: ``out_r = rows_r weight_e^T (+ bias_e)``; rows (R_max, in), weight (E, out, in), out (R_max, out)."""
+    """F2 and B3: ``out_r = rows_r weight_e^T (+ bias_e)``; rows (R_max, in), weight (E, out, in), bias (E, out)."""
     column_tiles = width_out // BLOCK_N
     total = tl.load(num_tiles) * column_tiles
     for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
@@ -80,7 +81,7 @@ def up_proj_act_kernel(
 
     h is not written unless KEEP_H.
     """
-    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # of h for BN columns of a, where they lie together
+    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # adjacent columns of h that BN columns of a read
     w = 2 * n if GATED else n
     column_tiles = n // BLOCK_N
     total = tl.load(num_tiles) * column_tiles
@@ -118,8 +119,8 @@ def dgrad_dact_kernel(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """B1: ``da' = do w2``, do (T, d) gathered, weight (E, n, d); h (R_max, w) is read, dh like it, a_scaled (R_max, n)
-    and partial (column tiles, R_max) are written.
+    """B1 but for ds: reads do (T, d) gathered, weight (E, n, d) and h (R_max, w); writes dh like h, a_scaled (R_max, n)
+    and partial (column tiles, R_max).
     """
     column_tiles = n // BLOCK_N
     total = tl.load(num_tiles) * column_tiles

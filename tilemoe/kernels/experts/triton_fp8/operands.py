@@ -1,4 +1,4 @@
-"""What the FP8 GEMMs read: rows quantised for a call, weights once for each of their values; and rows again of them.
+"""Operands of the FP8 GEMMs: rows, quantised in each call, and weights, quantised once and cached until they change.
 
 E experts
 """
@@ -21,24 +21,24 @@ from tilemoe.runtime.launch_trace import recorder
 from tilemoe.runtime.precompile import withholds_values
 from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
 
-_MIN_CAPABILITY = 89  # Ada's are the first instructions that multiply e4m3, and convert to it
+_MIN_CAPABILITY = 89  # Ada is the first with instructions that multiply e4m3 and convert to it
 
 
 class _Kept(NamedTuple):
-    """The operands of a weight, what it was when they were made, and the stream that makes them."""
+    """A cache entry: a weight's operands, with its version and address and the stream when they were made."""
 
     version: int
     address: int
     stream: int
-    operands: dict[int, Operand]  # by the dimension that is contracted
+    operands: dict[int, Operand]  # contracted dimension -> operand
 
 
-# A cache of a process alone: an entry ends with its weight, and counts only while the version counter stands.
+# For a single process: an entry lives as long as its weight, and is valid while the version counter is unchanged.
 _KEPT = WeakTensorKeyDictionary()
 
 
 def quantized_rows(rows: Tensor | Operand) -> Operand:
-    """Rows (R, p), each contiguous, unless they are quantised already."""
+    """``rows`` (R, p), each row contiguous, quantised; an `Operand` is returned as it is."""
     if isinstance(rows, Operand):
         return rows
     launch, operand = rows_launch(rows)
@@ -48,7 +48,7 @@ def quantized_rows(rows: Tensor | Operand) -> Operand:
 
 
 def dequantized_rows(rows: Operand) -> Tensor:
-    """The values (R, p) of what `quantized_rows` gave, in the dtype that was quantised."""
+    """The inverse of `quantized_rows`: values (R, p) in the dtype that was quantised."""
     launch, values = dense_rows_launch(rows)
     if values.shape[0]:
         launch.run()
@@ -56,18 +56,18 @@ def dequantized_rows(rows: Operand) -> Tensor:
 
 
 def why_no_e4m3(device: torch.device) -> str | None:
-    """Why the kernels have no e4m3 on this device, in a few words; None if they have."""
+    """Why the kernels cannot use e4m3 on this device; None if they can."""
     if device.type == "cuda" and gpu(device.index or 0).capability < _MIN_CAPABILITY:
         return f"e4m3 needs compute capability {_MIN_CAPABILITY / 10}"
     return None
 
 
 def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
-    """A weight (E, p, q) as what is contiguous along ``contracted``, 1 or 2, unless it is quantised already.
+    """``weight`` (E, p, q) quantised, contiguous along dimension ``contracted``, 1 or 2; an `Operand` as it is.
 
-    It is kept until the weight is written to, as PyTorch counts it: by the optimiser's step, not through ``.data``.
-    Among processes it is kept within `weights_unchanged`. A 16-bit weight that will be trained is quantised for both
-    contractions at once.
+    It is cached until PyTorch's version counter says that the weight was written to, which the optimiser's step
+    advances and a write through ``.data`` does not. With several processes it is cached only within
+    `weights_unchanged`. A 16-bit weight that requires a gradient is quantised for both contractions at once.
     """
     if isinstance(weight, Operand):
         return weight
@@ -77,7 +77,7 @@ def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
 
 
 def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
-    """Those that are kept, or made now."""
+    """(data, scale) of `quantized_weight`, from the cache or quantised now."""
     cache = _cache(weight)
     if cache is None:
         operand = _quantize(weight, (contracted,))[contracted]
@@ -86,7 +86,7 @@ def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
     operands = kept.operands if kept is not None and kept[:3] == now else {}
     if contracted not in operands:
         both = weight.requires_grad and weight.element_size() == 2
-        # A new dict: a withheld launch has written nothing, which must not join what is kept.
+        # A new dict: a withheld launch has written nothing, and its operands must not get into the cache.
         operands = operands | _quantize(weight, (1, 2) if both else (contracted,))
         if not withholds_values():
             cache[weight] = _Kept(*now, operands)
@@ -101,15 +101,15 @@ def _quantize(weight: Tensor, contracted: tuple[int, ...]) -> dict[int, Operand]
 
 
 def _stream_of(weight: Tensor) -> int:
-    """The current one: nobody makes another wait until the operands are made."""
+    """The current stream: an entry is valid on the stream that made it only, since no other waits for it."""
     return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
 
 
 def _cache(weight: Tensor) -> WeakTensorKeyDictionary | None:
-    """Where a later call may find the same operands: the version counter tells of every change.
+    """The cache that may hold this weight's operands; None where the version counter does not show every change.
 
-    Where another process may change the weight (FSDP's all-gather leaves the counter), only while weights are known to
-    stand; in a CUDA graph, which is to quantise whenever it is replayed, never.
+    With several processes (FSDP's all-gather does not advance the counter) it is that of `weights_unchanged`, if one is
+    open. No cache while a CUDA graph is captured: each replay is to quantise anew.
     """
     if not weight.is_leaf or weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

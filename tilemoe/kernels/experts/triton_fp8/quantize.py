@@ -1,7 +1,9 @@
-"""`tilemoe.kernels.experts.quantize` on a GPU: rows in blocks of 1 x 128, weights of 128 x 128 with their transposes;
-rows packed into lines of words, and back.
+"""`tilemoe.kernels.experts.quantize` on a GPU: ``data = e4m3(value / scale)``, ``scale`` = largest of the block / 448.
 
-E experts · each value is read once, and written in one byte, once more of a weight whose both contractions are wanted
+E experts · R rows · blocks of 1 x 128 (rows), of 128 x 128 (weights)
+
+Memory-bound and not persistent: a program quantises 32 blocks of rows, or one block of a weight, which it may write
+twice, contiguous along either dimension. Also the way back, and rows packed with their scales into int32 words.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -31,11 +33,11 @@ from tilemoe.runtime.launch import Launch, ceil_div
 _BLOCK = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-_ROWS = 32  # of a program: 8 KB of 16-bit values
+_ROWS = 32  # rows per program: 8 KB of 16-bit values
 
 
 def rows_launch(values: Tensor, into: Operand | None = None) -> tuple[Launch, Operand]:
-    """Of values (R, p), p a multiple of 128 and each row contiguous; ``into``: what is written, else it is made."""
+    """(launch, operand): quantises values (R, p), p a multiple of 128, rows contiguous. into: operand to write to."""
     count, width = values.shape
     if into is None:
         data = values.new_empty(count, width, dtype=torch.float8_e4m3fn)
@@ -65,7 +67,7 @@ def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
-    """Of rows (R, p), quantised, their data and scales contiguous along a row: the values."""
+    """(launch, values (R, p)): dequantises rows whose data and scales are contiguous along a row."""
     data, scale = rows.data, rows.scale
     assert scale is not None
     count, width = data.shape
@@ -75,8 +77,9 @@ def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
 
 
 def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, dict[int, Operand]]:
-    """Of weight (E, p, q) of any strides, p and q multiples of 128: for each dimension in ``contracted``, 1 or 2, an
-    operand (E, p, q) that is contiguous along it.
+    """(launch, operands): quantises weight (E, p, q) of any strides, p and q multiples of 128.
+
+    operands: for each dimension in ``contracted``, 1 or 2, an operand (E, p, q) that is contiguous along it.
     """
     experts, p, q = weight.shape
     scale = weight.new_empty(experts, p // BLOCK, q // BLOCK, dtype=torch.float32)
@@ -95,12 +98,12 @@ def _grid(count: int, width: int) -> tuple[int, int]:
 @triton.jit
 def _scale_of(largest, has_nan):
     scale = tl.where(largest == 0, 1.0, tl.maximum(largest / _LARGEST, _SMALLEST_SCALE))
-    return tl.where(has_nan > 0, float("nan"), scale)  # a maximum leaves NaN out
+    return tl.where(has_nan > 0, float("nan"), scale)  # tl.max and tl.maximum drop NaN
 
 
 @triton.jit
 def _rounded(values, scale):
-    """e4m3 of ``values * (1 / scale)``: the product may go beyond 448 by its own rounding, where e4m3 has NaN."""
+    """e4m3 of ``values * (1 / scale)``, clamped: the product may round to more than 448, for which e4m3 has NaN."""
     return tl.clamp(values * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
@@ -108,7 +111,7 @@ def _rounded(values, scale):
 def quantize_rows_kernel(
     values, data, scale, count, width, stride, stride_data, stride_scale, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """data (R, p) and scale (R, p / 128) of values (R, p), rows with these strides."""
+    """values (R, p) -> data (R, p) e4m3 and scale (R, p / 128) fp32; the strides are those of rows."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
     column = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -123,7 +126,7 @@ def quantize_rows_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def dequantize_rows_kernel(data, scale, values, count, width, stride_data, stride_scale, BLOCK_M: tl.constexpr):
-    """values (R, p), contiguous, of data (R, p) and scale (R, p / 128) with rows of these strides."""
+    """data (R, p) and scale (R, p / 128) -> values (R, p), contiguous; the strides are those of rows."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
     column = block * _BLOCK + tl.arange(0, _BLOCK)
@@ -136,8 +139,9 @@ def dequantize_rows_kernel(data, scale, values, count, width, stride_data, strid
 
 @triton.jit
 def quantize_weight_kernel(weight, data, turned, scale, p, q, stride_e, stride_p, stride_q):
-    """data (E, p, q), turned (E, p, q) stored as (E, q, p), either None, and scale (E, p / 128, q / 128) of weight
-    (E, p, q).
+    """weight (E, p, q) -> data (E, p, q), ``turned``, the same stored as (E, q, p), and scale (E, p / 128, q / 128).
+
+    Either of data and turned may be None.
     """
     block_q, block_p, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     line = block_p * _BLOCK + tl.arange(0, _BLOCK)
