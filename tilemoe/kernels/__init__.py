@@ -1,1 +1,1 @@
-"""The eight kernels of the layer, in as many implementations (backends) as there are kinds of device."""
+"""The kernels: of the experts (F1 to B5, by backend), router, plan, rounding, expert parallelism, language model."""

@@ -1,8 +1,10 @@
-"""Which implementation serves a call, and why: of the experts, the router, the plan and what else has several.
+"""Dispatch between implementations (PyTorch, Triton, Hopper): each function returns a `Choice`, with its reason.
+
+For experts, router, plan, rounding, expert parallelism and the language model.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs · W ranks
 
-Triton's implementations are imported where they are chosen: Triton is not on every machine.
+Triton implementations are imported only once chosen: Triton is not on every machine.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ _WHY_FP8: MappingProxyType[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Choice(Generic[Impl]):
-    """``impl``, called ``name``, serves a call; ``reason`` says why. None where callers hold the code of each name."""
+    """The chosen implementation: its name, its code and, in one line, why it was chosen.
+
+    impl is None where the callers themselves have the code for each name.
+    """
 
     name: str
     impl: Impl
@@ -61,9 +66,9 @@ class Choice(Generic[Impl]):
 
 
 class PlanBuilder(NamedTuple):
-    """``build(expert_ids (T, K), num_experts)`` gives the same tensors, whichever is chosen.
+    """``build(expert_ids (T, K), num_experts)``; every builder gives the same tensors.
 
-    ``build_in_one`` where they may be parts of one allocation, which only what stays inside an operator may be.
+    ``build_in_one`` may make them views of one allocation, which is only for tensors that do not leave an operator.
     """
 
     build: PlanTopK
@@ -71,7 +76,7 @@ class PlanBuilder(NamedTuple):
 
 
 class ExpertParallelKernels(NamedTuple):
-    """As `tilemoe.kernels.expert_parallel.torch` documents them."""
+    """The functions that `tilemoe.kernels.expert_parallel.torch` documents."""
 
     count_sent: Callable[..., Any]
     place_sent: Callable[..., Any]
@@ -79,7 +84,7 @@ class ExpertParallelKernels(NamedTuple):
 
 
 class RowPacking(NamedTuple):
-    """As `tilemoe.kernels.experts.quantize` documents them."""
+    """The functions that `tilemoe.kernels.experts.quantize` documents."""
 
     pack_rows: Callable[[Tensor], Tensor]
     unpack_rows: Callable[[Tensor, torch.dtype], Tensor]
@@ -109,9 +114,9 @@ def select_kernels(device: torch.device | str, dtype: torch.dtype, cfg: MoEConfi
 def choose_experts(
     device: torch.device, dtype: torch.dtype, widths: Sequence[int] = (), precision: str = "bf16"
 ) -> Choice[Backend]:
-    """For a layer with these values of d and n, or none of them. Traceable, widths may be symbolic.
+    """The experts' backend. widths: the layer's d and n, or nothing. torch.compile can trace it, with symbolic widths.
 
-    ``precision`` is a wish: where "fp8" cannot be had, the choice is that of "bf16", and its reason begins with why.
+    ``precision`` is a preference: where "fp8" is not available the choice is that of "bf16", and the reason says why.
     """
     if precision == "fp8":
         why_not = why_not_fp8(device, dtype, widths)
@@ -124,7 +129,7 @@ def choose_experts(
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-    """Why no backend computes in FP8 here, in a few words; None if one does. Traceable, widths may be symbolic."""
+    """Why no backend computes in FP8 here; None if one does. torch.compile can trace it, with symbolic widths."""
     if device.type == "cpu":
         return why_not_quantized(dtype, *widths)
     chosen = choose_experts(device, dtype, widths)
@@ -134,7 +139,7 @@ def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] 
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-    """Why Triton kernels are not taken for GEMMs in ``dtype``; None if they are. Traceable, widths may be symbolic."""
+    """Why Triton kernels are not used for GEMMs in ``dtype``; None if they are. Traceable, with symbolic widths."""
     why = why_no_triton(device)
     if why is not None:
         return why
@@ -147,13 +152,13 @@ def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[in
 
 @constant_when_traced
 def _experts_on(device: torch.device, dtype: torch.dtype, why_widths: str | None) -> Choice[Backend]:
-    """``why_widths``: why the Triton kernels do not take the layer's widths; what else is against them comes first."""
+    """``why_widths``: why the Triton kernels do not support the layer's widths. Other reasons take precedence."""
     if why_widths is None:
         return _known_experts_on(device, dtype)
     return Choice("torch", backend_named("torch"), why_not_triton(device, dtype) or why_widths)
 
 
-@cache  # asked by every forward, and the answer takes a look at the GPU
+@cache  # every forward asks, and the answer queries the GPU
 def _known_experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backend]:
     why = why_not_triton(device, dtype)
     if why is not None:
@@ -165,7 +170,7 @@ def _known_experts_on(device: torch.device, dtype: torch.dtype) -> Choice[Backen
 
 
 def _why_not_hopper(device: torch.device) -> str | None:
-    """Why the warp-specialised kernels do not serve where the Triton kernels do; None if they do."""
+    """Why, on a GPU that runs the Triton kernels, the warp-specialised ones do not run; None if they do."""
     if not torch.cuda.is_available():
         return "no GPU is here to ask"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
@@ -177,13 +182,13 @@ def _why_not_hopper(device: torch.device) -> str | None:
 
 @constant_when_traced
 def choose_router(device: torch.device, dtype: torch.dtype, num_experts: int, experts_per_token: int) -> Choice[None]:
-    """For logits of this device and dtype, fp32 or fp64 (narrower ones are widened before)."""
+    """The router's kernels, for logits of this device and dtype, fp32 or fp64 (16-bit logits are converted before)."""
     return _known_router(why_no_triton(device), dtype, num_experts, experts_per_token)
 
 
-@cache  # asked by every forward
+@cache  # every forward asks
 def _known_router(why: str | None, dtype: torch.dtype, num_experts: int, experts_per_token: int) -> Choice[None]:
-    """``why``: no Triton kernel runs on the device."""
+    """``why``: why no Triton kernel runs on the device, or None."""
     if why is None and dtype != torch.float32:
         why = f"no Triton kernel computes in {dtype}"
     if why is None:
@@ -196,12 +201,12 @@ def _known_router(why: str | None, dtype: torch.dtype, num_experts: int, experts
 
 
 def choose_rounding(device: torch.device, dtype: torch.dtype, num_experts: int) -> Choice[None]:
-    """For logits that are rounded: experts are bounded as in the router, K is not."""
+    """Token rounding's kernels: bounded in the number of experts as the router's, but not in K."""
     return choose_router(device, dtype, num_experts, 1)
 
 
 def choose_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choice[PlanBuilder]:
-    """For P = T*K pairs of a top-K selection."""
+    """The builder of a plan, for the P = T*K pairs of a top-K selection."""
     why = why_no_triton(device)
     if why is None:
         from tilemoe.kernels.plan import triton as triton_plan
@@ -214,7 +219,7 @@ def choose_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choic
 
 
 def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choice[PlanBuilder]:
-    """As `choose_plan`; few pairs have a builder of their own. Not in training, where no size compiles anything new."""
+    """As `choose_plan`, with a builder for few pairs. Not for training, where a new batch size must compile nothing."""
     if why_no_triton(device) is None:
         from tilemoe.kernels.plan import triton_small
 
@@ -227,7 +232,7 @@ def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int
 def choose_expert_parallel(
     device: torch.device, num_tokens: int, num_pairs: int, num_experts: int, ranks: int
 ) -> Choice[ExpertParallelKernels]:
-    """For T tokens and P pairs that W ranks send or receive."""
+    """Expert parallelism's kernels, for T tokens and P pairs that W ranks send or receive."""
     why = why_no_triton(device)
     if why is None:
         from tilemoe.kernels.expert_parallel import triton as triton_expert_parallel
@@ -243,7 +248,7 @@ def _steps_of(module: Any) -> ExpertParallelKernels:
 
 
 def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPacking]:
-    """For rows of this dtype that cross between processes in FP8."""
+    """The quantisation of rows of this dtype that are exchanged between processes in FP8."""
     why = why_no_triton(device) or backend_named("triton_fp8").why_unsupported(device, dtype)
     if why is not None:
         return Choice("torch", RowPacking(pack_rows, unpack_rows), why)
@@ -253,7 +258,7 @@ def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPackin
 
 
 def choose_lm(x: Tensor) -> Choice[None]:
-    """For the language model's kernels (loss, rotary positions) on ``x``, here and now."""
+    """The language model's kernels (loss, rotary positions) for ``x``; PyTorch's while torch.compile traces."""
     if torch.compiler.is_compiling():
         return Choice("torch", None, "torch.compile makes a kernel of its own")
     if type(x) is not Tensor:
@@ -263,7 +268,7 @@ def choose_lm(x: Tensor) -> Choice[None]:
 
 
 def choose_projections(device: torch.device) -> Choice[None]:
-    """For an attention's projections where FP8 is asked for: torchao's, or "torch" for those in the layer's dtype."""
+    """Attention's projections where FP8 is asked for: "torchao", or "torch" for GEMMs in the layer's dtype."""
     if find_spec("torchao") is None:
         return Choice("torch", None, "not in FP8 (torchao is not installed); pip install 'tilemoe[fp8]'")
     if device.type == "cpu":
@@ -274,7 +279,7 @@ def choose_projections(device: torch.device) -> Choice[None]:
 
 
 def choose_document_attention(device: torch.device, dtype: torch.dtype, width: int) -> Choice[DocumentAttention]:
-    """For causal attention within the documents of packed sequences, of queries, keys and values (..., width)."""
+    """Causal attention within the documents of packed sequences, for queries, keys and values (..., width)."""
     if device.type != "cuda":
         return Choice("masked", masked_attention, f"PyTorch's variable-length attention does not run on {device.type}")
     if dtype not in (torch.float16, torch.bfloat16):

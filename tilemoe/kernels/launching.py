@@ -1,4 +1,4 @@
-"""Launches whose run-time arguments are given as Triton's own calls give them: in the kernel's order."""
+"""`Launch` objects from positional arguments, in the kernel's own order, as Triton's calls take them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def launch_of(
     num_stages: int = 1,
     max_registers: int | None = None,
 ) -> Launch:
-    """``args``: the kernel's first parameters, in its order. ``constants``: all the others, by name."""
+    """``args``: values of the kernel's leading parameters, in its order. ``constants``: all the others, by name."""
     names = kernel.arg_names
     assert len(args) + len(constants) == len(names), "each parameter has one value"
     return Launch(kernel, grid, dict(zip(names, args, strict=False)), constants, num_warps, num_stages, max_registers)

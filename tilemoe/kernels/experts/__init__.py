@@ -1,1 +1,1 @@
-"""The expert GEMMs F1 to B5 and their helpers, by backend."""
+"""The experts' kernels F1 to B5 (see `Backend` in `base`) and their helpers, a folder for each backend."""

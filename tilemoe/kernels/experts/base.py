@@ -4,11 +4,13 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 
 ``x`` (T,d) · ``w1`` (E,w,d) · ``w2`` (E,d,n) · ``b1`` (E,w) · ``b2`` (E,d) · ``h`` (R_max,w) pre-activation ·
 ``a`` (R_max,n) · ``y`` (R_max,d) · ``s`` scores, flat, in the caller's order · ``o`` (T,d). Gradients prefix ``d``.
-Rows past R of any (R_max, .) tensor are unspecified and never read.
+A row is one routed (token, expert) pair; rows are sorted by expert. R of R_max rows are in use: those past R of any
+(R_max, .) tensor are unspecified and never read.
 
-y and dx_rows, the only buffers of size R_max x d, may be made and combined a slice of d at a time: the kernels that
-make them take a slice of the weight, (E,c,n) of w2 or (E,w,c) of w1, and those that combine them write to columns of
-a wider tensor.
+Forward: F1 up_proj_act, F2 down_proj, F3 combine. Backward: B1 down_proj_dgrad_dact, B2 down_proj_wgrad, B3
+up_proj_dgrad, B4 up_proj_wgrad, B5 combine_grad. y and dx_rows, the only buffers of size R_max x d, may be made and
+combined a slice of d at a time: F2 and B3 take a slice of the weight, (E,c,n) of w2 or (E,w,c) of w1, and F3 and B5
+write to columns of a wider tensor.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from torch import Tensor
 from tilemoe.activations import ActivationSpec
 from tilemoe.plan import RoutingPlan
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of a layer's tensors
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes that a layer may have
 
 
 @dataclass(frozen=True)
 class Operand:
-    """What a GEMM reads where elements share scales: ``value = data * scale``, a scale for each block of elements.
+    """A quantised GEMM operand: ``value = data * scale``, with one scale for each block of elements.
 
     data (..., p, q) · block (bp, bq), of data's last two dimensions · scale (..., ceil(p / bp), ceil(q / bq)), any
-    float dtype · dtype: of the tensor that was quantised, and of what is computed from it.
+    float dtype · dtype: of the tensor that was quantised, and of the GEMM's output.
     """
 
     data: Tensor
@@ -46,7 +48,7 @@ class Operand:
         assert self.scale.shape == (*batch, *blocks), "a scale for each block, the ragged ones, too"
 
     def __getitem__(self, parts: tuple[slice, ...]) -> Operand:
-        """As of a tensor, a slice for each leading dimension; of one that has blocks, whole blocks."""
+        """A view, by a slice for each leading dimension; slices of the last two dimensions must be of whole blocks."""
         sizes = (1,) * (self.data.ndim - 2) + self.block
         blocks = tuple(_blocks_of(part, size) for part, size in zip(parts, sizes, strict=False))
         return Operand(self.data[parts], self.scale[blocks], self.block, self.dtype)
@@ -56,7 +58,7 @@ class Operand:
         return Operand(self.data.transpose(-2, -1), self.scale.transpose(-2, -1), self.block[::-1], self.dtype)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The values in ``dtype``, for a GEMM that takes no scales; multiplied in the scale's dtype, rounded once."""
+        """The values in ``dtype``, for a GEMM without scales: multiplied in the scale's dtype, rounded once."""
         p, q = self.data.shape[-2:]
         scale = self.scale.repeat_interleave(self.block[0], -2)[..., :p, :]
         return (self.data.to(scale.dtype) * scale.repeat_interleave(self.block[1], -1)[..., :q]).to(dtype)
@@ -67,18 +69,19 @@ def _blocks_of(part: slice, size: int) -> slice:
     return slice(start, stop)
 
 
-# What a backend's own method gave and F2 or B3 reads: a tensor, or an `Operand` of a backend that quantises.
+# An operand that a backend has made for its own F2 or B3: a tensor, or an `Operand` of a backend that quantises.
 Given = Any
 
 
 class Backend(ABC):
     """One implementation of the eight kernels F1 to B5 and of the bias gradients.
 
-    A backend holds no state: an instance stands for its class, and `register_backend` makes one. Subclass one that
-    exists and override what you do better. A method may refuse operands with a ValueError that names the fix.
+    A backend is stateless: an instance stands for its class, and `register_backend` makes one. Subclass an existing one
+    and override what you do better. A method may refuse operands with a ValueError that names the fix.
 
-    Operands and results are tensors of the layer's dtype. A backend that multiplies in a narrower precision makes an
-    `Operand` of each inside its methods; what F2 and B3 read a slice of d at a time it may make once for all slices.
+    Operands and results are tensors of the layer's dtype. A backend that multiplies in a narrower precision quantises
+    them to an `Operand` inside its methods; what F2 and B3 read in every slice of d it may quantise once for all slices
+    (`rows_operand`, `weight_operand`).
 
     ValueError: a method's, as above. Shapes and dtypes: the legend of `tilemoe.kernels.experts.base` and each method.
 
@@ -92,26 +95,28 @@ class Backend(ABC):
         True
     """
 
-    name: ClassVar[str]  # that it is registered by
-    # Of `tilemoe.config.PRECISIONS`: what its GEMMs read. "fp8": between processes x and do cross in e4m3, 1 x 128.
+    name: ClassVar[str]  # by which it is registered
+    # One of `tilemoe.config.PRECISIONS`, for the GEMMs' operands. With "fp8", x and do are also exchanged between
+    # processes in e4m3, in blocks of 1 x 128.
     precision: ClassVar[str] = "bf16"
-    # Whether `up_proj`, `down_proj` and `up_proj_dgrad` take an `Nf4Weight`; asked of precision "bf16" alone.
+    # Whether `up_proj`, `down_proj` and `up_proj_dgrad` take an `Nf4Weight`. Used with precision "bf16" only.
     reads_nf4: ClassVar[bool] = False
     # Whether a token's o and dx have the same bits whatever the other tokens of its batch are (docs/replay.md).
     batch_invariance: ClassVar[str] = "not tested"
-    nf4_batch_invariance: ClassVar[str] = "not tested"  # the same of experts in NF4 under adapters
+    nf4_batch_invariance: ClassVar[str] = "not tested"  # the same for experts in NF4 under adapters
 
     @abstractmethod
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-        """Why it cannot compute here in ``dtype`` with these values of d and n, in a few words; None if it can."""
+        """Why it cannot compute on ``device`` in ``dtype`` with these values of d and n; None if it can."""
 
     def rows_operand(self, rows: Tensor) -> Given:
-        """What `up_proj_dgrad` reads of dh (R_max, w)."""
+        """dh (R_max, w) as `up_proj_dgrad` is to read it: made once, for all slices of d."""
         return rows
 
     def weight_operand(self, weight: Tensor, contracted: int) -> Given:
-        """What `down_proj` and `up_proj_dgrad` read of a weight (E, p, q), to be indexed like it, where they contract
-        its dimension ``contracted``.
+        """A weight (E, p, q) as `down_proj` or `up_proj_dgrad` is to read it, made once for all slices of d.
+
+        The result is indexed as the weight would be. contracted: the dimension, 1 or 2, that the GEMM contracts.
         """
         return weight
 
@@ -119,50 +124,51 @@ class Backend(ABC):
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Given, Tensor]:
-        """F1: gather x by token, ``h = x w1^T + b1``, ``a = act(h)``; (a (R_max, n), h (R_max, w))."""
+        """F1: gather x by token, ``h = x w1^T + b1``, ``a = act(h)``. Returns (a (R_max, n), h (R_max, w))."""
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> Given:
-        """F1 where nothing will be differentiated: a (R_max, n) alone, h need not reach memory."""
+        """F1 where nothing will be differentiated: returns a (R_max, n) only, so that h need not be stored."""
         return self.up_proj_act(x, w1, b1, plan, spec)[0]
 
     def up_proj(self, x: Tensor, w1: Given, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
-        """F1's product alone: h (R_max, w)."""
+        """F1's GEMM without the activation: h (R_max, w)."""
         return self.up_proj_act(x, w1, b1, plan, spec)[1]
 
     def quantize_h(self, h: Tensor) -> Operand:
-        """What ``save="fp8"`` keeps of h (R_max, w), w a multiple of 128: e4m3, an fp32 scale for 128 of a row."""
+        """h (R_max, w), w a multiple of 128, as ``save="fp8"`` keeps it: e4m3, with an fp32 scale per 128 of a row."""
         from tilemoe.kernels.experts.quantize import quantize_rows  # here, because it imports this module
 
         return quantize_rows(h)
 
     def dequantize_h(self, h: Operand) -> Tensor:
-        """h (R_max, w) again, in the dtype that it had: each value times its scale in fp32, rounded once."""
+        """The inverse of `quantize_h`, in h's former dtype: each value times its scale in fp32, rounded once."""
         from tilemoe.kernels.experts.quantize import dense_rows
 
         return dense_rows(h)
 
     @abstractmethod
     def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) from c of w2's and b2's columns of d."""
+        """F2: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) if w2 (E, c, n) and b2 (E, c) are a slice of d."""
 
     def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2 of what `up_proj_act_inference` gave: the two may share what suits few rows."""
+        """F2 on `up_proj_act_inference`'s result: the two may have kernels of their own for few rows."""
         return self.down_proj(a, w2, b2, plan)
 
     @abstractmethod
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
-        """F3: ``o_t`` = sum over the token's rows of score times y, in fp32, or fp64 where s or y is. s of any float
-        dtype; y (R_max, c) contiguous; o (T, c) of y's dtype, rows of any stride, is written.
+        """F3: ``o_t = sum over t's rows r of s_r y_r``, written to o (T, c) of y's dtype, whose rows have any stride.
+
+        s of any float dtype; y (R_max, c) contiguous. Sums are fp32, or fp64 where s or y is.
         """
 
     @abstractmethod
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """B1: gather do (T, d), ``da' = do w2``; (dh (R_max, w), ds, a_scaled (R_max, n)) with
-        ``ds = <da', a> + <do, b2>``, ``dh = dact(h) s da'``, ``a_scaled = s a``. ds has s's shape and dtype, 0 for a
+        """B1: gather do (T, d), ``da' = do w2``, ``ds = <da', a> + <do, b2>``, ``dh = act'(h) s da'``,
+        ``a_scaled = s a``. Returns (dh (R_max, w), ds, a_scaled (R_max, n)); ds has s's shape and dtype, 0 for a
         skipped pair.
         """
 
@@ -170,44 +176,45 @@ class Backend(ABC):
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """B2: ``dw2_e = sum over rows of do_row^T a_scaled_row`` (E, d, n), stored as `is_column_major` says of w2;
-        zeros for an empty expert.
+        """B2: ``dw2_e = sum over e's rows r of do_t(r)^T a_scaled_r`` (E, d, n); zeros for an empty expert.
 
-        out: stored likewise, of `compute_dtype`: the sum is added to it, unrounded where a kernel does, and it is what
-        is returned. The first call of an operator may run twice, where Triton kernels withhold their launches and
-        PyTorch's operators do not: add by one or by the other.
+        column_major: strides of the result, see `is_column_major`. out: of these strides, in `compute_dtype`; the
+        gradient is added to it, unrounded where a kernel does it, and out is returned. An operator's first call may run
+        this method twice, Triton's launches being withheld in the first run but not PyTorch's operators: do the whole
+        addition by one kind or by the other.
         """
 
     @abstractmethod
     def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
-        """B3: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) from c of w1's columns of d."""
+        """B3: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) if w1 (E, w, c) is a slice of d."""
 
     @abstractmethod
     def up_proj_wgrad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """B4: ``dw1_e = sum over rows of dh_row^T x_row`` (E, w, d), stored as `is_column_major` says of w1; zeros for
-        an empty expert. out: as of `down_proj_wgrad`.
+        """B4: ``dw1_e = sum over e's rows r of dh_r^T x_t(r)`` (E, w, d); zeros for an empty expert.
+
+        column_major, out: as for `down_proj_wgrad`.
         """
 
     @abstractmethod
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
-        """B5: ``dx_t`` = sum over the token's rows of dx_rows (R_max, c); dx (T, c) is written as by `combine`."""
+        """B5: ``dx_t = sum over t's rows r of dx_rows_r``, dx_rows (R_max, c); dx (T, c) is written as by `combine`."""
 
     @abstractmethod
     def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
-        """``db2_e = sum over rows of s do`` (E, d) in s's dtype.
+        """``db2_e = sum over e's rows r of s_r do_t(r)`` (E, d) in s's dtype.
 
-        It may be a GEMM over all tokens: what is not finite in do reaches every expert, from unrouted tokens, too.
+        It may be a GEMM over all tokens: a NaN or infinity in do reaches every expert, even from unrouted tokens.
         """
 
     @abstractmethod
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
-        """``db1_e = sum over rows of dh`` (E, w) in the compute dtype."""
+        """``db1_e = sum over e's rows r of dh_r`` (E, w) in the compute dtype."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a tensor of ``dtype`` is computed and accumulated in: fp64 for fp64, else fp32."""
+    """The dtype that tensors of ``dtype`` are accumulated in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -217,6 +224,6 @@ def is_column_major(weight: Tensor) -> bool:
 
 
 def empty_weight_grad(like: Tensor, shape: Sequence[int], column_major: bool) -> Tensor:
-    """Uninitialised, dense: of ``shape`` (E, p, q), with p contiguous if ``column_major``, else q."""
+    """An uninitialised dense gradient of ``shape`` (E, p, q), with p contiguous if ``column_major``, else q."""
     _, p, q = shape
     return like.new_empty_strided(shape, (p * q, 1, p) if column_major else (p * q, q, 1))

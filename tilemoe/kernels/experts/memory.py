@@ -1,9 +1,9 @@
-"""Bytes that the layer keeps for its backward, and the most that it holds at once.
+"""Memory model of the layer: bytes saved for the backward, peaks of forward and backward, and the slices of d.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 h (R_max, w) · a (R_max, n) · y and dx_rows (R_max, d), of which a slice of columns exists at a time · o, dx (T, d)
 
-Peaks count what the layer itself allocates, not what is alive anyway: x, the output's gradient, weights, scores, plan.
+Peaks count what the layer itself allocates, not what the caller holds: x, the output's gradient, weights, scores, plan.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 _INDEX_BYTES = 4
 _SCORE_BYTES = 4
-_SHARE = 5 / 6  # of everything together: what slices bring a peak down to
-_FLOPS_PER_BYTE = 200  # an H100's sustained bf16 products over its memory's bandwidth
+_SHARE = 5 / 6  # slicing brings a peak down to this share of all its tensors together
+_FLOPS_PER_BYTE = 200  # an H100's sustained bf16 FLOP/s over its memory bandwidth
 
 
 def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSpec, save: str = "full") -> MoEShape:
-    """The sizes of one call in elements of ``like``; its rows are those that buffers have."""
+    """The shape of one call, in elements of ``like``'s dtype; its number of rows is the buffers', R_max."""
     return MoEShape(
         num_tokens=plan.num_tokens,
         hidden_size=d,
         intermediate_size=n,
         num_experts=plan.num_experts,
-        num_experts_per_tok=1,  # the rows say how many there are
+        num_experts_per_tok=1,  # not used: ``rows`` is given
         is_gated=spec.is_gated,
         element_bytes=like.element_size(),
         rows=plan.capacity,
@@ -45,17 +45,17 @@ def shape_of(like: Tensor, d: int, n: int, plan: RoutingPlan, spec: ActivationSp
 
 
 def kept_h_bytes(shape: MoEShape) -> int:
-    """h as it is kept: w elements a row, or with ``save="fp8"`` w bytes and a scale of 4 for each 128 of them."""
+    """Bytes of h as it is saved: w elements a row, or with ``save="fp8"`` w bytes and 4 more for each 128 of them."""
     if shape.save == "fp8":
         return shape.num_rows * (shape.width + 4 * shape.width // FP8_BLOCK)
     return shape.num_rows * shape.element_bytes * shape.width
 
 
 def saved_bytes(shape: MoEShape) -> int:
-    """Kept beside x and the weights: h, the fp32 scores and the plan's indices.
+    """Bytes saved for the backward beside x and the weights: h, the fp32 scores and the plan's indices.
 
     ``4 R_max n + 16 R_max + O(E + T)`` for a gated 16-bit layer, ``2.0625 R_max n`` in place of the first term with
-    ``save="fp8"``. The pairs are as many as the rows can be.
+    ``save="fp8"``. There are taken to be R_max pairs.
     """
     starts = shape.num_experts + 1 + (0 if shape.is_topk else shape.num_tokens + 1)
     per_row = _SCORE_BYTES + 3 * _INDEX_BYTES
@@ -64,7 +64,7 @@ def saved_bytes(shape: MoEShape) -> int:
 
 @lru_cache
 def forward_slices(shape: MoEShape) -> Sequence[slice]:
-    """Slices of d that y is made and combined in where h is kept: none for less than the backward holds anyway."""
+    """Slices of d that y is made and combined in where h is kept; the peak need not be below the backward's."""
     size = _Sizes(shape)
     return _output_slices(size, shape, size.kept_h, max(size.quantizing, backward_peak_bytes(shape)))
 
@@ -85,29 +85,29 @@ def backward_slices(shape: MoEShape) -> Sequence[slice]:
 
 
 def inference_peak_bytes(shape: MoEShape) -> int:
-    """The most at once where nothing is differentiated."""
+    """Peak bytes of a forward for inference."""
     return _output_peak(_Sizes(shape), 0, inference_slices(shape))
 
 
 def forward_peak_bytes(shape: MoEShape) -> int:
-    """The most at once in a forward that keeps h."""
+    """Peak bytes of a forward that keeps h."""
     size = _Sizes(shape)
     return max(size.quantizing, _output_peak(size, size.kept_h, forward_slices(shape)))
 
 
 def backward_peak_bytes(shape: MoEShape) -> int:
-    """The most at once in a backward that gives every gradient, which are counted; h is freed after its one reader.
+    """Peak bytes of a backward that computes every gradient, those included; h is freed once B1 has read it.
 
-    What ``save="fp8"`` keeps is freed before that, as soon as it is h again.
+    With ``save="fp8"`` the saved h is freed as soon as it is dequantised.
     """
     size = _Sizes(shape)
     return size.s + max(_input_grad_peak(size, backward_slices(shape)), *_peaks_of_other_steps(size))
 
 
 class _Sizes:
-    """Bytes of each tensor, its gradient alike; ``column``: of one column of y.
+    """Bytes of each tensor, and so of its gradient. ``column``: one column of y.
 
-    ``quantizing``: of a beside h and what is kept of h, while that is made.
+    ``quantizing``: a, h and the quantised h together, while that is made.
     """
 
     def __init__(self, shape: MoEShape) -> None:
@@ -127,25 +127,27 @@ def _output_slices(size: _Sizes, shape: MoEShape, h: int, other_peaks: int) -> S
 
 
 def _reread(size: _Sizes, shape: MoEShape, operand: int) -> float:
-    """Reading a GEMM's ``operand`` (R_max, n or w) once more, over the GEMM and combine in one slice, by a roofline."""
+    """Cost of one more slice: time to read the GEMM's ``operand`` (R_max, n or w) again, over that of GEMM and combine
+    in one slice, both by a roofline.
+    """
     flops = 2 * operand // shape.element_bytes * shape.hidden_size
     gemm = max(operand + size.y, flops / _FLOPS_PER_BYTE)
     return operand / max(gemm + size.y + size.o, 1)
 
 
 def _output_peak(size: _Sizes, h: int, slices: Sequence[slice]) -> int:
-    """a is needed until the last slice of y is made, and o exists from the first that is combined."""
+    """Peak of F2 and F3: a lives until the last slice of y is made, and o from the first that is combined on."""
     if len(slices) == 1:
         return h + size.y + max(size.a, size.o)
     return h + size.a + size.o + size.column * widest(slices)
 
 
 def _input_grad_peak(size: _Sizes, slices: Sequence[slice]) -> int:
-    """dx is made beside dw2, with dh still to be read by dw1."""
+    """Peak of B3 and B5: dx is made while dw2 exists and B4 has yet to read dh."""
     return size.h + size.w2 + size.o + size.column * widest(slices)
 
 
 def _peaks_of_other_steps(size: _Sizes) -> tuple[int, int, int]:
-    """Of dh beside h and a_scaled, of dw2 from a_scaled, and of dw1, the last gradient, from dh."""
+    """Peaks of B1 (h, dh, a_scaled), of B2 (dh, a_scaled, dw2) and of B4, the last (dh and all gradients)."""
     dh, a_scaled = size.h, size.a
     return size.h + dh + a_scaled, dh + a_scaled + size.w2, dh + size.w2 + size.o + size.w1

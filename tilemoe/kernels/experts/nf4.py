@@ -2,9 +2,9 @@
 
 E experts · p, q a weight's last two dimensions, as stored
 
-Of a weight (E, p, q) each 64 neighbours along q share a scale, their largest magnitude, in fp32. A value is the nearest
-of 16 codes times that scale; between two codes, in the very middle, the lower. A byte holds two neighbours, the first
-in its high bits. bitsandbytes' ``quantize_4bit(weight, quant_type="nf4")`` gives the same bytes in the same order.
+``value = code * absmax``: each 64 neighbours along q of a weight (E, p, q) share absmax, their largest magnitude, in
+fp32; the code is the nearest of 16, the lower one of a tie. A byte holds two neighbours, the first in its high bits.
+bitsandbytes' ``quantize_4bit(weight, quant_type="nf4")`` gives the same bytes in the same order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-# Quantiles of a normal distribution, as bitsandbytes has them.
+# Quantiles of the normal distribution, bitsandbytes' numbers.
 CODES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_SMALLEST_SCALE = 1e-38  # that is divided by
+_SMALLEST_SCALE = 1e-38  # smallest divisor, against division by zero
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Nf4Weight:
     """A frozen weight (E, p, q) in NF4: codes (E, p, q / 2) uint8 and absmax (E, p, q / 64) fp32, or a transposed view
     of both, whose blocks run along p.
 
-    It is indexed and transposed like the tensor that it stands for, along its blocks by whole ones, and multiplied in
-    any dtype.
+    It is indexed and transposed like the tensor that it stands for (along the blocks only by whole blocks), and can be
+    multiplied in any dtype.
     """
 
     codes: Tensor
@@ -62,7 +62,7 @@ class Nf4Weight:
         return Nf4Weight(self.codes[self._scaled(parts, 2)], self.absmax[self._scaled(parts, BLOCK)])
 
     def _scaled(self, parts: tuple[slice, ...], values: int) -> tuple[slice, ...]:
-        """``parts`` of what holds so many ``values`` in each element along the blocks."""
+        """``parts``, in units of elements that each hold ``values`` values along the blocks."""
         if len(parts) <= self.blocked:
             return parts
         part = parts[self.blocked]
@@ -86,7 +86,7 @@ Weight: TypeAlias = Tensor | Nf4Weight
 
 @torch.no_grad()
 def quantize_nf4(weight: Tensor) -> Nf4Weight:
-    """A weight (E, p, q), 64 dividing q, any float dtype but fp64, in NF4: an expert at a time."""
+    """``weight`` (E, p, q), q a multiple of 64, any float dtype but fp64, in NF4; quantised one expert at a time."""
     experts, p, q = weight.shape
     assert q % BLOCK == 0, "whole blocks in each row"
     codes = torch.empty(experts, p, q // 2, dtype=torch.uint8, device=weight.device)
@@ -104,7 +104,7 @@ def quantize_nf4(weight: Tensor) -> Nf4Weight:
 
 
 def why_not_nf4(hidden_size: int, intermediate_size: int) -> str | None:
-    """Why experts of these widths have no whole blocks, naming the width and the fix; None if they have."""
+    """Why experts of these widths cannot be in NF4, naming the width and the fix; None if they can."""
     for name, width in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         if width % BLOCK:
             return f"{name} must be a multiple of {BLOCK}, the block of NF4, got {width}; pad it, or leave NF4 out"

@@ -1,4 +1,4 @@
-"""The backends by name: those of the package, imported when they are first asked for, and those of its users."""
+"""The registry of backends by name: the package's, imported on first use, and those that users register."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilemoe.kernels.experts.base import Backend
 from tilemoe.runtime.device import has_triton
 from tilemoe.runtime.tracing import constant_when_traced
 
-# Name to class, or to "module:Class" of what is not imported yet; `register_backend` alone adds to it.
+# Name -> class, or "module:Class" until it is imported. Only `register_backend` adds to it.
 _BACKENDS: dict[str, type[Backend] | str] = {
     "torch": "tilemoe.kernels.experts.torch.backend:TorchBackend",
     "torch_fp8": "tilemoe.kernels.experts.torch.fp8:TorchFp8Backend",
@@ -24,9 +24,9 @@ _NEED_TRITON = ("triton", "hopper", "triton_fp8", "hopper_fp8")
 
 
 def register_backend(name: str, cls: type[Backend]) -> None:
-    """From now on ``kernels=name`` computes the experts by ``cls``, of which one instance is made, without arguments.
+    """Make ``kernels=name`` compute the experts with ``cls``, of which one instance is made, without arguments.
 
-    ValueError: the name is taken or is not the class's own, or the class is no `Backend` or leaves a kernel undefined.
+    ValueError: the name is taken or is not ``cls.name``, or cls is no `Backend` or leaves a kernel undefined.
 
     Examples:
         >>> from tilemoe.kernels.experts.torch.backend import TorchBackend
@@ -35,7 +35,7 @@ def register_backend(name: str, cls: type[Backend]) -> None:
         >>> tilemoe.register_backend("mine", Mine)
         >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2), kernels="mine")
     """
-    if not isinstance(name, str) or not name.isidentifier():  # it travels in a string, between spaces
+    if not isinstance(name, str) or not name.isidentifier():  # operators pass it in a string, between spaces
         raise ValueError(f"name must be letters, digits and underscores, got {shown(name)}")
     if name in _BACKENDS:
         raise ValueError(f"name {name!r} is taken; the backends are {_names()}")
@@ -50,18 +50,18 @@ def register_backend(name: str, cls: type[Backend]) -> None:
 
 @constant_when_traced
 def backend_named(name: str) -> Backend:
-    """The backend that is registered by ``name``.
+    """The backend that is registered as ``name``.
 
-    ValueError: there is none, with the names that there are; or it needs Triton, which is not installed.
+    ValueError: there is none (the message lists the names), or it needs Triton, which is not installed.
     """
     _check_name(name)
     return _made(name)
 
 
 def backend_of(kernels: str | Backend) -> Backend:
-    """What an argument ``kernels`` stands for: a name, or an instance of a registered class. Traceable.
+    """The backend that the argument ``kernels`` stands for: a name, or an instance of a registered class. Traceable.
 
-    ValueError: as `backend_named`, or another class is registered by the instance's name.
+    ValueError: as `backend_named`, or another class is registered under the instance's name.
     """
     if not isinstance(kernels, Backend):
         return backend_named(kernels)
@@ -75,7 +75,7 @@ def backend_of(kernels: str | Backend) -> Backend:
 
 
 def check_kernels(kernels: Any) -> None:
-    """ValueError unless `backend_of` takes this. What a name stands for is not imported."""
+    """ValueError unless `backend_of` accepts this. Does not import the backend that a name stands for."""
     if isinstance(kernels, Backend):
         backend_of(kernels)
     else:

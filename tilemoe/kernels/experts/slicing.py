@@ -1,9 +1,9 @@
-"""How many slices of d the two (R, d) buffers, y and dx_rows, are made and combined in: a pure function of the sizes.
+"""Slices of d in which the two (R_max, d) buffers, y and dx_rows, are made and combined: a pure function of the sizes.
 
 R_max static row capacity · d hidden_size · y (R_max, d) · a whole number of tiles' columns in each slice but the last
 
-Each slice is a launch, some 20 microseconds on an H200, and reads the GEMM's other operand, a or dh, again. So there
-are as few as bring what is held at once down to a limit, and no more than are cheap (docs/lab/memory.md).
+Each further slice costs a launch, some 20 microseconds on an H200, and reads the GEMM's other operand, a or dh, again.
+So there are as few as bring the peak memory down to a limit, and no more than are cheap (docs/lab/memory.md).
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Callable, Sequence
 from tilemoe.kernels.experts.triton.configs import LARGEST_TILE
 from tilemoe.shape import MoEShape
 
-COLUMNS = LARGEST_TILE.block_n  # a slice is a multiple of
-_MIN_TILES = 768  # of a slice: about six waves on 132 multiprocessors
+COLUMNS = LARGEST_TILE.block_n  # slices are multiples of this
+_MIN_TILES = 768  # fewest tiles of a slice: about six waves on 132 multiprocessors
 _MAX_SLICES = 4
-_MAX_REREAD = 0.1  # of the time of the GEMM and combine in one slice: what all further slices may add by reading again
-_ALIGNMENT = 16  # columns: where d is no multiple, some slices would be compiled for otherwise than the whole
+_MAX_REREAD = 0.1  # most that re-reading may cost, of the time of the GEMM and combine in one slice
+_ALIGNMENT = 16  # d is sliced only if a multiple: else some slices would need a specialisation of their own
 
 
 def cut(width: int, count: int) -> Sequence[slice]:
-    """``count`` slices of ``width`` columns, as equal as multiples of `COLUMNS` allow; the last takes what is left."""
+    """``count`` slices of ``width`` columns, as equal as multiples of `COLUMNS` allow; the last takes the remainder."""
     inner = [COLUMNS * -(-(width // COLUMNS) * index // count) for index in range(1, count)]
     return [slice(start, end) for start, end in zip([0, *inner], [*inner, width], strict=True)]
 
 
 def widest(slices: Sequence[slice]) -> int:
-    """Columns of the widest slice."""
+    """Number of columns of the widest slice."""
     return max(part.stop - part.start for part in slices)
 
 
 def fewest(shape: MoEShape, peak: Callable[[Sequence[slice]], float], limit: float, reread: float) -> Sequence[slice]:
-    """The fewest slices of d whose ``peak`` is at most ``limit``; all of d as one where no number of them does.
+    """The fewest slices of d whose ``peak`` is at most ``limit``; a single one if no permitted number achieves that.
 
-    reread: what a slice more takes by reading again, over the time of the GEMM and combine in one slice.
+    reread: time that one more slice spends on re-reading, over the time of the GEMM and combine in one slice.
     """
     d = shape.hidden_size
     tiles = -(-shape.num_rows // LARGEST_TILE.block_m) * (d // COLUMNS)

@@ -1,1 +1,1 @@
-"""The kernels in plain PyTorch: any device, any float dtype, fp64 too."""
+"""The experts' kernels in plain PyTorch, for any device and any float dtype, fp64 included."""

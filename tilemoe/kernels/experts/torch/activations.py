@@ -1,4 +1,4 @@
-"""The registry's activations on a stored pre-activation: rows in, rows out, in fp32, or fp64 for fp64.
+"""Value and gradient of the registry's activations on rows of a stored pre-activation, in fp32 (fp64 for fp64).
 
 R routed rows · n expert width · h (R, 2n) of a gated activation, (R, n) of an ungated one
 """
@@ -14,12 +14,12 @@ _BLOCK_BYTES = 1 << 20  # a block of fp32 pre-activations and its temporaries st
 
 
 def row_blocks(h: Tensor) -> list[slice]:
-    """Row slices for element-wise work on ``h`` (R, .): cache-sized in eager mode on a CPU, else one.
+    """Row slices for element-wise work on ``h`` (R, .): cache-sized in eager mode on a CPU, else one slice.
 
-    docs/lab/cpu.md has what that gains.
+    What that gains: docs/lab/cpu.md.
     """
     if h.device.type != "cpu" or torch.compiler.is_compiling():
-        return [slice(0, h.shape[0])]  # a range would tie what is traced to this number of rows
+        return [slice(0, h.shape[0])]  # a loop would tie the traced graph to this number of rows
     step = max(1, _BLOCK_BYTES // (4 * h.shape[1]))
     return [slice(start, min(start + step, h.shape[0])) for start in range(0, h.shape[0], step)]
 

@@ -1,5 +1,7 @@
-"""The eight kernels in plain PyTorch. Where a loop over experts serves, gathers go expert by expert; elsewhere they are
-materialised, one transient (R_max, d) buffer at a time.
+"""F1 to B5 and the bias gradients in plain PyTorch, as `Backend` documents them.
+
+Where a GEMM is a loop over experts its gather is done expert by expert; where it is `F.grouped_mm` the gathered operand
+is materialised, one transient (R_max, d) buffer at a time.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 """
@@ -94,11 +96,11 @@ class TorchBackend(Backend):
 
     def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
         """db2 (E, d), as ``S^T do`` with S (T, E) the scores laid out densely: no gather of do."""
-        # A skipped pair's score may be anything, NaN too, and rows past R name pair 0: hence no product with a mask.
+        # `where`, not a product with a mask: rows past R read pair 0's score, which may be NaN if that is skipped.
         s_row = torch.where(_in_use(plan), s.index_select(0, plan.pair_of_row), 0)
         dense = s.new_zeros(plan.num_tokens, plan.num_experts)
         place = plan.token_of_row.long() * plan.num_experts + expert_of_row(plan)
-        # A pair may be repeated. Each device has one of the two forms that adds in a fixed order.
+        # A pair may occur several times: of each device the form that adds in a fixed order.
         if dense.device.type == "cpu":
             dense.view(-1).scatter_add_(0, place, s_row)
         else:
@@ -106,7 +108,7 @@ class TorchBackend(Backend):
         return dense.t() @ do.to(s.dtype)
 
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
-        rows = dh.to(compute_dtype(dh.dtype))  # the offsets end at R: rows past it are in no segment
+        rows = dh.to(compute_dtype(dh.dtype))  # the offsets end at R, so rows past it are in no segment
         return torch.segment_reduce(rows, "sum", offsets=plan.row_start_of_expert, axis=0, unsafe=True, initial=0)
 
 
@@ -127,20 +129,20 @@ def _sum_rows_of_token(rows: Tensor, weight: Tensor, plan: RoutingPlan, out: Ten
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[index]``, zero where the index is -1 (also where the row it would clamp to was never written)."""
+    """``rows[index]``, zero where the index is -1, even if row 0, which is read in its place, is NaN."""
     taken = rows.index_select(0, index.clamp(min=0))
     return taken.masked_fill_((index < 0).unsqueeze(1), 0)
 
 
 def rows_dot_bias(do: Tensor, b2: Tensor, plan: RoutingPlan) -> Tensor:
-    """``<do_t, b2_e>`` of each row (R_max) in the compute dtype: one small GEMM instead of a gather of do."""
+    """``<do_t, b2_e>`` of each row (R_max) in the compute dtype, from a small dense GEMM instead of a gather of do."""
     work = compute_dtype(do.dtype)
     return (do.to(work) @ b2.to(work).t())[plan.token_of_row, expert_of_row(plan)]
 
 
 def rows_to_pairs(value_of_row: Tensor, like: Tensor, plan: RoutingPlan) -> Tensor:
-    """Scatter one value per row to its pair's place in the caller's order; 0 where a pair has no row."""
-    spare = like.shape[0]  # rows past R all write one slot more, which is dropped
+    """Scatter one value per row to its pair's position in the caller's order; 0 where a pair has no row."""
+    spare = like.shape[0]  # rows past R all write to one extra slot, which is dropped
     index = torch.where(_in_use(plan), plan.pair_of_row, spare).long()
     return like.new_zeros(spare + 1).scatter_(0, index, value_of_row)[:spare]
 

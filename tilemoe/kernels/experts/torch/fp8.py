@@ -1,11 +1,11 @@
-"""The eight kernels with FP8 operands in plain PyTorch: quantised, multiplied back, and multiplied in fp32.
+"""FP8 emulated in plain PyTorch: operands of F1, F2, B1 and B3 are quantised, dequantised, and multiplied in fp32.
 
-What it computes is what FP8 kernels compute, but for the order of sums; it is no faster than the layer's own dtype.
+It computes what the FP8 kernels do, but for the order of sums, and is no faster than the layer's own dtype.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-F1, F2, B1 and B3 read x, a, do and dh in blocks of 1 x 128 and the weights of 128 x 128 (`kernels.experts.quantize`).
-The weight gradients B2 and B4 read x, a, do and dh as they are, as do the bias gradients; h is kept as it is, too.
+x, a, do and dh are quantised in blocks of 1 x 128, weights in blocks of 128 x 128 (`kernels.experts.quantize`). Weight
+gradients (B2, B4) and bias gradients read x, a, do and dh unquantised, and h is kept unquantised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TorchFp8Backend(TorchBackend):
         return a.to(x.dtype), h.to(x.dtype)
 
     def down_proj(self, a: Tensor, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2: y (R_max, d), or the columns of d that w2 and b2 have: a multiple of 128 of them."""
+        """F2: y (R_max, d), or a slice of d if w2 and b2 are one; its width is a multiple of 128."""
         return super().down_proj(_rows(a), _weight(w2), _fp32(b2), plan).to(a.dtype)
 
     def down_proj_dgrad_dact(
@@ -50,24 +50,24 @@ class TorchFp8Backend(TorchBackend):
         plan: RoutingPlan,
         spec: ActivationSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n)); b2's term of ds is of do as it is."""
+        """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n)); b2's term of ds reads do unquantised."""
         dh, ds, a_scaled = super().down_proj_dgrad_dact(_rows(do), _weight(w2), None, h, s, plan, spec)
         if b2 is not None:
             ds += rows_to_pairs(rows_dot_bias(do, b2, plan).to(s.dtype), s, plan)
         return dh, ds, a_scaled.to(h.dtype)
 
     def up_proj_dgrad(self, dh: Tensor, w1: Given, plan: RoutingPlan) -> Tensor:
-        """B3: dx_rows (R_max, d), or the columns of d that w1 has: a multiple of 128 of them."""
+        """B3: dx_rows (R_max, d), or a slice of d if w1 is one; its width is a multiple of 128."""
         return super().up_proj_dgrad(_rows(dh), _weight(w1), plan).to(dh.dtype)
 
 
 def _rows(t: Tensor) -> Tensor:
-    """What FP8 keeps of rows, (., p) in fp32, which holds it exactly."""
+    """Rows (., p) after a round trip through FP8, in fp32, which holds the values exactly."""
     return quantize(t, ROWS).dense(torch.float32)
 
 
 def _weight(t: Tensor) -> Tensor:
-    """What FP8 keeps of a weight (E, p, q), in fp32."""
+    """A weight (E, p, q) after a round trip through FP8, in fp32."""
     return quantize(t, WEIGHTS).dense(torch.float32)
 
 

@@ -1,10 +1,11 @@
-"""The two grouped GEMMs in PyTorch: one matrix per expert applied to its rows, and one outer-product sum per expert.
+"""The two grouped GEMMs in PyTorch: ``rows_r weight_e``, and ``sum over e's rows r of left_r^T right_r`` (wgrad).
 
 E experts · R_max static row capacity · p, q any widths
 
-On a GPU, `F.grouped_mm` is used where it takes the dtype and the strides: it needs no row count on the host. Elsewhere
-a loop over experts does, which reads the row counts back. For 16-bit types on a CPU oneDNN compiles a kernel for every
-new shape, so those GEMMs take a few rows more, up to a count that recurs (docs/lab/cpu.md).
+`F.grouped_mm` is used where it takes the dtype and the strides: it needs no row count on the host. Elsewhere, and on a
+CPU for 16-bit types and any wgrad, it is a loop over experts, which reads the row counts back. For 16-bit types on a
+CPU oneDNN compiles a kernel for every new shape: the loop's GEMMs are padded by a few rows, to counts that recur
+(docs/lab/cpu.md).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def rows_times_experts(
 ) -> Tensor:
     """``rows_r @ weight_e (+ bias_e)`` for each row r of expert e: (R_max, q).
 
-    rows (R_max, p) expert-major, or with index (R_max) any rows of which row r is ``rows[index[r]]``; weight (E, p, q)
-    of any strides, or in NF4, bias (E, q). Rows past R are left unspecified.
+    rows (R_max, p) sorted by expert, or with index (R_max) any rows, row r being ``rows[index[r]]``; weight (E, p, q)
+    of any strides, or in NF4; bias (E, q). Rows past R are left unspecified.
     """
     compiles_each_shape = _compiles_each_shape(rows)
     if not isinstance(weight, Nf4Weight) and not compiles_each_shape and _is_groupable(rows) and _is_groupable(weight):
@@ -41,7 +42,7 @@ def rows_times_experts(
     out = rows.new_empty(plan.capacity, weight.shape[2])
     for expert, span in expert_spans(plan):
         if compiles_each_shape:
-            # The rows computed too many are the next experts', which overwrite them, or lie past R.
+            # The padding rows' results are overwritten by the next experts, or lie past R.
             span = _widened(span, plan)
         rows_e = rows[span] if index is None else rows.index_select(0, index[span])
         matrix = weight.expert(expert, rows.dtype) if isinstance(weight, Nf4Weight) else weight[expert]
@@ -62,10 +63,10 @@ def outer_per_expert(
 ) -> Tensor:
     """``sum over the rows r of expert e of left_r^T right_r``: (E, p, q), zeros for an expert without rows.
 
-    left (R_max, p), right (R_max, q), both expert-major, or any rows with an index, as in `rows_times_experts`. out: is
-    added to, one expert's product at a time where a loop over experts serves, and returned.
+    left (R_max, p) and right (R_max, q) sorted by expert, or any rows with an index, as in `rows_times_experts`. out:
+    is accumulated into and returned; the loop over experts adds one expert's product at a time.
     """
-    # On a CPU the loop is faster: grouped_mm's fp32 form takes twice its time (docs/lab/cpu.md).
+    # On a CPU the loop is faster: grouped_mm in fp32 takes twice its time (docs/lab/cpu.md).
     if left.device.type != "cpu" and _is_groupable(left) and _is_groupable(right):
         left = left if left_index is None else left.index_select(0, left_index)
         right = right if right_index is None else right.index_select(0, right_index)
@@ -85,7 +86,7 @@ def outer_per_expert(
 
 
 def _rows(rows: Tensor, index: Tensor | None, block: slice, count: int) -> Tensor:
-    """The rows of ``block``, gathered if there is an index; those after the first ``count`` as zeros."""
+    """The rows of ``block``, gathered if there is an index; all but the first ``count`` are zeroed."""
     if index is not None:
         out = rows.index_select(0, index[block])
     elif block.stop - block.start == count:
@@ -97,18 +98,18 @@ def _rows(rows: Tensor, index: Tensor | None, block: slice, count: int) -> Tenso
 
 
 def _widened(span: slice, plan: RoutingPlan) -> slice:
-    """``span`` with as many of the rows after it as make its length a recurring one, if there are that many."""
+    """``span`` extended by the rows after it to a length that recurs, as far as R_max allows."""
     return slice(span.start, min(span.start + _recurring(span.stop - span.start), plan.capacity))
 
 
 def _recurring(count: int) -> int:
-    """``count`` rounded up to a multiple of 16, of 32 from 1024 on, and so on: 32 different counts in each octave."""
+    """``count`` rounded up to a multiple of 16, of 32 from 1024 on, and so on: 32 different counts per power of two."""
     step = max(_ROW_STEP, 1 << max(0, count.bit_length() - 6))
     return -(-count // step) * step
 
 
 def _compiles_each_shape(t: Tensor) -> bool:
-    """Whether a GEMM of ``t`` is oneDNN's, which compiles a kernel for each new shape."""
+    """Whether a GEMM of ``t`` runs in oneDNN, which compiles a kernel for each new shape."""
     return t.device.type == "cpu" and t.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -121,7 +122,7 @@ def expert_spans(plan: RoutingPlan) -> Iterator[tuple[int, slice]]:
 
 
 def expert_of_row(plan: RoutingPlan) -> Tensor:
-    """(R_max) int32; rows past R name the last expert."""
+    """The expert of each row (R_max), int32; rows past R get the last expert."""
     rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
     return experts_of_rows(plan.row_start_of_expert, rows).clamp(max=plan.num_experts - 1).int()
 
