@@ -1,1 +1,1 @@
-"""Autograd and torch.library registration: what makes the kernels differentiable, traceable operators."""
+"""Operators: autograd and torch.library registration that make the kernels differentiable and traceable."""

@@ -1,4 +1,4 @@
-"""`moe` between two graphs of torch.compile. Imported where it is asked for: importing it changes torch."""
+"""`moe` with accumulate=True as a graph break under torch.compile. Imported on demand: importing it changes torch."""
 
 from __future__ import annotations
 

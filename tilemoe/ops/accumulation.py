@@ -1,4 +1,4 @@
-"""Which sum of a weight's gradients a kernel may add to, in place of autograd.
+"""Finds the ``.grad`` tensor that a wgrad kernel may accumulate into, in place of autograd.
 
 E experts · p, q a weight's other widths
 """
@@ -13,18 +13,18 @@ from torch import Tensor
 from tilemoe.kernels.experts.base import compute_dtype, is_column_major
 from tilemoe.runtime.tensors import PLAIN
 
-_CAST = "ToCopyBackward0"  # autocast's, of a leaf
+_CAST = "ToCopyBackward0"  # the autograd node of autocast's cast of a leaf
 
 
 def sum_to_add_to(ctx: Any, index: int, weight: Tensor) -> Tensor | None:
-    """(E, p, q) fp32, fp64 of fp64: ``.grad`` of the leaf that is, or was cast to, the operator's input ``index``.
+    """``.grad`` (E, p, q), fp32 (fp64 for fp64), of the leaf that is, or was cast to, the operator's input ``index``.
 
-    Zeros are put there where there is none. None where autograd has to get the gradient itself, because something may
-    look at it, keep it or differentiate it.
+    It is created with zeros if there is none. Returns None where autograd must receive the gradient itself, because
+    something may look at it, keep it or differentiate it.
     """
     node = ctx.next_functions[index][0] if index < len(ctx.next_functions) else None
     dtype = compute_dtype(weight.dtype)
-    if node is None:  # nothing is recorded of a call that only compiles
+    if node is None:  # a call that only compiles kernels has no autograd graph
         return torch.empty_like(weight, dtype=dtype)
     if node.name() == _CAST:
         node = node.next_functions[0][0]
@@ -48,8 +48,8 @@ def sum_to_add_to(ctx: Any, index: int, weight: Tensor) -> Tensor | None:
 
 
 def _accumulates(node: Any) -> bool:
-    """Whether this backward ends in ``.grad`` at this AccumulateGrad: autograd.grad returns the gradient instead."""
+    """Whether this backward will run ``node``, an AccumulateGrad: autograd.grad returns the gradient instead."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # what autograd.grad makes of a leaf's
+    except RuntimeError:  # raised under autograd.grad for a leaf's node
         return False

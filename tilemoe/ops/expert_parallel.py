@@ -1,10 +1,11 @@
-"""What prepares tokens for other processes, and plans those that came: recorded and repeated as all operators are.
+"""Operators around the all-to-all of expert parallelism: count and place what is sent, plan and sum what is received.
 
 T tokens · W ranks · P pairs sent · C copies of tokens · Q pairs received · M tokens received · d model width
 
-No operators of torch.library: what is sent is decided between two exchanges, which no graph holds.
-The first three are those of `tilemoe.kernels.expert_parallel.torch`; a `Routed` is given field by field. The last two
-are those of `tilemoe.kernels.experts.quantize`.
+Their launches are cached and replayed like other operators', but they are not in torch.library: the sizes are read back
+between two exchanges, which no graph can contain. count_sent, place_sent and plan_received are documented in
+`tilemoe.kernels.expert_parallel.torch` (a `Routed` is passed field by field), pack_rows and unpack_rows in
+`tilemoe.kernels.experts.quantize`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ def _plan_received(words: Tensor, sizes: Tensor, here: int, experts: int, num_to
 
 
 def _sum_copies(copies: Tensor, token_of_copy: Tensor, copy_of_token: Tensor, first_copy: Tensor) -> Tensor:
-    """copies (C, d), what became of tokens on the ranks that they went to -> (T, d), the sum of each token's, taken in
-    fp32 or better, in the order of the ranks. The rest as `place_sent` gives it, token_of_copy cut to C.
+    """copies (C, d), each rank's result for a token that was sent to it -> (T, d): each token's sum over its copies.
+
+    Sums are fp32 or better, in the order of the ranks. The indices are those of `place_sent`, token_of_copy cut to C.
     """
     ranks = first_copy.shape[0] - 1
     tokens = copy_of_token.shape[0] // ranks
-    if copies.shape[0] == 0:  # there may be tokens all the same: none was routed
+    if copies.shape[0] == 0:  # no token was routed, but there may be tokens
         return copies.new_zeros(tokens, copies.shape[1])
-    # A routing of its own, whose experts are the ranks: its sum is what the layer's backward takes over a token's rows.
+    # The copies as a routing whose experts are the ranks: B5 of it is the sum over a token's copies.
     plan = RoutingPlan(token_of_copy, token_of_copy, copy_of_token, None, first_copy, ranks, tokens, unchecked=True)
     total = copies.new_empty(tokens, copies.shape[1])
     choose_experts(copies.device, copies.dtype, copies.shape[1:]).impl.combine_grad(copies, plan, total)

@@ -1,4 +1,4 @@
-"""The expert MLP as operators: the forward F1 to F3, and B1 to B5 of its backward, over any backend.
+"""The expert MLP as operators over any backend: one for the forward (F1 to F3), several for the backward (B1 to B5).
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
@@ -6,11 +6,11 @@ x, do, dx (T, d) · w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) · b2 (E, d) · s 
 a, a_scaled (R_max, n) · o (T, d)
 
 Paper (arXiv 2512.14080), section 3: with ``da' = do w2`` the score's gradient is ``ds = <da', a>``, so neither y nor
-the gathered x has to be saved. Saved: x, h, the scores and the plan's indices (and the weights, which are alive
-anyway). The backward is several operators and not one, so that h can be freed between them.
+the gathered x has to be saved. Saved are x, h, the scores and the plan's indices (and the weights, which live
+anyway). The backward is several operators so that h can be freed between them.
 
-Every operator ends with the arguments plan, spec and backend. Each call begins with a plan from which nothing is
-derived: the lists of tiles that kernels keep in it hold a counter, which two calls at the same time must not share.
+Every operator's last arguments are plan, spec and backend. Each call works on a copy of the plan without derived data:
+the tile lists that kernels cache there hold a scheduler's counter, which concurrent calls must not share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tilemoe.ops.out_of_memory import advise
 from tilemoe.plan import RoutingPlan, plan_of
 from tilemoe.runtime.operator import Arguments, Operator
 
-_NUM_ARRAYS = 5  # of a plan
+_NUM_ARRAYS = 5  # tensors in `RoutingPlan.arrays`
 _ONCE = (
     "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
     "higher derivatives, or take the first gradient without create_graph=True."
@@ -40,8 +40,8 @@ _ONCE = (
 
 
 class RoutedArguments(Arguments):
-    """(..., plan, spec, backend), of which the dots are plain. In schemas the last two are one string: PyTorch's work
-    for an operator grows with the square of its arguments.
+    """Converts (..., plan, spec, backend) to a schema's arguments and back: the plan to its tensors, spec and backend
+    to one string, since PyTorch's work per operator grows with the square of the number of arguments.
     """
 
     schema = (
@@ -55,7 +55,7 @@ class RoutedArguments(Arguments):
 
     def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         *given, plan, spec, backend = args
-        name = type(backend).name  # of the class, which torch.compile takes for a constant
+        name = type(backend).name  # of the class, which torch.compile treats as a constant
         options = f"{spec.name} {spec.gate_up} {spec.limit!r} {spec.alpha!r} {name}"
         return (*given, *plan.arrays, plan.num_tokens, options)
 
@@ -76,7 +76,7 @@ ROUTED = RoutedArguments()
 
 
 def routed_operator(name: str, args: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Operator:
-    """``tilemoe::name(args, plan, spec, backend) -> returns``, which says what to do when the GPU's memory is full."""
+    """The operator ``tilemoe::name(args, plan, spec, backend) -> returns``; out of memory it says what to change."""
     return Operator(name, run, f"({args}, {ROUTED.schema}) -> {returns}", fake, ROUTED, advise)
 
 
@@ -97,9 +97,9 @@ def moe_forward(
     spec: ActivationSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, h, h's scales); the largest transient, y (R_max, d), exists a slice of d at a time.
+    """(o, h, h's scales); the largest transient, y (R_max, d), exists one slice of d at a time.
 
-    save: "full" gives h as it is and no scales, "fp8" what is kept of it, "none" neither.
+    save: "full" returns h itself and no scales, "fp8" h quantised with its scales, "none" neither.
     """
     plan = without_derived(plan)
     shape = shape_of(x, w2.shape[1], w2.shape[2], plan, spec, save)
@@ -119,10 +119,10 @@ def moe_forward(
     for columns in slices:
         y = down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)  # F2
         if columns is slices[-1]:
-            del a  # before o is made, where there is one slice
+            del a  # with a single slice, a is freed before o is allocated
         o = x.new_empty(x.shape) if o is None else o
         backend.combine(y, s, plan, o[:, columns])  # F3
-        del y  # not to be alive beside the next slice
+        del y  # freed before the next slice is allocated
     assert o is not None, "d is at least 1"
     return o, h, scale
 
@@ -156,9 +156,9 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None, 
 
 
 def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """B1 to B5, each step only if something asks for its result; h is given back as soon as B1 has read it.
+    """B1 to B5, each step only if its result is needed; h is freed as soon as B1 has read it.
 
-    Gradients that B2 and B4 add to the sums of several backwards are None here: autograd has nothing left to add.
+    Returns None for a weight gradient that B2 or B4 has accumulated into ``.grad`` itself.
     """
     need_x, need_w1, need_w2, need_s, need_b1, need_b2 = ctx.needs_input_grad[:6]
     if do is None:
@@ -177,7 +177,7 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         elif scale is not None:
             h = dequantize_h(h, scale, x.dtype, *routed)
             del scale
-            ctx.maybe_clear_saved_tensors()  # frees what was kept of h, before there is dh
+            ctx.maybe_clear_saved_tensors()  # frees the quantised h before dh is allocated
         dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # B1
         del h
         ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
@@ -186,7 +186,7 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         del a_scaled
         if need_b1:
             db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)
-        if need_x:  # before dw1: dx_rows is alive beside every gradient made so far
+        if need_x:  # before dw1, since dx_rows lives beside every gradient made so far
             dx = up_proj_input_grad(dh, w1, *routed)  # B3 and B5
             _announce(ctx, dx, ds if need_s else None)
         if need_w1:
@@ -204,7 +204,7 @@ def _wgrad(
     by_row: Tensor,
     *routed: Any,
 ) -> Tensor | None:
-    """The gradient of the operator's input ``index``, or None once it is added to the sum of several backwards."""
+    """The gradient of the operator's input ``index``, or None if it was accumulated into the weight's ``.grad``."""
     total = sum_to_add_to(ctx, index, weight) if ctx.accumulate else None
     if total is None:
         return make(by_token, by_row, is_column_major(weight), *routed)
@@ -213,10 +213,10 @@ def _wgrad(
 
 
 def _announce(ctx: Any, dx: Tensor, ds: Tensor | None) -> None:
-    """Say that the gradients of x and, if it is wanted, of s are made to the node that made x, if it asks: it may send
-    them away beside the weights' GEMMs.
+    """Hand the gradients of x and, if needed, of s to the autograd node that made x, if it has a method for it.
 
-    The node gets them from autograd all the same, and something else where they have other uses or a hook.
+    It may start sending them to other processes, overlapped with the weight gradients' GEMMs. Autograd delivers
+    gradients to the node all the same, and different ones where x or s has other uses or a hook.
     """
     node, _ = ctx.next_functions[0]
     are_made = getattr(node, "input_grads_are_made", None)
@@ -225,9 +225,10 @@ def _announce(ctx: Any, dx: Tensor, ds: Tensor | None) -> None:
 
 
 class _DependentOnInputs(torch.autograd.Function):
-    """The output's gradient, made to depend on the inputs: h, which does, is saved without a graph.
+    """Identity on the output's gradient that makes it depend on the inputs, and raises when it is differentiated.
 
-    So no gradient can be differentiated: with frozen weights, dx would pass for a constant in a second derivative.
+    h depends on the inputs but is saved without a graph: with frozen weights, a second derivative would silently take
+    dx for a constant.
     """
 
     @staticmethod
@@ -242,7 +243,7 @@ class _DependentOnInputs(torch.autograd.Function):
 def _up_proj(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
-    """h, once more."""
+    """F1 again, for h."""
     return backend.up_proj_act(x, w1, b1, without_derived(plan), spec)[1]
 
 
@@ -253,7 +254,7 @@ def _up_proj_fake(x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, *
 def _dequantize_h(
     data: Tensor, scale: Tensor, dtype: torch.dtype, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
-    """h of what was kept of it."""
+    """h from its quantised form."""
     return backend.dequantize_h(Operand(data, scale, ROWS, dtype))
 
 
@@ -295,13 +296,13 @@ def _down_proj_wgrad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, plan
 def _add_down_proj_wgrad(
     total: Tensor, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[()]:
-    """B2: dw2, added to total."""
+    """B2: dw2, accumulated into ``total``."""
     backend.down_proj_wgrad(do, a_scaled, without_derived(plan), is_column_major(total), total)
     return ()
 
 
 def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
-    """B3 and B5: dx; dx_rows (R_max, d) exists a slice of d at a time."""
+    """B3 and B5: dx; dx_rows (R_max, d) exists one slice of d at a time."""
     plan = without_derived(plan)
     d, n = w1.shape[2], w1.shape[1] // spec.width_factor
     dx = dh.new_empty(plan.num_tokens, d)
@@ -331,7 +332,7 @@ def _up_proj_wgrad_fake(x: Tensor, dh: Tensor, column_major: bool, plan: Routing
 def _add_up_proj_wgrad(
     total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[()]:
-    """B4: dw1, added to total."""
+    """B4: dw1, accumulated into ``total``."""
     backend.up_proj_wgrad(x, dh, without_derived(plan), is_column_major(total), total)
     return ()
 
@@ -391,7 +392,7 @@ down_proj_bias_grad = routed_operator(
 up_proj_bias_grad = routed_operator(
     "up_proj_bias_grad", "Tensor dh", "Tensor", _up_proj_bias_grad, _up_proj_bias_grad_fake
 )
-# In no graph: they write where autograd looks for a leaf's gradient.
+# Without schema: they are never in a graph, since they write to a leaf's ``.grad``.
 add_down_proj_wgrad = Operator("add_down_proj_wgrad", _add_down_proj_wgrad, arguments=ROUTED, advise=advise)
 add_up_proj_wgrad = Operator("add_up_proj_wgrad", _add_up_proj_wgrad, arguments=ROUTED, advise=advise)
 

@@ -1,9 +1,10 @@
-"""The experts of tokens whose experts are given by id, where nothing is differentiated: plan and layer in one call.
+"""Plan and experts as one operator for inference, given expert ids and scores: less work on the host per call.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · w = 2n gated, n ungated
 
-One generated token takes the GPU less time than the host takes to look at its operands twice. What is checked here,
-shapes, dtypes and devices, is what a recording is found by: it is checked when a layout is new, and not again.
+For one generated token the GPU takes less time than the host takes to check the operands twice. The checks here, of
+shapes, dtypes and devices, depend only on what the launch cache's key contains: they run when a layout is new, and not
+when its launches are replayed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tilemoe.shape import MoEShape
 
 
 class Activation(NamedTuple):
-    """The arguments of `tilemoe.moe` that say what is between the two projections."""
+    """The arguments of `tilemoe.moe` that define the activation."""
 
     name: str
     gate_up: str
@@ -45,10 +46,10 @@ def experts(
     scores: Tensor,
     activation: Activation,
 ) -> Tensor | None:
-    """What `tilemoe.moe` gives of ``plan_topk(expert_ids, E)``: (T, d). None where these are to be called themselves.
+    """`tilemoe.moe` with ``plan_topk(expert_ids, E)``: (T, d); or None, where the caller must call these two itself.
 
     x (T, d), expert_ids and scores (T, K), w1 (E, w, d), w2 (E, d, n), b1 (E, w), b2 (E, d). None is returned unless
-    all are plain tensors on the current GPU, gradients are off, nothing is cast, and nothing traces.
+    all are plain tensors on the current GPU, gradients and autocast are off, and nothing traces.
 
     Raises:
         ValueError: as `plan_topk` and `tilemoe.moe`.
@@ -59,7 +60,7 @@ def experts(
     device = x.device
     if torch.is_autocast_enabled(device.type):
         return None
-    for arg in args:  # neither is part of what a recording is found by
+    for arg in args:  # neither an argument's kind nor its device is in the launch cache's key
         if arg is not None and (not isinstance(arg, Tensor) or arg.device != device):
             return None
     return _experts(*args, activation)
@@ -83,7 +84,7 @@ def _run(
     build = builder_for(expert_ids, num_experts, is_inference=True).build_in_one
     backend = choose_experts(w2.device, w2.dtype, w2.shape[1:]).impl
     token_of_row, pair_of_row, row_of_pair, row_start, *_ = build(expert_ids, num_experts)
-    if backend.name == "torch":  # which indexes by what may be a kernel's
+    if backend.name == "torch":  # it indexes by the plan, which withheld Triton launches have not filled
         require_values()
     plan = RoutingPlan(
         token_of_row, pair_of_row, row_of_pair, None, row_start, num_experts, expert_ids.shape[0], unchecked=True

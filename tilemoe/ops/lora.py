@@ -1,13 +1,13 @@
-"""The expert MLP with low-rank adapters on frozen weights, `moe_lora`: no merged weight is made, nothing (R, d) kept.
+"""`moe_lora`, the expert MLP with low-rank adapters on frozen weights: merges no weight, saves nothing of size (R, d).
 
-T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity · r rank · w = 2n gated, n ungated
-P pairs · c the adapters' scale
+T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · r rank
+w = 2n gated, n ungated · P pairs · c the adapters' scale
 
 Expert e computes with ``w1_e + c up_b_e up_a_e`` and ``w2_e + c down_b_e down_a_e`` (LoRA, arXiv 2106.09685, one pair
 of adapters for each expert and matrix). The low-rank products are GEMMs of their own, over the same rows and by the
 same kernels: ``u = x up_a^T`` and ``v = do down_b`` gather inside their loads as F1 and B1 do. Saved: x, h (R_max, w),
-u (R_max, r), the scores and the plan: what `tilemoe.moe` saves, and u. Of the weights only the adapters get gradients.
-w1 and w2 may be in NF4, 4 bits a value: kernels decode what they are about to multiply, and no whole weight is made.
+u (R_max, r), the scores and the plan, which is what `tilemoe.moe` saves, and u. Of the weights only the adapters get
+gradients. w1 and w2 may be in NF4, 4 bits per value: kernels decode each tile before they multiply it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, che
 from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of
 from tilemoe.runtime.tensors import require_tensors
 
-_LINEAR = ActivationSpec("relu")  # for kernels of which only the product before the activation is used
+_LINEAR = ActivationSpec("relu")  # any ungated one: `Backend.up_proj` returns what is before the activation
 
 
 class Adapters(NamedTuple):
     """up_a (E, r, d) and up_b (E, w, r) on w1, down_a (E, r, n) and down_b (E, d, r) on w2; ``scale`` multiplies both.
 
-    Of any float dtype, computed in that of x.
+    Adapters may have any float dtype; they are cast to x's.
     """
 
     up_a: Tensor
@@ -68,8 +68,8 @@ def moe_lora(
     an `Nf4Weight` (`tilemoe.kernels.experts.nf4`), which is multiplied in x's dtype.
 
     Raises:
-        ValueError: an adapter's shape, dtype or device does not go with the weights, or a frozen tensor is not; or
-            ``kernels`` read no NF4.
+        ValueError: an adapter's shape, dtype or device does not match the weights, a weight or bias requires a
+            gradient, or the backend ``kernels`` cannot read NF4.
     """
     check_options(gate_up, recompute=None)
     require_type("adapters", adapters, Adapters)
@@ -94,17 +94,17 @@ def moe_lora(
 
 
 def _parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """As operators take a weight: itself, or the codes and the scales of one in NF4."""
+    """(data, absmax) of a weight, as operators take it: (weight, None), or an NF4 weight's codes and scales."""
     return (weight.codes, weight.absmax) if isinstance(weight, Nf4Weight) else (weight, None)
 
 
 def _whole(data: Tensor, absmax: Tensor | None) -> Weight:
-    """The weight of `_parts`."""
+    """The inverse of `_parts`."""
     return data if absmax is None else Nf4Weight(data, absmax)
 
 
 def _like(data: Tensor, absmax: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """For checks: a weight of `_parts`, or what has the shape of one in NF4, whose dtype is any, and no values."""
+    """For checks: the weight itself, or for one in NF4 an expanded scalar of its shape and of ``dtype``."""
     if absmax is None:
         return data
     return data.new_empty((), dtype=dtype).expand(Nf4Weight(data, absmax).shape)
@@ -114,19 +114,19 @@ def _check_nf4(backend: Backend, d: int, n: int) -> None:
     why = why_not_nf4(d, n)
     if why is not None:
         raise ValueError(why)
-    if not type(backend).reads_nf4:  # of the class, which torch.compile takes for a constant
+    if not type(backend).reads_nf4:  # of the class, which torch.compile treats as a constant
         raise ValueError(f"kernels={backend.name!r} read no weights in NF4; leave kernels out, or pass 'torch'")
 
 
 def _check_frozen(weights: dict[str, Tensor | None]) -> None:
-    """ValueError that names a weight, or the scales of one in NF4, that wants a gradient."""
+    """ValueError that names a weight, or the scales of one in NF4, that requires a gradient."""
     for name, weight in weights.items():
         if weight is not None and weight.requires_grad:
             raise ValueError(f"{name} must be frozen under adapters: {name}.requires_grad_(False)")
 
 
 def _check(x: Tensor, w2: Tensor, adapters: Adapters, spec: ActivationSpec) -> None:
-    """ValueError that names the adapter whose shape, dtype or device does not go with the weights."""
+    """ValueError that names the adapter whose shape, dtype or device does not match the weights."""
     (experts, d, n), width = w2.shape, spec.width_factor * w2.shape[2]
     if adapters.up_a.ndim != 3 or adapters.up_a.shape[1] == 0:
         raise ValueError(f"up_a must be (E, r, d) with r >= 1, got shape {tuple(adapters.up_a.shape)}")
@@ -230,13 +230,13 @@ def _activation_grads(h: Tensor, da: Tensor, s_row: Tensor, spec: ActivationSpec
 
 
 def _plan_of_rows(plan: RoutingPlan) -> RoutingPlan:
-    """The same rows, of which each is its own token: for kernels that gather what lies by row already."""
+    """A plan with the same rows, each its own token: lets wgrads read a (R_max, .) tensor as their gathered operand."""
     own = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
     return replace(plan, token_of_row=own, num_tokens=plan.capacity, unchecked=True)
 
 
 def _bias_products(do: Tensor, b2: Tensor, plan: RoutingPlan, dtype: torch.dtype) -> Tensor:
-    """<do_t, b2_e> of each row (R_max): one small GEMM instead of a gather of do."""
+    """<do_t, b2_e> of each row (R_max), from a small dense GEMM instead of a gather of do."""
     return (do.to(dtype) @ b2.to(dtype).t())[plan.token_of_row, expert_of_row(plan)]
 
 
@@ -277,7 +277,7 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
 def _backward(ctx: Any, do: Tensor | None, _dh: None, _du: None) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 8
-    saved = ctx.saved_tensors  # asked for once: checkpointing recomputes them
+    saved = ctx.saved_tensors  # read only once: under checkpointing each read recomputes
     given, arrays = saved[: -len(PLAN_ARRAYS)], saved[-len(PLAN_ARRAYS) :]
     routed = (plan_of(arrays, ctx.num_tokens), ctx.spec, ctx.backend)
     dx, ds, *adapters = _backward_op(do.contiguous(), *given, ctx.scale, *routed)

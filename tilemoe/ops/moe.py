@@ -1,4 +1,4 @@
-"""`moe`, the differentiable expert MLP, and what it says of arguments that are off. How it computes: `ops.experts`.
+"""`moe`, the public differentiable expert MLP, with the checks of its arguments. How it computes: `ops.experts`.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · P pairs
 """
@@ -50,18 +50,19 @@ def moe(
     fp32 or better. x, w1, w2, b1, b2 share one float dtype, except under autocast, which casts them to its own.
     Weights may have any strides. ``recompute="up_proj"`` keeps no h and runs the up projection again in backward.
     ``kernels``: a `Backend`, or the name that one is registered by; None chooses by device, dtype and shape.
-    ``precision="fp8"`` quantises the operands of F1, F2, B1 and B3 to e4m3 where a backend can (`select_kernels` says),
-    and is "bf16", operands as they are, where none can; with ``kernels`` it is a ValueError there.
-    ``save="fp8"`` keeps h between forward and backward in e4m3 with a scale for 128 elements of a row, whose number is
-    a multiple of 128: o has the same bits, and the gradients are those of the h that is kept. Not with ``recompute``,
-    of fp64, or on a GPU below compute capability 8.9.
+    ``precision="fp8"`` quantises the operands of the up and down projections and of their dgrads (F1, F2, B1, B3) to
+    e4m3 where a backend can (`select_kernels` says), and is "bf16", operands as they are, where none can; with
+    ``kernels`` it is a ValueError there.
+    ``save="fp8"`` keeps h, the pre-activation (rows, 2n or n), between forward and backward in e4m3, with a scale for
+    each 128 elements of a row, whose width must be a multiple of 128: o has the same bits, and the gradients are those
+    of the quantised h. Not with ``recompute``, in fp64, or on a GPU below compute capability 8.9.
 
-    ``accumulate=True`` is for several backwards a step: the kernels add the gradients of w1 and w2, where these are
-    leaves, to their ``.grad`` in fp32 (fp64 of fp64), whose ``grad_dtype`` it becomes, and autograd adds nothing. With
-    a tensor hook, ``create_graph=True``, autograd.grad, anomaly detection, in a graph of torch.compile or beside a
-    ``.grad`` of another dtype autograd adds, as ever.
+    ``accumulate=True`` is for several backwards per step: the kernels accumulate the gradients of w1 and w2, where
+    these are leaves, into their ``.grad`` in fp32 (fp64 for fp64), which becomes their ``grad_dtype``, and autograd
+    adds nothing. With a tensor hook, ``create_graph=True``, autograd.grad, anomaly detection, in a graph of
+    torch.compile or beside a ``.grad`` of another dtype, autograd accumulates as usual.
 
-    ValueError names the argument that is off. Differentiable once in x, w1, w2, scores, b1, b2.
+    ValueError names the argument that is wrong. Differentiable once in x, w1, w2, scores, b1, b2.
 
     Examples:
         >>> x, w1, w2 = torch.randn(5, 16), torch.randn(4, 2 * 8, 16), torch.randn(4, 16, 8)
@@ -82,9 +83,9 @@ def moe(
     _check_save(save, x.dtype, w1.shape[1])
     backend = backend_for(kernels, w2, w2.shape[1:], precision)
     s = scores.reshape(-1)
-    if is_differentiable(x, w1, w2, s, b1, b2):  # otherwise only `combine` reads them, and upcasts as it does
+    if is_differentiable(x, w1, w2, s, b1, b2):  # else only `combine` reads the scores, and converts them itself
         s = s.to(torch.promote_types(s.dtype, compute_dtype(x.dtype)))
-    s = s.contiguous()  # kernels index it by position; of one column, or of an expanded tensor, reshape is a view
+    s = s.contiguous()  # kernels index it by position, and reshape may have returned a strided view
     inputs = (x, w1, w2, s, b1, b2)
     kept = save if recompute is None and is_differentiable(*inputs) else "none"
     o: Tensor = expert_ops.moe(*inputs, kept, accumulate, plan, spec, backend)[0]
@@ -92,7 +93,7 @@ def moe(
 
 
 def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
-    """Cast to autocast's dtype where it is on, as PyTorch's own GEMMs do; fp64 and integers are left alone."""
+    """The tensors, cast to autocast's dtype where it is on, as PyTorch's GEMMs do; fp64 and integers are not cast."""
     tensors = (x, *rest)
     dtype = autocast_dtype(x.device.type)
     if dtype is None or x.dtype == torch.float64:
@@ -102,15 +103,15 @@ def cast_under_autocast(x: Tensor, *rest: Tensor | None) -> tuple[Any, ...]:
 
 
 def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[int], precision: str = "bf16") -> Backend:
-    """The one that the argument ``kernels`` says; None: by ``like``'s device and dtype, the layer's widths and the
-    precision.
+    """The backend that ``kernels`` names; with None one chosen by ``like``'s device and dtype, the layer's ``widths``
+    (d, n) and the precision.
 
-    ValueError: the one that ``kernels`` says computes in another precision, or not in FP8 for these operands.
+    ValueError: the named backend computes in another precision, or cannot compute in FP8 for these operands.
     """
     if kernels is None:
         return choose_experts(like.device, like.dtype, widths, precision).impl
     backend = backend_of(kernels)
-    computes_in = type(backend).precision  # of the class, which torch.compile takes for a constant
+    computes_in = type(backend).precision  # of the class, which torch.compile treats as a constant
     if computes_in != precision:
         raise ValueError(
             f"kernels={backend.name!r} computes in {computes_in}, but precision is {precision!r}: change one, or "
@@ -123,7 +124,7 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
 
 
 def check_options(gate_up: str, recompute: str | None, precision: str = "bf16", save: str = "full") -> None:
-    """ValueError for a value that `moe` does not know, or for two that contradict each other."""
+    """ValueError for an option that `moe` does not know, or for two that contradict each other."""
     require_choice("gate_up", gate_up, GATE_UP_LAYOUTS)
     if recompute is not None and not (isinstance(recompute, str) and recompute == "up_proj"):
         raise ValueError(f"recompute must be None or 'up_proj', got {shown(recompute)}")
@@ -134,7 +135,7 @@ def check_options(gate_up: str, recompute: str | None, precision: str = "bf16", 
 
 
 def _check_save(save: str, dtype: torch.dtype, width: int) -> None:
-    """ValueError: h (R_max, ``width``) cannot be kept so."""
+    """ValueError if h (R_max, ``width``) of this dtype cannot be saved as ``save`` says."""
     require_save(save, width)
     why = why_not_quantized(dtype) if save == "fp8" else None
     if why is not None:
@@ -142,7 +143,7 @@ def _check_save(save: str, dtype: torch.dtype, width: int) -> None:
 
 
 def check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, width_factor: int) -> None:
-    """ValueError that names the tensor whose shape, dtype or device does not go with the others."""
+    """ValueError that names the tensor whose shape, dtype or device does not match the others."""
     if x.ndim != 2:
         raise ValueError(f"x must be (T, d), got shape {tuple(x.shape)}; flatten the leading dimensions")
     if x.dtype not in FLOAT_DTYPES:
@@ -153,7 +154,7 @@ def check_tensors(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tens
     if d == 0 or n == 0 or experts == 0:
         raise ValueError(f"w2 (E, d, n) must have no empty dimension, got shape {tuple(w2.shape)}")
     width = width_factor * n
-    fitting = (width_factor * d, n)  # of w1, were w2 transposed
+    fitting = (width_factor * d, n)  # w1's last dimensions if w2 was passed transposed
     if x.shape[1] == n != d and tuple(w1.shape) in ((experts, *fitting), (experts, *reversed(fitting))):
         raise ValueError(f"w2 must be (E, d, n) {(experts, n, d)}, got {tuple(w2.shape)}; pass w2.transpose(1, 2)")
     expected = {"x": (x, (x.shape[0], d)), "w1": (w1, (experts, width, d))}

@@ -1,4 +1,4 @@
-"""torch.library registration of plan building: opaque to torch.compile, so that CPU ids are checked under it too."""
+"""Plan builders as torch.library operators: opaque to torch.compile, so that ids on a CPU are checked under it too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def check_ids(name: str, ids: Tensor, ndim: int) -> None:
-    """ValueError unless these are ids of that many dimensions."""
+    """ValueError unless ``ids`` is an int32 or int64 tensor of ``ndim`` dimensions, with at most 2^31 - 1 elements."""
     require_tensor(name, ids)
     if ids.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimension(s), got shape {tuple(ids.shape)}")
@@ -25,7 +25,7 @@ def check_ids(name: str, ids: Tensor, ndim: int) -> None:
 
 
 def check_topk_ids(expert_ids: Tensor) -> None:
-    """ValueError unless these are (T, K) ids, K at least 1."""
+    """ValueError unless ``expert_ids`` are (T, K) ids with K >= 1."""
     check_ids("expert_ids", expert_ids, ndim=2)
     if expert_ids.shape[1] == 0:
         raise ValueError("expert_ids must be (T, K) with K >= 1, got K = 0")
@@ -34,14 +34,14 @@ def check_topk_ids(expert_ids: Tensor) -> None:
 def _plan_topk(expert_ids: Tensor, num_experts: int, is_inference: bool) -> torch_plan.Index:
     """See `tilemoe.kernels.plan.torch.plan_topk`; device, size and ``is_inference`` choose the builder.
 
-    An argument, and not autograd's state: what is repeated follows the arguments, and compiled training runs its
-    forward without autograd.
+    is_inference is an argument rather than read from autograd's state: the launch cache's key is made of arguments, and
+    compiled training runs its forward without autograd.
     """
     return builder_for(expert_ids, num_experts, is_inference).build(expert_ids, num_experts)
 
 
 def builder_for(expert_ids: Tensor, num_experts: int, is_inference: bool) -> PlanBuilder:
-    """What plans these ids where they lie."""
+    """The plan builder for these ids on their device."""
     choose = choose_inference_plan if is_inference else choose_plan
     return choose(expert_ids.device, expert_ids.numel(), num_experts).impl
 

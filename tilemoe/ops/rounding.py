@@ -1,9 +1,9 @@
-"""torch.library registration of token rounding: opaque to torch.compile.
+"""Token rounding as torch.library operators: opaque to torch.compile.
 
 T tokens · E experts · K experts per token · R_max static row capacity
 
-`round_rows` gives indices alone, on any device. `rounded_scores` gives the scores too, by Triton, and is
-differentiable once, in the logits; its other tensors go through no gradient.
+`round_rows` returns indices only, on any device. `rounded_scores`, in Triton, also returns the scores, and is
+differentiable once in the logits; its other outputs are not differentiable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Spec = tuple[str, int, str, bool, float, int]
 
 
 def spec_args(cfg: MoEConfig, capacity: int) -> Spec:
-    """The configuration's arguments, in the order that the schemas of the Triton operators end with."""
+    """The configuration as the last arguments of the Triton operators, in their order (`_ROUNDING_SCHEMA`)."""
     assert cfg.rounding is not None, "the caller looks"
     _, score, normalize, scale, *_ = router_spec_args(cfg)
     return (cfg.rounding.mode, cfg.rounding.tile, score, normalize, scale, capacity)

@@ -1,4 +1,4 @@
-"""torch.library registration of the router's kernels: opaque to torch.compile, differentiable once.
+"""The router's kernels as torch.library operators: opaque to torch.compile, differentiable once.
 
 T tokens · d hidden_size · E experts · K experts per token
 """
@@ -21,7 +21,7 @@ Spec = tuple[int, str, bool, float, int, int, bool, bool]
 
 
 def spec_args(cfg: MoEConfig) -> Spec:
-    """The configuration's arguments, in the order that both operators' schemas end with."""
+    """The configuration as the last arguments of both operators, in their order (`_SPEC_SCHEMA`)."""
     router = cfg.router
     mode = "late softmax" if router.softmax_after_topk else router.score
     losses = (bool(router.aux_loss_coef), bool(router.z_loss_coef))
@@ -75,7 +75,7 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
 def _backward(
     ctx: Any, d_scores: Tensor | None, _ids: None, d_probability_sums: Tensor | None, d_z_sum: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of scores, probability sums and z sum, each None if nothing depends on it."""
+    """Takes the gradients of scores, probability sums and z sum, each None if nothing depends on it."""
     _, _, _, _, _, _, balance, z = ctx.spec
     d_probability_sums, d_z_sum = (d_probability_sums if balance else None, d_z_sum if z else None)
     if d_scores is None and d_probability_sums is None and d_z_sum is None:
