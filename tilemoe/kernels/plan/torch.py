@@ -1,4 +1,4 @@
-"""Plan building in plain PyTorch: one stable sort by expert (two for arbitrary pairs), and no host sync on a GPU.
+"""Plan building in plain PyTorch: one stable sort by expert (two for arbitrary pairs), without host sync on a GPU.
 
 T tokens · E experts · K experts per token · P pairs · R_max static row capacity (= P here)
 """
@@ -28,7 +28,7 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
 
 
 def new_index(expert_ids: Tensor, num_experts: int) -> Index:
-    """What `plan_topk` returns, uninitialised."""
+    """The tensors that `plan_topk` returns, uninitialised."""
 
     def index(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
@@ -69,7 +69,7 @@ def _rows_by_expert(flat: Tensor, skip: Tensor, num_experts: int) -> tuple[Tenso
 
 
 def _starts(keys_sorted: Tensor, num_keys: int) -> Tensor:
-    """(num_keys + 1) int32: where each key's run begins in the sorted keys; the last element counts the valid ones."""
+    """(num_keys + 1) int32: where each key's run begins in the sorted keys; last, the number of valid keys."""
     boundaries = torch.arange(num_keys + 1, dtype=keys_sorted.dtype, device=keys_sorted.device)
     return torch.searchsorted(keys_sorted, boundaries, out_int32=True)
 
@@ -79,7 +79,7 @@ def _in_use(rows: Tensor, row_start: Tensor) -> Tensor:
 
 
 def _record(bad: Tensor, bit: int) -> Tensor:
-    """The error bit as a 0-dim int32 on the device; raised at once where reading it costs nothing."""
+    """The error bit as a 0-dim int32 on the device; on a CPU, where reading it costs nothing, ValueError at once."""
     bits = bad.any().int() * bit
     if bits.device.type == "cpu":
         raise_for_bits(int(bits))

@@ -1,12 +1,12 @@
-"""Plan building on a GPU: a counting sort of the pairs by expert in four small kernels. No host sync.
+"""Plan building on a GPU: a stable counting sort of the pairs by expert in four small kernels, without host sync.
 
 T tokens · E experts · K experts per token · P pairs · B blocks of BLOCK consecutive pairs
 
-1. `count_kernel`: each block counts its pairs of each expert: (B, E).
-2. `block_start_kernel`: for each expert, the running sum of its counts over the blocks, and its total.
-3. `row_start_kernel`: the running sum of the totals over the experts.
-4. `place_kernel`: a pair's row is its expert's first row + the pairs of that expert in earlier blocks + those before
-   it in its own block. So the order is stable in the pair, and no thread ever waits for another.
+1. `count_kernel`: each block's histogram of its pairs' experts: counts (B, E).
+2. `block_start_kernel`: for each expert, the exclusive scan of its counts over the blocks, and its total.
+3. `row_start_kernel`: the scan of the totals over the experts.
+4. `place_kernel`: a pair's row is its expert's first row + that expert's pairs in earlier blocks + those before it in
+   its own block. The order is stable, without atomics, and no CTA waits for another.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -22,16 +22,16 @@ from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
 
-MAX_EXPERTS = 4096  # the counts of a block are kept in shared memory
-MAX_PAIRS = 2**30  # pair numbers, rounded up to a block, are int32
-_FEWEST_EXPERTS = 128  # that kernels are compiled for: layers with fewer share it
-_COUNTS = 4096  # that a program of `block_start_kernel` takes at a time
+MAX_EXPERTS = 4096  # a block's histogram is kept in shared memory
+MAX_PAIRS = 2**30  # pair numbers, rounded up to a block, must fit in int32
+_FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary
+_COUNTS = 4096  # counts that a program of `block_start_kernel` loads at a time
 
 
 def why_unsupported(
     num_pairs: int, num_experts: int, max_pairs: int = MAX_PAIRS, max_experts: int = MAX_EXPERTS
 ) -> str | None:
-    """Why these kernels cannot plan this many pairs and experts, in a few words; None if they can."""
+    """Why these kernels cannot plan this many pairs and experts; None if they can."""
     if not 0 < num_pairs <= max_pairs:
         return f"the number of pairs is not in [1, {max_pairs}]"
     if num_experts > max_experts:
@@ -43,10 +43,10 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
     """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
     error_bits (all int32).
 
-    Equal to the last bit to `tilemoe.kernels.plan.torch.plan_topk`; nothing is raised here for a negative id.
+    The same as `tilemoe.kernels.plan.torch.plan_topk`, but a negative id raises nothing here.
     """
     device_of(expert_ids)
-    ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
+    ids = expert_ids.reshape(-1).contiguous()  # reshape may return a strided view, of a column of a wider tensor
     num_pairs = ids.shape[0]
     assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
     block = pairs_of_block(num_experts)
@@ -68,8 +68,8 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
 def block_start_launch(
     counts: Tensor, block_start: Tensor, rows_per_expert: Tensor, num_blocks: int, num_experts: int
 ) -> Launch:
-    """From counts (B, E), ``block_start`` (B, E) and ``rows_per_expert`` (E)."""
-    columns = 4 if num_experts <= 1024 else 8  # experts of a program
+    """The launch that computes ``block_start`` (B, E) and ``rows_per_expert`` (E) from counts (B, E)."""
+    columns = 4 if num_experts <= 1024 else 8  # experts per program
     args = (counts, block_start, rows_per_expert, num_blocks, num_experts)
     constants = {"ROWS": _COUNTS // columns, "COLUMNS": columns}
     return launch_of(block_start_kernel, (ceil_div(num_experts, columns),), args, constants, num_warps=8)
@@ -83,19 +83,21 @@ def row_start_launch(
     num_blocks: int,
     num_experts: int,
 ) -> Launch:
-    """From rows_per_expert (E) and what `count_kernel` found in blocks, ``row_start`` (E+1) and ``error_bits`` ()."""
+    """The launch that computes ``row_start`` (E+1) from rows_per_expert (E), and ``error_bits`` () from
+    negative_in_block (B).
+    """
     args = (rows_per_expert, negative_in_block, row_start, error_bits, num_blocks, num_experts)
     constants = {"NEGATIVE": NEGATIVE_EXPERT, "BLOCK": 1024, "BLOCK_E": experts_of_block(num_experts)}
     return launch_of(row_start_kernel, (1,), args, constants)
 
 
 def experts_of_block(num_experts: int) -> int:
-    """Bins of a histogram, a power of two."""
+    """Number of bins of a block's histogram, a power of two."""
     return max(_FEWEST_EXPERTS, power_of_two(num_experts))
 
 
 def pairs_of_block(num_experts: int) -> int:
-    """More pairs a block mean more comparisons to rank them, fewer mean more counts (P / BLOCK, E) to add up."""
+    """Pairs per block: with more, `place_kernel` compares more pairs, with fewer there are more counts to scan."""
     if num_experts <= 128:
         return 128
     return 256 if num_experts <= 1024 else 512
@@ -103,7 +105,7 @@ def pairs_of_block(num_experts: int) -> int:
 
 @triton.jit
 def expert_of_pair(ids, pair, num_pairs, num_experts):
-    """int32 expert of each pair; num_experts for one that is skipped. Compared as given: an id may be beyond int32."""
+    """int32 expert of each pair, num_experts if it is skipped. Compared before the conversion: ids may exceed int32."""
     expert = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)
     return tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
 
@@ -112,7 +114,7 @@ def expert_of_pair(ids, pair, num_pairs, num_experts):
 def count_kernel(
     ids, num_pairs, num_experts, counts, negative_in_block, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
-    """counts (B, E), negative_in_block (B): 1 where an id is negative."""
+    """counts (B, E): pairs of each expert in a block. negative_in_block (B): 1 where an id is negative."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
     expert = expert_of_pair(ids, pair, num_pairs, num_experts)
@@ -127,7 +129,7 @@ def count_kernel(
 def block_start_kernel(
     counts, block_start, rows_per_expert, num_blocks, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """block_start (B, E): the pairs of an expert in the blocks before each; rows_per_expert (E): in all of them."""
+    """block_start (B, E): pairs of an expert in the blocks before each block; rows_per_expert (E): in all blocks."""
     expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.int32)
     for first in range(0, num_blocks, ROWS):
@@ -146,7 +148,7 @@ def row_start_kernel(
     rows_per_expert, negative_in_block, row_start_of_expert, error_bits, num_blocks, num_experts,
     NEGATIVE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """row_start_of_expert (E+1), error_bits ()."""
+    """row_start_of_expert (E+1), the scan of rows_per_expert (E), and error_bits (). A single CTA."""
     expert = tl.arange(0, BLOCK_E)
     ends = tl.cumsum(tl.load(rows_per_expert + expert, mask=expert < num_experts, other=0), axis=0)
     tl.store(row_start_of_expert, 0)
@@ -168,8 +170,8 @@ def place_kernel(
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
     expert = expert_of_pair(ids, pair, num_pairs, num_experts)
-    # Every pair of the block against every other: quicker than a loop, whose loads cost more than the comparisons.
-    # Summed along the first dimension: along the second, a thread would hold a register for every comparison.
+    # Ranks each pair by comparing all pairs of the block: a loop's loads would cost more than the comparisons do.
+    # Reduced along the first dimension: along the second, a thread would hold a register for every comparison.
     earlier = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
     earlier_in_block = tl.sum(earlier.to(tl.int32), axis=0)
     used = expert < num_experts
@@ -178,7 +180,7 @@ def place_kernel(
     tl.store(row_of_pair + pair, tl.where(used, row, -1), mask=pair < num_pairs)
     tl.store(pair_of_row + row, pair, mask=used)
     tl.store(token_of_row + row, pair // experts_per_token, mask=used)
-    # Rows past R: no pair writes there. Each block clears those whose numbers are its pairs' numbers.
+    # No pair writes to the rows past R. Each block clears those of them that have its pairs' numbers.
     unused = (pair >= tl.load(row_start_of_expert + num_experts)) & (pair < num_pairs)
     tl.store(pair_of_row + pair, 0, mask=unused)
     tl.store(token_of_row + pair, 0, mask=unused)

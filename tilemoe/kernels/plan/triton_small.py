@@ -1,8 +1,8 @@
-"""Plan building for few pairs: the counting sort of `tilemoe.kernels.plan.triton` in one kernel. No host sync.
+"""Plan building for few pairs: the stable counting sort of `tilemoe.kernels.plan.triton` in one kernel.
 
 T tokens · E experts · K experts per token · P pairs
 
-Each program counts all pairs for itself, and needs nothing of another. The result is the same to the last bit.
+Each CTA places BLOCK pairs and counts all pairs for itself, so that CTAs need not communicate. The results are equal.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -20,10 +20,10 @@ from tilemoe.plan import NEGATIVE_EXPERT
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, int32_vectors, power_of_two
 
-# Beyond, counting them in every program takes longer than three launches.
+# With more, counting all pairs in every CTA takes longer than the three further launches of `plan.triton`.
 MAX_PAIRS = 4096
 MAX_EXPERTS = 1024
-_BLOCK, _CHUNK = 128, 512  # pairs that a program places, and counts at a time
+_BLOCK, _CHUNK = 128, 512  # pairs that a CTA places, and pairs that it counts at a time
 
 
 def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
@@ -40,7 +40,7 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
 
 
 def plan_topk_in_one(expert_ids: Tensor, num_experts: int) -> Index:
-    """As `plan_topk`. The results are parts of one allocation, which is quicker; no operator can return them."""
+    """As `plan_topk`, the results being views of one allocation, which is faster; an operator cannot return those."""
     device_of(expert_ids)
     pairs = expert_ids.numel()
     a, b, c, d, e, f = int32_vectors(expert_ids, pairs, pairs, pairs, num_experts + 1, num_experts, 1)
@@ -50,8 +50,8 @@ def plan_topk_in_one(expert_ids: Tensor, num_experts: int) -> Index:
 
 
 def plan_topk_launch(expert_ids: Tensor, num_experts: int, made: Index) -> Launch:
-    """The launch that fills ``made``: what `plan_topk` returns."""
-    ids = expert_ids.reshape(-1).contiguous()  # a column of a wider tensor is reshaped without a copy
+    """The launch that fills ``made``, the tensors that `plan_topk` returns."""
+    ids = expert_ids.reshape(-1).contiguous()  # reshape may return a strided view, of a column of a wider tensor
     num_pairs = ids.shape[0]
     assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
     sizes = (num_pairs, num_experts, expert_ids.shape[1])
@@ -66,10 +66,10 @@ def plan_small_kernel(
     rows_per_expert, error_bits,
     NEGATIVE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A program places BLOCK pairs. CHUNK: pairs that are counted at a time."""
+    """A CTA places BLOCK pairs. CHUNK: pairs that are counted at a time. Outputs as of `plan_topk`."""
     first = tl.program_id(0) * BLOCK
-    count = tl.zeros((BLOCK_E,), dtype=tl.int32)  # of each expert's pairs
-    earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # of those before this program's
+    count = tl.zeros((BLOCK_E,), dtype=tl.int32)  # pairs of each expert
+    earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # pairs of each expert before this CTA's
     negative = tl.zeros((CHUNK,), dtype=tl.int32)
     for start in range(0, num_pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
@@ -84,14 +84,14 @@ def plan_small_kernel(
     pair = first + tl.arange(0, BLOCK)
     expert = expert_of_pair(ids, pair, num_pairs, num_experts)
     used = expert < num_experts
-    # As in `place_kernel`: every pair of the block against every other, summed along the first dimension.
+    # As in `place_kernel`: ranks each pair by comparing all pairs of the block, reduced along the first dimension.
     same = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
     row = tl.sum(same.to(tl.int32), axis=0)
     row += tl.gather(end - count + earlier, tl.where(used, expert, 0), axis=0)
     tl.store(row_of_pair + pair, tl.where(used, row, -1), mask=pair < num_pairs)
     tl.store(pair_of_row + row, pair, mask=used)
     tl.store(token_of_row + row, pair // experts_per_token, mask=used)
-    # No pair writes rows past R. Each program clears those whose numbers are its pairs' numbers.
+    # No pair writes to the rows past R. Each CTA clears those of them that have its pairs' numbers.
     unused = (pair >= num_rows) & (pair < num_pairs)
     tl.store(pair_of_row + pair, 0, mask=unused)
     tl.store(token_of_row + pair, 0, mask=unused)

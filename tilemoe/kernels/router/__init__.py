@@ -1,1 +1,1 @@
-"""Top-K selection of the router, its scores and their gradients."""
+"""The router's kernels: top-K selection, scores, the losses' sums, and their gradients."""

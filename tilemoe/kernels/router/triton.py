@@ -1,9 +1,10 @@
-"""Top-K selection and its gradient in one kernel each: every logit is read at most once, the chosen ones once more.
+"""Host side of the router: top-K with scores and loss sums in one kernel, and the gradient of all these in another.
 
 T tokens · E experts · K experts per token
 
-A tile is a block of tokens times all experts, padded to powers of two. The best expert is found K times over, as the
-maximum of integer keys that order as the values do.
+Memory-bound: every logit is read at most once, and those of the chosen experts once more. A tile is a block of tokens
+times all experts, padded to powers of two. Top-K is K successive arg-maxima over integer keys that order as the scores
+do. Loss sums are per-program partial sums, added by PyTorch in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from tilemoe.runtime.launch import Launch, ceil_div, contiguous, power_of_two
 
 MAX_EXPERTS = 4096
 MAX_EXPERTS_PER_TOKEN = 32
-_WARP = 512  # logits of a warp: 16 a thread leave registers for what is computed of each
-_ZEROS, _MOST_TOKENS = 4096, 128  # that a program writes, and of how many tokens, where most of the gradient is zero
-_PARTIAL_SUMS = 2048  # programs over which the sums for the losses are split
+_WARP = 512  # logits per warp: 16 per thread leave registers for what is computed from each
+_ZEROS, _MOST_TOKENS = 4096, 128  # elements and tokens per program where the gradient is zero but for chosen experts
+_PARTIAL_SUMS = 2048  # most programs, and so partial sums, where the losses' sums are taken
 
 
 class RouterSpec(NamedTuple):
-    """What of a router's configuration the kernels depend on, besides E; ``mode`` is "softmax", "sigmoid" or "late
-    softmax", the one over the kept logits. balance, z: the sums that the two losses need.
+    """The part of a router's configuration that the kernels depend on, besides E.
+
+    mode: "softmax", "sigmoid", or "late softmax", which is over the K chosen logits only. balance, z: whether the sums
+    that the load-balancing loss and the z loss need are computed.
     """
 
     experts_per_token: int
@@ -41,7 +44,7 @@ class RouterSpec(NamedTuple):
 
 
 def why_unsupported(num_experts: int, experts_per_token: int) -> str | None:
-    """Why these kernels cannot route among so many experts, in a few words; None if they can."""
+    """Why these kernels cannot select ``experts_per_token`` of ``num_experts``; None if they can."""
     if experts_per_token > MAX_EXPERTS_PER_TOKEN:
         return f"more than {MAX_EXPERTS_PER_TOKEN} experts per token"
     if num_experts > MAX_EXPERTS:
@@ -54,9 +57,9 @@ def select(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """From logits (T, E) fp32, selection_bias (E,) fp32, token_mask (T,) bool:
 
-    scores (T, K) fp32 · expert_ids (T, K) int32, best first, a tie to the lower id, E where the mask is False ·
+    scores (T, K) fp32 · expert_ids (T, K) int32, best first, ties to the lower id, E where the mask is False ·
     probability_sums (E,): each expert's probability summed over the tokens, (0,) unless ``spec.balance`` · z_sum ():
-    the sum of ``logsumexp(logits)^2``, (0,) unless ``spec.z``. The sums are taken in one order, whatever runs when.
+    the sum of ``logsumexp(logits)^2``, (0,) unless ``spec.z``. The order of summation is fixed.
     """
     device_of(logits)
     num_tokens, num_experts = logits.shape
@@ -73,7 +76,7 @@ def select(
 
 
 def select_grad(logits: Tensor, *rest: Any) -> Tensor:
-    """d_logits (T, E) fp32 of what `select_grad_launch` takes."""
+    """d_logits (T, E) fp32; arguments as for `select_grad_launch`."""
     device_of(logits)
     if logits.shape[0] == 0:
         return torch.empty_like(logits)
@@ -83,7 +86,7 @@ def select_grad(logits: Tensor, *rest: Any) -> Tensor:
 
 
 def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Tensor | None, spec: RouterSpec) -> Launch:
-    """The launch behind `select`, for at least one token; its arguments hold what it writes."""
+    """The launch of `select`, for at least one token; the outputs are among its arguments."""
     num_tokens, num_experts = logits.shape
     k, groups = spec.experts_per_token, power_of_two(spec.num_groups)
     group = power_of_two(num_experts // spec.num_groups)
@@ -105,7 +108,7 @@ def select_launch(logits: Tensor, selection_bias: Tensor | None, token_mask: Ten
         "BLOCK_T": block,
         "GROUPS": groups,
         "GROUP": group,
-        # Sorting into lists pays from a few choices on; a list's head holds the place of one of them.
+        # Sorted lists pay off from a few choices on; `chosen` has a column per list, hence K <= columns / 4.
         "LISTS": 4 <= k <= columns // 4,
     }
     return launch_of(select_kernel, (num_programs,), args, constants, _num_warps(columns))
@@ -120,19 +123,19 @@ def select_grad_launch(
     d_z_sum: Tensor | None,
     spec: RouterSpec,
 ) -> Launch:
-    """The launch behind `select_grad`, for at least one token: d_logits (T, E) fp32 from the gradients of `select`'s
-    scores and sums, each None for zeros.
+    """The launch of `select_grad`, for at least one token: d_logits (T, E) fp32 from the gradients of `select`'s scores
+    and sums, each None for zeros.
 
-    expert_ids: as `select` gave them, K different experts in [0, E) for each token that the mask leaves; not checked.
-    Where nothing is summed over all experts, a logit that was not chosen gets zero, even where others are NaN.
+    expert_ids: as returned by `select`, K different experts in [0, E) for each token that is not masked; not checked.
+    Where nothing is normalised over all experts, a logit that was not chosen gets zero, even if others are NaN.
     """
     num_tokens, num_experts = logits.shape
-    columns = power_of_two(num_experts)  # which groups were eligible has no gradient
+    columns = power_of_two(num_experts)  # no padding of groups: which were eligible has no gradient
     dense = spec.mode == "softmax" or d_probability_sums is not None or d_z_sum is not None
     if dense:
         block, num_warps = _tokens_of_block(columns), _num_warps(columns)
     else:
-        block, num_warps = max(1, min(_MOST_TOKENS, _ZEROS // columns)), 4  # no logit is read but those of the chosen
+        block, num_warps = max(1, min(_MOST_TOKENS, _ZEROS // columns)), 4  # only chosen experts' logits are read
     logits = logits.contiguous()
     sums = (contiguous(d_probability_sums), d_z_sum)
     given = (logits, expert_ids, contiguous(token_mask), contiguous(d_scores), *sums)
@@ -148,7 +151,7 @@ def select_grad_launch(
 
 
 def _constants(num_experts: int, spec: RouterSpec) -> dict[str, Any]:
-    """What both kernels know of the router."""
+    """Constants of both kernels."""
     return {
         "NUM_EXPERTS": num_experts,
         "K": spec.experts_per_token,
@@ -163,5 +166,5 @@ def _tokens_of_block(columns: int) -> int:
 
 
 def _num_warps(columns: int) -> int:
-    """One warp where its registers hold the experts: its K maxima then need no shared memory and no barrier."""
+    """One warp where its registers hold all experts: then the K maxima need no shared memory and no barrier."""
     return 1 if columns <= 2 * _WARP else min(16, columns // _WARP)

@@ -1,6 +1,8 @@
-"""The router's share of dx, added to the experts' in the product that makes it: dx is read once and written once.
+"""The router's input gradient, fused with the addition to the experts': ``out = dx + d_logits weight``.
 
 T tokens · d hidden_size · E experts
+
+A dense GEMM, all operands by TMA, bound by reading dx and writing out once. One tile per CTA, column tiles innermost.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -16,13 +18,13 @@ from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, power_of_two
 
-# Small enough for several programs a multiprocessor: it is bound by memory (measured on an H200).
+# Small enough for several CTAs per SM, since it is memory-bound (measured on an H200).
 _BLOCK_M, _BLOCK_N = 128, 128
 _LEAST_STEP, _LARGEST_STEP = 16, 64
 
 
 def why_unsupported(d_logits: Tensor, weight: Tensor, dx: Tensor) -> str | None:
-    """Why `input_grad` cannot take these operands, d a multiple of 8, in a few words; None if it can."""
+    """Why `input_grad` cannot take these operands, d being a multiple of 8; None if it can."""
     return None if can_describe_rows(device_of(dx), d_logits, weight, dx) else "TMA does not reach the operands"
 
 
@@ -53,12 +55,12 @@ def input_grad_kernel(
     out, dx, d_logits, weight, column_tiles,
     NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile; all operands are descriptors. The tiles of the same tokens are neighbours: they share d_logits."""
+    """One tile per CTA; all operands are descriptors. Neighbouring CTAs have the same tokens and share d_logits."""
     token = (tl.program_id(0) // column_tiles) * BLOCK_M
     col = (tl.program_id(0) % column_tiles) * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, NUM_EXPERTS, BLOCK_K):
         acc = tl.dot(d_logits.load([token, k]), weight.load([k, col]), acc)
-    # Not before the products: its registers would cost more programs than the wait does.
+    # dx is loaded after the mainloop: holding it meanwhile would cost more, in occupancy, than this wait does.
     acc += dx.load([token, col]).to(tl.float32)
     out.store([token, col], acc.to(out.dtype))

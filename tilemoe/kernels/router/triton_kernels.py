@@ -1,6 +1,9 @@
-"""The kernels behind `tilemoe.kernels.router.triton`.
+"""The router's kernels: `select_kernel` (scores, top-K, loss sums) and `select_grad_kernel`.
 
 T tokens · E experts · K experts per token · C columns of a tile · BLOCK_T tokens of a tile
+
+A tile is BLOCK_T tokens times all experts, in registers. Columns are experts, padded group by group to powers of two
+(GROUPS groups of GROUP columns). Selection works on int32 keys, see `_key`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -10,16 +13,16 @@ import triton
 import triton.language as tl
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite fp32
-# Keys. Those of numbers are all above -2^31 + 2^23, so below that there is room for what is no candidate.
+# Special keys. Those of numbers are all above -2^31 + 2^23, which leaves room below for what is no candidate.
 _TAKEN = tl.constexpr(-(2**31))  # chosen already
 _OUT = tl.constexpr(-(2**31) + 1)  # may not be chosen
 _NAN = tl.constexpr(0x7FC00000)
-_EPSILON = tl.constexpr(1e-20)  # of `tilemoe.routing.topk._total`
+_EPSILON = tl.constexpr(1e-20)  # the same as in `tilemoe.routing.topk._total`
 
 
 @triton.jit
 def _key(value):
-    """int32 that orders as fp32 does, with -0 equal to 0 and NaN above everything, as in torch.argmax."""
+    """An int32 that orders as the fp32 ``value`` does, with -0 equal to 0 and NaN above everything, as torch.argmax."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return tl.where(value == value, key, _NAN)
@@ -27,20 +30,20 @@ def _key(value):
 
 @triton.jit
 def _best(key, column, C: tl.constexpr):
-    """(tokens,) the column of each token's largest key (tokens, C); of equal ones, the first."""
+    """(tokens,) the column of each token's largest key (tokens, C); the first of equal ones."""
     best = tl.max(key, axis=1)
     return tl.min(tl.where(key == best[:, None], column, C), axis=1)
 
 
 @triton.jit
 def _take_best(key, column, C: tl.constexpr):
-    """``key`` (tokens, C) without each token's largest."""
+    """``key`` (tokens, C) with each token's largest replaced by _TAKEN."""
     return tl.where(column == _best(key, column, C)[:, None], _TAKEN, key)
 
 
 @triton.jit
 def _in_order(upper, upper_column, lower, lower_column):
-    """The larger key first; equal ones stay as they are, so that sorting by neighbours keeps their order."""
+    """Compare-exchange of (key, column) pairs, larger key first; equal ones stay, so that the sorting is stable."""
     swap = lower > upper
     return (
         tl.maximum(upper, lower),
@@ -52,7 +55,7 @@ def _in_order(upper, upper_column, lower, lower_column):
 
 @triton.jit
 def _choose(key, K: tl.constexpr):
-    """(tokens, C) of which the first K columns are the columns of the K largest keys (tokens, C), best first."""
+    """(tokens, C) whose first K entries are the columns of the K largest keys (tokens, C), best first."""
     C: tl.constexpr = key.shape[1]
     column = tl.arange(0, C)[None, :]
     chosen = tl.zeros(key.shape, dtype=tl.int32)
@@ -65,8 +68,8 @@ def _choose(key, K: tl.constexpr):
 
 @triton.jit
 def _choose_from_lists(key, K: tl.constexpr):
-    """As `_choose`, of which it returns a quarter of the columns. Four neighbours, which one thread holds, are sorted
-    first: then only the heads of these lists take part in the search for each of the K.
+    """As `_choose`, but returns (tokens, C / 4). Each four neighbouring keys, which one thread holds, are sorted into a
+    list first: then each of the K maxima is taken over the heads of the lists only.
     """
     TOKENS: tl.constexpr = key.shape[0]
     LISTS: tl.constexpr = key.shape[1] // 4
@@ -94,7 +97,7 @@ def _choose_from_lists(key, K: tl.constexpr):
 
 @triton.jit
 def _group_worth(key, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """(tokens, GROUPS) half the sum of the two largest values of each group, from keys (tokens, GROUPS * GROUP)."""
+    """(tokens, GROUPS) half the sum of each group's two largest values, from keys (tokens, GROUPS * GROUP)."""
     tokens: tl.constexpr = key.shape[0]
     flat = tl.reshape(key, (tokens * GROUPS, GROUP))
     column = tl.arange(0, GROUP)[None, :]
@@ -106,13 +109,13 @@ def _group_worth(key, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _value(key):
-    """The fp32 that `_key` made the key of."""
+    """The inverse of `_key`."""
     return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _eligible(key, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """(tokens, GROUPS * GROUP) whether the column is of one of the token's TOP_GROUPS best groups."""
+    """(tokens, GROUPS * GROUP) whether the column is in one of the token's TOP_GROUPS best groups."""
     tokens: tl.constexpr = key.shape[0]
     group = tl.arange(0, GROUPS)[None, :]
     group_key = tl.where(group < NUM_GROUPS, _key(_group_worth(key, GROUPS, GROUP)), _OUT)
@@ -138,7 +141,7 @@ def _load_logits(
 ):
     """(real (BLOCK_T,), logits (BLOCK_T, C)): 0 for a token that is not real, -inf in a column without expert."""
     real = _are_real(first, token_mask, num_tokens, BLOCK_T)
-    # The pointer of the block is 64 bits wide, the offsets within it are not.
+    # A 64-bit offset for the block, 32-bit ones within it.
     start = logits + first.to(tl.int64) * NUM_EXPERTS
     tile = tl.load(start + tl.arange(0, BLOCK_T)[:, None] * NUM_EXPERTS + expert, mask=real[:, None] & valid, other=0.0)
     return real, tl.where(valid, tile, float("-inf"))
@@ -151,7 +154,7 @@ def _sigmoid(logits):
 
 @triton.jit
 def _kept_softmax(logits, chosen):
-    """The softmax over each token's chosen columns; 0 in the others."""
+    """The softmax over each token's chosen columns, 0 in the others."""
     kept = tl.where(chosen, logits, float("-inf"))
     weight = tl.where(chosen, tl.exp(logits - tl.max(kept, axis=1)[:, None]), 0.0)
     return weight * (1.0 / tl.sum(weight, axis=1))[:, None]
@@ -164,7 +167,7 @@ def select_kernel(
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """expert_ids, scores (T, K); of this program's tokens, probability_parts (programs, E) and z_parts (programs)."""
+    """expert_ids, scores (T, K); partial sums by program, probability_parts (programs, E) and z_parts (programs)."""
     C: tl.constexpr = GROUPS * GROUP
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     SOFTMAX: tl.constexpr = (
@@ -199,7 +202,7 @@ def select_kernel(
 
         value = score
         if selection_bias is not None:
-            everywhere = tl.broadcast_to(expert, (BLOCK_T, C))  # for each token anew: laid out as the logits are
+            everywhere = tl.broadcast_to(expert, (BLOCK_T, C))  # loaded per token, to get the logits' layout
             value += tl.maximum(tl.load(selection_bias + everywhere, mask=valid, other=0.0), _LOWEST)
         key = _key(tl.where(tile == float("-inf"), _LOWEST, value))
         key = tl.where(valid, key, _OUT)
@@ -210,7 +213,7 @@ def select_kernel(
         place = tl.arange(0, chosen.shape[1])[None, :]
         chosen = (chosen // GROUP) * GROUP_SIZE + chosen % GROUP
         token = first + tl.arange(0, BLOCK_T)[:, None]
-        # Read once more, from the cache: of the few that were chosen.
+        # The chosen experts' logits are read once more, from cache.
         at = token.to(tl.int64) * NUM_EXPERTS + chosen
         kept = tl.load(logits + at, mask=real[:, None] & (place < K), other=0.0)
         if MODE == "softmax":
@@ -220,7 +223,7 @@ def select_kernel(
         else:
             kept = _kept_softmax(kept, place < K)
         if NORMALIZE and MODE != "late softmax":
-            # Divided as IEEE says: one kept score is exactly 1, and the rounding of tokens sees no noise to rank by.
+            # IEEE division: with K = 1 the score is exactly 1, and token rounding has no noise to rank by.
             total_kept = tl.sum(tl.where(place < K, kept, 0.0), axis=1) + _EPSILON
             kept = tl.math.div_rn(kept, tl.broadcast_to(total_kept[:, None], kept.shape))
         if SCALE != 1.0:
@@ -240,10 +243,11 @@ def select_kernel(
 def _dense_grad(
     logit, d_probability, top, inverse_total, common, inverse, d_z, MODE: tl.constexpr, SOFTMAX: tl.constexpr
 ):
-    """What a logit gets besides its own score's share: from all that is divided by sums over all experts.
+    """The part of a logit's gradient that comes from normalisation over all experts and from the loss sums.
 
-    logit, d_probability (tokens, X); of each token: the largest logit and 1 / sum exp(l - top) · sum dp p ·
-    1 / sum of all sigmoids · dz times 2 z. d_probability, d_z: None for zeros. SOFTMAX: whether one over all is in it.
+    logit, d_probability (tokens, X). Per token: top, the largest logit · inverse_total, 1 / sum exp(l - top) · common,
+    sum dp p · inverse, 1 / sum of all sigmoids · d_z, dz times 2 z. d_probability, d_z: None for zeros. SOFTMAX:
+    whether the softmax over all experts is needed.
     """
     grad = tl.zeros(logit.shape, dtype=tl.float32)
     if SOFTMAX:
@@ -262,9 +266,9 @@ def _dense_grad(
 
 @triton.jit
 def _own_grad(logit, d_score, taken, top, inverse_total, MODE: tl.constexpr, NORMALIZE: tl.constexpr):
-    """What the chosen get from their own scores, and with "softmax" its sum, which all logits share.
+    """(own, shared): the chosen logits' gradient from their own scores, and the sum that mode "softmax" takes from all.
 
-    logit, d_score (tokens, choices), of which those ``taken`` count; top, inverse_total: as for `_dense_grad`.
+    logit, d_score (tokens, choices), valid where ``taken``; top, inverse_total: as for `_dense_grad`.
     """
     if MODE == "late softmax":
         kept = _kept_softmax(logit, taken)
@@ -292,11 +296,11 @@ def select_grad_kernel(
 ):  # fmt: skip
     """d_logits (T, E) from the gradients of scores (T, K), of the probabilities' sums (E,) and of the z sum ().
 
-    Of ``p = softmax(l)``: ``dl = p * (dp - <dp, p>)``; so of a quotient ``p = u / (sum u + eps)``: ``du = (dp - <dp,
-    p>) / (sum u + eps)``; of a sigmoid: ``dl = du * u * (1 - u)``.
+    ``p = softmax(l)``: ``dl = p * (dp - <dp, p>)``. ``p = u / (sum u + eps)``: ``du = (dp - <dp, p>) / (sum u + eps)``.
+    ``u = sigmoid(l)``: ``dl = du * u * (1 - u)``.
 
-    All experts get what comes from sums over all, zero where there are none (unless DENSE); then the chosen ones are
-    written again.
+    First all experts' entries are written: what comes from sums over all experts, or zero unless DENSE. Then the chosen
+    experts' entries are overwritten.
     """
     SOFTMAX: tl.constexpr = DENSE and (MODE != "sigmoid" or d_z_sum is not None)
     expert = tl.arange(0, COLUMNS)[None, :]
@@ -320,7 +324,7 @@ def select_grad_kernel(
     if d_z_sum is not None:
         d_z = 2.0 * tl.load(d_z_sum) * (top + tl.log(total))
     if d_probability_sums is not None:
-        everywhere = tl.broadcast_to(expert, (BLOCK_T, COLUMNS))  # for each token anew: laid out as the logits are
+        everywhere = tl.broadcast_to(expert, (BLOCK_T, COLUMNS))  # loaded per token, to get the logits' layout
         d_probability = tl.load(d_probability_sums + everywhere, mask=valid, other=0.0)
         if MODE == "sigmoid":
             score = _sigmoid(tile)
@@ -330,7 +334,7 @@ def select_grad_kernel(
             common = tl.sum(d_probability * weight, axis=1) * inverse_total
 
     if d_scores is not None:
-        # Of each token's K experts: (BLOCK_T, CHOICES), the columns from K on not taken.
+        # Each token's K experts as (BLOCK_T, CHOICES), padded to a power of two.
         place = tl.arange(0, CHOICES)[None, :]
         taken = real[:, None] & (place < K)
         pair = token.to(tl.int64)[:, None] * K + place
@@ -342,7 +346,7 @@ def select_grad_kernel(
         if MODE == "softmax":
             common += shared
 
-    # The pointer of the block is 64 bits wide, the offsets within it are not.
+    # A 64-bit offset for the block, 32-bit ones within it.
     to = d_logits + first.to(tl.int64) * NUM_EXPERTS + tl.arange(0, BLOCK_T)[:, None] * NUM_EXPERTS + expert
     value = tl.zeros((BLOCK_T, COLUMNS), dtype=tl.float32)
     if DENSE:
@@ -354,5 +358,5 @@ def select_grad_kernel(
             d_probability = tl.load(d_probability_sums + at, mask=taken, other=0.0)
         if DENSE:
             own += _dense_grad(logit, d_probability, top, inverse_total, common, inverse, d_z, MODE, SOFTMAX)
-        tl.debug_barrier()  # other threads have written there
+        tl.debug_barrier()  # other threads have written to these places above
         tl.store(d_logits + line + at, own, mask=taken)
