@@ -1,1 +1,1 @@
-"""Token rounding."""
+"""Token rounding: each expert's number of rows is rounded to a multiple of the GEMMs' tile."""

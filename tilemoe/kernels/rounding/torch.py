@@ -1,7 +1,10 @@
-"""Token rounding in plain PyTorch: thresholds by top-k of the marginal rows, no sort of T x E and no host sync.
+"""Token rounding in plain PyTorch: each expert's f rows under top-K become r, a multiple of the tile m.
 
 T tokens · E experts · K experts per token · m tile · f rows of an expert under top-K · r rows it computes
-R_max row capacity
+R_max static row capacity
+
+An expert drops its worst rows or adds the best tokens that did not choose it, fewer than m of them: they are found by a
+threshold from `topk`, without sorting T x E and without host sync.
 """
 
 from __future__ import annotations
@@ -21,15 +24,16 @@ def round_rows(
     scale: float,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """token_of_row, pair_of_row, row_of_pair (R_max), pair_start_of_token (T+1), row_start_of_expert (E+1) and
-    pairs_of_expert (E), all int32: the plan of the rounded rows, pairs being numbered by their rows, and f.
+    """The plan of the rounded rows, and f: token_of_row, pair_of_row, row_of_pair (R_max), pair_start_of_token (T+1),
+    row_start_of_expert (E+1) and pairs_of_expert (E), all int32. A pair's number is its row's.
 
-    all_scores (T, E), expert_ids and kept_scores (T, K), uniform (E,), token_mask (T,), with T >= tile.
+    all_scores (T, E), expert_ids and kept_scores (T, K), uniform (E,), the draws of the random modes, token_mask (T,),
+    with T >= tile.
     """
     num_tokens, num_experts = all_scores.shape
     assert num_tokens >= tile, "the caller falls back to top-K"
     ids = expert_ids.long().clamp(max=num_experts).t()
-    shape = (num_experts + 1, num_tokens)  # the last row takes what is skipped
+    shape = (num_experts + 1, num_tokens)  # the last row collects skipped pairs
     chosen = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(0, ids, True)[:-1]
     kept = all_scores.new_full(shape, float("inf")).scatter_(0, ids, kept_scores.to(all_scores.dtype).t())[:-1]
     ineligible = chosen if token_mask is None else chosen | ~token_mask
@@ -37,11 +41,11 @@ def round_rows(
     real = torch.full((), num_tokens, device=ids.device) if token_mask is None else token_mask.sum()
 
     f = chosen.sum(1, dtype=torch.int32)
-    most = real // tile * tile  # rows of an expert
+    most = real // tile * tile  # most rows that an expert can have
     down = f // tile * tile
     up = torch.where(f == down, down, down + tile)
-    rounds, fits = most > 0, up <= most  # fewer real tokens than a tile: nothing is rounded
-    limit = tile - 1  # rows dropped or added
+    rounds, fits = most > 0, up <= most  # with fewer real tokens than a tile nothing is rounded
+    limit = tile - 1  # most rows that are dropped or added
     if mode == "nearest_score":
         dropped = _worst(kept, torch.where(rounds, f - down, 0), limit)
         added = _best(others, torch.where(rounds & fits, up - f, 0), limit)
@@ -59,10 +63,11 @@ def round_rows(
 
 
 def rounds_up(mode: str, f: Tensor, tile: int, uniform: Tensor | None) -> Tensor:
-    """(E,) bool: which experts go up to the next multiple, if there are tokens for it. f (E,) integers.
+    """(E,) bool: which experts are rounded up, provided that there are tokens for it. f (E,) integers.
 
-    "balance": with z the sum of r - f so far, up iff |up - f + z| < |down - f + z|. That keeps z in [-m/2, m/2), and
-    as r is a multiple of m, z is the one number there that equals minus the sum of the remainders, modulo m.
+    "balance": with z the sum of r - f over the experts before, up iff |up - f + z| < |down - f + z|. That keeps z in
+    [-m/2, m/2); and since every r is a multiple of m, z is the number in there that is congruent, modulo m, to minus
+    the sum of the remainders: so it can be computed by a scan.
     """
     remainder = f % tile
     if mode == "nearest":
@@ -80,7 +85,7 @@ def rounds_up(mode: str, f: Tensor, tile: int, uniform: Tensor | None) -> Tensor
 
 
 def _best(values: Tensor, want: Tensor, limit: int) -> Tensor:
-    """(E, T) bool: the ``want`` (E,) <= ``limit`` largest values of each row, a tie to the lower column."""
+    """(E, T) bool: the ``want`` (E,) <= ``limit`` largest values of each row, ties to the lower column."""
     threshold = _threshold(values, want, limit, largest=True)
     above, level = values > threshold, values == threshold
     left = want - above.sum(1, dtype=torch.int32)
@@ -88,7 +93,7 @@ def _best(values: Tensor, want: Tensor, limit: int) -> Tensor:
 
 
 def _worst(values: Tensor, want: Tensor, limit: int) -> Tensor:
-    """(E, T) bool: the ``want`` smallest values of each row, a tie to the higher column."""
+    """(E, T) bool: the ``want`` (E,) <= ``limit`` smallest values of each row, ties to the higher column."""
     threshold = _threshold(values, want, limit, largest=False)
     below, level = values < threshold, values == threshold
     stay = (below | level).sum(1, dtype=torch.int32) - want
@@ -96,13 +101,13 @@ def _worst(values: Tensor, want: Tensor, limit: int) -> Tensor:
 
 
 def _threshold(values: Tensor, want: Tensor, limit: int, largest: bool) -> Tensor:
-    """(E, 1) the ``want``-th value of each row."""
+    """(E, 1) the ``want``-th largest or smallest value of each row."""
     extreme = values.topk(limit, dim=1, largest=largest).values
     return extreme.gather(1, (want - 1).clamp(min=0)[:, None].long())
 
 
 def _first(marked: Tensor, count: Tensor) -> Tensor:
-    """The first ``count`` (E,) of each row's marked places (E, T)."""
+    """(E, T) bool: the first ``count`` (E,) of each row's marked columns."""
     return marked & (torch.cumsum(marked, 1, dtype=torch.int32) <= count[:, None])
 
 
@@ -110,7 +115,7 @@ def _plan(keep: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     """The plan's tensors from keep (E, T) bool."""
     num_tokens = keep.shape[1]
     row_start, pair_start = _starts(keep.sum(1, dtype=torch.int32)), _starts(keep.sum(0, dtype=torch.int32))
-    # Row-major, which is expert-major, of a size that is known here; past R a token that sorts behind all others.
+    # Row-major order of keep sorts the rows by expert. The size is static; padding gets a token that sorts last.
     token = torch.nonzero_static(keep, size=capacity, fill_value=num_tokens)[:, 1]
     rows = torch.arange(capacity, dtype=torch.int32, device=keep.device)
     in_use = rows < row_start[-1]
@@ -121,5 +126,5 @@ def _plan(keep: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """int32, one longer than counts: their running sum from 0."""
+    """The exclusive scan of counts with the total at the end, int32, one element longer."""
     return torch.nn.functional.pad(torch.cumsum(counts, 0), (1, 0)).int()

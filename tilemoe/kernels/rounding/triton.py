@@ -1,13 +1,15 @@
-"""Token rounding on a GPU: no sort of T x E, no host sync, nothing of size T x E written, a few small kernels.
+"""Token rounding on a GPU, host side: a few small kernels, without sorting T x E, without host sync, and without
+writing anything of size T x E (but bits).
 
 T tokens · E experts · K experts per token · m tile · B blocks of TOKENS tokens · R_max static row capacity
+f rows of an expert under top-K · r rows that it computes, a multiple of m
 
-1. `key_kernel`: what top-K chose as bits, and of the tokens that did not choose an expert the best of each block.
-2. `count_kernel`: f of every expert and its pairs in earlier blocks; then r of every expert and its first row.
-3. `place_kernel`: the list of chosen pairs, by expert.
-4. `margin_kernel`, `round_kernel`, for "nearest_score" alone: r anew, from the scores around f.
-5. `row_kernel`: a program for each expert finds which tokens it drops or adds.
-6. `token_kernel`, `pair_kernel`: the places of all pairs by token, and what is in them and in their rows.
+1. `key_kernel`: top-K's choices as bit masks; in each block, the best token of those that did not choose an expert.
+2. `count_kernel`: f of every expert and its pairs in earlier blocks; the last CTA then computes r and the row starts.
+3. `place_kernel`: the list of chosen pairs, sorted by expert.
+4. `margin_kernel`, `round_kernel`, only for "nearest_score": r again, from the scores of the rows in question.
+5. `row_kernel`: one CTA for each expert finds which tokens it drops or adds.
+6. `token_kernel`, `pair_kernel`: the positions of all pairs by token, then the contents of pairs and rows.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import Launch, ceil_div, contiguous, int32_vectors, power_of_two
 
 _TOKENS = int(TOKENS)
-MAX_EXPERTS = 4096  # as in the selection; `ADDED_PAIR` is above every expert
-_KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # logits of a program that makes keys, at a time; of one of its threads
-_WORDS_OF_WARP = 128  # of bits that this program makes, at a time
-_COUNTS = (512, 4)  # blocks and experts of a program that adds counts up, at a time
-_SUMS = 1024  # counts of earlier blocks at a time
-_BLOCKS = 1024  # of these an expert's best keys stay in registers
-_ELEMENTS_OF_WARP = 256  # tokens of the found blocks at a time
-_NEAR = 256  # of these the keys that may be added stay in registers
-_LIST = {4: 1024, 8: 4096}  # of these the keys of chosen pairs stay in registers, by an expert's warps
-_MANY_EXPERTS = 128  # above it a multiprocessor has several, with short lists, and less room for each
-_PAIRS = 512  # of a program, one after another
-_TOKEN_WORDS = 512  # of a program that looks for the pairs of tokens
+MAX_EXPERTS = 4096  # as in the router's selection; `ADDED_PAIR` is above every expert
+_KEY_TILE, _KEYS_OF_THREAD = 2048, 16  # `key_kernel`: logits that a CTA, and one of its threads, has at a time
+_WORDS_OF_WARP = 128  # `key_kernel`: words of token_bits that a warp makes at a time
+_COUNTS = (512, 4)  # `count_kernel`: blocks that a CTA loads at a time, and experts that it has
+_SUMS = 1024  # `token_kernel`: counts of earlier blocks that are loaded at a time
+_BLOCKS = 1024  # so many blocks' best keys of an expert stay in registers
+_ELEMENTS_OF_WARP = 256  # tokens of the found blocks that a warp looks at at a time
+_NEAR = 256  # so many keys of tokens that may be added stay in registers
+_LIST = {4: 1024, 8: 4096}  # warps of a CTA -> so many keys of an expert's chosen pairs stay in registers
+_MANY_EXPERTS = 128  # with more, several experts' CTAs share an SM: their lists are short, and they get 4 warps
+_PAIRS = 512  # consecutive pairs per CTA
+_TOKEN_WORDS = 512  # `token_kernel`: words of token_bits per CTA
 
 
 class RoundingSpec(NamedTuple):
-    """What the kernels depend on besides the tensors; ``score`` as in `tilemoe.kernels.router.triton.RouterSpec`."""
+    """The kernels' parameters besides tensors; ``score`` is ``mode`` of `tilemoe.kernels.router.triton.RouterSpec`."""
 
     mode: str
     tile: int
@@ -60,8 +62,8 @@ class RoundingSpec(NamedTuple):
 
 
 class RoundedRows(NamedTuple):
-    """scores (R_max,) fp32, the plan's tensors and pairs_of_expert (E,) as in `tilemoe.kernels.rounding.torch`;
-    norm (T, 2) fp32 and code_of_pair (R_max,) int16, which the gradient needs.
+    """scores (R_max,) fp32, by row; the plan's tensors and pairs_of_expert (E,) as in `tilemoe.kernels.rounding.torch`;
+    norm (T, 2) fp32 and code_of_pair (R_max,) int16, for the gradient (see `key_kernel` and `pair_kernel`).
     """
 
     scores: Tensor
@@ -76,7 +78,7 @@ class RoundedRows(NamedTuple):
 
 
 def round_rows(logits: Tensor, *rest: Any) -> RoundedRows:
-    """The rows of what `round_launches` takes."""
+    """The rounded rows; arguments as for `round_launches`."""
     device_of(logits)
     launches, rows = round_launches(logits, *rest)
     for launch in launches:
@@ -92,8 +94,8 @@ def round_launches(
     token_mask: Tensor | None,
     spec: RoundingSpec,
 ) -> tuple[list[Launch], RoundedRows]:
-    """The launches, in order, and the tensors that they fill: from logits (T, E) fp32, expert_ids and kept_scores
-    (T, K), uniform (E,), token_mask (T,), with T >= tile.
+    """(launches in order, the tensors that they fill) for logits (T, E) fp32, expert_ids and kept_scores (T, K),
+    uniform (E,), the draws of the random modes, and token_mask (T,), with T >= tile.
     """
     logits, token_mask = logits.contiguous(), contiguous(token_mask)
     (num_tokens, num_experts), num_pairs = logits.shape, expert_ids.numel()
@@ -129,7 +131,7 @@ def round_launches(
 
 
 def _row_launches(known: dict[str, Any], columns: int, spec: RoundingSpec) -> list[Launch]:
-    """Those that follow the list of chosen pairs."""
+    """The launches from step 4 on, after the list of chosen pairs."""
     num_tokens, num_experts = known["num_tokens"], known["num_experts"]
     launches = []
     num_warps = 4 if num_experts > _MANY_EXPERTS else 8
@@ -142,7 +144,7 @@ def _row_launches(known: dict[str, Any], columns: int, spec: RoundingSpec) -> li
         "BLOCK": _LIST[num_warps],
     }
     if spec.mode == "nearest_score":
-        # Beside the listed keys there are sums in fp64, so half as many at a time.
+        # fp64 sums need registers beside the listed keys, so half as many keys at a time.
         halved = {**search, "BLOCK": _LIST[num_warps] // 2}
         launches.append(_launch(margin_kernel, num_experts, known, halved, num_warps=8))
         launches.append(_launch(round_kernel, 1, known, {"TILE": spec.tile, "BLOCK_E": columns}))
@@ -157,7 +159,7 @@ def _row_launches(known: dict[str, Any], columns: int, spec: RoundingSpec) -> li
 
 
 def _most_blocks(num_tokens: int, spec: RoundingSpec) -> int:
-    """In which the tokens to add may lie: fewer than a tile are added."""
+    """Most blocks that the tokens to add can lie in: fewer than a tile are added."""
     return min(spec.tile, ceil_div(num_tokens, _TOKENS))
 
 
@@ -181,7 +183,7 @@ def _empty_rows(logits: Tensor, spec: RoundingSpec) -> RoundedRows:
 
 
 def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict[str, Tensor | None]:
-    """What the kernels leave for each other."""
+    """Buffers by which the kernels pass data on to each other."""
     num_tokens, num_experts = logits.shape
     num_blocks, num_pairs = ceil_div(num_tokens, _TOKENS), num_tokens * experts_per_token
     found = num_experts * _most_blocks(num_tokens, spec)
@@ -205,7 +207,7 @@ def _scratch(logits: Tensor, experts_per_token: int, spec: RoundingSpec) -> dict
 
 
 def _launch(kernel: Any, programs: int, known: dict[str, Any], constants: dict[str, Any], num_warps: int = 4) -> Launch:
-    """With the arguments that ``kernel`` names, of those that are known."""
+    """A launch whose run-time arguments are picked by name from ``known``."""
     args = {name: known[name] for name in kernel.arg_names if name not in constants}
     return Launch(kernel, (programs,), args, constants, num_warps, num_stages=1)
 
@@ -227,7 +229,7 @@ def _key_launch(known: dict[str, Any], columns: int, spec: RoundingSpec) -> Laun
 
 
 def score_grad(d_scores: Tensor, *rest: Any) -> Tensor:
-    """d_logits (T, E) fp32 of what `score_grad_launch` takes."""
+    """d_logits (T, E) fp32; arguments as for `score_grad_launch`."""
     device_of(d_scores)
     launch = score_grad_launch(d_scores, *rest)
     launch.run()
@@ -245,7 +247,7 @@ def score_grad_launch(
     pair_start_of_token: Tensor,
     spec: RoundingSpec,
 ) -> Launch:
-    """d_logits (T, E) fp32 from d_scores (R_max,) and what `round_launches` was given and gave."""
+    """The launch that computes d_logits (T, E) fp32 from d_scores (R_max,), and from `round_launches`' tensors."""
     (num_tokens, num_experts), k = logits.shape, expert_ids.shape[1]
     columns = min(512, max(32, power_of_two(num_experts)))
     block_t = max(4, 512 // columns)
@@ -259,7 +261,7 @@ def score_grad_launch(
         "BLOCK_T": block_t,
         "BLOCK_E": columns,
         "BLOCK_K": power_of_two(k),
-        "PAIRS": min(16, max(4, 2 * power_of_two(k))),  # few tokens have more pairs than these, which are kept
+        "PAIRS": min(16, max(4, 2 * power_of_two(k))),  # pairs that are held in registers: few tokens have more
         "WHOLE": num_experts <= columns,
     }
     num_warps = 4 if columns == 512 else 2

@@ -1,6 +1,8 @@
-"""The gradient of the scores of rounded rows: every logit is read once, what each token carries is gathered.
+"""The gradient of token rounding: d_logits (T, E) from the gradients of the rounded rows' scores, in one kernel.
 
 T tokens · E experts · K experts per token · R_max static row capacity
+
+Memory-bound: a CTA takes a block of tokens, reads their logits, and gathers their rows' gradients by pair.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -12,7 +14,7 @@ import triton.language as tl
 from tilemoe.kernels.rounding.triton_kernels import ADDED_PAIR
 from tilemoe.kernels.rounding.triton_topk import score_of_logit
 
-_EPSILON = tl.constexpr(1e-20)  # of `tilemoe.routing.topk._total`
+_EPSILON = tl.constexpr(1e-20)  # the same as in `tilemoe.routing.topk._total`
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -24,13 +26,13 @@ def grad_kernel(
 ):  # fmt: skip
     """d_logits (T, E) from d_scores (R_max).
 
-    With q = S / (sum of the K chosen S), or the softmax over the K chosen, or S itself, a chosen pair carries scale *
-    q and an added one scale * S. Of g = d_scores, 0 for a chosen pair that was dropped, and A = sum of g q over the
-    chosen pairs (0 if q = S): the gradient through q is ``scale * q * (g - A)`` with respect to log S. The softmax
-    then takes S times the sum of all these from every expert of the token.
+    S: the score. q: S / (sum of the K chosen S), or the softmax over the K chosen logits, or S itself. The forward's
+    score of a chosen pair is scale * q, of an added one scale * S. With g = d_scores, 0 for a chosen pair that was
+    dropped, and A = sum of g q over the chosen pairs (0 if q = S), the gradient through q is ``scale * q * (g - A)``
+    with respect to log S. The softmax then subtracts S times the sum of all these from every expert of the token.
 
-    The first PAIRS pairs of a token stay in registers, others are read twice; its logits, where BLOCK_E of them are the
-    WHOLE of it, are asked for with the pairs. Whatever is read is asked for before anything is computed.
+    The first PAIRS pairs of a token stay in registers, others are read twice. WHOLE: BLOCK_E covers all experts, and
+    the logits are loaded together with the pairs. All loads are issued before anything is computed.
     """
     SOFTMAX: tl.constexpr = MODE != "sigmoid"
     LATE: tl.constexpr = MODE == "late softmax"
@@ -61,7 +63,7 @@ def grad_kernel(
     ids = tl.load(expert_ids + token.to(tl.int64)[:, None] * experts_per_token + k[None, :], mask=is_k, other=0)
     logit = tl.load(line + ids, mask=is_k, other=float("-inf"))
 
-    # The chosen experts. Outside of LATE `high` and `whole` make q out of S.
+    # The chosen experts' q. Unless LATE, `whole` turns S into q.
     chosen_score = score_of_logit(logit, top[:, None], inverse[:, None], SOFTMAX)
     high = tl.where(real, tl.max(logit, axis=1), 0.0) if LATE else top
     weight = tl.exp(logit - high[:, None]) if LATE else tl.where(is_k, chosen_score, 0.0)
@@ -73,13 +75,13 @@ def grad_kernel(
     q = weight * whole[:, None]
     of_token = (top[:, None], inverse[:, None], high[:, None], whole[:, None])
 
-    through_chosen, through_added = _sums_of_pairs(pairs, of_token, MODE)  # of g q and of g S
+    through_chosen, through_added = _sums_of_pairs(pairs, of_token, MODE)  # sums of g q and of g S
     for start in range(PAIRS, most, PAIRS):
         more = _sums_of_pairs(_load_pairs(carried, first, count, start, PAIRS), of_token, MODE)
         through_chosen += more[0]
         through_added += more[1]
 
-    # What the softmax takes away from every expert, per unit of its S.
+    # What the softmax subtracts from every expert, per unit of its S.
     common = tl.zeros((BLOCK_T,), dtype=tl.float32)
     shared = through_chosen if (LATE or NORMALIZE) else tl.zeros((BLOCK_T,), dtype=tl.float32)  # A
     if SOFTMAX:
@@ -93,7 +95,7 @@ def grad_kernel(
                 tile = tl.load(line + left + column[None, :], mask=real[:, None] & valid, other=float("-inf"))
             grad = -score_of_logit(tile, top[:, None], inverse[:, None], SOFTMAX) * common[:, None]
         tl.store(out + left + column[None, :], tl.where(real[:, None], grad, 0.0), mask=inside[:, None] & valid)
-    tl.debug_barrier()  # below, other threads write to the same places: the chosen first, then those with a row
+    tl.debug_barrier()  # the same places are overwritten by other threads: chosen experts, then pairs that have a row
     slope = 1.0 if SOFTMAX else 1.0 - chosen_score
     grad_chosen = -scale * q * shared[:, None] * slope - chosen_score * common[:, None]
     tl.store(out + ids, grad_chosen, mask=is_k)
@@ -105,7 +107,7 @@ def grad_kernel(
 
 @triton.jit
 def _load_pairs(carried, first, count, start, PAIRS: tl.constexpr):
-    """(tokens, PAIRS): expert, whether it was added, the gradient of its score, its logit, and whether it is a pair."""
+    """(tokens, PAIRS) each: expert, whether it was added, its score's gradient, its logit, whether the pair exists."""
     d_scores, row_of_pair, code_of_pair, line = carried
     index = start + tl.arange(0, PAIRS)[None, :]
     is_pair = index < count[:, None]
@@ -119,7 +121,7 @@ def _load_pairs(carried, first, count, start, PAIRS: tl.constexpr):
 
 @triton.jit
 def _scores_of_pairs(logit, of_token, MODE: tl.constexpr):
-    """(S, q) of pairs, q as if they were chosen."""
+    """(S, q) of pairs, q computed as if all were chosen."""
     top, inverse, high, whole = of_token
     score = score_of_logit(logit, top, inverse, MODE != "sigmoid")
     return score, (tl.exp(logit - high) if MODE == "late softmax" else score) * whole
@@ -127,7 +129,7 @@ def _scores_of_pairs(logit, of_token, MODE: tl.constexpr):
 
 @triton.jit
 def _sums_of_pairs(pairs, of_token, MODE: tl.constexpr):
-    """(tokens,): the sum of g q over the chosen pairs, and of g S over those added."""
+    """(tokens,) each: the sum of g q over the chosen pairs, and of g S over the added ones."""
     _, is_added, g, logit, is_pair = pairs
     score, q = _scores_of_pairs(logit, of_token, MODE)
     through_chosen = tl.sum(tl.where(is_pair & (is_added == 0), g * q, 0.0), axis=1)
@@ -136,7 +138,7 @@ def _sums_of_pairs(pairs, of_token, MODE: tl.constexpr):
 
 @triton.jit
 def _store_pairs(out, pairs, of_token, shared, common, scale, MODE: tl.constexpr):
-    """The gradient of the logits of pairs that have a row."""
+    """Store the gradient of the logits of pairs that have a row."""
     expert, is_added, g, logit, is_pair = pairs
     score, q = _scores_of_pairs(logit, of_token, MODE)
     through = tl.where(is_added, g * score, q * (g - shared[:, None]))

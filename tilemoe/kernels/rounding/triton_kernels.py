@@ -1,14 +1,14 @@
-"""The kernels behind `tilemoe.kernels.rounding.triton`, in the order in which they run.
+"""The kernels of token rounding, in the order in which `tilemoe.kernels.rounding.triton` launches them.
 
 T tokens · E experts · K experts per token · W = ceil(E / 32) · m tile · B blocks of TOKENS consecutive tokens
 f rows of an expert under top-K · r rows that it computes · R_max static row capacity
 
-What top-K chose lies in bits, so that a place among an expert's tokens, or among a token's experts, is a popcount:
-block_bits (B, E), of which bit t says that token t of the block chose the expert, and token_bits (T, W, 2), of which
-bit e of word w says that the token has expert 32 w + e, and beside it stands the place of the word's first pair.
+Choices are bit masks, so that a rank among an expert's tokens, or among a token's experts, is a popcount: block_bits
+(B, E), whose bit t says that token t of the block chose the expert; token_bits (T, W, 2), a word whose bit e says that
+the token has expert 32 w + e, and beside it the position of the word's first pair.
 
-A key is an int32 that orders as scores do: their bits, as they are not negative. Of the tokens that did not choose an
-expert only each block's best key is kept, best (B, E).
+A key is an int32 that orders as scores do: their bits, since they are not negative. For tokens that did not choose an
+expert only the best key of each block is stored: best (B, E).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -29,7 +29,7 @@ from tilemoe.kernels.rounding.triton_topk import (
     score_of_other,
 )
 
-ADDED_PAIR = tl.constexpr(1 << 14)  # in `code_of_pair`, beside the expert
+ADDED_PAIR = tl.constexpr(1 << 14)  # flag in `code_of_pair`, added to the expert's id
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -40,11 +40,11 @@ def key_kernel(
     WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """norm (T, 2): the maximum and 1 / sum of a token's softmax; best, block_bits (B, E); the bits of token_bits;
-    pairs_of_block, real_of_block (B): pairs and real tokens; programs_done is none yet. One program for each block.
+    pairs_of_block, real_of_block (B): pairs and unmasked tokens; programs_done is set to 0. One CTA for each block.
 
-    A tile is (LANES, BLOCK_T, CHUNKS, 4): tokens times experts, of which a thread has four neighbours in every chunk.
-    So a warp has all of a token's experts where there are up to 512, and nothing of a token passes through shared
-    memory; over tokens only what the whole block ends with is summed.
+    A tile is (LANES, BLOCK_T, CHUNKS, 4), tokens times experts; a thread has four neighbouring experts in every chunk.
+    So with up to 512 experts a warp has all of a token's, and reductions over experts need no shared memory; reductions
+    over tokens are done once, at the end of the block.
     """
     block = tl.program_id(0)
     if block == 0:
@@ -61,7 +61,7 @@ def key_kernel(
         expert_ids, token_mask, token_bits, pairs_of_block, real_of_block, num_tokens, num_experts, num_words,
         tokens_of_block, K, WORDS, WORD_TOKENS,
     )  # fmt: skip
-    for first in range(0, tokens_of_block, BLOCK_T):  # TOKENS, but not known: unrolled, it takes twice the registers
+    for first in range(0, tokens_of_block, BLOCK_T):  # not TOKENS, a constant: unrolled, it takes twice the registers
         token = block * TOKENS + first + inner
         is_left = first + BLOCK_T < tokens_of_block
         following, next_real = _load_tile(logits, token_mask, token + BLOCK_T, expert, num_tokens, num_experts, is_left)
@@ -91,7 +91,7 @@ def key_kernel(
 
 @triton.jit
 def _load_tile(logits, token_mask, token, expert, num_tokens, num_experts, is_left):
-    """(logits of the tokens and experts, whether a token is real): -inf where there are none."""
+    """(logits of the tokens and experts, whether a token is real); -inf where token or expert does not exist."""
     real = (token < num_tokens) & is_left
     if token_mask is not None:
         real &= tl.load(token_mask + token, mask=real, other=0) != 0
@@ -104,7 +104,7 @@ def _store_words(
     expert_ids, token_mask, token_bits, pairs_of_block, real_of_block, num_tokens, num_experts, num_words,
     tokens_of_block, K: tl.constexpr, WORDS: tl.constexpr, WORD_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """token_bits of the block's tokens, and the sums over them."""
+    """token_bits of the block's tokens, pairs_of_block and real_of_block."""
     block = tl.program_id(0)
     word = tl.arange(0, WORDS)[None, :]
     pairs = tl.zeros((WORD_TOKENS, WORDS), dtype=tl.int32)
@@ -124,7 +124,7 @@ def _store_words(
         reals += (real & (word == 0)).to(tl.int32)
     tl.store(pairs_of_block + block, tl.sum(tl.sum(pairs, axis=1), axis=0))
     tl.store(real_of_block + block, tl.sum(tl.sum(reals, axis=1), axis=0))
-    tl.debug_barrier()  # other threads read the words
+    tl.debug_barrier()  # other threads read these words
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -133,8 +133,9 @@ def count_kernel(
     chosen_start, num_blocks, num_experts,
     MODE: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """pairs_before (B, E): an expert's pairs of earlier blocks; pairs_of_expert (E), f; num_real. The program that is
-    done last rounds.
+    """pairs_before (B, E): an expert's pairs in earlier blocks; pairs_of_expert (E), f; num_real, the unmasked tokens.
+
+    The CTA that finishes last then does the rounding, see `_round`.
     """
     if tl.program_id(0) == tl.num_programs(0) - 1:
         part = tl.zeros((ROWS,), dtype=tl.int32)
@@ -153,7 +154,7 @@ def count_kernel(
             tl.store(pairs_before + place, total[None, :] + tl.cumsum(count, axis=0) - count, mask=inside)
             total += tl.sum(count, axis=0)
         tl.store(pairs_of_expert + expert, total, mask=expert < num_experts)
-    tl.debug_barrier()  # what all threads have stored comes before the count, and what the last one loads after it
+    tl.debug_barrier()  # orders all threads' stores before the atomic, and the last CTA's loads after it
     if tl.atomic_add(programs_done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         _round(
             pairs_of_expert, num_real, uniform, None, None, row_start_of_expert, chosen_start, num_experts, MODE, TILE,
@@ -166,7 +167,7 @@ def round_kernel(
     pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
     TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """What `count_kernel` left, anew: by the scores around f."""
+    """Row starts again, for "nearest_score", which needs `margin_kernel`'s lost and gained. A single CTA."""
     _round(
         pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
         "nearest_score", TILE, BLOCK_E,
@@ -178,7 +179,7 @@ def _round(
     pairs_of_expert, num_real, uniform, lost, gained, row_start_of_expert, chosen_start, num_experts,
     MODE: tl.constexpr, TILE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """row_start_of_expert (E+1): the running sum of r; chosen_start (E+1): that of f."""
+    """Choose r of each expert by MODE; row_start_of_expert (E+1): the scan of r; chosen_start (E+1): that of f."""
     expert = tl.arange(0, BLOCK_E)
     valid = expert < num_experts
     f = tl.load(pairs_of_expert + expert, mask=valid, other=0)
@@ -194,7 +195,7 @@ def _round(
         less = tl.load(lost + expert, mask=valid, other=0.0)
         goes_up = draw * (less + tl.load(gained + expert, mask=valid, other=0.0)) < less
     elif MODE == "balance":
-        # See `tilemoe.kernels.rounding.torch.rounds_up`. The operator takes the sign of the number on its left.
+        # See `tilemoe.kernels.rounding.torch.rounds_up`.
         before = tl.cumsum(remainder, axis=0) - remainder
         goes_up = _deviation(before + remainder, TILE) - _deviation(before, TILE) > -remainder
     elif MODE == "up":
@@ -211,7 +212,7 @@ def _round(
 
 @triton.jit
 def _deviation(remainders, TILE: tl.constexpr):
-    """The number in [-TILE/2, TILE/2) that equals -remainders <= 0 modulo TILE, a power of two."""
+    """The number in [-TILE/2, TILE/2) congruent to -remainders modulo TILE, a power of two (% would keep the sign)."""
     return ((TILE // 2 - remainders) & (TILE - 1)) - TILE // 2
 
 
@@ -220,7 +221,7 @@ def place_kernel(
     expert_ids, kept_scores, block_bits, pairs_before, chosen_start, list_key, list_token, list_expert, num_pairs,
     num_experts, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """list_key, list_token, list_expert (T * K): the chosen pairs by expert, then by token."""
+    """list_key, list_token, list_expert (T * K): the chosen pairs sorted by expert, then by token."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < num_pairs
     expert = tl.load(expert_ids + pair, mask=inside, other=-1).to(tl.int32)
@@ -232,7 +233,7 @@ def place_kernel(
     bits = tl.load(block_bits + here, mask=inside, other=0)
     to = tl.load(chosen_start + expert, mask=inside, other=0) + tl.load(pairs_before + here, mask=inside, other=0)
     to += popcount(bits & ((1 << inner) - 1))
-    inside &= ((bits >> inner) & 1) != 0  # not for a token that the mask leaves out
+    inside &= ((bits >> inner) & 1) != 0  # masked tokens have no bit
     tl.store(list_key + to, score.to(tl.int32, bitcast=True) & 0x7FFFFFFF, mask=inside)
     tl.store(list_token + to, token, mask=inside)
     tl.store(list_expert + to, expert.to(tl.int16), mask=inside)
@@ -245,7 +246,10 @@ def margin_kernel(
     SOFTMAX: tl.constexpr, TILE: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """lost, gained (E) fp64: scores of the rows that go when f is rounded down, and of those that come when up."""
+    """lost, gained (E) fp64: sums of the scores of rows that rounding f down would drop, and rounding it up would add.
+
+    One CTA for each expert.
+    """
     expert = tl.program_id(0)
     f = tl.load(pairs_of_expert + expert)
     list_key += tl.load(chosen_start + expert)
@@ -262,7 +266,7 @@ def margin_kernel(
             keep, _, above, level = first_of(key, at < f, line, ties, above, level)
             score = key.to(tl.float32, bitcast=True)
             sum_lost += tl.where((at < f) & (keep == 0), score, 0.0).to(tl.float64)
-        tl.store(lost + expert, tl.sum(sum_lost, axis=0))  # at once: the search below needs the registers
+        tl.store(lost + expert, tl.sum(sum_lost, axis=0))  # stored now to free registers for the search below
         line, ties, count = line_of_others(
             scored, block_bits, best, space, expert, down + TILE - f, sizes, SOFTMAX, ELEMENTS, BLOCK_B, NEAR
         )
@@ -281,7 +285,7 @@ def margin_kernel(
 
 @triton.jit
 def _space_of(expert, most_blocks, found_blocks, near_key, near_token):
-    """Where this program writes: found_blocks (E, most_blocks), near_key and near_token (E, most_blocks * TOKENS)."""
+    """This expert's slices of found_blocks (E, most_blocks), near_key and near_token (E, most_blocks * TOKENS)."""
     start = expert.to(tl.int64) * most_blocks
     return found_blocks + start, near_key + start * TOKENS, near_token + start * TOKENS
 
@@ -294,8 +298,8 @@ def row_kernel(
     SOFTMAX: tl.constexpr, TILE: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """changed (E, TILE): the tokens that the expert drops or adds, in order; of those added added_row (E, TILE) and
-    their rows. token_bits and pairs_of_block follow. One program for each expert.
+    """changed (E, TILE): the tokens that the expert drops or adds, in order; for added ones added_row (E, TILE), and
+    token_of_row and scores of these rows. Updates token_bits and pairs_of_block. One CTA for each expert.
     """
     expert = tl.program_id(0)
     start = tl.load(row_start_of_expert + expert)
@@ -319,7 +323,7 @@ def row_kernel(
 
 @triton.jit
 def _drop(list_key, list_token, f, r, changed, by_token, expert, BLOCK: tl.constexpr):
-    """The chosen pairs but for the r best."""
+    """Drop all but the r best of the expert's chosen pairs."""
     line, ties = line_of_chosen(list_key, f, r, BLOCK)
     above, level = 0, 0
     for first in range(0, f, BLOCK):
@@ -337,7 +341,7 @@ def _drop(list_key, list_token, f, r, changed, by_token, expert, BLOCK: tl.const
 def _add(
     near, line, ties, before, changed, rows, by_token, expert, num_experts, scale, NEAR: tl.constexpr
 ):  # fmt: skip
-    """The tokens above the line and the first ``ties`` at it, each in the row after those of the earlier tokens."""
+    """Add the tokens above the line and the first ``ties`` at it; rows stay in the order of the tokens."""
     near_key, near_token, count = near
     block_bits, pairs_before = before
     start, added_row, token_of_row, scores = rows
@@ -360,8 +364,9 @@ def _add(
 
 @triton.jit
 def _turn_pairs(by_token, token, expert, by, mask):
-    """Turn the bits of the expert and add ``by`` to the blocks' pairs. Sums and bits of integers are the same in any
-    order: each bit is turned at most once.
+    """Flip the expert's bits of these tokens and add ``by`` to their blocks' numbers of pairs.
+
+    The atomics are deterministic: integer sums do not depend on order, and each bit is flipped at most once.
     """
     token_bits, pairs_of_block, num_words = by_token
     place = (token.to(tl.int64) * num_words + (expert >> 5)) * 2
@@ -375,7 +380,7 @@ def token_kernel(
     token_bits, pairs_of_block, row_start_of_expert, pair_start_of_token, num_tokens, num_experts, num_words,
     BLOCK_T: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """pair_start_of_token (T+1), and in token_bits the place of each word's first pair."""
+    """pair_start_of_token (T+1), and in token_bits the position of each word's first pair."""
     first_block = tl.program_id(0) * (BLOCK_T // TOKENS)
     part = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, first_block, BLOCK):
@@ -401,8 +406,10 @@ def pair_kernel(
     pair_of_row, row_of_pair, code_of_pair, scores, capacity, num_experts, num_words,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What is in R_max places: of the chosen pairs that are kept, of the pairs added (whose rows are written), and the
-    tails, but for that of code_of_pair (the expert, and ADDED_PAIR if added). A program takes BLOCK of each.
+    """token_of_row, pair_of_row, row_of_pair, code_of_pair (the expert, plus ADDED_PAIR if added) and scores (R_max).
+
+    A CTA takes BLOCK each of: the chosen pairs, of which it writes the kept ones; the added pairs, whose rows
+    `row_kernel` has written; the rows past R, which are cleared (code_of_pair is not).
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     by_pair = (token_bits, num_words, row_of_pair, code_of_pair)
@@ -434,7 +441,7 @@ def pair_kernel(
 
 @triton.jit
 def _expert_of(chosen_start, row_start_of_expert, expert, mask):
-    """(first place in the list, first row, r - f)."""
+    """(first position in the list of chosen pairs, first row, r - f) of each ``expert``."""
     begin = tl.load(chosen_start + expert, mask=mask, other=0)
     start = tl.load(row_start_of_expert + expert, mask=mask, other=0)
     f = tl.load(chosen_start + expert + 1, mask=mask, other=0) - begin
@@ -443,7 +450,7 @@ def _expert_of(chosen_start, row_start_of_expert, expert, mask):
 
 @triton.jit
 def _changes_before(changed, token, more):
-    """(rows more or fewer before the token, whether it is dropped itself), by bisection of changed (|more|,)."""
+    """(rows added or, negative, dropped before the token; whether it is dropped), by bisecting changed (|more|,)."""
     lowest, highest = tl.zeros_like(token), tl.abs(more)
     most_left = tl.max(highest, axis=0)
     while most_left > 0:

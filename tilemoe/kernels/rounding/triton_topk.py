@@ -1,10 +1,11 @@
-"""Which of an expert's tokens are dropped or added, found without sorting: thresholds of short lists of keys.
+"""Device functions that find which of an expert's tokens are dropped or added, by thresholds instead of sorting.
 
 T tokens · E experts · B blocks of TOKENS tokens · f rows of an expert under top-K · r rows that it computes
+line: a threshold key; ties: how many of the keys equal to it are taken, the first ones
 
 The n best tokens that did not choose an expert lie in the n blocks whose best such token is best (of equal ones, the
-first): any other block has n of them before it. So n * TOKENS tokens are looked into, whatever the logits are. A
-threshold is a bisection of key space, at most 31 counts of a list.
+first): every other block has n better tokens before it. So only n * TOKENS tokens are examined, whatever the logits
+are. A threshold is found by bisecting the key space: at most 31 times the keys above a candidate are counted.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -13,14 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TOKENS = tl.constexpr(32)  # of a block: a bit each of an int32
-OUT = tl.constexpr(-(2**31))  # the key of what is no token, or chose the expert
-OTHERS = tl.constexpr(-(2**31) + 1)  # added to the bits of S; keys of chosen tokens are the bits of the score itself
+TOKENS = tl.constexpr(32)  # tokens of a block, one per bit of an int32
+OUT = tl.constexpr(-(2**31))  # key of a place without token, or of a token that chose the expert
+OTHERS = tl.constexpr(-(2**31) + 1)  # key of a token that did not = this + S's bits; of one that did, its score's bits
 
 
 @triton.jit
 def popcount(bits):
-    """The ones of an int32: the form that compilers know, and have an instruction for."""
+    """The number of ones of an int32, in the form that compilers turn into a popcount instruction."""
     v = bits.to(tl.uint32, bitcast=True)
     v = v - ((v >> 1) & 0x55555555)
     v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
@@ -30,30 +31,30 @@ def popcount(bits):
 
 @triton.jit
 def score_of_logit(logit, top, inverse, SOFTMAX: tl.constexpr):
-    """S of logits, given their tokens' maximum and 1 / sum."""
+    """The score S of logits: softmax, given their tokens' maximum and 1 / sum, or sigmoid."""
     return tl.exp(logit - top) * inverse if SOFTMAX else 1.0 / (1.0 + tl.exp(-logit))
 
 
 @triton.jit
 def key_of_other(score):
-    """S >= 0 as an int32 that orders as it does, below every key of a chosen token; at least OTHERS."""
+    """S >= 0 as an int32 key that orders as S does, below every key of a chosen token; at least OTHERS."""
     return (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF) + OTHERS
 
 
 @triton.jit
 def score_of_other(key):
-    """S of a key that is not OUT."""
+    """The inverse of `key_of_other`, of a key that is not OUT."""
     return (key - OTHERS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def first_of(key, inside, line, ties, above, level):
-    """(keep, place, above, level): the keys above the line and the first ``ties`` at it, and their places in a list.
+    """(keep, place, above, level): which keys are above the line or of the first ``ties`` at it; their list positions.
 
-    ``above`` and ``level`` count the earlier keys above the line and at it.
+    above, level: numbers of earlier keys above the line and at it, before (arguments) and after (results) this part.
     """
     is_above, is_level = (inside & (key > line)).to(tl.int32), (inside & (key == line)).to(tl.int32)
-    both = is_above + (is_level << 16)  # one running sum for two: fewer than 2^15 keys
+    both = is_above + (is_level << 16)  # two scans in one, since there are fewer than 2^15 keys
     before = tl.cumsum(both, axis=0) - both
     level_before = level + (before >> 16)
     place = above + (before & 0xFFFF) + tl.minimum(level_before, ties)
@@ -66,7 +67,7 @@ def first_of(key, inside, line, ties, above, level):
 def nth_largest(keys, stride, size, want, lowest, BLOCK: tl.constexpr):
     """(line, ties): the ``want`` >= 1 largest of keys (size,) are those above the line and the first ``ties`` at it.
 
-    Keys below ``lowest`` do not count; where fewer than ``want`` do, the line is ``lowest``. The first BLOCK keys stay
+    Keys below ``lowest`` are ignored; if fewer than ``want`` remain, the line is ``lowest``. The first BLOCK keys stay
     in registers, others are read again for each count.
     """
     held = _load_keys(keys, stride, size, 0, BLOCK)
@@ -74,12 +75,12 @@ def nth_largest(keys, stride, size, want, lowest, BLOCK: tl.constexpr):
     for first in range(BLOCK, size, BLOCK):
         last = tl.maximum(last, tl.max(_load_keys(keys, stride, size, first, BLOCK), axis=0))
     line = lowest
-    if size <= BLOCK:  # scores lie close together: below the least is most of key space
+    if size <= BLOCK:  # scores lie close together: starting at the smallest one skips most of the key space
         line = tl.maximum(line, tl.min(tl.where(tl.arange(0, BLOCK) < size, held, last), axis=0))
     while line < last:
         middle = line + (last - line + 1) // 2
         count = _count_above(held, keys, stride, size, middle - 1, BLOCK)
-        lower = tl.where(count == want, middle, middle - 1)  # nothing is left to find where the count is right
+        lower = tl.where(count == want, middle, middle - 1)  # stop once the count is right
         line, last = tl.where(count >= want, middle, line), tl.where(count > want, last, lower)
     return line, want - _count_above(held, keys, stride, size, line, BLOCK)
 
@@ -92,7 +93,7 @@ def _load_keys(keys, stride, size, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count_above(held, keys, stride, size, line, BLOCK: tl.constexpr):
-    """How many of keys (size,) are above the line."""
+    """How many of the keys (size,) are above the line."""
     count = tl.sum((held > line).to(tl.int32), axis=0)
     for first in range(BLOCK, size, BLOCK):
         count += tl.sum((_load_keys(keys, stride, size, first, BLOCK) > line).to(tl.int32), axis=0)
@@ -101,7 +102,7 @@ def _count_above(held, keys, stride, size, line, BLOCK: tl.constexpr):
 
 @triton.jit
 def line_of_chosen(list_key, f, r, BLOCK: tl.constexpr):
-    """(line, ties): the r < f best of list_key (f,) are those above the line and the first ``ties`` at it."""
+    """(line, ties) such that the r < f best of list_key (f,) are those above the line and the first ``ties`` at it."""
     line = tl.full((), 0x7FFFFFFF, dtype=tl.int32)
     ties = tl.zeros((), dtype=tl.int32)
     if r > 0:
@@ -114,10 +115,10 @@ def line_of_others(
     scored, block_bits, best, space, expert, want, sizes,
     SOFTMAX: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """(line, ties, count): the ``want`` >= 1 best tokens that did not choose the expert are those above the line and
-    the first ``ties`` at it of near_key, near_token (count,), which are in the order of the tokens.
+    """(line, ties, count): candidates near_key, near_token (count,) are written in the order of the tokens; the
+    ``want`` >= 1 best tokens that did not choose the expert are those above the line and the first ``ties`` at it.
 
-    scored: logits (T, E), norm (T, 2), token_mask (T,) or None. block_bits, best (B, E). space: of this program alone,
+    scored: logits (T, E), norm (T, 2), token_mask (T,) or None. block_bits, best (B, E). space: this CTA's own
     found_blocks, near_key, near_token. sizes: T, B, E.
     """
     found_blocks, near_key, near_token = space
@@ -141,7 +142,7 @@ def line_of_others(
 
 @triton.jit
 def _best_blocks(best, found_blocks, want, num_blocks, num_experts, BLOCK_B: tl.constexpr):
-    """(found, line): found_blocks (found,), in order, of the ``want`` largest of best (B,); these are >= line."""
+    """(found, line): writes found_blocks (found,): in order, the blocks of the ``want`` largest of best (B,)."""
     line, ties = nth_largest(best, num_experts, num_blocks, want, tl.full((), OTHERS, dtype=tl.int32), BLOCK_B)
     above, level = 0, 0
     for first in range(0, num_blocks, BLOCK_B):
@@ -157,7 +158,7 @@ def _others(
     scored, block_bits, found_blocks, first, found, expert, num_tokens, num_experts,
     SOFTMAX: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """(key, token) of ELEMENTS of the found blocks' tokens, from ``first`` on."""
+    """(key, token) of ELEMENTS tokens of the found blocks, from ``first`` on; key OUT where a token is not eligible."""
     logits, norm, token_mask = scored
     at = first + tl.arange(0, ELEMENTS)
     inside = at // TOKENS < found
