@@ -1,1 +1,1 @@
-"""Kernels of the language model around the layer."""
+"""Kernels of the language model around the layer: the head's loss, rotary positions, attention within documents."""

@@ -1,4 +1,4 @@
-"""Causal attention within the documents of packed sequences, by two of PyTorch's own functions.
+"""Causal attention within the documents of packed sequences, by PyTorch's varlen_attn or by a masked attention.
 
 B sequences · S tokens each · N documents · H query heads · H_kv key and value heads · D head width
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tilemoe.runtime.tensors import require_tensor
 
-_NAMES_GROUPS = torch.__version__ >= "2.12"  # PyTorch 2.11 takes grouped heads, too, but has no word for it
+_NAMES_GROUPS = torch.__version__ >= "2.12"  # PyTorch 2.11 takes grouped heads as well, but has no argument for them
 
 
 class Documents(NamedTuple):
-    """Where the documents of packed sequences (B, S) lie. No document reaches into the next sequence.
+    """The documents of packed sequences (B, S). No document extends into the next sequence.
 
-    positions  (B, S) int64, of each token in its document, which begins where it is 0
-    bounds     (N + 1,) int32, the documents' beginnings among the B S tokens, and B S
+    positions  (B, S) int64, each token's position in its document; 0 where a document begins
+    bounds     (N + 1,) int32, the documents' first tokens among the B S tokens, and B S
     """
 
     positions: Tensor
@@ -28,9 +28,9 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, positions: Tensor) -> Documents:
-        """From ``positions`` (B, S) int64 alone, on their device, which the host then waits for.
+        """From ``positions`` (B, S) int64, on their device. A host sync on a GPU.
 
-        ValueError: they are not those of documents, each sequence beginning with one.
+        ValueError: ``positions`` are not those of documents, or a sequence does not begin with one.
         """
         require_tensor("positions", positions)
         if positions.ndim != 2 or positions.dtype != torch.int64:
@@ -48,11 +48,11 @@ class Documents(NamedTuple):
 def varlen_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
     """(B, S, H, D) queries and (B, S, H_kv, D) keys and values, fp16 or bf16 on a GPU -> (B, S, H, D).
 
-    Time and memory are those of the documents alone.
+    Pairs of tokens in different documents cost neither time nor memory.
     """
     from torch.nn.attention.varlen import varlen_attn  # only here: it registers operators
 
-    length = queries.shape[1]  # no document is longer; its own longest would be read from the device
+    length = queries.shape[1]  # bounds every document's length; the longest one's would take a host sync
     q, k, v = (tensor.flatten(0, 1) for tensor in (queries, keys, values))
     bounds, is_grouped = documents.bounds, queries.shape[2] != keys.shape[2]
     grouping: dict[str, Any] = {"enable_gqa": True} if is_grouped and _NAMES_GROUPS else {}
@@ -62,13 +62,13 @@ def varlen_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: D
 
 
 def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
-    """The same on any device and in any dtype, over all pairs of a sequence's tokens.
+    """As `varlen_attention` on any device and in any dtype, but computing all pairs of a sequence's tokens.
 
-    What a mask hides has weight 0 exactly, so that no bit of a document depends on another.
+    Masked pairs have a weight of exactly 0, so that a document's bits do not depend on other documents.
     """
     positions = documents.positions
     place = torch.arange(positions.shape[1], device=positions.device)
-    first = place - positions  # (B, S) of the document that a token is in
+    first = place - positions  # (B, S) first token of each token's document
     visible = (first[:, :, None] == first[:, None, :]).tril()
     q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)

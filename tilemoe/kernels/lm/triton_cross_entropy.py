@@ -1,6 +1,9 @@
-"""Cross-entropy of logits and its gradient, which takes their place: two reads and one write of the logits in all.
+"""Cross-entropy and its gradient in place: ``loss = logsumexp(l) - l[label]``, ``l <- softmax(l) - onehot(label)``.
 
 C tokens of a chunk · V vocabulary
+
+Memory-bound, one CTA per token: a first pass over the logits takes an online logsumexp, a second one overwrites them
+with the gradient: two reads and one write of the logits in all.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -15,15 +18,15 @@ from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import power_of_two
 
-_BLOCK = 8192  # logits that a program holds at once, in 16 bits; half as many in 32
-_LOWEST = tl.constexpr(-3.4028234e38)  # of fp32
+_BLOCK = 8192  # 16-bit logits that a CTA holds at a time; half as many of 32 bits
+_LOWEST = tl.constexpr(-3.4028234e38)  # lowest finite fp32
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """``-log softmax(logits)[label]`` of each token, (C,) fp32 in nats; ``logits`` become its gradient.
+    """``-log softmax(logits)[label]`` of each token, (C,) fp32 in nats; ``logits`` are overwritten with its gradient.
 
     logits (C, V) in fp32, bf16 or fp16, contiguous; labels (C,) int64. A token whose label is ``ignored`` has loss and
-    gradient 0, one whose label is no class has loss NaN. Computed in fp32, the gradient rounded once.
+    gradient 0, one whose label is not in [0, V) has loss NaN. Computed in fp32, the gradient rounded once.
     """
     device_of(logits)
     assert logits.is_contiguous(), "the kernel walks along a token's logits"
@@ -40,7 +43,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 @triton.jit
 def cross_entropy_kernel(loss, logits, labels, classes, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
-    """One token. The greatest logit so far scales the sum of exponentials, so that each logit is raised once."""
+    """One token per CTA. Online softmax: the greatest logit so far scales the sum of exponentials, in a single pass."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * classes
     label = tl.load(labels + token)
@@ -51,10 +54,10 @@ def cross_entropy_kernel(loss, logits, labels, classes, IGNORED: tl.constexpr, B
             zeros = tl.zeros([BLOCK], logits.dtype.element_ty)
             tl.store(row + start + col, zeros, mask=start + col < classes)
     else:
-        # Read before the reductions, whose barriers keep other warps from overwriting it until it is here.
+        # Read before the reductions: their barriers keep other warps from overwriting it before every warp has read it.
         is_class = (label >= 0) & (label < classes)
         own = tl.load(row + label, mask=is_class, other=float("nan")).to(tl.float32)
-        greatest = _LOWEST  # finite: of -inf minus -inf nothing would be left but NaN
+        greatest = _LOWEST  # finite, since -inf minus -inf is NaN
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, classes, BLOCK):
             x = tl.load(row + start + col, mask=start + col < classes, other=float("-inf")).to(tl.float32)

@@ -1,6 +1,8 @@
-"""Rotary positions in one pass: each query or key is read once and written once, in 16 bytes at a time.
+"""Rotary position embedding, forward and backward: ``(x1 cos - x2 sin, x2 cos + x1 sin)`` of a head's halves x1, x2.
 
 B sequences · S tokens · H heads · D head width
+
+Memory-bound: each query or key is read once and written once, 16 bytes at a time; a CTA takes some heads of one token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -15,13 +17,14 @@ from tilemoe.kernels.launching import launch_of
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, power_of_two
 
-_ELEMENTS = 2048  # of a program, at most where a head has no more
+_ELEMENTS = 2048  # most elements per CTA, unless a single head has more
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
-    """x (B, S, H, D) turned by the angles (S, 1, D/2), or ``back``: (B, S, H, D) contiguous in ``dtype``.
+    """x (B, S, H, D) rotated by the angles whose cos and sin (S, 1, D/2) are given: (B, S, H, D), contiguous.
 
-    Computed in the angles' dtype, fp32, and rounded once.
+    back: by the negative angles, which is the backward. Computed in the dtype of cos and sin, fp32, and rounded once to
+    ``dtype``.
     """
     device_of(x)
     batch, length, heads, width = x.shape
@@ -45,7 +48,7 @@ def rotate_kernel(
     out, x, cos, sin, length, heads, stride_batch, stride_token, stride_head,
     HALF: tl.constexpr, BACK: tl.constexpr, BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H heads of one token."""
+    """BLOCK_H heads of one token per CTA."""
     blocks = tl.cdiv(heads, BLOCK_H)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
