@@ -1,1 +1,1 @@
-"""What prepares tokens to be sent between ranks."""
+"""Expert parallelism: packing tokens before, and planning rows after, the all-to-all between ranks."""

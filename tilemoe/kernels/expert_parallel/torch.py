@@ -1,12 +1,13 @@
-"""What crosses between the processes that share a layer's experts, in plain PyTorch: who gets which token and pair.
+"""Send and receive buffers of expert parallelism's dispatch all-to-all, in plain PyTorch.
 
 T tokens of this process · W processes (ranks) · E experts, e = E / W of them on each rank · P pairs · d model width
 M tokens received · Q pairs received
 
-Copies and pairs lie by the rank that they go to or come from: the other ranks in their order, then this one, whose own
-need no message; of one rank, in the order of the tokens, pairs of a token in that of the plan. A pair is a line of
-int32 words: the bits of its score, one word of fp32 or two of fp64, then its place, ``slot * e + expert``, where slot
-is its token's place among the copies for that rank and expert counts the experts there.
+A token is sent once to each rank that has experts of it (a copy), beside one pair for each of these experts. Copies and
+pairs are sorted by the rank that they go to or come from: the other ranks in their order, then this one, whose own are
+not sent; within a rank by token, and a token's pairs in the plan's order. A pair is a few int32 words: the bits of its
+score, one word if fp32, two if fp64, then its place, ``slot * e + expert``: slot is its token's index among the copies
+for that rank, expert the expert's index on that rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tilemoe.plan import experts_of_rows
 
 
 class Routed(NamedTuple):
-    """A plan's tensors, as in `RoutingPlan`, of T tokens over the experts of all ranks; this one is ``here``."""
+    """A plan's tensors, as in `RoutingPlan`, of T tokens over the experts of all ranks; ``here`` is this rank."""
 
     row_of_pair: Tensor
     pair_of_row: Tensor
@@ -37,8 +38,9 @@ class Routed(NamedTuple):
 
 
 def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
-    """(sizes, before). sizes (2, W, 2) int32: ``sizes[0]``, the tokens and pairs for each rank; ``sizes[1]`` is for
-    what the other ranks say. ``before`` is for `place_sent`: here the pairs of each token for each rank (T, W) int64.
+    """(sizes, before). sizes (2, W, 2) int32: ``sizes[0]``, the numbers of tokens and pairs for each rank; ``sizes[1]``
+    is to receive what the other ranks send here. before, for `place_sent`: pairs of each token for each rank (T, W)
+    int64 (each implementation has its own form).
     """
     _, rank = _experts_and_ranks(routed)
     pairs = torch.zeros(routed.num_tokens * (routed.ranks + 1), dtype=torch.int64, device=rank.device)
@@ -52,19 +54,19 @@ def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
 def place_sent(
     x: Tensor, scores: Tensor, sizes: Tensor, before: Tensor, routed: Routed
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From x (T, d) and scores (P,) fp32 or fp64 in the caller's order, with what `count_sent` gave:
+    """From x (T, d), scores (P,) fp32 or fp64 in the caller's order, and `count_sent`'s results:
 
-    token_of_copy (W T,) int32 · copy_of_token (T W,) int32, token-major, -1 where a token does not go · first_copy
-    (W + 1,) int32, where those for a rank begin, and their number · words (P, 2), or (P, 3) of fp64, what is said of
-    each pair · position_of_pair (P,) int32, the place of its score · copies (`most_copies`, d) of x, those for other
-    ranks. Past what ``sizes`` counts their values mean nothing.
+    token_of_copy (W T,) int32 · copy_of_token (T W,) int32, token-major, -1 where a token does not go to a rank ·
+    first_copy (W + 1,) int32, the first copy for each rank, and the number of copies · words (P, 2), or (P, 3) for
+    fp64, the pairs' words · position_of_pair (P,) int32, the position of its score · copies (`most_copies`, d) of x,
+    those for other ranks. Values past the numbers in ``sizes`` are unspecified.
     """
     ranks, here, e = routed.ranks, routed.here, routed.experts_per_rank
     expert, rank = _experts_and_ranks(routed)
     turns = _turn(torch.arange(ranks, device=x.device), ranks, here)
     by_turn = plan_topk(turns.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
     token_of_copy, copy_of_token, first_copy = by_turn[0], by_turn[2], by_turn[3]
-    pair = plan_topk(_turn(rank, ranks, here)[:, None], ranks)[1].long()  # by rank; where there is none, any
+    pair = plan_topk(_turn(rank, ranks, here)[:, None], ranks)[1].long()  # sorted by rank; past the last pair, any
     to = rank[pair].clamp(max=ranks - 1)
     slot = copy_of_token[_token_of_pair(routed)[pair] * ranks + to] - first_copy[turns[to]]
     row = routed.row_of_pair[pair].clamp(min=0, max=max(0, routed.pair_of_row.shape[0] - 1))
@@ -78,10 +80,11 @@ def place_sent(
 def plan_received(
     words: Tensor, sizes: Tensor, here: int, experts: int, num_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of the words (Q, 2 or 3) of pairs that came for ``experts`` of this rank, ``sizes[1]`` of them from each:
+    """The plan of the received pairs, whose words (Q, 2 or 3) came from the ranks in the numbers of ``sizes[1]``:
 
     token_of_row, pair_of_row, row_of_pair, pair_start_of_token (M + 1), row_start_of_expert, rows_per_expert, all
-    int32: what `plan_pairs` would give, without its sort by token; and the scores (Q,).
+    int32, as `plan_pairs` would compute them, but without sorting by token; and the scores (Q,). experts: how many this
+    rank has. num_tokens: M.
     """
     place = words[:, -1]
     came = sizes[1].long()
@@ -97,17 +100,17 @@ def plan_received(
 
 
 def most_copies(routed: Routed) -> int:
-    """Of tokens for other ranks."""
+    """The largest possible number of copies for other ranks."""
     return min((routed.ranks - 1) * routed.num_tokens, routed.row_of_pair.shape[0])
 
 
 def _turn(rank: Tensor, ranks: int, here: int) -> Tensor:
-    """Where a rank comes in the order of copies and pairs; W for none."""
+    """A rank's place in the order of copies and pairs, in which ``here`` is last; W (no rank) stays W."""
     return (rank - (rank > here).int()).masked_fill(rank == here, ranks - 1).masked_fill(rank == ranks, ranks)
 
 
 def _token_of_pair(routed: Routed) -> Tensor:
-    """(P,) int64; of a pair that belongs to no token, one of them."""
+    """The token of each pair (P,) int64; of a pair that belongs to no token, any."""
     pairs, tokens, start = routed.row_of_pair.shape[0], routed.num_tokens, routed.pair_start_of_token
     pair = torch.arange(pairs, device=routed.row_of_pair.device)
     if start is None:
@@ -120,7 +123,7 @@ def _experts_and_ranks(routed: Routed) -> tuple[Tensor, Tensor]:
     row, experts = routed.row_of_pair, routed.row_start_of_expert.shape[0] - 1
     expert = experts_of_rows(routed.row_start_of_expert, row)
     has_none = row < 0
-    if routed.pair_start_of_token is not None:  # past its end nothing is said
+    if routed.pair_start_of_token is not None:  # entries past its end are unspecified
         has_none |= torch.arange(row.shape[0], device=row.device) >= routed.pair_start_of_token[-1]
     expert = expert.masked_fill(has_none, experts)
     return expert, expert // routed.experts_per_rank

@@ -1,13 +1,13 @@
-"""What crosses between the processes that share a layer's experts, on a GPU.
+"""Send and receive buffers of expert parallelism's dispatch all-to-all, on a GPU, without host sync.
 
-`tilemoe.kernels.expert_parallel.torch` says what is made and in which order; here it takes eight small kernels and a
-copy, where PyTorch takes some seventy.
+The results are documented in `tilemoe.kernels.expert_parallel.torch`; here they take eight small kernels, where PyTorch
+takes some seventy.
 
 T tokens · W ranks · E experts, e = E / W of them on each rank · P pairs sent · Q pairs received · B blocks
 
-Before the sizes are known: `count_sent_kernel`, the running sums of `block_start_kernel`, `place_sent_kernel`, and
-`copy_tokens_kernel`. What came is planned as `tilemoe.kernels.plan.triton` plans ids: counts of each block, running
-sums, places.
+Counting sorts without atomics, as in `tilemoe.kernels.plan.triton`: counts of each block, scan over the blocks, stable
+placement. Sending: `count_sent_kernel`, `block_start_kernel`, `place_sent_kernel`, `copy_tokens_kernel`. Receiving:
+`count_received_kernel`, `block_start_kernel`, `row_start_kernel`, `place_received_kernel`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -31,14 +31,14 @@ from tilemoe.kernels.plan.triton import (
 from tilemoe.runtime.device import device_of
 from tilemoe.runtime.launch import ceil_div, int32_vectors, power_of_two
 
-MAX_RANKS = 64  # a token's destinations are a line of registers
-_TOKENS = 64  # of a block of pairs to be sent, where there are few ranks
-_DESTINATIONS = 1024  # tokens times ranks of a block
-_BYTES_OF_THREAD = 32  # of a copied token
+MAX_RANKS = 64  # counts of all of a token's destinations are kept in registers
+_TOKENS = 64  # most tokens of a block that is sent
+_DESTINATIONS = 1024  # most tokens times ranks of a block
+_BYTES_OF_THREAD = 32  # bytes of a copied token per thread
 
 
 def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: int) -> str | None:
-    """Why these kernels cannot send this, in a few words; None if they can."""
+    """Why these kernels cannot serve these sizes; None if they can."""
     if num_tokens == 0 or not 0 < num_pairs <= MAX_PAIRS or num_tokens * ranks > MAX_PAIRS:
         return f"tokens times ranks, or pairs, are not in [1, {MAX_PAIRS}]"
     if num_experts > MAX_EXPERTS or ranks > MAX_RANKS:
@@ -47,7 +47,9 @@ def why_unsupported(num_tokens: int, num_pairs: int, num_experts: int, ranks: in
 
 
 def count_sent(routed: Routed) -> tuple[Tensor, Tensor]:
-    """As in `tilemoe.kernels.expert_parallel.torch`; ``before``: what each block of tokens has before it (B, 2 W)."""
+    """As `tilemoe.kernels.expert_parallel.torch.count_sent`, but before (B, 2 W): copies and pairs for each rank in the
+    blocks of tokens before each.
+    """
     like, ranks = routed.row_of_pair, routed.ranks
     device_of(like)
     tokens = _tokens_of_block(ranks)
@@ -134,8 +136,8 @@ def destinations_of_block(
     row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank,
     RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """(ranks, this program's tokens, their first pairs and numbers of pairs, the ranks' first rows and ends, each
-    token's pairs for each rank).
+    """(ranks, this CTA's tokens, their first pairs and numbers of pairs, the ranks' first and end rows, and the
+    number of each token's pairs for each rank (BLOCK, BLOCK_W)).
     """
     rank = tl.arange(0, BLOCK_W)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -161,7 +163,7 @@ def count_sent_kernel(
     row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, counts,
     RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """counts (B, W, 2): of each block of tokens, those that go to each rank, and their pairs."""
+    """counts (B, W, 2): for each block of tokens and each rank, the tokens that go there, and their pairs."""
     rank, _token, _first, _count, _start, _end, pairs = destinations_of_block(
         row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
         BLOCK, BLOCK_W,
@@ -173,7 +175,7 @@ def count_sent_kernel(
 
 @triton.jit
 def first_of_ranks(sizes, here, rank, RANKS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """(BLOCK_W): where what is for each rank begins, this one's last; of ``sizes`` (W, 2) the first column."""
+    """(BLOCK_W): the exclusive scan of the first column of ``sizes`` (W, 2) over the ranks, ``here`` being last."""
     size = tl.load(sizes + 2 * rank, mask=rank < RANKS, other=0)[:, None]
     other, of = rank[:, None], rank[None, :]
     return tl.sum(tl.where((other != here) & ((other < of) | (of == here)), size, 0), axis=0)
@@ -186,7 +188,7 @@ def place_sent_kernel(
     RANKS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, BLOCK_W: tl.constexpr, STEPS: tl.constexpr,
     SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All that `place_sent` gives but for the copies; STEPS halve the experts of a rank to one."""
+    """All outputs of `place_sent` but the copies. STEPS: bisections that find a row's expert among those of a rank."""
     rank, token, first, count, start, end, pairs = destinations_of_block(
         row_of_pair, pair_start_of_token, row_start_of_expert, num_tokens, experts_per_rank, RANKS, PAIRS_PER_TOKEN,
         BLOCK, BLOCK_W,
@@ -214,7 +216,7 @@ def place_sent_kernel(
         is_used = row >= 0
         to = (row[:, None] >= start) & (row[:, None] < end)
         line = tl.sum(tl.where(to, place, 0), axis=1).to(tl.int64)
-        place += to.to(tl.int32)  # of the token's next pair for the rank
+        place += to.to(tl.int32)  # now that of the token's next pair for the rank
         of_rank = tl.sum(tl.where(to, rank[None, :], 0), axis=1) * experts_per_rank
         low, high = of_rank, of_rank + experts_per_rank
         for _ in tl.static_range(STEPS):
@@ -240,7 +242,7 @@ def copy_tokens_kernel(
     x, token_of_copy, sizes, copies, here, width, stride_token,
     RANKS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """copies (C, d): those for other ranks, as many as ``sizes`` says. A program: BLOCK_D columns of one."""
+    """copies (C, d) for other ranks, as many as ``sizes`` says; BLOCK_D columns of one copy per CTA."""
     blocks = tl.cdiv(width, BLOCK_D)
     copy = tl.program_id(0) // blocks
     rank = tl.arange(0, BLOCK_W)
@@ -256,7 +258,7 @@ def copy_tokens_kernel(
 def count_received_kernel(
     words, num_pairs, experts, counts, SCORE_WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
-    """counts (B, e): of each block of pairs, those of each expert."""
+    """counts (B, e): for each block of received pairs and each expert of this rank, the number of pairs."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < num_pairs
     place = tl.load(words + pair.to(tl.int64) * (SCORE_WORDS + 1) + SCORE_WORDS, mask=inside, other=0)
@@ -267,7 +269,7 @@ def count_received_kernel(
 
 @triton.jit
 def first_token_of_source(sizes, pair, here, RANKS: tl.constexpr):
-    """The tokens that came from the ranks before the one that sent each pair; ``sizes`` (W, 2), of what came."""
+    """Number of tokens that came from the ranks before the one that sent each pair; sizes (W, 2): what was received."""
     end = 0
     first = pair * 0
     for rank in range(RANKS):
@@ -294,11 +296,11 @@ def place_received_kernel(
     token = first_token_of_source(came, pair, here, RANKS) + place // experts
     last = tl.load(line - 1, mask=inside & (pair > 0), other=0)  # the place of the pair before
     last_token = first_token_of_source(came, pair - 1, here, RANKS) + last // experts
-    # Each token that came has a pair.
+    # Each token that was received has at least one pair.
     tl.store(pair_start_of_token + token, pair, mask=inside & ((pair == 0) | (token != last_token)))
     tl.store(pair_start_of_token + token + 1, pair + 1, mask=pair == num_pairs - 1)
 
-    # As in the kernel that places ids: every pair of the block against every other.
+    # As in `plan.triton`'s place_kernel: ranks each pair by comparing all pairs of the block.
     earlier = (expert[:, None] == expert[None, :]) & (pair[:, None] < pair[None, :])
     row = tl.load(row_start_of_expert + expert, mask=inside, other=0) + tl.sum(earlier.to(tl.int32), axis=0)
     row += tl.load(block_start + block.to(tl.int64) * experts + expert, mask=inside, other=0)
