@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import tilemoe
 from tilemoe.activations import activation_spec
@@ -414,3 +415,21 @@ def test_experts_with_adapters() -> None:
         return given | {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
 
     check(adapted, make)
+
+
+def test_layers_of_one_configuration_that_are_repeated() -> None:
+    """A number that a part to be repeated reads first as a symbol is an error of PyTorch's in the next one."""
+    cfg = MoEConfig(D, N, E, K, router=RouterConfig(scale=2.5, **LOSSES))
+
+    def layer(logits: Tensor) -> Tensor:
+        routing = tilemoe.route(logits, cfg)
+        return logits + routing.scores.sum() + routing.aux_loss
+
+    def model(logits: Tensor) -> Tensor:
+        for _ in range(2):
+            logits = checkpoint(layer, logits, use_reentrant=False)
+        return logits
+
+    logits = torch.randn(5, E, requires_grad=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(logits), model(logits))

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.choose import why_not_triton
 from tilemoe.runtime.operator import Operator
+from tilemoe.runtime.tracing import specialised
 
 _SPEC_SCHEMA = (
     "int experts_per_token, str mode, bool normalize, float scale, int num_groups, int top_groups, bool balance, bool z"
@@ -26,7 +27,8 @@ def spec_args(cfg: MoEConfig) -> Spec:
     mode = "late softmax" if router.softmax_after_topk else router.score
     losses = (bool(router.aux_loss_coef), bool(router.z_loss_coef))
     groups = (router.num_groups, router.top_groups)
-    return (cfg.num_experts_per_tok, mode, router.normalize, router.scale, *groups, *losses)
+    (scale,) = specialised(router.scale)
+    return (cfg.num_experts_per_tok, mode, router.normalize, scale, *groups, *losses)
 
 
 def _select(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

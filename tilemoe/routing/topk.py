@@ -285,7 +285,8 @@ def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -
         kept = torch.softmax(kept, dim=-1)  # sums to one, so there is nothing left to normalise
     elif router.normalize:
         kept = _normalized(kept)
-    return kept if router.scale == 1.0 else kept * router.scale
+    (scale,) = specialised(router.scale)
+    return kept if scale == 1.0 else kept * scale
 
 
 def _replayed_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -> Tensor:
@@ -320,12 +321,13 @@ def _aux_loss(
         counts, tokens = everywhere[:-1], everywhere[-1]
     tokens = tokens.clamp(min=1).to(scores.dtype) if isinstance(tokens, Tensor) else max(tokens, 1)
     share = ranks / tokens  # of each real token in the mean of the ranks' losses
+    aux_loss_coef, z_loss_coef = specialised(router.aux_loss_coef, router.z_loss_coef)
     parts = []
     if chosen.probability_sums is not None:
         pairs = (counts * chosen.probability_sums).sum()
-        parts.append(router.aux_loss_coef * num_experts * share / tokens * pairs)
+        parts.append(aux_loss_coef * num_experts * share / tokens * pairs)
     if chosen.z_sum is not None:
-        parts.append(router.z_loss_coef * share * chosen.z_sum)
+        parts.append(z_loss_coef * share * chosen.z_sum)
     return sum(parts[1:], start=parts[0]).float()
 
 
