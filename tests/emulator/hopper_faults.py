@@ -156,8 +156,8 @@ OF_ADDING: dict[str, Fault] = {
 STATIONARY = replace(UNGATED, bias=True, hidden_size=264, intermediate_size=200)
 NEXT, NEXT_OF_CONSUMER = "expert, row, col, count = next_", "expert, first, end, col, count = next_"
 A_BYTES, B_BYTES = "rows.block_type.nbytes", "weight.block_type.nbytes"
-A_FULL, B_FULL = f"stage = {WAIT_FULL}", "mbarrier.wait(b_full.index(piece), item & 1)"
-B_FREE = "mbarrier.wait(b_empty.index(piece), "
+A_FULL, B_FULL = f"stage = {WAIT_FULL}", "mbarrier.wait(b_full.index(k_block), item & 1)"
+B_FREE = "mbarrier.wait(b_empty.index(k_block), "
 OF_STATIONARY: dict[str, Fault] = {
     "one arrival releases B": ("new_rings", "new_barriers(B_STAGES, 2)", "new_barriers(B_STAGES, 1)", EITHER),
     "three arrivals release B": ("new_rings", "new_barriers(B_STAGES, 2)", "new_barriers(B_STAGES, 3)", "deadlock"),
@@ -180,7 +180,7 @@ OF_STATIONARY: dict[str, Fault] = {
     "B's phase stays": ("load_b", "(item & 1) ^ 1)", "1)", EITHER),
     "fewer bytes than come of B": ("load_b", B_BYTES, f"-{B_BYTES}", "more bytes"),
     "more bytes than come of B": ("load_b", B_BYTES, f"2 * {B_BYTES}", "deadlock"),
-    "the first slice of B, always": ("load_b", "piece * BK", "0", NUMBERS),
+    "the first slice of B, always": ("load_b", "k_block * BK", "0", NUMBERS),
     "items are not counted": ("stationary_producer", "item += 1", "pass", EITHER),
     "the first item's blocks, always": (
         "stationary_producer", f"{NEXT}expert, next_row, next_col, next_count",
@@ -223,9 +223,11 @@ OF_STATIONARY: dict[str, Fault] = {
         "mma_mainloop_stationary", f"acc = {WAIT.format(0)}    {RELEASE}",
         f"{RELEASE}\n    acc = {WAIT.format(0)}", NUMBERS,
     ),
-    "a slice of B in use is released": ("mma_mainloop_stationary", "piece - 1, arrivals", "piece, arrivals", EITHER),
+    "a slice of B in use is released": (
+        "mma_mainloop_stationary", "k_block - 1, arrivals", "k_block, arrivals", EITHER,
+    ),
     "no slice of B but the last is released": (
-        "mma_mainloop_stationary", "release_b(b_ring, piece - 1, arrivals)", "pass", "deadlock",
+        "mma_mainloop_stationary", "release_b(b_ring, k_block - 1, arrivals)", "pass", "deadlock",
     ),
     "the last slice of B is not released": (
         "mma_mainloop_stationary", "release_b(b_ring, steps - 1, arrivals)", "pass", "deadlock",
@@ -318,25 +320,25 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "B1 takes halves for pairs": (
         INTERLEAVED,
         (
-            "half_pairs_grad", "deinterleave(buffer.load(both), EPILOGUE_N)",
+            "interleaved_half_grad", "deinterleave(buffer.load(both), EPILOGUE_N)",
             "halves(buffer.load(both), WARPGROUP_M, EPILOGUE_N)", NUMBERS,
         ),
     ),
     "B1 stores halves for pairs": (
         INTERLEAVED,
-        ("half_pairs_grad", "dtype)).reshape", "dtype)).permute([0, 2, 1]).reshape", NUMBERS),
+        ("interleaved_half_grad", "dtype)).reshape", "dtype)).permute([0, 2, 1]).reshape", NUMBERS),
     ),
-    "B1 joins the left half and itself": (INTERLEAVED, ("pairs_grad", "right_a, da", "left_a, da", NUMBERS)),
+    "B1 joins the left half and itself": (INTERLEAVED, ("interleaved_grad", "right_a, da", "left_a, da", NUMBERS)),
     "B1's gradient without the score": (UNGATED, ("dact_slice", "score[:, None] * slope", "slope", NUMBERS)),
     "B1 stores no gradient": (UNGATED, ("dact_slice", "    buffer.store", "    ", NUMBERS)),
     "B1 joins pairs, not halves": (CLAMPED, ("joined", ".permute([0, 2, 1])", "", NUMBERS)),
     "B1 takes the left half twice": (
         CLAMPED,
-        ("halves_grad", "gate_buffer.slice(HALF", "gate_buffer.slice(0", NUMBERS),
+        ("concatenated_grad", "gate_buffer.slice(HALF", "gate_buffer.slice(0", NUMBERS),
     ),
     "B1 takes more than half a slice": (
         CLAMPED,
-        ("halves_grad", "up_buffer.slice(HALF, HALF", "up_buffer.slice(HALF, EPILOGUE_N", "outside the buffer"),
+        ("concatenated_grad", "up_buffer.slice(HALF, HALF", "up_buffer.slice(HALF, EPILOGUE_N", "outside the buffer"),
     ),
     "B1's loop keeps to a slice": (CLAMPED, ("dact_slices", "da, next_da, third_da = ", "_ = ", NUMBERS)),
     "B1's loop stays in a stage": (

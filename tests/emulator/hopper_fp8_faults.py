@@ -143,8 +143,8 @@ NEXT = "expert, row, end, col, count = next_expert, next_row, next_end, next_col
 PUBLISH = "publish_tile(tile_info, stage, 8 * expert"
 ROW_SCALE = "row_scale.index(producer_acquire(ring, step))"
 SECOND = "product = warpgroup_mma(a, b.slice(BLOCK, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)"
-B_FULL = "mbarrier.wait(b_full.index(piece), phase)"
-LOOKED_UP = "left_pointer + piece * stride_in", "right_pointer + piece * stride_in"
+B_FULL = "mbarrier.wait(b_full.index(k_block), phase)"
+LOOKED_UP = "left_pointer + k_block * stride_in", "right_pointer + k_block * stride_in"
 OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     "scales past the expert's end": (
         STATIONARY, ("load_row_scales", "gl.minimum(row + gl.arange(0, WARPGROUP_M, WARP_LAYOUT), end - 1)",
@@ -172,11 +172,11 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     "the first stage's scales": (
         STATIONARY, (PRODUCER, ROW_SCALE, "row_scale.index(0 * producer_acquire(ring, step))", NUMBERS),
     ),
-    "one step's scales for all": (STATIONARY, (PRODUCER, "scales[piece]", "scales[0]", NUMBERS)),
+    "one step's scales for all": (STATIONARY, (PRODUCER, "scales[k_block]", "scales[0]", NUMBERS)),
     "B is loaded with each block": (STATIONARY, (PRODUCER, "if block == 0", "if block >= 0", EITHER)),
     "B is not loaded": (STATIONARY, (PRODUCER, "if block == 0", "if block < 0", EITHER)),
-    "a step too many": (OF_TWO, (PRODUCER, "if piece < steps", "if piece <= steps", PUBLISHED)),
-    "one step's A for all": (STATIONARY, (PRODUCER, "row, piece * BK", "row, 0 * piece", NUMBERS)),
+    "a step too many": (OF_TWO, (PRODUCER, "if k_block < steps", "if k_block <= steps", PUBLISHED)),
+    "one step's A for all": (STATIONARY, (PRODUCER, "row, k_block * BK", "row, 0 * k_block", NUMBERS)),
     "the producer's steps are not counted": (
         STATIONARY, (PRODUCER, "                    step += 1", "                    pass", PUBLISHED),
     ),
@@ -216,9 +216,9 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
         replace(OF_FOUR, hidden_size=1152), (OF_ITEM, f"{SECOND}\n        {WAIT}\n        {RELEASE}",
                   f"{RELEASE}\n        {SECOND}\n        {WAIT}", NUMBERS),
     ),
-    "B is not released": (STATIONARY, (OF_ITEM, "release_b(b_ring, piece, arrivals)", "pass", "deadlock")),
+    "B is not released": (STATIONARY, (OF_ITEM, "release_b(b_ring, k_block, arrivals)", "pass", "deadlock")),
     "B's first slice is released for all": (
-        STATIONARY, (OF_ITEM, "release_b(b_ring, piece,", "release_b(b_ring, 0,", EITHER),
+        STATIONARY, (OF_ITEM, "release_b(b_ring, k_block,", "release_b(b_ring, 0,", EITHER),
     ),
     "a step is not counted": (STATIONARY, (OF_ITEM, "        step += 1", "        pass", PUBLISHED)),
     "both consumers begin with the first block": (STATIONARY, (KEPT, "step = CONSUMER * steps", "step = 0", PUBLISHED)),

@@ -25,7 +25,7 @@ from triton_checks import Case, turn
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.hopper.configs import MAX_COLUMN_TILES
+from tilemoe.kernels.experts.hopper.configs import SWIZZLE_ABOVE_TILES
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
 from tilemoe.kernels.experts.quantize import BLOCK, ROWS, quantize
 from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
@@ -157,7 +157,7 @@ def test_rows_past_the_last_are_not_written() -> None:
 
 def test_wide_outputs_are_swizzled() -> None:
     plan, spec = plan_of(130, 65, 3), activation_spec("swiglu", "concatenated", None, None)
-    given = make_inputs(plan, BLOCK, (MAX_COLUMN_TILES + 1) * BLOCK, dtype=torch.float16)
+    given = make_inputs(plan, BLOCK, (SWIZZLE_ABOVE_TILES + 1) * BLOCK, dtype=torch.float16)
     with emulated() as launches:
         a = KERNELS.up_proj_act_inference(given["x"], given["w1"], None, plan, spec)
     assert launches[-1].args["row_start_of_expert"] is not None

@@ -12,7 +12,7 @@ from triton_checks import Case, assert_added_exactly, assert_kernels_agree, rand
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, MoEConfig
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
-from tilemoe.kernels.experts.hopper.configs import MAX_COLUMN_TILES, MAX_CONTRACTION_OF_NARROW
+from tilemoe.kernels.experts.hopper.configs import MAX_CONTRACTION_OF_NARROW, SWIZZLE_ABOVE_TILES
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
@@ -93,7 +93,7 @@ def test_every_layout(activation: str, bias: bool, turned: bool, gate_up: str, l
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 def test_tiles_in_bands(gate_up: str) -> None:
     """Outputs so wide that an expert's rows are walked by a band of columns after the other, the last one narrower."""
-    case = Case(BF16, gate_up=gate_up, hidden_size=128, intermediate_size=256 * MAX_COLUMN_TILES + 264)
+    case = Case(BF16, gate_up=gate_up, hidden_size=128, intermediate_size=256 * SWIZZLE_ABOVE_TILES + 264)
     for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
         assert_kernels_agree(HopperBackend(), plan, case, TOLERANCE[BF16])
 

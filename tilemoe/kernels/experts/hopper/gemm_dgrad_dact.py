@@ -43,7 +43,7 @@ from tilemoe.kernels.experts.triton.activations import gated_grad, inner
 
 
 @gluon.jit
-def halves_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
+def concatenated_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
     """a of a slice, concatenated gate and up; da: da' (64, EPILOGUE_N).
 
     buffer (128, EPILOGUE_N): gate above up, overwritten with their gradients.
@@ -84,16 +84,16 @@ def joined(left, right, like):
 
 
 @gluon.jit
-def pairs_grad(left_buffer, right_buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
-    """As `halves_grad`, interleaved gate and up: a buffer (64, EPILOGUE_N) of pairs for each half of the slice."""
+def interleaved_grad(left_buffer, right_buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
+    """As `concatenated_grad`, gate and up interleaved: a buffer (64, EPILOGUE_N) of pairs for each half of a slice."""
     left, right = halves(da, WARPGROUP_M, EPILOGUE_N)
-    left_a = half_pairs_grad(left_buffer, left, score, limit, alpha, ACTIVATION)
-    right_a = half_pairs_grad(right_buffer, right, score, limit, alpha, ACTIVATION)
+    left_a = interleaved_half_grad(left_buffer, left, score, limit, alpha, ACTIVATION)
+    right_a = interleaved_half_grad(right_buffer, right, score, limit, alpha, ACTIVATION)
     return joined(left_a, right_a, da)
 
 
 @gluon.jit
-def half_pairs_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
+def interleaved_half_grad(buffer, da, score, limit, alpha, ACTIVATION: gl.constexpr):
     """a of half a slice, da' (64, EPILOGUE_N / 2); ``buffer``'s pairs of gate and up are overwritten with gradients."""
     both: gl.constexpr = gl.join(da, da).reshape([WARPGROUP_M, EPILOGUE_N]).type.layout
     gate, up = deinterleave(buffer.load(both), EPILOGUE_N)
@@ -123,9 +123,9 @@ def dact_slice(
     buffer, last_buffer = buffers.index(CONSUMER * BLOCKS), buffers.index(CONSUMER * BLOCKS + BLOCKS - 1)
     a_buffer = reshape_blocks(a_smem.index(stage), CONSUMERS, WARPGROUP_M).index(CONSUMER)
     if GATE_UP == "concatenated":
-        a = halves_grad(buffer, da, score, limit, alpha, ACTIVATION)
+        a = concatenated_grad(buffer, da, score, limit, alpha, ACTIVATION)
     elif GATE_UP == "interleaved":
-        a = pairs_grad(buffer, last_buffer, da, score, limit, alpha, ACTIVATION)
+        a = interleaved_grad(buffer, last_buffer, da, score, limit, alpha, ACTIVATION)
     else:
         a, slope = inner(buffer.load(da.type.layout).to(gl.float32), ACTIVATION, False)
         buffer.store((da * score[:, None] * slope).to(dh.dtype))

@@ -80,12 +80,12 @@ def load_rows(rows, row, k, ring, step):
 
 
 @gluon.jit
-def load_b(weight, expert, piece, col, b_ring, item, B_K_MAJOR: gl.constexpr):
-    """Start the TMA load of k-block ``piece`` of an item's B, once the item before has released its buffer."""
+def load_b(weight, expert, k_block, col, b_ring, item, B_K_MAJOR: gl.constexpr):
+    """Start the TMA load of one k-block of an item's B, once the item before has released its buffer."""
     _a_smem, _b_smem, b_full, b_empty = b_ring
-    mbarrier.wait(b_empty.index(piece), (item & 1) ^ 1)
-    mbarrier.expect(b_full.index(piece), weight.block_type.nbytes)
-    load_weight(weight, expert, piece * BK, col, b_ring, piece, B_K_MAJOR)
+    mbarrier.wait(b_empty.index(k_block), (item & 1) ^ 1)
+    mbarrier.expect(b_full.index(k_block), weight.block_type.nbytes)
+    load_weight(weight, expert, k_block * BK, col, b_ring, k_block, B_K_MAJOR)
 
 
 @gluon.jit
@@ -117,22 +117,22 @@ def stationary_producer(
 
 
 @gluon.jit
-def release_b(b_ring, piece, arrivals):
-    """Arrive zero, one or two times at the ``b_empty`` barrier of k-block ``piece``."""
+def release_b(b_ring, k_block, arrivals):
+    """Arrive zero, one or two times at the ``b_empty`` barrier of one k-block."""
     _a_smem, _b_smem, _b_full, b_empty = b_ring
-    mbarrier.arrive(b_empty.index(piece), count=1, pred=arrivals > 0)
-    mbarrier.arrive(b_empty.index(piece), count=1, pred=arrivals > 1)
+    mbarrier.arrive(b_empty.index(k_block), count=1, pred=arrivals > 0)
+    mbarrier.arrive(b_empty.index(k_block), count=1, pred=arrivals > 1)
 
 
 @gluon.jit
 def issue_mma_stationary(
-    ring, b_ring, step, item, piece, acc, ACCUMULATE: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
+    ring, b_ring, step, item, k_block, acc, ACCUMULATE: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr
 ):
-    """As `pipeline.issue_mma`, of a streamed k-block of A and the resident k-block ``piece`` of B."""
+    """As `pipeline.issue_mma`, of a streamed k-block of A and a resident one of B."""
     a_smem, b_smem, b_full, _b_empty = b_ring
     stage = consumer_wait(ring, step)
-    mbarrier.wait(b_full.index(piece), item & 1)
-    b = b_operand(b_smem, piece, BN, B_K_MAJOR)
+    mbarrier.wait(b_full.index(k_block), item & 1)
+    b = b_operand(b_smem, k_block, BN, B_K_MAJOR)
     return warpgroup_mma(a_smem.index(stage), b, acc, use_acc=ACCUMULATE, is_async=True)
 
 
@@ -146,12 +146,12 @@ def mma_mainloop_stationary(
     """
     acc = issue_mma_stationary(ring, b_ring, step, item, 0, zero_accumulator(BN), False, BN, B_K_MAJOR)
     acc = warpgroup_mma_wait(1, deps=(acc,))  # as in `pipeline.mma_mainloop`
-    for piece in range(1, steps):
+    for k_block in range(1, steps):
         step += 1
-        acc = issue_mma_stationary(ring, b_ring, step, item, piece, acc, True, BN, B_K_MAJOR)
+        acc = issue_mma_stationary(ring, b_ring, step, item, k_block, acc, True, BN, B_K_MAJOR)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         consumer_release_previous(ring, step)
-        release_b(b_ring, piece - 1, arrivals)
+        release_b(b_ring, k_block - 1, arrivals)
     step += 1
     mbarrier.arrive(order_of_other, count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))

@@ -181,7 +181,7 @@ def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[
 
 def swizzle_of(plan: RoutingPlan, column_tiles: int) -> Tensor | None:
     """F1's and B1's row_start_of_expert argument: None where the output is too narrow for a threadblock swizzle."""
-    return plan.row_start_of_expert if column_tiles > configs.MAX_COLUMN_TILES else None
+    return plan.row_start_of_expert if column_tiles > configs.SWIZZLE_ABOVE_TILES else None
 
 
 def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> dict[str, Any]:

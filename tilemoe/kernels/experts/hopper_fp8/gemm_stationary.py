@@ -86,12 +86,12 @@ def scaled_producer(
             scales = load_row_scales(rows_scale, row, end, steps)
             stage = producer_acquire(ring, step)
             publish_tile(tile_info, stage, 8 * expert + 2 * arrivals_of(block, count) + (item & 1), row, end, col)
-            for piece in gl.static_range(STEPS):
-                if piece < steps:
-                    row_scale.index(producer_acquire(ring, step)).store(scales[piece])
+            for k_block in gl.static_range(STEPS):
+                if k_block < steps:
+                    row_scale.index(producer_acquire(ring, step)).store(scales[k_block])
                     if block == 0:
-                        load_b(weight, expert, piece, col, b_ring, item, True)
-                    load_rows(rows, row, piece * BK, ring, step)
+                        load_b(weight, expert, k_block, col, b_ring, item, True)
+                    load_rows(rows, row, k_block * BK, ring, step)
                     step += 1
             row += WARPGROUP_M
         item += 1  # noqa: SIM113
@@ -115,15 +115,15 @@ def scaled_mainloop_stationary(ring, b_ring, row_scale, weight_scales, stride_in
     left_pointer, right_pointer = weight_scales
     left, right, product = zero_half(), zero_half(), zero_half()
     of_rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
-    for piece in range(steps):
+    for k_block in range(steps):
         # Loaded ahead: needed only when the wgmma is done, which hides the latency.
         left_weight, right_weight = (
-            gl.load(left_pointer + piece * stride_in),
-            gl.load(right_pointer + piece * stride_in),
+            gl.load(left_pointer + k_block * stride_in),
+            gl.load(right_pointer + k_block * stride_in),
         )
         stage = consumer_wait(ring, step)
-        mbarrier.wait(b_full.index(piece), phase)
-        a, b = operand(a_smem.index(stage), WARPGROUP_M), operand(b_smem.index(piece), 2 * BLOCK)
+        mbarrier.wait(b_full.index(k_block), phase)
+        a, b = operand(a_smem.index(stage), WARPGROUP_M), operand(b_smem.index(k_block), 2 * BLOCK)
         product = warpgroup_mma(a, b.slice(0, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)
         scale = row_scale.index(stage).load(of_rows)
         product = warpgroup_mma_wait(0, deps=(product,))
@@ -132,7 +132,7 @@ def scaled_mainloop_stationary(ring, b_ring, row_scale, weight_scales, stride_in
         product = warpgroup_mma(a, b.slice(BLOCK, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage), count=1)
-        release_b(b_ring, piece, arrivals)
+        release_b(b_ring, k_block, arrivals)
         right += product * (scale * right_weight)[:, None]
         step += 1
     return halves(left, WARPGROUP_M, BLOCK) + halves(right, WARPGROUP_M, BLOCK)
