@@ -12,6 +12,9 @@ and one release of PyTorch and Triton alone: the file's header names them, and `
 interpreter. On a GPU each case runs three times, first launched, then recorded, then replayed; a case whose bits do not
 repeat is listed and not written. ``--part 3/8`` takes every eighth case: eight at once fill Triton's cache sooner.
 
+The files in results/golden were made for the redesign. Other commits have changed bits on purpose since (adapters, the
+gradient of normalised scores), so to compare two commits write a file at one and check it at the other.
+
 A case that the package refuses by a ValueError is written as such. Any other error is listed, and ends with 1.
 """
 
