@@ -1,11 +1,11 @@
-"""Train a model of transformers by accelerate with FSDP2, its experts computed by tilemoe and divided over processes.
+"""Train a transformers model with accelerate and FSDP2; tilemoe computes its experts, divided over the processes.
 
     pip install 'tilemoe[hf]'
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py               # a small OLMoE from scratch, on two GPUs
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --expert 1    # FSDP2 alone
 
-The loop is accelerate's own. What is added: the name of the experts' implementation, and `expert_parallel` before
-`prepare`, which shards what that leaves.
+The loop is ordinary accelerate code. Only two things are added: the name of the experts' implementation, and a call of
+`expert_parallel` before `prepare`, which shards the remaining parameters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A backend of one's own: one kernel of the experts in plain PyTorch, all others as the torch backend has them.
+"""Your own backend: one of the experts' kernels in plain PyTorch, the others inherited from the torch backend.
 
     python examples/custom_backend.py
 
-A registered name goes wherever tilemoe takes ``kernels``: the layer trains with it, compiles with it, and keeps what it
-saves for backward, because the operators around the kernels are the same. `tilemoe.Backend` has the equation of each
+A registered name is accepted wherever tilemoe takes ``kernels``. The operators around the kernels stay the same, so the
+layer trains and compiles with it and saves the same tensors for backward. `tilemoe.Backend` has the equation of each
 kernel.
 
 T tokens · d hidden size · n expert width · E experts · R_max rows of a buffer

@@ -1,10 +1,10 @@
-"""A router of one's own in tilemoe's layer: expert choice (arXiv 2202.09368), where each expert picks its tokens.
+"""Your own router in tilemoe's layer: expert choice (arXiv 2202.09368), where each expert picks its tokens.
 
     python examples/custom_router.py
 
-`tilemoe.MoE(cfg, router=...)` takes any module that gives logits, which are routed as the configuration says, or a
-whole `tilemoe.Routing`, as here: any (token, expert) pairs, and their scores. The gradient reaches the router through
-the scores.
+`tilemoe.MoE(cfg, router=...)` takes any module that returns either logits, which are routed as the configuration says,
+or, as here, a whole `tilemoe.Routing`: any (token, expert) pairs with their scores. The gradient reaches the router
+through the scores.
 
 T tokens · d hidden size · E experts
 """

@@ -1,11 +1,11 @@
-"""Train a model of transformers with its experts divided over processes, and the rest sharded, in plain PyTorch.
+"""Train a transformers model in plain PyTorch, with its experts divided over processes and the rest sharded.
 
     pip install 'tilemoe[hf]'
     torchrun --nproc-per-node 4 examples/expert_parallel.py    # a small Qwen3-MoE from scratch, on CPUs or GPUs
     torchrun --nproc-per-node 8 examples/expert_parallel.py --model Qwen/Qwen3-30B-A3B --expert 4 --text notes.txt
 
-The lines that matter are in `share`. Each process has its own batches; gradients are means over all of them. What is
-written at the end loads with transformers alone.
+The lines that matter are in `share`. Each process has its own batches; gradients are averaged over all of them. The
+folder written at the end loads with transformers alone.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     python examples/hf_finetune.py                                     # a small model from scratch, on any machine
     python examples/hf_finetune.py --model allenai/OLMoE-1B-7B-0924 --text notes.txt --seq-len 2048
 
-The one line that matters is ``experts_implementation="tilemoe"``, after ``register()``. Everything else is what one
-writes for transformers anyway. Weights are trained in fp32, as AdamW's small steps are lost in bf16, and multiplied in
-bf16 on a GPU (autocast).
+The one line that matters is ``experts_implementation="tilemoe"``, after ``register()``. Everything else is ordinary
+transformers code. Weights are fp32, because bf16 would lose AdamW's small steps; on a GPU autocast multiplies in bf16.
 """
 
 from __future__ import annotations

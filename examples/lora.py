@@ -3,8 +3,8 @@
     python examples/lora.py                                     # a small random Mixtral, on any machine
     python examples/lora.py --model path/to/olmoe --text notes.txt --out path/to/olmoe-tuned
 
-Reads and writes folders of Hugging Face's Qwen3-MoE, OLMoE and Mixtral. The base stays frozen in its dtype; of every
-expert's two matrices a pair of rank r trains, and no merged matrix and no gradient of a base matrix is made.
+Reads and writes folders of Hugging Face's Qwen3-MoE, OLMoE and Mixtral. The base stays frozen in its dtype. Each of an
+expert's two matrices has a trained pair of rank r; no merged matrix and no gradient of a base matrix is ever made.
 """
 
 from __future__ import annotations

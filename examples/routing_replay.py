@@ -1,12 +1,12 @@
-"""Reinforcement learning with routing replay: generate with recorded experts, train with the same ones.
+"""Reinforcement learning with routing replay: record the experts when sampling, and train with the same ones.
 
     python examples/routing_replay.py
 
-The program that samples and the one that trains round differently. Where two experts of a token are nearly tied, that
-is enough to give it another one. Then its log-probability is another, too, and the ratio of a policy gradient is not
-one before the first update. Here the sampler's routers differ from the trainer's by a millionth, as another program's
-would, and every expert begins with a twin that nearly ties with it, of which three experts for a token break up a pair:
-so a small model meets in a few tokens what a large one meets in many.
+The program that samples and the one that trains round differently. If two experts of a token are nearly tied, this
+alone can choose another expert in training. Then the token's log-probability differs, and the ratio in the policy
+gradient is not one even before the first update. Here the sampler's routers differ from the trainer's by a millionth,
+as another program's would. Every expert starts with a twin that nearly ties with it, and three experts per token must
+break up a pair. So a small model shows in a few tokens what a large one shows in many.
 
 The policy learns to write letters of the first half of its alphabet.
 

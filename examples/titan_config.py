@@ -1,6 +1,6 @@
-r"""A run of torchtitan 0.3 with tilemoe's experts: its small Qwen3-MoE, the experts divided over two processes.
+r"""Configuration of torchtitan 0.3 with tilemoe's experts: a small Qwen3-MoE, its experts divided over two processes.
 
-Run it in this folder; options of the command line change any value:
+Run this in the examples folder; command-line options override any value:
 
     torchrun --nproc-per-node 2 -m torchtitan.train --module titan_config --config qwen3_moe_tilemoe \
         --hf_assets_path FOLDER_OF_A_TOKENIZER --dataloader.dataset_path FOLDER_OF_TEXTS --training.steps 100

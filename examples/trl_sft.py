@@ -1,12 +1,12 @@
-"""Fine-tune a mixture-of-experts model on conversations with TRL's SFTTrainer and PEFT's adapters, experts by tilemoe.
+"""Fine-tune a mixture-of-experts model on conversations: TRL's SFTTrainer, PEFT's adapters, tilemoe's experts.
 
     pip install 'tilemoe[lora]' trl
     python examples/trl_sft.py                                       # a small random Qwen3-MoE, on any machine
     python examples/trl_sft.py --model Qwen/Qwen3-30B-A3B --data chat.jsonl --seq-len 2048
 
-The lines that matter are ``register()`` and ``experts_implementation="tilemoe"``; the rest is what one writes for TRL.
-The data is JSONL of ``messages``, and the loss that of the assistant's turns. A model's chat template marks these with
-``{% generation %}``; TRL brings such templates for some models.
+The lines that matter are ``register()`` and ``experts_implementation="tilemoe"``; the rest is ordinary TRL code. The
+data is JSONL of ``messages``, and the loss counts only the assistant's turns. A model's chat template marks these with
+``{% generation %}``; TRL has such templates for some models.
 """
 
 from __future__ import annotations
