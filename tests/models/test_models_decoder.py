@@ -4,6 +4,7 @@ B sequences · S tokens each · V vocabulary · E experts · L MoE layers
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -200,6 +201,17 @@ def test_a_deep_copy_of_compiled_blocks_computes_its_own(checkpointing: str) -> 
                 parameter.mul_(0.5)
     torch.testing.assert_close(gradients(copied, inputs, labels), gradients(plain, inputs, labels))
     torch.testing.assert_close(gradients(model, inputs, labels), gradients(make(), inputs, labels))
+
+
+@torch.no_grad()
+def test_compiled_blocks_are_pickled() -> None:
+    model, ids = make(), batch()[0]
+    expected = model(ids).logits
+    model.compile_blocks("eager")
+    again = pickle.loads(pickle.dumps(model))
+    frames = counters["frames"]["ok"]
+    torch.testing.assert_close(again(ids).logits, expected)
+    assert counters["frames"]["ok"] > frames  # they are compiled again
 
 
 @pytest.mark.parametrize("strict", [False, True])

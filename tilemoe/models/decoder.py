@@ -87,6 +87,7 @@ class Block(nn.Module):
         super().__init__()
         d, eps = config.hidden_size, config.norm_eps
         self.checkpointing = "none"
+        self._compiled_by: str | None = None
         self._run = Block.body
         self.attention_norm = RMSNorm(d, eps, device=device, dtype=dtype)
         self.attention = Attention(config, device=device, dtype=dtype)
@@ -138,7 +139,20 @@ class Block(nn.Module):
 
     def compile_body(self, backend: str) -> None:
         """torch.compile what `forward` computes: within checkpointing, and within the hooks of whoever wraps it."""
+        self._compiled_by = backend
         self._run = torch.compile(Block.body, backend=backend)  # of no block: a deep copy computes its own
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what torch.compile gave, which no pickle takes: `__setstate__` compiles it again."""
+        state: dict[str, Any] = super().__getstate__()
+        del state["_run"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._run = Block.body
+        if self._compiled_by is not None:
+            self.compile_body(self._compiled_by)
 
     def _attend(
         self, x: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache | None, documents: Documents | None
