@@ -401,6 +401,14 @@ def test_fills_the_context_exactly_and_restores_the_mode(model: DecoderLM) -> No
     assert not model.training
 
 
+def test_generation_leaves_each_part_in_its_mode() -> None:
+    model = make().train()
+    model.blocks[0].eval()  # as of a part that is not trained
+    modes = [module.training for module in model.modules()]
+    generate(model, batch()[0][:, :2], 1)
+    assert [module.training for module in model.modules()] == modes
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

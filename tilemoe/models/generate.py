@@ -59,7 +59,7 @@ def generate(
         return input_ids.long()
     total = input_ids.shape[1] + max_new_tokens
     cache = KVCache(model.config.num_layers, total)
-    was_training = model.training
+    were_training = [module for module in model.modules() if module.training]  # not all, where a part is frozen
     model.eval()
     try:
         tokens = [input_ids.long()]
@@ -68,7 +68,8 @@ def generate(
             tokens.append(_sample(logits, temperature, top_k, generator))
         return torch.cat(tokens, dim=1)
     finally:
-        model.train(was_training)
+        for module in were_training:
+            module.training = True
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
