@@ -144,9 +144,7 @@ class Block(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what torch.compile gave, which no pickle takes: `__setstate__` compiles it again."""
-        state: dict[str, Any] = super().__getstate__()
-        del state["_run"]
-        return state
+        return {name: value for name, value in self.__dict__.items() if name != "_run"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
