@@ -1,14 +1,15 @@
-"""The one registry of activations: name -> value, gradient, gated or not.
+"""The registry of activation functions: for each name its value, its gradient, and whether it is gated.
 
 R routed rows · n expert width
 
-A gated activation takes gate and up, (R, n) each; an ungated one takes z (R, n). Both give ``a`` (R, n), computed in
-the dtype they are given (fp32, or fp64). The formulas are written with tensors' own methods: this file imports no
-torch, so that `tilemoe.config` can read the names.
+A gated activation takes gate and up, (R, n) each; an ungated one takes z (R, n). Both return ``a`` (R, n), computed in
+the dtype of their inputs (fp32 or fp64). The formulas use tensor methods only: this file does not import torch, so that
+`tilemoe.config` can read the names without it.
 
-The same functions for kernels are in `tilemoe.kernels.experts.triton.activations`, by the same names;
-`tilemoe.kernels.experts.torch.activations` applies these here to a stored pre-activation. `tilemoe.reference` has its
-own, on purpose. To add one: an entry here, a branch there (CONTRIBUTING.md has a worked diff).
+The Triton versions, under the same names, are in `tilemoe.kernels.experts.triton.activations`.
+`tilemoe.kernels.experts.torch.activations` applies the functions of this file to a stored pre-activation.
+`tilemoe.reference` has independent definitions, on purpose. A new activation needs an entry in all three: see the diff
+in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _TANH_C, _TANH_K = math.sqrt(2.0 / math.pi), 0.044715
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """An activation of the registry with its parameters and its place in memory; hashable.
+    """A registered activation with its parameters and its memory layout; hashable.
 
-    ``gate_up``: where gate and up lie in h (R, 2n), "concatenated" (columns [gate; up]) or "interleaved" (gate0, up0,
-    gate1, ...). ``limit`` clamps swiglu_oai and swiglu_clamped, ``alpha`` is swiglu_oai's slope; else neutral.
+    ``gate_up``: the column order of h (R, 2n), "concatenated" ([gate; up]) or "interleaved" (gate0, up0, gate1, ...).
+    ``limit`` is the clamp of swiglu_oai and swiglu_clamped, ``alpha`` the sigmoid's slope in swiglu_oai.
     """
 
     name: str
@@ -56,9 +57,9 @@ class Activation:
     """An entry of the registry.
 
     value    (gate, up, spec) or (z, spec) -> a.
-    grad     (gate, up, da, spec) -> (a, dgate, dup), or (z, da, spec) -> (a, dz): a recomputed, and ``da`` carried
-             through. At a kink (relu at 0) the derivative is 0, at a clamp's bound it is 1, as in PyTorch.
-    limit, alpha    defaults of ``activation_limit`` and ``activation_alpha``; None: it has no such parameter.
+    grad     (gate, up, da, spec) -> (a, dgate, dup), or (z, da, spec) -> (a, dz): recomputes a and backpropagates
+             ``da``. As in PyTorch, the derivative of relu at 0 is 0, and that of a clamp at its bound is 1.
+    limit, alpha    defaults of ``activation_limit`` and ``activation_alpha``; None: there is no such parameter.
     """
 
     is_gated: bool
@@ -85,7 +86,7 @@ def pointwise(inner: Pointwise) -> Activation:
 
 
 def gated(inner: Pointwise, value: Callable[..., Tensor] | None = None) -> Activation:
-    """``a = f(gate) * up``; ``value``: a faster way to the same."""
+    """``a = f(gate) * up``; ``value``: an optional faster implementation of the same function."""
 
     def plain_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
         return inner(gate)[0] * up
@@ -127,11 +128,11 @@ def _relu2(z: Tensor) -> tuple[Tensor, Tensor]:
 def _swiglu_value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
     from torch.nn.functional import silu  # here, because the names are read without torch
 
-    return silu(gate) * up  # one fused pass instead of sigmoid and product
+    return silu(gate) * up  # silu is one fused kernel, in place of a sigmoid and a product
 
 
 def clamped(shift: float, limit: float, alpha: float | None) -> Activation:
-    """``a = gate sigmoid(alpha gate) (up + shift)``, gate clamped from above and up on both sides; alpha None: 1."""
+    """``a = gate sigmoid(alpha gate) (up + shift)``, gate clamped from above, up to [-limit, limit]; alpha None: 1."""
 
     def value(gate: Tensor, up: Tensor, spec: ActivationSpec) -> Tensor:
         gate = gate.clamp(max=spec.limit)
@@ -166,7 +167,7 @@ REGISTRY: dict[str, Activation] = {
 
 
 def validate_activation(name: str, limit: float | None, alpha: float | None) -> None:
-    """Raise ValueError unless ``name`` is registered and limit/alpha are given only where they mean something."""
+    """Raise ValueError unless ``name`` is registered and limit and alpha are given only where it has them."""
     require_choice("activation", name, REGISTRY)
     for parameter, value in (("limit", limit), ("alpha", alpha)):
         if value is None:
@@ -183,14 +184,14 @@ def validate_activation(name: str, limit: float | None, alpha: float | None) -> 
 def activation_spec(
     name: str, gate_up: str = "concatenated", limit: float | None = None, alpha: float | None = None
 ) -> ActivationSpec:
-    """The spec of an entry; ValueError for an unknown name or parameters it does not have."""
+    """The `ActivationSpec` of a registered name, None filled in; ValueError: it is unknown or lacks the parameter."""
     if limit is not None or alpha is not None:
         limit, alpha = _specialised(limit, alpha)
     validate_activation(name, limit, alpha)
     entry = REGISTRY[name]
     if entry.limit is None:
-        return ActivationSpec(name, gate_up, math.inf, 1.0)  # PyTorch 2.11 makes symbols of a dataclass' defaults, too
-    # The defaults, too: torch.compile(dynamic=True) makes symbols of numbers that it finds in a table.
+        return ActivationSpec(name, gate_up, math.inf, 1.0)  # PyTorch 2.11 makes a dataclass' defaults symbolic, too
+    # The defaults, too: torch.compile(dynamic=True) makes numbers symbolic that it reads from a table.
     limit, alpha = _specialised(limit or entry.limit, alpha or entry.alpha)
     return ActivationSpec(name, gate_up, limit, 1.0 if alpha is None else alpha)
 

@@ -1,4 +1,7 @@
-"""One-line ValueErrors for settings; each names the setting, what it may be and what it was. Standard library only."""
+"""Checks of settings: each raises a one-line ValueError that names the setting, the valid values and the given one.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
-_LONGEST = 120  # characters of a value in a message
+_LONGEST = 120  # characters of a value that a message shows
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
 def shown(value: Any) -> str:
-    """``value`` as messages show it: in one line, shortened; of tensors and arrays, which are not read, the type."""
+    """``value`` for a message: its repr on one line, truncated; of tensors and arrays only the type, without a read."""
     if hasattr(type(value), "dtype"):
         return type(value).__name__
     if isinstance(value, int) and value.bit_length() > 64:
@@ -26,7 +29,7 @@ def shown(value: Any) -> str:
 def require_int(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {shown(value)}")
-    if value >= 1 << 63:  # neither tensors nor random-number generators take it
+    if value >= 1 << 63:  # overflows int64, which tensors and random-number generators use
         raise ValueError(f"{name} must be below 2**63, got one of {value.bit_length()} bits")
 
 
@@ -34,7 +37,7 @@ def require_finite(name: str, value: Any, *, positive: bool = False) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value < float("inf") or (positive and value == 0):
         raise ValueError(f"{name} must be a finite number {'> 0' if positive else '>= 0'}, got {shown(value)}")
-    if isinstance(value, int) and value >= 1 << 63:  # tensors are multiplied by no larger one
+    if isinstance(value, int) and value >= 1 << 63:  # a tensor cannot be multiplied by a larger integer
         raise ValueError(f"{name} must be below 2**63 or a float, got an integer of {value.bit_length()} bits")
 
 
@@ -49,7 +52,7 @@ def require_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def find_named(what: str, name: Any, table: Mapping[str, Value]) -> Value:
-    """The entry called ``name``, whatever its case and whether its words are joined by - or _."""
+    """The entry of ``table`` called ``name``, case-insensitive, - and _ being equal; ValueError: there is none."""
     entries = {spelled(key): value for key, value in table.items()}
     if not isinstance(name, str) or spelled(name) not in entries:
         raise ValueError(f"{what} must be one of {', '.join(sorted(table))}; got {shown(name)}")
@@ -57,7 +60,7 @@ def find_named(what: str, name: Any, table: Mapping[str, Value]) -> Value:
 
 
 def spelled(name: str) -> str:
-    """One spelling of a name: in lower case, its words joined by -."""
+    """The canonical spelling of a name: lower case, words joined by -."""
     return name.lower().replace("_", "-")
 
 
@@ -73,16 +76,16 @@ def require_text(name: str, value: Any) -> None:
 
 
 def require_path(name: str, value: Any) -> Path:
-    """It as a path, of which nothing need be there, with its home folder as of `expand_user`."""
+    """``value`` as a `Path`, with ~ expanded by `expand_user`; it need not exist. ValueError: it cannot be a path."""
     if not isinstance(value, PurePath):
         require_text(name, value)
-        if len(value.splitlines()) > 1:  # messages are of one line
+        if len(value.splitlines()) > 1:  # it would break the one-line messages that show it
             raise ValueError(f"{name} must be a path of one line, got {shown(value)}")
     return expand_user(value)
 
 
 def expand_user(path: str | PurePath) -> Path:
-    """``path`` with the home folder that ~ or ~user stands for; ValueError where that is nobody's."""
+    """``path`` with ~ or ~user expanded to the home folder; ValueError if there is no such user or home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -92,10 +95,10 @@ def expand_user(path: str | PurePath) -> Path:
 def require_fields(
     where: str, config: Any, *, at_least: Mapping[str, int] = _NONE, positive: tuple[str, ...] = ()
 ) -> None:
-    """Each field of a dataclass is what its annotation says; ``where`` goes before its name.
+    """ValueError unless each field of the dataclass ``config`` fits its annotation; ``where`` prefixes its name.
 
-    A bool, a Literal's choice, an integer >= 0 or what ``at_least`` says, a finite number >= 0, or > 0 if it is among
-    ``positive``. Fields of other types, and None where it is allowed, pass.
+    A bool; a choice of a Literal; an integer >= 0, or >= its entry in ``at_least``; a finite float >= 0, or > 0 if
+    named in ``positive``. None passes where the annotation allows it. Fields of other types are not checked.
     """
     for name, hint in _hints_of(config.__class__).items():
         value, label = getattr(config, name), where + name

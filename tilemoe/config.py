@@ -1,4 +1,4 @@
-"""Configuration of the mixture-of-experts layer and of the decoder: frozen dataclasses, validated when they are made.
+"""Configuration of the mixture-of-experts layer and of the decoder: frozen dataclasses, validated on construction.
 
 Standard library only: configuring, planning and ``--help`` never import torch.
 
@@ -34,7 +34,7 @@ FP8_BLOCK = 128  # elements of a row that share a scale
 
 
 def require_save(save: Any, width: int) -> None:
-    """ValueError: h, of ``width`` columns, cannot be kept as ``save`` says."""
+    """ValueError unless pre-activations h of ``width`` columns can be saved in the format ``save``."""
     require_choice("save", save, SAVES)
     if save == "fp8" and width % FP8_BLOCK:
         raise ValueError(
@@ -45,20 +45,20 @@ def require_save(save: Any, width: int) -> None:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How logits become K experts and their scores.
+    """How router logits become K experts and their scores.
 
     Attributes:
-        score: turns logits into scores: softmax over all experts, or a sigmoid each.
-        softmax_after_topk: select on the logits, then softmax over the K kept ones (gpt-oss, Granite).
-        normalize: divide the K kept scores by their sum (+ 1e-20).
-        scale: multiplies the scores last (DeepSeek's routed_scaling_factor).
-        selection_bias: a per-expert fp32 buffer added for the selection only (aux-loss-free balancing).
-        num_groups: experts in so many contiguous groups.
-        top_groups: only so many best groups are eligible, a group being worth the sum of its two best biased scores
+        score: the score function: softmax over all experts, or a sigmoid for each.
+        softmax_after_topk: select on the logits, then take the softmax of the K selected ones (gpt-oss, Granite).
+        normalize: divide the K selected scores by their sum (+ 1e-20).
+        scale: factor of the scores, applied last (DeepSeek's routed_scaling_factor).
+        selection_bias: add a per-expert fp32 buffer to the scores for the selection only (aux-loss-free balancing).
+        num_groups: number of contiguous groups that the experts are divided into.
+        top_groups: number of groups that are eligible: those with the largest sums of their two best biased scores
             (DeepSeek-V3).
         bias: the router's linear map has a trainable bias (gpt-oss).
-        aux_loss_coef: of Switch's load-balancing loss (arXiv 2101.03961, equation 4); 0 leaves it out.
-        z_loss_coef: of the router z-loss (arXiv 2202.08906, equation 5); 0 leaves it out.
+        aux_loss_coef: coefficient of Switch's load-balancing loss (arXiv 2101.03961, equation 4); 0 disables it.
+        z_loss_coef: coefficient of the router z-loss (arXiv 2202.08906, equation 5); 0 disables it.
 
     Raises:
         ValueError: a setting is out of range, or two contradict each other; the message names them.
@@ -92,14 +92,14 @@ class RouterConfig:
 
     @classmethod
     def preset(cls, name: str) -> RouterConfig:
-        """The router of a public architecture (``ROUTER_PRESETS``), or of a model of one (``ROUTER_OF_MODEL``)."""
+        """The router of a public architecture (``ROUTER_PRESETS``) or of one of its models (``ROUTER_OF_MODEL``)."""
         family = {model: ROUTER_PRESETS[router] for model, router in ROUTER_OF_MODEL.items()}
         return find_named("router preset", name, {**ROUTER_PRESETS, **family})
 
 
-# Scores, normalisation and groups: each architecture's router class in transformers, set as its released models set it.
-# Loss coefficients: the defaults of its transformers configuration class, which differ from what a checkpoint's
-# config.json may carry (Mixtral-8x7B 0.02, gpt-oss 0.9); OLMoE's z-loss: arXiv 2409.02060. Scales: DeepSeek-V3's
+# Sources. Scores, normalisation and groups: each architecture's router class in transformers, with the settings of its
+# released models. Loss coefficients: the defaults of its transformers configuration class, which a checkpoint's
+# config.json may override (Mixtral-8x7B 0.02, gpt-oss 0.9); OLMoE's z-loss: arXiv 2409.02060. Scales: DeepSeek-V3's
 # configuration class; the config.json of Kimi-K2, GLM-4.5 (2.5) and GLM-4.5-Air (1.0).
 ROUTER_PRESETS: Mapping[str, RouterConfig] = MappingProxyType(
     {
@@ -136,17 +136,19 @@ ROUTER_OF_MODEL: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TokenRounding:
-    """Round each expert's rows to a multiple of ``tile`` in training, so that its GEMMs have no ragged tile.
+    """Round each expert's number of rows to a multiple of ``tile`` in training, so that its GEMMs have no ragged tile.
 
-    Of the f rows that top-K gives an expert, the least sure are dropped, or the likeliest other tokens are added:
-    "nearest" to the nearer multiple, down at one half; "stochastic" up with probability remainder / tile;
-    "nearest_score" up with the share of the scores that rounding down would lose; "balance" so that the rows of all
-    experts deviate by at most half a tile; "up" and "down" always. ``tile`` is a power of two, 128 for GPUs.
+    Rounding down drops the rows with the lowest scores among those that top-K gave the expert; rounding up adds the
+    other tokens with the highest scores. The mode decides between the two: "nearest" takes the nearer multiple, down
+    at one half; "stochastic" goes up with probability remainder / tile; "nearest_score" goes up with probability
+    dropped / (dropped + added), the sums of the scores that rounding down would drop and rounding up would add;
+    "balance" keeps the total number of rows within half a tile of top-K's; "up" and "down" are fixed. ``tile`` is a
+    power of two, 128 for GPUs.
 
     Source: arXiv 2512.14080, section 5.
 
     Raises:
-        ValueError: the mode is unknown, or the tile is no power of two from 16 on.
+        ValueError: the mode is unknown, or the tile is not a power of two >= 16.
 
     Examples:
         >>> rounding = tilemoe.TokenRounding("nearest", tile=16)
@@ -170,14 +172,15 @@ class TokenRounding:
 class MoEConfig:
     """One mixture-of-experts layer: routed experts, optional shared expert, router.
 
-    ``activation_limit`` belongs to ``swiglu_oai`` (default 7.0) and ``swiglu_clamped`` (10.0), ``activation_alpha`` to
-    the former (1.702).
-    ``shared_intermediate_size`` 0 means no shared expert; ``shared_gate`` multiplies it by a sigmoid of the token.
-    ``precision`` of the routed experts' GEMMs: "bf16" reads operands in their own dtype, "fp8" quantises them where a
-    backend can (`tilemoe doctor` says where, and why not; docs/fp8.md how).
-    ``save`` of the routed experts' pre-activations between forward and backward: "full" keeps them as they are, "fp8"
-    in e4m3, about half of 16 bits, which gradients see and the output does not. Then n, or 2n where gated, is a
-    multiple of 128.
+    ``activation_limit`` is a parameter of ``swiglu_oai`` (default 7.0) and ``swiglu_clamped`` (10.0),
+    ``activation_alpha`` of ``swiglu_oai`` alone (1.702).
+    ``shared_intermediate_size``: width of the shared expert, 0 for none. ``shared_gate``: multiply its output by the
+    sigmoid of a linear map of the token.
+    ``precision`` of the routed experts' GEMMs: "bf16" uses the operands' own dtype, "fp8" quantises them where the
+    backend supports it (`tilemoe doctor` says where, and why not; docs/fp8.md how).
+    ``save``: how the routed experts' pre-activations are saved for backward, "full" in their own dtype or "fp8" in
+    e4m3, about half the memory of 16 bits. FP8 affects the gradients and not the output; it needs n, or 2n where gated,
+    to be a multiple of 128.
 
     Raises:
         ValueError: a size or a setting is out of range, or two contradict each other; the message names them.
@@ -243,7 +246,7 @@ class MoEConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the activation multiplies two halves of h, gate and up: w = 2n in place of n."""
+        """Whether the activation is gated: h has 2n columns, gate and up, in place of n."""
         return self.activation in GATED_ACTIVATIONS
 
     @property
@@ -256,10 +259,10 @@ class MoEConfig:
 class ModelConfig:
     """A decoder language model: pre-norm blocks of grouped-query attention and an MLP, MoE or dense.
 
-    Its weights map one to one to Hugging Face's Qwen3-MoE, OLMoE or Mixtral, as ``qk_norm`` says: queries and keys are
+    ``qk_norm`` selects the Hugging Face architecture to which the weights map one to one: queries and keys are
     normalised over each "head" (Qwen3-MoE), over all heads at once ("full", OLMoE), or not ("none", Mixtral).
-    ``moe=None`` makes every block dense, with ``dense_intermediate_size``; otherwise the blocks listed in
-    ``dense_layers`` are dense.
+    With ``moe=None`` every block is dense; otherwise those whose indices are in ``dense_layers``. Dense blocks have
+    the width ``dense_intermediate_size``.
 
     Raises:
         ValueError: a size is out of range, or two contradict each other; the message names them.
@@ -317,11 +320,11 @@ class ModelConfig:
 
     @property
     def num_dense_layers(self) -> int:
-        """Blocks with an MLP in place of experts; all of them without ``moe``."""
+        """The number of dense blocks; all of them without ``moe``."""
         return self.num_layers if self.moe is None else len(set(self.dense_layers))
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether the block of that index, counted from 0, has experts."""
+        """Whether the block with index ``layer``, counted from 0, has experts."""
         return self.moe is not None and layer not in self.dense_layers
 
 
@@ -330,23 +333,23 @@ class ParallelConfig:
     """How the processes of a job share one model: there are ``replicate * shard * expert``, each with its own tokens.
 
     Attributes:
-        replicate: copies of the model.
-        shard: processes over which FSDP shards a copy; 0: as many as the others leave.
-        expert: processes over which each layer's experts are divided; they are neighbours in rank. All other parameters
-            are sharded over these processes, too.
-        param_dtype: what blocks compute in and gather; None: the dtype of the parameters, which the optimiser sees
-            whatever this is.
-        reduce_dtype: what gradients are summed in; None: ``param_dtype``.
+        replicate: number of copies of the model (HSDP).
+        shard: processes over which FSDP shards each copy; 0: the number of processes / (replicate * expert).
+        expert: expert-parallel processes, over which each layer's experts are divided; their ranks are consecutive. All
+            other parameters are sharded over these processes, too.
+        param_dtype: dtype in which FSDP gathers parameters and blocks compute; None: the dtype of the parameters. The
+            optimiser's parameters keep their own dtype in either case.
+        reduce_dtype: dtype in which gradients are summed; None: ``param_dtype``.
         reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward.
-        between_micro_batches: what each process keeps whole from one micro-batch of a step to the next: "nothing";
-            "weights", gathered once a step then, not once for each micro-batch; or "weights_and_gradients", the latter
-            in ``reduce_dtype`` and reduced once a step. Takes memory for all of them; needs ``reshard_after_forward``
-            False.
-        checkpointing: what is computed again in backward: "none", each block's "attention", or each whole "block". With
-            the first two, ``recompute="up_proj"`` saves the experts' part; in a repeated block it would repeat a GEMM
-            once more, and is left out.
+        between_micro_batches: what each process keeps unsharded between the micro-batches of a step: "nothing";
+            "weights", which are then gathered once per step; or "weights_and_gradients", where the gradients, too, are
+            kept, in ``reduce_dtype``, and reduced once per step. Takes memory for the whole of these; needs
+            ``reshard_after_forward`` False.
+        checkpointing: activation checkpointing, what is recomputed in backward: "none", each block's "attention", or
+            each whole "block". With the first two, ``recompute="up_proj"`` also recomputes the experts'
+            pre-activations; with "block" it would only repeat a GEMM once more, and is ignored.
         exchange: how tokens reach the experts of other processes: "collective", by ``all_to_all_single``; "symmetric",
-            by reading the memory of the other GPUs of one host; or "auto", the latter where it is possible.
+            by reading the memory of the other GPUs of one host; or "auto", "symmetric" where it is possible.
 
     Raises:
         ValueError: a setting is out of range, or two contradict each other; the message names them.
@@ -376,9 +379,9 @@ class ParallelConfig:
             )
 
     def for_job(self, world_size: int, model: ModelConfig) -> ParallelConfig:
-        """This with ``shard`` filled in for a job of ``world_size`` processes.
+        """A copy with ``shard`` filled in for a job of ``world_size`` processes.
 
-        ValueError: the sizes do not make up the job, or the experts cannot be divided.
+        ValueError: the sizes' product cannot be ``world_size``, or ``expert`` does not divide the model's experts.
         """
         given = self.replicate * self.expert * max(1, self.shard)
         sizes = f"replicate {self.replicate} x shard {self.shard or 'any'} x expert {self.expert}"
@@ -403,14 +406,14 @@ class ParallelConfig:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config dataclass as plain JSON-able values, nested; the inverse of ``from_dict``."""
+    """A config dataclass as nested dicts of JSON values; the inverse of ``from_dict``."""
     return dataclasses.asdict(
         config, dict_factory=lambda items: {k: list(v) if isinstance(v, tuple) else v for k, v in items}
     )
 
 
 def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
-    """Build the config dataclass ``cls`` from plain values; an unknown or missing key is a ValueError naming it."""
+    """Build the config dataclass ``cls`` from nested dicts; ValueError names a key that is unknown or missing."""
     if not isinstance(data, Mapping):
         raise ValueError(
             f"{where.rstrip('.') or cls.__name__}: expected a table of settings, got {type(data).__name__}"
@@ -429,7 +432,7 @@ def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    """``value`` as ``hint`` asks: nested tables become dataclasses, lists become tuples; the rest validates itself."""
+    """``value`` converted to ``hint``: dicts to dataclasses, lists to tuples; the dataclasses validate the rest."""
     nested = [t for t in (hint, *get_args(hint)) if dataclasses.is_dataclass(t)]
     if nested and (value is not None or type(None) not in get_args(hint)):
         return from_dict(nested[0], value, where)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Colours of every figure, from dark to light, so that they are told apart in grey, too; each with a marker, dashes and
-a hatch of its own. No matplotlib: keywords for it.
+"""The styles of all figures: colours from dark to light, which differ in greyscale too, each with its own marker, dash
+pattern and hatch. They are keyword arguments for matplotlib, which is not imported here.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-SEQUENTIAL = "cividis"  # of values: lightness grows with them
+SEQUENTIAL = "cividis"  # the colour map for values: lightness grows with the value
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ STYLES = (
 
 
 def spread(count: int) -> tuple[Style, ...]:
-    """``count`` of `STYLES`, at most all, as far apart in lightness as they can be; one is the darkest.
+    """``count`` of the `STYLES`, spread over their range of lightness; for a count of 1, the darkest.
 
-    ValueError: more than there are.
+    ValueError: ``count`` is negative or above the number of styles.
     """
     if not 0 <= count <= len(STYLES):
         raise ValueError(f"count must be from 0 to {len(STYLES)}, got {count}; draw fewer series in a figure")

@@ -1,4 +1,4 @@
-"""RoutingPlan: the indices that say which rows each expert computes.
+"""RoutingPlan: the index arrays that assign (token, expert) pairs to the rows that each expert computes.
 
 T tokens · E experts · P (token, expert) pairs, token-major · R routed rows, expert-major · R_max their static capacity
 """
@@ -16,11 +16,11 @@ from tilemoe.runtime.tensors import require_tensors
 
 _INT32_MAX = 2**31 - 1
 
-# Bits of RoutingPlan.error_bits, set on the device where reading a value back would stall it.
+# Bits of RoutingPlan.error_bits, which kernels set on the device: reading ids back there would be a host sync.
 NEGATIVE_EXPERT = 1
 TOKEN_OUT_OF_RANGE = 2
 
-# Key of `RoutingPlan.derived`: the counts, where the plan's builder has made them anyway.
+# Key of `RoutingPlan.derived` for the row counts, which some builders of plans compute anyway.
 ROWS_PER_EXPERT = "rows_per_expert"
 
 _MESSAGES = {
@@ -35,21 +35,24 @@ PlanArrays = tuple[Tensor, Tensor, Tensor, "Tensor | None", Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
-    """Index arrays of one routing, int32, on one device; ``<value>_of_<index>`` names what is looked up by what.
+    """The index arrays of one routing, int32, on one device. ``<value>_of_<index>`` maps an index to a value.
 
     Attributes:
         token_of_row: (R_max) token whose activations the row reads
         pair_of_row: (R_max) position of the row's pair in the caller's ids: ``scores.flatten()[pair_of_row]``
-        row_of_pair: (P) token-major; -1 for a pair skipped because its id is a sentinel (>= E)
+        row_of_pair: (P) row of each pair, token-major; -1 for a pair skipped because its id is a sentinel (>= E)
         pair_start_of_token: (T+1) slices row_of_pair by token; None when every token has exactly P/T pairs
         row_start_of_expert: (E+1) slices the rows by expert; its last element is R, which stays on the device
-        error_bits: () what `check` reports; 0 when every id was in range, None when nothing was recorded
-        derived: what kernels have worked out from these arrays, to be used again with this plan
-        unchecked: whether they come from a kernel of this package, and need no look at their kinds and lengths
+        num_experts: E
+        num_tokens: T
+        error_bits: () bits that `check` reports; 0 when every id was in range, None when nothing was recorded
+        derived: cache of what kernels computed from these arrays, for reuse with this plan
+        unchecked: True for arrays made by this package, whose dtypes and lengths are not checked again
 
-    Rows are sorted by expert, stable in token. Entries of the row arrays past R are 0 and are never used.
-    `plan_topk`, `plan_pairs` and `route` make plans. ValueError: an attribute is not as above, by its kind and length;
-    or `check` found an id that was out of range.
+    Rows are sorted by expert; within an expert they keep the order of the tokens. Entries of the row arrays past R are
+    0 and are never used. `plan_topk`, `plan_pairs` and `route` make plans.
+
+    ValueError: the type, dtype, device or length of an attribute is wrong, or (by `check`) an id was out of range.
 
     Examples:
         >>> plan = tilemoe.plan_topk(torch.tensor([[0, 2], [2, 1], [0, 1]]), num_experts=3)
@@ -103,12 +106,12 @@ class RoutingPlan:
 
     @property
     def num_pairs(self) -> int:
-        """(token, expert) pairs, those that no row computes among them: T K of a top-K plan."""
+        """P: the number of (token, expert) pairs, including those that no row computes; T K for a top-K plan."""
         return self.row_of_pair.shape[0]
 
     @property
     def arrays(self) -> PlanArrays:
-        """All that the plan is made of, but for the number of tokens."""
+        """The index arrays, in the order of `PLAN_ARRAYS`."""
         return (
             self.token_of_row,
             self.pair_of_row,
@@ -119,45 +122,45 @@ class RoutingPlan:
 
     @property
     def rows_per_expert(self) -> Tensor:
-        """(E) int32 rows really computed by each expert."""
+        """(E) int32: the number of rows that each expert computes."""
         counts: Tensor | None = self.derived.get(ROWS_PER_EXPERT)
         return torch.diff(self.row_start_of_expert) if counts is None else counts
 
     @property
     def device(self) -> torch.device:
-        """Of all its index tensors."""
+        """The device of all index arrays."""
         return self.token_of_row.device
 
     def check(self) -> None:
-        """Read the error record back (a host sync on a GPU) and raise ValueError if an id was out of range."""
+        """Read ``error_bits`` back, a host sync on a GPU, and raise ValueError if an id was out of range."""
         if self.error_bits is not None:
             raise_for_bits(int(self.error_bits))
 
 
 def check_count(name: str, value: Any, minimum: int) -> None:
-    """ValueError unless it is an integer that int32 holds, which torch.compile may not know yet."""
+    """ValueError unless ``value`` is an integer, or a symbolic one of torch.compile, from ``minimum`` to 2^31 - 1."""
     integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not integer or value < minimum or value > _INT32_MAX:
         raise ValueError(f"{name} must be an integer in [{minimum}, {_INT32_MAX}], got {shown(value)}")
 
 
 def plan_of(arrays: PlanArrays, num_tokens: int) -> RoutingPlan:
-    """The plan of `RoutingPlan.arrays`, from which nothing is derived yet."""
+    """A plan, with nothing derived yet, from the arrays in the order of `RoutingPlan.arrays`."""
     row_start_of_expert = arrays[-1]
     return RoutingPlan(*arrays, row_start_of_expert.shape[0] - 1, num_tokens, unchecked=True)
 
 
 def experts_of_rows(row_start_of_expert: Tensor, rows: Tensor) -> Tensor:
-    """The expert that each of ``rows`` belongs to, int64: E past the last one's rows, -1 for negative ones.
+    """The expert of each row number in ``rows``, int64: E for rows past the last expert's, -1 for negative numbers.
 
-    Of the whole table (E+1,), not of what follows its first entry: torch.searchsorted, compiled by torch.compile for
-    CUDA, would look such a view up from where its storage begins (seen with 2.11).
+    It searches the whole table (E+1,), not the view without its first entry: compiled for CUDA, torch.searchsorted
+    ignores the storage offset of such a view (seen with PyTorch 2.11).
     """
     return torch.searchsorted(row_start_of_expert, rows, right=True) - 1
 
 
 def raise_for_bits(bits: int) -> None:
-    """ValueError for the lowest error bit set in ``bits``; nothing for 0."""
+    """Raise the ValueError of the lowest bit set in ``bits``; 0 passes."""
     for bit, message in _MESSAGES.items():
         if bits & bit:
             raise ValueError(message)

@@ -1,4 +1,4 @@
-"""The size of one layer's work.
+"""The sizes of one MoE layer's problem, from which costs and memory are computed.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows
 """
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MoEShape:
-    """``rows`` is R, or R_max where memory is meant; None: T*K. ``element_bytes`` of x, the weights and h.
+    """The sizes of one layer and of its batch.
 
-    ``is_topk``: every token has exactly K pairs. ``save``: how h is kept for the backward, "full" or "fp8". ValueError
-    for a size below 1 (T and R: below 0) or K > E.
+    ``rows``: R, or R_max where memory is computed; None: T*K. ``element_bytes``: of x, of the weights and of the
+    pre-activations h. ``is_topk``: every token has exactly K pairs. ``save``: how h is saved for the backward, "full"
+    or "fp8". ValueError: a size is below 1 (T and R: below 0), or K > E.
     """
 
     num_tokens: int
