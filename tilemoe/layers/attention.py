@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with rotary positions, queries and keys normalised or not, and its key-value cache.
+"""Causal grouped-query attention with rotary embeddings and optional normalisation of queries and keys; its KV cache.
 
 B sequences · S tokens of this call · C tokens in the cache, this call's included · d model width · D head width ·
 H query heads · H_kv key and value heads
@@ -22,7 +22,7 @@ from tilemoe.layers.norm import RMSNorm
 
 
 class LayerCache:
-    """Keys and values of one layer, in buffers made at the first call for ``max_tokens`` tokens."""
+    """Keys and values of one layer, in buffers for ``max_tokens`` tokens that the first `append` allocates."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -32,11 +32,11 @@ class LayerCache:
 
     @property
     def batch_size(self) -> int | None:
-        """Sequences B that it holds; None before the first call."""
+        """B, the number of sequences in the cache; None before the first `append`."""
         return None if self._keys is None else self._keys.shape[0]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, H_kv, S, D) keys and values; returns views (B, H_kv, C, D) of all so far."""
+        """Append keys and values (B, H_kv, S, D); returns views (B, H_kv, C, D) of all keys and all values."""
         start, self.length = self.length, self.length + keys.shape[2]
         assert self.length <= self.max_tokens, "the model checks this before it computes anything"
         if self._keys is None or self._values is None:
@@ -56,12 +56,12 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """The number of tokens of each sequence in the cache."""
         return self._layers[0].length
 
     @property
     def batch_size(self) -> int | None:
-        """Sequences B that it holds; None before the first call."""
+        """B, the number of sequences in the cache; None before the first forward."""
         return self._layers[0].batch_size
 
     def __len__(self) -> int:
@@ -74,10 +74,10 @@ class KVCache:
 def rotary_angles(
     positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (..., 1, D/2) of ``positions`` (...), integers (arXiv 2104.09864, equation 34).
+    """Cosine and sine (..., 1, D/2) of the angles of integer ``positions`` (...) (arXiv 2104.09864, equation 34).
 
-    Position p turns the pair of columns (i, i + D/2) by ``p / theta^(2i/D)``, which is how Hugging Face's checkpoints
-    pair them. ``dtype`` is fp32, or fp64 for an fp64 model: bf16 could not tell neighbouring positions apart.
+    Position p rotates the columns (i, i + D/2) by ``p / theta^(2i/D)``; Hugging Face's checkpoints use this pairing.
+    ``dtype`` is fp32, or fp64 for an fp64 model: bf16 could not tell neighbouring positions apart.
     """
     inverse_wavelength = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim)
     angles = positions[..., None, None].to(dtype) * inverse_wavelength
@@ -85,10 +85,10 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Turn (..., S, H, D) queries or keys by the angles (S, 1, D/2), in the angles' dtype or a wider one.
+    """Rotate queries or keys x (..., S, H, D) by angles (S, 1, D/2), or x (B, S, H, D) by (B, S, 1, D/2).
 
-    Angles of each sequence's own, (B, S, 1, D/2), turn (B, S, H, D). dtype: of the result, which is rounded once; None:
-    that of the turning. Differentiable once, in x.
+    It computes in the wider of the dtypes of x and the angles. dtype: of the result, which is rounded once; None: the
+    dtype of the computation. Differentiable once, in x.
     """
     if cos.ndim == 4:  # as one sequence of B S tokens
         one = rotate(x.flatten(0, 1)[None], cos.flatten(0, 1), sin.flatten(0, 1), dtype)
@@ -97,8 +97,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back. Autograd's own would pass over memory seven times as often as
-    x is long, in fp32 where the angles are, since each product and each sum has a gradient of its own.
+    """The gradient of a rotation is the inverse rotation. Autograd would differentiate each product and each sum: seven
+    times x's memory traffic, in fp32 where the angles are.
     """
 
     @staticmethod
@@ -108,7 +108,7 @@ class _Rotation(torch.autograd.Function):
         if _is_one_kernel(x, cos):
             return _by_one_kernel(x, cos, sin, dtype, back=False)
         out = _turned(x, cos, sin)
-        # Never a `to` that changes nothing: compiled by PyTorch 2.11, the gradient of what it returns is zero.
+        # No `to` without effect: torch.compile of PyTorch 2.11 makes the gradient of its result zero.
         return out if out.dtype == dtype else out.to(dtype)
 
     @staticmethod
@@ -121,27 +121,27 @@ class _Rotation(torch.autograd.Function):
 
 
 def _is_one_kernel(x: Tensor, cos: Tensor) -> bool:
-    """Whether Triton turns ``x`` in one pass, where PyTorch takes four, slow ones for their mixture of dtypes."""
+    """Whether Triton rotates ``x`` in one pass; PyTorch needs four, which its mixed dtypes make slow."""
     is_fp32 = cos.dtype == torch.float32 == torch.promote_types(x.dtype, torch.float32)
     return is_fp32 and x.ndim == 4 and choose_lm(x).name == "triton"
 
 
 def _by_one_kernel(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, back: bool) -> Tensor:
-    from tilemoe.kernels.lm.triton_rotary import rotate as rotate_by_triton  # Triton is not on every machine
+    from tilemoe.kernels.lm.triton_rotary import rotate as rotate_by_triton  # here, because Triton may not be installed
 
     return rotate_by_triton(x, cos, sin, dtype, back=back)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out, half = x * torch.cat((cos, cos), dim=-1), x.shape[-1] // 2
-    # Slices: a chunk of several may not be written under autograd, which records this in torch.export.
+    # Slices, not chunks: autograd, which records this in torch.export, forbids writing to one of several views.
     out[..., :half].addcmul_(x[..., half:], sin, value=-1)
     out[..., half:].addcmul_(x[..., :half], sin)
     return out
 
 
 class Attention(nn.Module):
-    """Causal self-attention: H query heads share H_kv key and value heads; no biases."""
+    """Causal grouped-query self-attention: H query heads share H_kv key and value heads; no biases."""
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -179,8 +179,9 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """x (B, S, d) -> (B, S, d), attending to the cache's tokens too; ``angles`` are those of the S positions, or
-        of the (B, S) ones of ``documents``, within which attention then stays.
+        """x (B, S, d) -> (B, S, d). ``angles``: cosine and sine of the S positions, or of (B, S) with ``documents``.
+
+        With ``cache`` the queries also attend to its tokens; with ``documents`` only to tokens of their own document.
         """
         values = self._heads(self.v_proj(x))
         queries = rotate(self._normed(self.q_proj(x), self.q_norm), *angles, values.dtype)
@@ -198,7 +199,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """(B, S, H D) queries or keys -> (B, S, H, D), normalised over each head, over all of them, or not at all."""
+        """Queries or keys (B, S, H D) -> (B, S, H, D), normalised as ``qk_norm`` says."""
         if norm is None:
             return self._heads(x)
         return norm(self._heads(x)) if self.qk_norm == "head" else self._heads(norm(x))
@@ -209,9 +210,9 @@ class Attention(nn.Module):
 
 
 def _visibility(held: int, new: int, device: torch.device) -> tuple[Tensor | None, bool]:
-    """(mask, is_causal) for ``new`` tokens after ``held`` cached ones: the mask is (S, C) or None.
+    """(mask, is_causal) for ``new`` tokens after ``held`` cached ones: the mask is (S, C) bool or None.
 
-    is_causal lets query i see key i and before, so it fits an empty cache only.
+    is_causal lets query i see keys 0 to i, which is right for an empty cache only.
     """
     if held == 0:
         return None, True

@@ -1,4 +1,4 @@
-"""The routed experts' weights, stacked, and their computation.
+"""The routed experts: their stacked weights and their forward.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · w = 2n gated, n ungated
 """
@@ -21,9 +21,9 @@ from tilemoe.runtime.tensors import require_factory
 
 
 class Experts(nn.Module):
-    """w1 (E, w, d) · w2 (E, d, n) · b1 (E, w) and b2 (E, d), or None without ``cfg.expert_bias``.
+    """Weights w1 (E, w, d) and w2 (E, d, n); biases b1 (E, w) and b2 (E, d), None without ``cfg.expert_bias``.
 
-    ``dispatcher`` brings tokens to the experts: all are here, unless expert parallelism sets another one.
+    ``dispatcher`` brings tokens to the experts: a `LocalDispatcher`, unless expert parallelism replaces it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Experts(nn.Module):
             check_kernels(kernels)
         self.cfg, self.recompute, self.save, self.kernels = cfg, recompute, cfg.save, kernels
         self.dispatcher: Dispatcher = LocalDispatcher()
-        self.compute: Callable[..., Tensor] | None = None  # in place of `moe`: see `accumulate_grads`
+        self.compute: Callable[..., Tensor] | None = None  # replaces `moe`, see `accumulate_grads`
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
         self.w1 = nn.Parameter(torch.empty(num, width, d, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num, d, n, device=device, dtype=dtype))
@@ -62,8 +62,8 @@ class Experts(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
-        """x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d) in x's dtype, under autocast in autocast's."""
-        # Before the tokens leave: so the backward sends their gradients before it hands over those of the weights.
+        """x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d) in x's dtype, or autocast's under autocast."""
+        # Before the dispatch, so that backward sends the tokens' gradients before it returns the weights'.
         local = self.dispatcher.local_weight
         w1, w2 = local(self.w1), local(self.w2)
         b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
@@ -88,7 +88,7 @@ class Experts(nn.Module):
         return self.dispatcher.combine(o, here)
 
     def precision_of(self, x: Tensor) -> str:
-        """What ``cfg.precision`` comes to for x (T, d), which is in the dtype that is computed in."""
+        """The precision, "bf16" or "fp8", that the backend uses for x (T, d), given in the dtype of the computation."""
         widths = (self.cfg.hidden_size, self.cfg.intermediate_size)
         return backend_for(self.kernels, x, widths, self.cfg.precision).precision
 
@@ -98,16 +98,17 @@ class Experts(nn.Module):
 
 
 def accumulate_grads(module: nn.Module) -> None:
-    """For several backwards a step: let the kernels of every MoE layer add the gradients of its experts' weights.
+    """Fuse gradient accumulation into the wgrad GEMMs of every MoE layer, for steps of several micro-batches.
 
-    ``.grad`` of the weights w1 (E, w, d), w2 (E, d, n) becomes fp32 (fp64 of fp64), and what a backward would have
-    written in the weights' dtype, widened and added is added by the product itself. See `tilemoe.moe`, ``accumulate``.
-    Under torch.compile the experts are computed between two graphs.
+    ``.grad`` of the weights w1 (E, w, d), w2 (E, d, n) becomes fp32 (fp64 for fp64 weights), and the wgrad kernels add
+    to it directly; no gradient in the weights' dtype is written, widened and added. See ``accumulate`` of
+    `tilemoe.moe`. torch.compile breaks the graph at the experts.
 
-    For weights in fp32, under autocast or not, alone or in DistributedDataParallel; of other weights the optimiser has
-    to take gradients in fp32, which torch.optim's do not. FSDP2 with ``reduce_dtype=torch.float32`` takes weights of
-    any dtype where each step has ``set_requires_gradient_sync(False)`` for all micro-batches but the last, at least
-    one: it reduces these sums. Experts that expert parallelism divides, and those under adapters, stay as they are.
+    Use it for weights in fp32, with or without autocast, alone or in DistributedDataParallel. For weights of another
+    dtype the optimiser must accept gradients in fp32, which torch.optim's do not. FSDP2 with
+    ``reduce_dtype=torch.float32`` supports weights of any dtype, if each step calls
+    ``set_requires_gradient_sync(False)`` for all micro-batches but the last, at least one: it then reduces these sums.
+    Experts divided by expert parallelism and experts with adapters are not changed.
 
     Raises:
         ValueError: ``module`` has no MoE layer.

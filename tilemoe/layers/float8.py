@@ -1,4 +1,4 @@
-"""The attention's projections with FP8 operands, by torchao's float8 training (the extra ``fp8``)."""
+"""FP8 GEMMs for the attention's projections, by torchao's float8 training (the extra ``fp8``)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 from tilemoe.kernels.choose import choose_projections
 from tilemoe.layers.attention import Attention
 
-# One scale a tensor: the fastest of torchao's recipes, and the one that gains at widths below 2048.
+# One scale per tensor: the fastest of torchao's recipes, and the one that still gains at widths below 2048.
 _RECIPE = "tensorwise"
 
 
 def require_torchao() -> None:
-    """ValueError: it is not installed."""
+    """ValueError unless torchao is installed."""
     if find_spec("torchao") is None:
         raise ValueError(
             "train.dense_precision 'fp8' needs torchao: pip install 'tilemoe[fp8]', or use --train.dense-precision bf16"
@@ -24,10 +24,10 @@ def require_torchao() -> None:
 
 
 def quantize_projections(model: nn.Module, device: torch.device) -> None:
-    """Let the four projections of every `Attention` of ``model`` multiply in FP8 on ``device``, in place.
+    """Make the four projections of every `Attention` of ``model`` compute in FP8 on ``device``, in place.
 
-    Parameters stay what they are, on whatever device they are now, and keep their names. On a GPU without FP8 nothing
-    changes (`tilemoe.kernels.choose.choose_projections` says why); a CPU computes the same numbers in fp32.
+    Parameters keep their dtype, device and names. On a GPU without FP8 nothing changes
+    (`tilemoe.kernels.choose.choose_projections` says why); a CPU emulates the FP8 numbers in fp32.
 
     ValueError: torchao is not installed.
     """

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on a model's experts and attention: put on, trained, merged, taken off.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) for a model's experts and attention: adding, training and merging them.
 
 T tokens · d hidden_size · n intermediate_size · E experts · r rank · w = 2n gated, n ungated
 """
@@ -24,26 +24,26 @@ from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.tensors import require_factory
 
-EXPERTS, ATTENTION = "experts", "attention"  # what can have adapters
+EXPERTS, ATTENTION = "experts", "attention"  # the choices of ``modules``
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _WEIGHTS = ("w1", "w2")
 _ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
 
 
 class LoRAExperts(Experts):
-    """The `Experts` ``base``, whose weights it takes and freezes, with a pair of adapters for each expert and matrix.
+    """The `Experts` ``base``, whose weights it takes over and freezes, with a low-rank adapter per expert and matrix.
 
     up_a (E, r, d), up_b (E, w, r) · down_a (E, r, n), down_b (E, d, r). Expert e's matrices become
-    ``w1_e + alpha/r up_b_e up_a_e`` and ``w2_e + alpha/r down_b_e down_a_e``. The b's start at zero, so at first
-    nothing changes. ``dtype`` is the adapters' own, the base's if None; they are computed in that of the input.
-    `add_lora` makes them, and checks what they are made of.
+    ``w1_e + alpha/r up_b_e up_a_e`` and ``w2_e + alpha/r down_b_e down_a_e``. up_b and down_b start at zero, so that
+    the initial output is the base's. ``dtype`` is that of the adapters, the base's if None; they are computed in the
+    input's. Made by `add_lora`, which checks the arguments.
     """
 
     def __init__(self, base: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None) -> None:
         super().__init__(base.cfg, device="meta", kernels=base.kernels)
         for name, parameter in base.named_parameters():
             setattr(self, name, parameter.requires_grad_(False))
-        self.save, self.compute = base.save, base.compute  # of `merged`; adapters are computed in one way
+        self.save, self.compute = base.save, base.compute  # only for `merged`: `moe_lora` has neither option
         self.rank, self.alpha = rank, alpha
         cfg = base.cfg
         num, d, n, width = cfg.num_experts, cfg.hidden_size, cfg.intermediate_size, cfg.up_rows
@@ -60,18 +60,18 @@ class LoRAExperts(Experts):
         return self.alpha / self.rank
 
     def reset_adapters(self, generator: torch.Generator | None = None) -> None:
-        """The a's uniform with variance 1 / (3 inputs), as PyTorch's linear maps start; the b's zero."""
+        """up_a and down_a uniform with variance 1 / (3 inputs), as in torch.nn.Linear; up_b and down_b zero."""
         reset_pair(self.up_a, self.up_b, generator)
         reset_pair(self.down_a, self.down_b, generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         super().reset_parameters(generator)
-        if hasattr(self, "down_b"):  # not yet while `Experts` is being made
+        if hasattr(self, "down_b"):  # not yet in the constructor of `Experts`
             self.reset_adapters(generator)
 
     def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
         """As `Experts`: x (T, d), scores (T, K) or (P,) as the plan asks -> (T, d)."""
-        local = self.dispatcher.local_weight  # before the tokens leave, as in `Experts`
+        local = self.dispatcher.local_weight  # before the dispatch, as in `Experts`
         w1, w2 = self._frozen(local)
         low_rank = local(self.up_a), local(self.up_b), local(self.down_a), local(self.down_b)
         b1, b2 = (None if bias is None else local(bias) for bias in (self.b1, self.b2))
@@ -94,12 +94,12 @@ class LoRAExperts(Experts):
         return self.dispatcher.combine(o, here)
 
     def _frozen(self, local: Callable[[Tensor], Tensor]) -> tuple[Weight, Weight]:
-        """w1 and w2, of parameters that are ``local``."""
+        """The frozen w1 and w2, each parameter passed through ``local``."""
         return local(self.w1), local(self.w2)
 
     def merged(self) -> Experts:
-        """Plain experts, frozen, with the adapters in their weights: summed in fp32 or better, rounded once to the
-        weights' dtype, an expert at a time. Dense weights are changed in place.
+        """Plain frozen `Experts` with the adapters merged into the weights, one expert at a time: summed in fp32 or
+        better, rounded once to the weights' dtype. Dense weights are changed in place.
         """
         plain = Experts(self.cfg, device="meta", kernels=self.kernels)
         plain.w1, plain.w2 = self._merged_weights()
@@ -118,10 +118,10 @@ class LoRAExperts(Experts):
 
 
 class Nf4LoRAExperts(LoRAExperts):
-    """`LoRAExperts` whose w1 and w2 are kept in NF4, 4.5 bits a value (`tilemoe.kernels.experts.nf4`).
+    """`LoRAExperts` whose w1 and w2 are stored in NF4, 4.5 bits per value (`tilemoe.kernels.experts.nf4`).
 
-    w1_codes (E, w, d / 2), w2_codes (E, d, n / 2) uint8 · w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64) fp32,
-    which ``to(dtype)`` leaves in fp32. w1 and w2 are None; merged they are dense, of the base's dtype.
+    w1_codes (E, w, d / 2), w2_codes (E, d, n / 2) uint8 · w1_absmax (E, w, d / 64), w2_absmax (E, d, n / 64), which
+    stay fp32 through ``to(dtype)``. w1 and w2 are None; `merged` returns them dense, in the base's dtype.
     """
 
     w1_codes: nn.Parameter
@@ -140,7 +140,7 @@ class Nf4LoRAExperts(LoRAExperts):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        if not hasattr(self, "w2_absmax"):  # while `Experts` is being made
+        if not hasattr(self, "w2_absmax"):  # called by the constructor of `Experts`
             return
         plain = Experts(self.cfg, device="meta", dtype=self.merged_dtype).to_empty(device=self.w1_codes.device)
         plain.reset_parameters(generator)
@@ -173,7 +173,7 @@ class Nf4LoRAExperts(LoRAExperts):
         return nn.Parameter(dense, requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Nf4LoRAExperts:
-        """As a module's, but that no scale is rounded to a narrower dtype."""
+        """As `torch.nn.Module`'s, but the scales keep their dtype."""
         scales = {f"{name}_absmax": getattr(self, f"{name}_absmax").detach() for name in _WEIGHTS}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
@@ -185,7 +185,7 @@ class Nf4LoRAExperts(LoRAExperts):
         return f"{super().extra_repr()}, NF4"
 
 
-# How frozen experts are kept, to the class of experts with adapters that does.
+# ``storage`` of the frozen experts -> the class that implements it.
 STORAGES: MappingProxyType[str, type[LoRAExperts]] = MappingProxyType({"dense": LoRAExperts, "nf4": Nf4LoRAExperts})
 
 
@@ -223,15 +223,19 @@ def add_lora(
     modules: Collection[str] = (EXPERTS,),
     storage: str = "dense",
 ) -> list[nn.Parameter]:
-    """Freeze ``model`` and put adapters on what ``modules`` names; returns the adapters, which train.
+    """Freeze ``model`` and add trainable low-rank adapters to the modules that ``modules`` names; returns the adapters.
 
-    "experts": the routed ones of every `MoE`. "attention": the four projections of every `Attention`. The weights keep
-    their names. A model that processes are to share gets its adapters before `tilemoe.parallelize`, on any device.
-    ``storage``: of the frozen experts, "dense" as they are, or "nf4": 4.5 bits a value, see `Nf4LoRAExperts`.
+    "experts": the routed experts of every `MoE`. "attention": the four projections of every `Attention`. The weights
+    keep their names. Add adapters before `tilemoe.parallelize`; the model may be on any device, meta too.
+
+    ``rank`` is r, and ``alpha`` scales the adapters by alpha / r. ``dtype`` is that of the adapters, the weights' if
+    None. ``storage`` of the frozen experts: "dense" in their own dtype, or "nf4", 4.5 bits per value
+    (`Nf4LoRAExperts`).
 
     Raises:
-        ValueError: there is nothing of what is named, there are adapters already, rank or alpha is off, or experts are
-            spread over ranks already, recompute their up projection, keep or compute in FP8 or cannot be kept as asked.
+        ValueError: the model has none of the named modules or has adapters already; ``rank``, ``alpha`` or another
+            argument is invalid; or experts are divided by expert parallelism, have ``recompute``, FP8 ``save`` or FP8
+            ``precision``, or cannot be stored in NF4.
 
     Source: arXiv 2106.09685. For w1 (E, 2n, d) of rank r, A (E, r, d) and B (E, 2n, r).
 
@@ -276,11 +280,11 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> None:
-    """Merge every adapter into its weight and take it off: the model is as before `add_lora`, but for the values.
+    """Merge every adapter into its weight and remove it, in place: the model has the modules it had before `add_lora`.
 
-    All stays frozen: ``model.requires_grad_(True)`` to train it.
+    Parameters stay frozen; ``model.requires_grad_(True)`` makes them trainable.
 
-    ValueError: processes share the model; then nothing has changed.
+    ValueError: the model is sharded over processes; it is unchanged then.
 
     Examples:
         >>> from tilemoe.layers.lora import add_lora, merge_lora
@@ -298,7 +302,7 @@ def merge_lora(model: nn.Module) -> None:
 
 
 def _require_whole(module: nn.Module) -> None:
-    """ValueError if processes divide a parameter: an expert of it would be a copy, and adding to that lost."""
+    """ValueError if a parameter is a DTensor: indexing an expert of it gives a copy, so a merge would be lost."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise ValueError(
             "adapters cannot be merged while processes share the model; save a checkpoint, and merge by tilemoe export"
@@ -306,12 +310,12 @@ def _require_whole(module: nn.Module) -> None:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether a part of ``model`` has adapters."""
+    """Whether any module of ``model`` has adapters."""
     return any(isinstance(module, (LoRAExperts, LoRALinear)) for module in model.modules())
 
 
 def adapter_names(model: nn.Module) -> set[str]:
-    """The adapters, by their names among the model's parameters."""
+    """The names of the adapters, as in ``model.named_parameters()``."""
     names: set[str] = set()
     for prefix, module in model.named_modules():
         if isinstance(module, (LoRAExperts, LoRALinear)):

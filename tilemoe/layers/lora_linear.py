@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class LoRALinear(nn.Linear):
-    """``base``, frozen, whose weight (o, i) becomes ``weight + alpha/r lora_b lora_a``.
+    """The linear map ``base``, frozen, whose weight (o, i) becomes ``weight + alpha/r lora_b lora_a``.
 
-    lora_a (r, i) · lora_b (o, r), of ``dtype``, the weight's if None; they are computed in that of the input. lora_b
-    starts at zero, so at first nothing changes. ``base`` has no bias.
+    lora_a (r, i) · lora_b (o, r), of ``dtype``, the weight's if None; they are computed in the input's. lora_b starts
+    at zero, so that the initial output is the base's. ``base`` has no bias.
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
@@ -41,7 +41,7 @@ class LoRALinear(nn.Linear):
         return F.linear(x, self.weight) + self.scale * F.linear(low, self.lora_b.to(x.dtype))
 
     def merged(self) -> nn.Linear:
-        """The plain linear map with the adapter in its weight, which is changed in place and stays frozen."""
+        """A plain linear map with the adapter merged into the weight, which is changed in place and stays frozen."""
         add_product(self.weight, self.lora_b, self.lora_a, self.scale)
         plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         plain.weight = self.weight
@@ -52,7 +52,7 @@ class LoRALinear(nn.Linear):
 
 
 def reset_pair(a: Tensor, b: Tensor, generator: torch.Generator | None) -> None:
-    """a (..., r, i) uniform with variance 1 / (3 i), as PyTorch's linear maps start; b (..., o, r) zero."""
+    """Initialise a (..., r, i) uniformly with variance 1 / (3 i), as torch.nn.Linear, and b (..., o, r) to zero."""
     bound = a.shape[-1] ** -0.5
     nn.init.uniform_(a, -bound, bound, generator=generator)
     nn.init.zeros_(b)

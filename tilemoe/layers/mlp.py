@@ -1,4 +1,4 @@
-"""The two-layer MLP that every token goes through: a dense block's, and a MoE layer's shared expert.
+"""The dense two-layer MLP: of a dense block, or the shared expert of a MoE layer.
 
 T tokens · d hidden_size · n intermediate_size · w = 2n gated, n ungated
 """
@@ -17,7 +17,7 @@ from tilemoe.kernels.experts.torch.activations import activation_grad, activatio
 
 
 class _Activation(torch.autograd.Function):
-    """An activation of the table that keeps ``h`` alone, where autograd's own would keep several tensors in fp32."""
+    """An activation that saves only ``h`` for backward; autograd would save several tensors in fp32."""
 
     @staticmethod
     def forward(h: Tensor, spec: ActivationSpec) -> Tensor:
@@ -43,16 +43,16 @@ class _Activation(torch.autograd.Function):
 
 
 def activate(h: Tensor, spec: ActivationSpec) -> Tensor:
-    """``a`` (..., n) of a pre-activation ``h`` (..., w), in h's dtype; inside fp32 or fp64. Differentiable once."""
+    """The activation ``a`` (..., n) of ``h`` (..., w), in h's dtype, computed in fp32 or fp64. Differentiable once."""
     width = h.shape[-1]
     a = _Activation.apply(h.reshape(-1, width), spec)
     return a.view(*h.shape[:-1], width // spec.width_factor)
 
 
 class MLP(nn.Module):
-    """``w2 act(w1 x)``; w1 (w, d) holds gate and up as the experts' do, w2 is (d, n); no biases.
+    """``w2 act(w1 x)``; w1 (w, d) has the experts' gate and up layout, w2 is (d, n); no biases.
 
-    x (..., d) -> (..., d) in x's dtype, under autocast in autocast's.
+    x (..., d) -> (..., d) in x's dtype, or autocast's under autocast.
     """
 
     def __init__(

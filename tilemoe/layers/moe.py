@@ -28,14 +28,15 @@ class MoEOutput(NamedTuple):
     """What `MoE` returns.
 
     Attributes:
-        hidden: (..., d) in x's dtype, under autocast in autocast's
-        aux_loss: fp32 scalar, coefficients applied; 0 when the router has none
-        tokens_per_expert: (E,) int32 rows really computed
-        router_logits: (T, E) fp32 or fp64, or as a router of one's own gave them; differentiable. None where it gave a
-            `Routing`
-        pairs_per_expert: (E,) int32 rows before they were rounded
-        expert_ids: (T, K) int32, each token's top-K experts before any rounding, or those replayed; E for a token left
-            out. A record of the routing, to be replayed. None where a `Routing` had none
+        hidden: (..., d) in x's dtype, or autocast's under autocast
+        aux_loss: fp32 scalar, coefficients applied; 0 when the router has no auxiliary loss
+        tokens_per_expert: (E,) int32 rows that each expert computed
+        router_logits: (T, E) fp32 or fp64, or in the dtype of a custom router; differentiable. None where a custom
+            router returned a `Routing`
+        pairs_per_expert: (E,) int32 pairs of each expert before token rounding
+        expert_ids: (T, K) int32, each token's top-K experts before token rounding, or the replayed ones; E for a token
+            that the mask leaves out. Pass them to `MoE.forward` to replay the routing. None where a custom router's
+            `Routing` has none
 
     Examples:
         >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
@@ -53,32 +54,33 @@ class MoEOutput(NamedTuple):
 
 
 class MoE(nn.Module):
-    """A drop-in MLP with ``cfg.num_experts`` experts, of which each token uses ``cfg.num_experts_per_tok``.
+    """A mixture-of-experts layer that replaces an MLP: each token uses ``cfg.num_experts_per_tok`` of its experts.
 
     Args:
-        cfg: the layer.
+        cfg: the layer's configuration.
         device: of the parameters.
         dtype: of the parameters: bf16, fp16, fp32 or fp64.
-        recompute: "up_proj" keeps no pre-activations for backward and repeats one GEMM there.
+        recompute: "up_proj" saves no pre-activations for backward and repeats one GEMM there.
         kernels: a `Backend`, or the name of one; None chooses by device, dtype and shape.
-        router: None for a linear one; or any module that is called with x (T, d) and gives logits (T, E) of a float
-            dtype, which `tilemoe.route` turns into experts as ``cfg.router`` says, or a `tilemoe.Routing` of its own
-            (`tilemoe.plan_topk` and `tilemoe.plan_pairs` make plans). It is on the layer's device already. With
-            ``cfg.router.selection_bias`` it has an fp32 buffer ``selection_bias`` (E,).
-        group: the processes over whose tokens the auxiliary loss and the bias balancing count; the attribute may be set
-            later. None: all ranks, so that in training, where the configuration has a loss, a forward makes one
-            all_reduce (and `update_selection_bias` one), which waits until all ranks have called this layer. Where
-            only some call it, give the group of those, made by ``torch.distributed.new_group`` in all ranks; or
-            ``torch.distributed.GroupMember.NON_GROUP_MEMBER``, which is what that gives to a rank outside the group:
-            then this rank counts for itself, and no collective is called. Evaluation never calls one.
+        router: None for a linear router, or a module on the layer's device that is called with x (T, d). It returns
+            logits (T, E) of a float dtype, which `tilemoe.route` routes as ``cfg.router`` says, or a `tilemoe.Routing`
+            (`tilemoe.plan_topk` and `tilemoe.plan_pairs` make its plan). With ``cfg.router.selection_bias`` it must
+            have an fp32 buffer ``selection_bias`` (E,).
+        group: the process group over whose tokens the auxiliary loss and the selection bias are computed; the attribute
+            may also be set later. None: all ranks. In training, if the configuration has an auxiliary loss, each
+            forward makes one all_reduce over the group, as does each `update_selection_bias`; all its ranks must call
+            this layer, or it hangs. If only some ranks call it, pass the group of those, made by
+            ``torch.distributed.new_group`` in all ranks. A rank outside that group passes what ``new_group`` returned
+            there, ``torch.distributed.GroupMember.NON_GROUP_MEMBER``: it then uses its own tokens and no collective.
+            Evaluation calls no collective.
 
     Parameters: ``router.weight`` (E, d) · ``experts.w1`` (E, 2n or n, d) · ``experts.w2`` (E, d, n) ·
-    ``experts.b1``, ``experts.b2`` · ``shared.w1`` (2m or m, d), ``shared.w2`` (d, m), m the shared width, in the
+    ``experts.b1``, ``experts.b2`` · ``shared.w1`` (2m or m, d), ``shared.w2`` (d, m), m the shared width, with the
     experts' activation and gate_up layout · ``shared_gate.weight`` (1, d). Weights start as normal(0,
     cfg.initializer_range), biases at 0.
 
     Raises:
-        ValueError: an argument is off; the message names it.
+        ValueError: an argument is invalid; the message names it.
 
     Examples:
         >>> router = tilemoe.RouterConfig(aux_loss_coef=0.01)
@@ -122,7 +124,7 @@ class MoE(nn.Module):
             nn.init.normal_(self.shared_gate.weight, 0.0, cfg.initializer_range)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
-        """With the same group: processes cannot be copied."""
+        """A deep copy that shares ``group``: a process group cannot be copied."""
         memo[id(self.group)] = self.group
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -131,13 +133,13 @@ class MoE(nn.Module):
 
     @property
     def selection_bias(self) -> Tensor | None:
-        """(E,) fp32, the router's buffer; None where it has none."""
+        """The router's buffer (E,) fp32; None if it has none."""
         return getattr(self.router, "selection_bias", None)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the weights anew, for instance after ``to_empty`` brought the layer here from the meta device.
+        """Initialise the weights again, for instance after ``to_empty`` moved the layer from the meta device.
 
-        A router of one's own is left as it is.
+        A custom router is not changed.
         """
         if isinstance(self.router, Router):
             self.router.reset_parameters(generator)
@@ -154,20 +156,22 @@ class MoE(nn.Module):
         generator: torch.Generator | None = None,
         expert_ids: Tensor | None = None,
     ) -> MoEOutput:
-        """x (..., d); token_mask, bool, shaped like x without d or (T,): False marks padding, which is not routed.
+        """Route x (..., d) and compute its experts.
 
-        ``generator`` is for the random modes of ``cfg.rounding``. None: the default one of x's device, whose state
-        activation checkpointing restores before it repeats a forward; one's own is refused there, in the backward.
+        ``token_mask``: bool, shaped like x without d, or (T,). False marks padding, which is not routed.
 
-        ``expert_ids``, int32 or int64, (T, K) or shaped like x with K in place of d, replays a routing: these experts
-        compute, with the scores that the router's present weights give them, through which both it and x get their
-        gradients. No rounding then, whatever ``cfg.rounding`` says; the auxiliary loss and ``tokens_per_expert`` count
-        these experts. Any layer returns its ids as ``expert_ids``.
+        ``generator``: for the random modes of ``cfg.rounding``; None: the default generator of x's device. Activation
+        checkpointing restores only the default one before it repeats a forward, so another is refused there.
+
+        ``expert_ids``: int32 or int64, (T, K) or shaped like x with K in place of d; replays a routing, such as the
+        ``expert_ids`` that a layer returned. These experts compute, with the scores that the router's present weights
+        give them; the gradients flow through the scores to the router and x. Rows are not rounded then, and the
+        auxiliary loss and ``tokens_per_expert`` count these experts.
 
         Raises:
-            ValueError: a shape, dtype or device is off, (on CPU) the router's logits are not finite or an expert id is
-                out of range or twice a token's, or the router gave a `Routing` and ``token_mask``, ``expert_ids`` or
-                ``cfg.rounding`` asks for another.
+            ValueError: a shape, dtype or device is wrong; (on CPU) the router's logits are not finite, or an expert id
+                is out of range or repeated for a token; or a custom router returned a `Routing`, which excludes
+                ``token_mask``, ``expert_ids`` and ``cfg.rounding``.
         """
         require_tensors({"x": x}, {"token_mask": token_mask, "expert_ids": expert_ids})
         if x.ndim == 0 or x.shape[-1] != self.cfg.hidden_size:
@@ -199,12 +203,12 @@ class MoE(nn.Module):
             hidden = hidden + self._shared_output(flat, self.shared)
         counts = routing.tokens_per_expert
         pairs = counts if routing.pairs_per_expert is None else routing.pairs_per_expert
-        if x.ndim != 2:  # no view: an in-place change of one would take FSDP2's hook on the layer's output with it
+        if x.ndim != 2:  # no view: an in-place change of a view would drop FSDP2's hook on the layer's output
             hidden = torch.ops.aten._unsafe_view.default(hidden, x.shape)
         return MoEOutput(hidden, routing.aux_loss, counts, logits, pairs, routing.expert_ids)
 
     def _shared_output(self, x: Tensor, shared: MLP) -> Tensor:
-        """(T, d) of the shared expert, times the sigmoid of each token's gate where there is one."""
+        """The shared expert's output (T, d), times the sigmoid of each token's gate if there is one."""
         out: Tensor = shared(x)
         if self.shared_gate is None:
             return out
@@ -213,9 +217,10 @@ class MoE(nn.Module):
         return (out * torch.sigmoid(gate.to(wide))).to(out.dtype)
 
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
-        """Move the selection bias by ``rate`` towards an even load; counts (E,), once per optimiser step.
+        """``bias += rate * sign(mean load - load)``, for loads ``tokens_per_expert`` (E,) int32 or int64.
 
-        When torch.distributed is initialised the counts are summed over ``self.group``, whose ranks must all call it.
+        Call it once per optimiser step. When torch.distributed is initialised, the loads are summed over
+        ``self.group``, whose ranks must all call it.
 
         Raises:
             ValueError: the router has no selection bias.

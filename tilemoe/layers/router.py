@@ -1,4 +1,4 @@
-"""The linear router: its weights and logits, and what a router of one's own may give. `tilemoe.route` makes the plan.
+"""The linear router, which computes logits, and checks of what a custom router returns. `tilemoe.route` makes the plan.
 
 T tokens · d hidden_size · E experts
 """
@@ -23,9 +23,9 @@ from tilemoe.runtime.tracing import constant_when_traced, without_autocast
 
 
 class _UpcastLinear(torch.autograd.Function):
-    """``x weight^T + bias`` in ``dtype``, keeping the operands as they came: autograd's own would keep their copies.
+    """``x weight^T + bias`` in ``dtype``, saving the operands in their own dtype; autograd would save upcast copies.
 
-    An fp32 copy of a 16-bit x is twice x, as large as the pre-activations of a layer of fine experts.
+    An fp32 copy of a 16-bit x has twice its bytes, as many as the pre-activations of a layer of fine-grained experts.
     """
 
     @staticmethod
@@ -47,14 +47,14 @@ class _UpcastLinear(torch.autograd.Function):
 
 
 class _HalfLinear(torch.autograd.Function):
-    """As `_UpcastLinear` in fp32, for operands of one 16-bit dtype on a GPU: on its 16-bit matrix units. And x again.
+    """`_UpcastLinear` in fp32 for operands of one 16-bit dtype, on a GPU's 16-bit tensor cores. Returns logits and x.
 
-    fp32 holds the product of two 16-bit numbers exactly (of fp16 ones too), and the units add in fp32: so these are
-    the logits of the upcast operands but for the order of the sums, at a tenth of the time. The gradients are rounded
-    to the operands' dtype, which is what autograd does for any 16-bit linear layer.
+    fp32 holds the product of two 16-bit numbers exactly (of fp16 ones too), and tensor cores accumulate in fp32. The
+    logits are therefore those of the upcast operands, except for the order of the sums, in a tenth of the time. The
+    gradients are rounded to the operands' dtype, as autograd does for any 16-bit linear layer.
 
-    The gradient of what else x is used for comes in through the second output and is added in the product that makes
-    the router's share of dx: autograd's own sum would read both and write a third.
+    The experts read the second output, x. Its gradient is added in the GEMM that computes the router's share of dx:
+    autograd's own sum would read both shares and write a third tensor.
     """
 
     @staticmethod
@@ -78,7 +78,7 @@ class _HalfLinear(torch.autograd.Function):
             dx = None
             if need_x:
                 dx = torch.mm(rounded, weight) if dx_of_rest is None else ops.input_grad(rounded, weight, dx_of_rest)
-            # The sum over all tokens may be split among programs: their parts are kept in fp32 too.
+            # fp32 output: a split-K GEMM over the tokens then keeps its partial sums in fp32, too.
             d_weight = torch.mm(rounded.t(), x, out_dtype=torch.float32).to(weight.dtype) if need_weight else None
             d_bias = d_logits.sum(0).to(ctx.bias_dtype) if need_bias else None
         return dx, d_weight, d_bias
@@ -86,9 +86,9 @@ class _HalfLinear(torch.autograd.Function):
 
 @constant_when_traced
 def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies matrices of ``dtype`` there with fp32 sums and results.
+    """Whether PyTorch multiplies matrices of ``dtype`` on ``device`` with fp32 accumulation and fp32 results.
 
-    It does so by CUDA alone, and refuses to where it is told to add fp16 products in fp16.
+    It does so only with CUDA, and for fp16 only without ``allow_fp16_accumulation``.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -98,8 +98,8 @@ def has_exact_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class RouterOutput(NamedTuple):
-    """logits (T, E) fp32, or fp64 · x (T, d): the input, to be handed on to the experts, so that the gradients of the
-    two meet where the router makes its own. It is the input's own memory, to be read only.
+    """logits (T, E) fp32 or fp64 · x (T, d): the input, for the experts to read, so that the router's backward can add
+    their dx to its own. It shares the input's memory and must not be written.
     """
 
     logits: Tensor
@@ -109,7 +109,9 @@ class RouterOutput(NamedTuple):
 def checked_output(
     out: Any, x: Tensor, cfg: MoEConfig, token_mask: Tensor | None, expert_ids: Tensor | None
 ) -> RouterOutput | Routing:
-    """What a router gave for x (T, d), logits alone with x beside them; ValueError if it does not fit the layer."""
+    """``out`` of any router for x (T, d), plain logits wrapped in a `RouterOutput`; ValueError: it does not fit ``cfg``
+    or the arguments of the layer's forward.
+    """
     if isinstance(out, RouterOutput):
         return out
     tokens, experts = x.shape[0], cfg.num_experts
@@ -143,7 +145,7 @@ def checked_output(
 
 
 class Router(nn.Module):
-    """``logits = x weight^T + bias``, in fp32 (fp64 for fp64 x or weights), whatever autocast says.
+    """``logits = x weight^T + bias``, in fp32 (fp64 for fp64 x or weights), regardless of autocast.
 
     weight (E, d) · bias (E,) or None · selection_bias (E,) fp32 buffer or None, part of the state dict
     """
@@ -172,7 +174,7 @@ class Router(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> RouterOutput:
-        """x (T, d). ValueError: it is on another device than the weights, or its shape or dtype is off."""
+        """x (T, d) -> `RouterOutput`. ValueError: x's shape or dtype is wrong, or it is not on the weights' device."""
         require_tensor("x", x)
         refuse_transforms("tilemoe.MoE", x, self.weight)
         if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
@@ -183,12 +185,12 @@ class Router(nn.Module):
             raise ValueError(f"x is on {x.device} but the weights are on {self.weight.device}; move them to one device")
         if x.dtype == self.weight.dtype and has_exact_products(x.device, x.dtype):
             logits, handed_on = _HalfLinear.apply(x, self.weight, self.bias)
-            return RouterOutput(logits, handed_on if x.requires_grad else x)  # else the experts would make a dx
+            return RouterOutput(logits, handed_on if x.requires_grad else x)  # x: else the experts would compute dx
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         return RouterOutput(_UpcastLinear.apply(x, self.weight, self.bias, dtype), x)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Keep the selection bias in fp32 through ``module.to(torch.bfloat16)``: it moves by steps bf16 would lose."""
+        """Keep the selection bias in fp32 through ``module.to(torch.bfloat16)``: bf16 would lose its small steps."""
         before = self.selection_bias
         super()._apply(fn, recurse)
         after = self.selection_bias
