@@ -1,4 +1,4 @@
-"""Load balancing without an auxiliary loss: a selection bias per expert that follows the load (arXiv 2408.15664).
+"""Auxiliary-loss-free load balancing: a selection bias per expert that follows the load (arXiv 2408.15664).
 
 E experts · L layers
 """
@@ -20,18 +20,18 @@ from tilemoe.runtime.tensors import require_tensors
 def update_selection_bias(
     biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float, group: dist.ProcessGroup | None = None
 ) -> None:
-    """In place: ``bias += rate * sign(mean load - load)`` for each layer, as in DeepSeek-V3.
+    """``bias += rate * sign(mean load - load)``, in place, for each layer, as in DeepSeek-V3.
 
-    biases: L buffers (E,) · tokens_per_expert (L, E) integers, this rank's rows summed over the micro-batches of one
-    optimiser step. Call it once per optimiser step, from the training loop: an update inside the forward would run
-    again whenever activation checkpointing repeats it. When torch.distributed is initialised the loads are summed
-    over ``group``, as for `tilemoe.route`: by one all_reduce, for which all its ranks must call this, and all get the
-    same biases.
+    biases: L buffers (E,) · tokens_per_expert (L, E) int32 or int64: this rank's rows of each expert, summed over the
+    micro-batches of one optimiser step. Call it once per step, from the training loop: an update inside the forward
+    would run again whenever activation checkpointing repeats it. When torch.distributed is initialised, one all_reduce
+    sums the loads over ``group`` (None: all ranks), whose ranks must all call this and get the same biases.
+    ValueError: an argument's type, shape or dtype is wrong.
     """
     _check(biases, tokens_per_expert, rate)
     check_group(group)
     load = sum_over_ranks(tokens_per_expert.long(), group)
-    # Whole numbers, so that a perfectly balanced expert gets sign 0 and not a rounding error's sign.
+    # In integers, so that an expert with exactly the mean load gets sign 0 and not that of a rounding error.
     direction = torch.sign(load.sum(dim=-1, keepdim=True) - load * load.shape[-1])
     for bias, layer_direction in zip(biases, direction, strict=True):
         bias.add_(layer_direction.to(device=bias.device, dtype=bias.dtype), alpha=rate)
@@ -56,7 +56,7 @@ def num_ranks(group: Any) -> int:
 
 
 def check_group(group: Any) -> None:
-    """ValueError unless it is a process group, None, or what ``new_group`` gives to ranks outside a group."""
+    """ValueError unless ``group`` is a process group, None, or ``GroupMember.NON_GROUP_MEMBER``."""
     if group is None or not dist.is_available():
         return
     outside = dist.GroupMember.NON_GROUP_MEMBER

@@ -1,4 +1,4 @@
-"""Builders of RoutingPlan from expert ids: shapes and dtypes are checked here, by name; ids where they are read.
+"""Builders of `RoutingPlan` from expert ids. Shapes and dtypes are checked here; ids by the kernels that read them.
 
 T tokens · E experts · K experts per token · P pairs
 """
@@ -13,10 +13,11 @@ from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan, check_count
 
 
 def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
-    """Plan K experts for each token. expert_ids (T, K) int32 or int64; scores that go with it are (T, K).
+    """The `RoutingPlan` of K experts per token. expert_ids (T, K) int32 or int64; the scores of such a plan are (T, K).
 
-    An id >= num_experts is a sentinel: its pair is skipped. A negative id is a ValueError, at once on CPU, by
-    ``plan.check()`` on a GPU. Capacity R_max = T*K; no host sync.
+    An id >= num_experts is a sentinel: its pair is skipped. The capacity is R_max = T*K. There is no host sync.
+
+    ValueError: an argument's shape or dtype is wrong, or an id is negative; on a GPU ``plan.check()`` finds the latter.
 
     Examples:
         >>> tilemoe.plan_topk(torch.tensor([[0, 1], [0, 3]]), num_experts=3).rows_per_expert.tolist()  # 3 is skipped
@@ -36,10 +37,13 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
 
 
 def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> RoutingPlan:
-    """Plan any (token, expert) pairs, in any order, any count per token; scores that go with them are (P,).
+    """The `RoutingPlan` of any (token, expert) pairs, in any order, any number per token; its scores are (P,).
 
-    token, expert (P,) int32 or int64, on one device. A repeated pair counts twice; an expert id >= num_experts is a
-    sentinel and is skipped; a negative one, or a token outside [0, num_tokens), is a ValueError as in `plan_topk`.
+    token, expert (P,) int32 or int64, on one device. A repeated pair counts twice. An expert id >= num_experts is a
+    sentinel: its pair is skipped.
+
+    ValueError: an argument's shape, dtype or device is wrong, an expert id is negative, or a token is outside
+    [0, num_tokens); on a GPU ``plan.check()`` finds the latter two.
 
     Examples:
         >>> token, expert = torch.tensor([4, 0, 0]), torch.tensor([1, 1, 0])

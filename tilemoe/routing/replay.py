@@ -1,7 +1,7 @@
-"""Routing replay: the expert ids that one forward chose, recorded, and checked before another forward takes them.
+"""Routing replay: record the expert ids that one forward chose, and check those that another forward is to use.
 
-A policy that is trained by reinforcement learning is sampled by one program and trained by another. Where the two round
-differently, a token's experts can differ, and its log-probabilities with them (arXiv 2510.11370).
+In reinforcement learning one program samples the policy and another trains it. Their rounding errors differ, so that a
+token's experts, and with them its log-probabilities, can differ (arXiv 2510.11370).
 
 B sequences · S tokens each · T tokens · L MoE layers · E experts · K experts per token
 """
@@ -20,14 +20,14 @@ from tilemoe.runtime.tracing import can_be_read
 
 
 class RoutingRecord:
-    """The expert ids of a model's MoE layers, call after call: ``record=`` of `DecoderLM` and of `generate`.
+    """The expert ids of all forwards of a model's MoE layers. Pass it as ``record=`` to `DecoderLM` or `generate`.
 
-    A layer returns its ids (`MoEOutput.expert_ids`) and a model adds them here, once it has them: so what activation
-    checkpointing computes again is not recorded again, torch.compile sees tensors alone, and a record that is passed,
-    and not a mode of the process, cannot be left on. What comes out is what engines return beside the tokens they
-    sampled, a layer's ids (B, S, K) int32 for each token, and what ``expert_ids=`` takes.
+    A layer returns its ids (`MoEOutput.expert_ids`) and the model adds them to the record. Thus the forwards that
+    activation checkpointing repeats are not recorded twice, torch.compile sees tensors only, and there is no global
+    recording mode that could be left on. `expert_ids` returns ids in the format that inference engines return beside
+    the sampled tokens, (B, S, K) int32 for each layer, which is also the one that ``expert_ids=`` accepts.
 
-    ValueError: as `add` and `expert_ids` say. Source: arXiv 2510.11370.
+    ValueError: see `add` and `expert_ids`. Source: arXiv 2510.11370.
 
     Examples:
         >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
@@ -42,7 +42,10 @@ class RoutingRecord:
         self._calls: dict[Hashable, list[Tensor]] = {}
 
     def add(self, layer: Hashable, expert_ids: Tensor) -> None:
-        """One call of a layer: (T, K) or (B, S, K) ids. Layers are in the order of their first calls."""
+        """Add the ids of one forward of ``layer``, (T, K) or (B, S, K), int32 or int64.
+
+        Layers are kept in the order of their first calls. ValueError: a shape or dtype is wrong.
+        """
         require_tensor("expert_ids", expert_ids)
         if expert_ids.ndim not in (2, 3) or expert_ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -54,14 +57,14 @@ class RoutingRecord:
         self._calls.setdefault(layer, []).append(expert_ids.detach())
 
     def expert_ids(self, batch_size: int) -> Tensor:
-        """(L, B, S, K) with B = ``batch_size``: S tokens of each sequence, those of later calls after earlier ones'.
+        """All ids (L, B, S, K) with B = ``batch_size``: the calls are concatenated along S, in their order.
 
-        A prompt and then one token at a time, as with a key-value cache, are calls of one record, in which a sequence
-        stays in its place; batches that do not continue one another need a record each. A token that ``token_mask``
-        left out has ids E. Packed sequences are one: ``batch_size=1``.
+        One record holds successive forwards of the same sequences in the same order, such as a prompt and then one
+        token at a time with a key-value cache. Batches of other sequences need a record each. A token that
+        ``token_mask`` left out has ids E. Packed sequences count as one: ``batch_size=1``.
 
-        ValueError: nothing was recorded, the layers did not record equally many tokens, or ``batch_size`` does not
-        divide those of a call.
+        ValueError: nothing was recorded, the layers recorded different numbers of tokens or of experts per token, or
+        ``batch_size`` does not divide the tokens of a call.
         """
         require_int("batch_size", batch_size, 1)
         if not self._calls:
@@ -93,10 +96,10 @@ def check_replayed_ids(
     device: torch.device,
     token_mask: Tensor | None = None,
 ) -> None:
-    """ValueError that names ``expert_ids`` unless they can be replayed: (T, K) = ``shape``, int32 or int64, on
-    ``device``; and, where looking costs nothing (on CPU, outside torch.compile), in [0, E), none twice for a token.
+    """ValueError unless ``expert_ids`` can be replayed: (T, K) = ``shape``, int32 or int64, on ``device``.
 
-    Those of a token that ``token_mask`` (T,) leaves out may be anything.
+    On CPU, outside torch.compile, values are checked, too: ids in [0, E), none twice for a token. The ids of tokens
+    that ``token_mask`` (T,) leaves out may have any value.
     """
     check_ids("expert_ids", expert_ids, ndim=2)
     if tuple(expert_ids.shape) != shape:

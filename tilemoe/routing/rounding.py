@@ -1,7 +1,7 @@
-"""Token rounding: each expert computes a multiple of a tile of rows, near the number that top-K gave it.
+"""Token rounding: each expert's number of rows is rounded to a multiple of a tile (arXiv 2512.14080, section 5).
 
-The paper: arXiv 2512.14080, section 5. T tokens · E experts · K experts per token · m tile · R_max row capacity
-f rows of an expert under top-K · r rows that it computes
+T tokens · E experts · K experts per token · m tile · R_max row capacity · f rows of an expert under top-K
+r rows of an expert after rounding
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from tilemoe.runtime.tensors import require_generator
 from tilemoe.runtime.tracing import constant_when_traced, is_in_backward, specialised
 
 _DRAWING = ("stochastic", "nearest_score")
-_MAX_ROWS = 2**30  # row numbers, a block of them further, are int32
+_MAX_ROWS = 2**30  # kernels compute row numbers up to one block further, in int32
 
 
 def rounds(cfg: MoEConfig, num_tokens: int, training: bool) -> bool:
-    """Whether so many tokens are rounded: in training, if ``cfg`` asks for it, unless the tile is larger than that."""
+    """Whether rows are rounded: in training, if ``cfg.rounding`` is set and ``num_tokens`` is at least a tile.
+
+    A batch of fewer tokens gives a warning, once per tile.
+    """
     if not training or cfg.rounding is None:
         return False
     if num_tokens >= cfg.rounding.tile:
@@ -42,20 +45,20 @@ def round_tokens(
     generator: torch.Generator | None = None,
     token_mask: Tensor | None = None,
 ) -> tuple[RoutingPlan, Tensor, Tensor]:
-    """Round a top-K selection as ``cfg.rounding`` says; T >= its tile.
+    """Round a top-K selection as ``cfg.rounding`` says; T is at least its tile.
 
-    Returns a plan, scores (R_max,) in the order of its rows, 0 past R, differentiable, and f (E,) int32.
+    Returns a plan, the scores (R_max,) of its rows, differentiable and 0 past R, and f (E,) int32.
 
-    logits (T, E) fp32 or fp64; expert_ids (T, K), E for a token that the mask leaves out; kept_scores (T, K), what
-    top-K carries. An expert ranks its f tokens by the score they carry, then all others by S, the softmax or the
-    sigmoid of the logits, a tie to the lower token, and keeps the first r: those of its own with their scores, the
-    others with S times ``cfg.router.scale``. r is at most the real tokens rounded down to a multiple of the tile;
-    where these are fewer than a tile, nothing is rounded.
+    logits (T, E) fp32 or fp64; expert_ids (T, K), E for a token that the mask leaves out; kept_scores (T, K): the
+    scores of the top-K selection. Let S be the softmax or the sigmoid of the logits. Each expert ranks its f tokens by
+    their kept scores, then all other tokens by S, ties going to the lower token, and takes the first r. Its own tokens
+    keep their scores; the others get S times ``cfg.router.scale``. r is at most the number of unmasked tokens rounded
+    down to a multiple of the tile; if there are fewer of these than a tile, r = f.
 
     The random modes draw ``torch.rand(E)`` in fp32 from ``generator`` (None: the default one of the logits' device),
-    once and before anything else: the same draws on any backend, and on all ranks whose generators are in one state.
+    once and before anything else. The draws are the same on any backend, and on all ranks with equal generator states.
 
-    ValueError: the generator is none or on another device, or the rows could be more than 2^30.
+    ValueError: ``generator`` is not a generator or is on another device, or there could be more than 2^30 rows.
     """
     rounding = cfg.rounding
     assert rounding is not None, "the caller asks `rounds` first"
@@ -63,7 +66,7 @@ def round_tokens(
     capacity = row_capacity(rounding, logits.shape[0], cfg.num_experts_per_tok, cfg.num_experts)
     choice = choose_rounding(logits.device, logits.dtype, *specialised(cfg.num_experts))
     kept = kept_scores.detach()
-    if choice.name == "triton":  # in its gradient that of the kept scores is part of that of the logits
+    if choice.name == "triton":  # its gradient for the logits includes the part through the kept scores
         spec = rounding_ops.spec_args(cfg, capacity)
         scores, *tensors = rounding_ops.rounded_scores(logits, expert_ids, kept, uniform, token_mask, *spec)[:7]
     else:
@@ -82,9 +85,10 @@ def round_tokens(
 def draw_uniform(
     num_experts: int, rounding: TokenRounding, device: torch.device, generator: torch.Generator | None
 ) -> Tensor | None:
-    """(E,) fp32 in [0, 1) for the modes that are random, else None.
+    """The random draws (E,) fp32 in [0, 1) of a random mode; None for the other modes.
 
-    ValueError: the generator is none or elsewhere, or this forward is one that activation checkpointing repeats.
+    ValueError: ``generator`` is not a generator or is on another device, or activation checkpointing repeats this
+    forward with a generator given.
     """
     require_generator(generator)
     there = device if generator is None else generator.device
@@ -105,7 +109,7 @@ def draw_uniform(
 
 
 def row_capacity(rounding: TokenRounding, num_tokens: int, experts_per_token: int, num_experts: int) -> int:
-    """R_max: the most rows that the mode can give, whatever the tokens. ValueError: more than 2^30."""
+    """R_max: the largest number of rows that the mode can give for any routing. ValueError: more than 2^30."""
     tile = rounding.tile
     beyond = {"down": 0, "balance": tile // 2, "nearest": num_experts * (tile // 2)}
     rows = num_tokens * experts_per_token + beyond.get(rounding.mode, num_experts * (tile - 1))
@@ -118,9 +122,9 @@ def row_capacity(rounding: TokenRounding, num_tokens: int, experts_per_token: in
 def _scores_of_rows(
     scaled_scores: Tensor, expert_ids: Tensor, kept_scores: Tensor, token_of_row: Tensor, row_start: Tensor
 ) -> Tensor:
-    """(R_max,) what each row carries, out of all scores (T, E) and the kept ones (T, K); 0 past R."""
+    """The score (R_max,) of each row, from all scaled scores (T, E) and the kept ones (T, K); 0 past R."""
     experts = scaled_scores.shape[1]
-    padded = torch.nn.functional.pad(scaled_scores, (0, 1))  # a column for what is skipped
+    padded = torch.nn.functional.pad(scaled_scores, (0, 1))  # a column for skipped pairs
     carried = padded.scatter(1, expert_ids.long().clamp(max=experts), kept_scores)
     rows = torch.arange(token_of_row.shape[0], dtype=torch.int32, device=token_of_row.device)
     expert_of_row = experts_of_rows(row_start, rows)  # E past R

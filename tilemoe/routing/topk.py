@@ -1,4 +1,4 @@
-"""Top-K routers: logits to experts, scores and auxiliary losses.
+"""Top-K routing: from logits to experts, scores and auxiliary losses.
 
 T tokens · E experts · K experts per token · P pairs
 """
@@ -31,25 +31,25 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class NonFiniteLogitsError(ValueError):
-    """A token cannot be routed: a logit of it is NaN or +inf, or none is finite."""
+    """A token cannot be routed: one of its logits is NaN or +inf, or none is finite."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a router decided.
+    """The result of a router: a plan, the scores of its pairs, counts and losses.
 
     Attributes:
         plan: which rows each expert computes
         scores: (T, K) fp32 (fp64 for fp64 logits), differentiable, in the order of the plan's pairs; (R_max,), 0 past
-            R, where the rows are rounded
-        tokens_per_expert: (E,) int32 rows really computed, on this rank
+            R, if rows are rounded
+        tokens_per_expert: (E,) int32 rows that each expert computes, of this rank's tokens
         aux_loss: () fp32, balancing loss and z-loss, coefficients applied; 0 when the config has neither
-        pairs_per_expert: (E,) int32 what top-K chose, before the rows were rounded; None: ``tokens_per_expert``
-        expert_ids: (T, K) int32, or None: the top-K selection or the one replayed, E for a token left out: before any
-            rounding. None where a router of one's own has no such thing
-        unchecked: whether `route` has made all this, which needs no look
+        pairs_per_expert: (E,) int32 pairs of each expert before rounding; None: the same as ``tokens_per_expert``
+        expert_ids: (T, K) int32 top-K selection before rounding, or the replayed one; E for a token that the mask
+            leaves out. None if a custom router has no such ids
+        unchecked: True for attributes made by `route`, which are not checked again
 
-    ValueError: an attribute is not as above, by its kind and shape.
+    ValueError: the type, dtype or shape of an attribute is wrong.
 
     Examples:
         >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=3, num_experts_per_tok=2)
@@ -87,10 +87,10 @@ class Routing:
             _require("expert_ids", ids, _INTEGERS, fits, "(T, K) with the tokens of plan")
 
     def dense(self) -> Tensor:
-        """(T, E) scores, 0 where a token is not routed; differentiable."""
+        """The scores as a matrix (T, E), 0 where a token is not routed to an expert; differentiable."""
         plan = self.plan
         rows = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
-        # Rows past the last expert's fall into a column of their own, which is cut off.
+        # Rows past R go to an extra column, which is cut off.
         expert_of_row = experts_of_rows(plan.row_start_of_expert, rows)
         score_of_row = self.scores.reshape(-1)[plan.pair_of_row.long()]
         dense = self.scores.new_zeros(plan.num_tokens, plan.num_experts + 1)
@@ -117,30 +117,30 @@ def route(
 ) -> Routing:
     """Choose K of E experts for each token, as ``cfg.router`` says, in fp32, or fp64 for fp64 logits.
 
-    logits (T, E), any float dtype; a tie goes to the expert with the lower id. A logit of -inf masks an expert: its
-    score is 0, and it is chosen only when fewer than K others are eligible. selection_bias (E,) fp32, given if and
-    only if ``cfg.router.selection_bias``; no gradient. token_mask (T,) bool: False leaves a token, whatever its
-    logits, out of routing (sentinel id, score 0), counts and losses. In training the rows are then rounded as
-    ``cfg.rounding`` says, by `tilemoe.routing.rounding.round_tokens`; the random modes draw from ``generator`` (None:
-    the default one of the logits' device). The losses count the pairs from before the rounding.
+    logits (T, E), any float dtype; ties go to the expert with the lower id. A logit of -inf masks an expert: its score
+    is 0, and it is chosen only when fewer than K others are eligible. selection_bias (E,) fp32 is required with
+    ``cfg.router.selection_bias`` and refused without; it gets no gradient. token_mask (T,) bool: a token with False is
+    excluded from routing (sentinel ids, scores 0), counts and losses, whatever its logits. In training the rows are
+    then rounded as ``cfg.rounding`` says, see `tilemoe.routing.rounding.round_tokens`; the random modes draw from
+    ``generator`` (None: the default one of the logits' device). The losses count the pairs before rounding.
 
-    expert_ids (T, K) int32 or int64 replays a selection: bias and groups are not asked, nothing is rounded, and scores
-    are those that ``cfg.router`` gives these experts by the present logits, with gradients; counts and losses are
-    those of these experts. Ids of tokens that ``token_mask`` leaves out are not looked at. On a GPU plain PyTorch
-    computes it. There, and under torch.compile, values are not checked: an id >= E computes nothing, a negative one is
-    an error of ``plan.check()``, and an expert named twice counts twice.
+    expert_ids (T, K) int32 or int64 replays a selection. The scores are those that ``cfg.router`` gives these experts
+    from the present logits, with gradients; selection bias and groups have no effect, nothing is rounded, and counts
+    and losses are those of these experts. Ids of tokens that ``token_mask`` excludes are ignored. On a GPU a replay is
+    computed by plain PyTorch. There, and under torch.compile, the ids are not checked: one >= E is skipped, a negative
+    one is reported by ``plan.check()``, and an expert named twice counts twice.
 
-    Losses, of a rank's N real tokens: ``aux_loss_coef * E * sum_e f_e P_e`` with f_e = pairs of e / N (they sum to K)
-    and P_e the mean probability of e (arXiv 2101.03961, equation 4); ``z_loss_coef`` * mean of ``logsumexp(logits)^2``
-    (arXiv 2202.08906, equation 5). In training, when torch.distributed is initialised and there is a loss, one
-    all_reduce sums pairs and N over ``group``, all of whose ranks must call this, as often and in the same order: f_e
-    is that of the whole batch, and the mean of the ranks' losses is the loss of the whole batch, also when they hold
-    different numbers of tokens. None: all ranks. A rank to which ``torch.distributed.new_group`` gave
-    ``GroupMember.NON_GROUP_MEMBER``, because it is not in the group, passes that, and counts for itself, as every rank
-    does in evaluation: without a collective.
+    Losses, over a rank's N unmasked tokens: ``aux_loss_coef * E * sum_e f_e P_e`` with f_e = pairs of e / N (they sum
+    to K) and P_e the mean probability of e (arXiv 2101.03961, equation 4); ``z_loss_coef`` * mean of
+    ``logsumexp(logits)^2`` (arXiv 2202.08906, equation 5). In training, when torch.distributed is initialised and there
+    is a loss, one all_reduce sums pairs and N over ``group`` (None: all ranks), whose ranks must all make the same
+    calls in the same order. f_e is then that of the whole batch, and the mean of the ranks' losses is the loss of the
+    whole batch, even if the ranks have different numbers of tokens. A rank outside the group passes what
+    ``torch.distributed.new_group`` returned there, ``GroupMember.NON_GROUP_MEMBER``: then, as in evaluation, its losses
+    are those of its own tokens, without a collective.
 
-    ValueError names the argument that is off. On CPU, outside torch.compile, that includes logits that are NaN, +inf
-    or, for some token, all -inf, and expert_ids that are out of range or name an expert twice.
+    ValueError: an argument is invalid; the message names it. On CPU, outside torch.compile, values are checked, too: a
+    logit that is NaN or +inf, a token whose logits are all -inf, an expert id out of range or repeated for a token.
 
     Examples:
         >>> cfg = tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2)
@@ -177,9 +177,9 @@ def route(
 
 @torch.no_grad()
 def router_entropy(logits: Tensor, router: RouterConfig) -> Tensor:
-    """How undecided the router is: its probabilities' entropy over log E, of ``logits`` (T, E), mean over tokens.
+    """The entropy of the router's probabilities over log E, for ``logits`` (T, E), mean over tokens: fp32 scalar.
 
-    fp32 scalar: 1 where all experts are as likely, 0 where one is certain, and for one expert.
+    1 when all experts are equally likely, 0 when one is certain, and 0 for E = 1.
     """
     logits = logits.detach().float()
     scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
@@ -188,9 +188,11 @@ def router_entropy(logits: Tensor, router: RouterConfig) -> Tensor:
 
 
 class _Chosen(NamedTuple):
-    """expert_ids (T, K) integers, E for a token left out · scores (T, K) · probability_sums (E,): the probabilities
-    of each expert summed over the tokens, None without a balancing loss · z_sum (): the sum of
-    ``logsumexp(logits)^2``, None without a z-loss. All but the ids in the dtype of the logits and differentiable.
+    """A selection, and the sums for its losses. All but the ids are differentiable and have the logits' dtype.
+
+    expert_ids (T, K) integers, E for a masked token · scores (T, K) · probability_sums (E,): each expert's probability
+    summed over the tokens, None without a balancing loss · z_sum (): the sum of ``logsumexp(logits)^2``, None without
+    a z-loss
     """
 
     expert_ids: Tensor
@@ -200,7 +202,7 @@ class _Chosen(NamedTuple):
 
 
 def _select_fused(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_mask: Tensor | None) -> _Chosen:
-    """`_select` in one kernel."""
+    """`_select` without a replay, as one kernel."""
     scores, ids, probability_sums, z_sum = router_ops.select(
         logits, selection_bias, token_mask, *router_ops.spec_args(cfg)
     )
@@ -216,7 +218,7 @@ def _select(
     token_mask: Tensor | None,
     replayed: Tensor | None = None,
 ) -> _Chosen:
-    """The top-K selection, or the one ``replayed`` (T, K)."""
+    """The top-K selection, or the ``replayed`` one (T, K), in plain PyTorch."""
     router = cfg.router
     padding = None if token_mask is None else ~token_mask[:, None]
     if padding is not None:
@@ -233,7 +235,7 @@ def _select(
     if padding is not None:
         expert_ids = expert_ids.masked_fill(padding, cfg.num_experts)
         scores = scores.masked_fill(padding, 0.0)
-    # Products and sums below: autocast would take a matrix product down to its own dtype.
+    # Products and sums, not a matrix product, which autocast would compute in its own dtype.
     weight = torch.ones_like(logits[:, 0]) if token_mask is None else token_mask.to(logits.dtype)
     probability_sums = z_sum = None
     if router.aux_loss_coef:
@@ -245,10 +247,10 @@ def _select(
 
 @torch.no_grad()
 def _choose(logits: Tensor, all_scores: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> Tensor:
-    """(T, K) int64 expert ids, best first, by all_scores (T, E), which are the logits when the softmax comes after."""
+    """(T, K) int64 expert ids, best first, by all_scores (T, E), the logits with ``softmax_after_topk``."""
     router = cfg.router
-    # -inf is kept for what may not be chosen: experts of other groups, and those chosen already. A masked expert,
-    # whatever its bias, has the lowest finite value.
+    # -inf is reserved for experts that cannot be chosen: those of other groups and those chosen already. A masked
+    # expert has the lowest finite value, whatever its bias.
     lowest = torch.finfo(logits.dtype).min
     values = all_scores
     if selection_bias is not None:
@@ -264,9 +266,9 @@ def _choose(logits: Tensor, all_scores: Tensor, cfg: MoEConfig, selection_bias: 
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """(T, count) columns of the largest values, best first, a tie to the lower column.
+    """(T, count) columns of the largest values, best first; ties go to the lower column.
 
-    torch.topk leaves the order of ties open, and on a GPU it does give another. argmax promises the first maximum, and
+    torch.topk does not define the order of ties, and on a GPU it differs. argmax promises the first maximum, and
     repeating it costs no more than topk or a stable sort for the usual counts (docs/lab/routing.md).
     """
     values = values.clone()
@@ -279,7 +281,7 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -> Tensor:
-    """(T, K) scores of the chosen experts, from all scores (T, E), or from logits when the softmax comes after."""
+    """(T, K) scores of the chosen experts, from all scores (T, E), or the logits with ``softmax_after_topk``."""
     kept = all_scores.gather(1, expert_ids)
     if router.softmax_after_topk:
         kept = torch.softmax(kept, dim=-1)  # sums to one, so there is nothing left to normalise
@@ -290,8 +292,8 @@ def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -
 
 
 def _replayed_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -> Tensor:
-    """`_kept_scores` of ids that the router did not choose: 0 for a token whose experts are all masked."""
-    # Clamped: values are unchecked on a GPU, and gather must not read out of bounds.
+    """`_kept_scores` of replayed ids: 0 for a token whose experts are all masked by logits of -inf."""
+    # Clamped: ids are not checked on a GPU, and gather must not read out of bounds.
     expert_ids = expert_ids.long().clamp(0, all_scores.shape[1] - 1)
     if not router.softmax_after_topk:
         return _kept_scores(all_scores, expert_ids, router)
@@ -312,7 +314,7 @@ def _aux_loss(
     if chosen.probability_sums is None and chosen.z_sum is None:
         return torch.zeros((), dtype=torch.float32, device=scores.device)
     counts = pairs_of_expert
-    # Without a mask the host knows the number of tokens: then nothing is computed of it on the device.
+    # Without a mask the host knows the number of tokens, so that the device need not compute it.
     tokens: Tensor | int = scores.shape[0] if token_mask is None else token_mask.sum()
     ranks = num_ranks(group) if training else 1
     if ranks > 1:
@@ -332,7 +334,7 @@ def _aux_loss(
 
 
 def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> Tensor:
-    """(T, E) probabilities that sum to one for each token; of a sigmoid router, its scores over their sum."""
+    """(T, E) probabilities, which sum to one for each token; for sigmoid scores, each over their sum."""
     if router.softmax_after_topk:
         return torch.softmax(logits, dim=-1)
     if router.score == "softmax":
@@ -341,16 +343,16 @@ def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> 
 
 
 def _normalized(scores: Tensor) -> Tensor:
-    """(T, N) scores over each token's sum of them."""
+    """(T, N) scores divided by each token's sum."""
     refuse_transforms("tilemoe.route", scores)
     return _Normalized.apply(scores)
 
 
 class _Normalized(torch.autograd.Function):
-    """``p = u / (sum u + eps)`` and ``du = (dp - <dp, p>) / (sum u + eps)`` of u (T, N).
+    """``p = u / (sum u + eps)`` and ``du = (dp - <dp, p>) / (sum u + eps)`` for u (T, N).
 
-    Autograd's own takes the quotient of each term before it subtracts them. Of one kept score, where p is 1 and du 0,
-    it leaves the rounding of the two: up to 2e-5 of a router's whole gradient, which then comes from its losses alone.
+    Autograd divides each term before it subtracts them. With one kept score (K = 1), where p is 1 and du is 0, that
+    leaves the rounding error of both: up to 2e-5 of the router's gradient, which then comes from its losses alone.
     """
 
     @staticmethod
@@ -361,13 +363,13 @@ class _Normalized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Tensor:
         (scores,) = ctx.saved_tensors
-        total = _total(scores)  # anew, for it has a gradient, too
+        total = _total(scores)  # recomputed, so that the second derivative includes it
         return (d_out - (d_out * (scores / total)).sum(dim=-1, keepdim=True)) / total
 
 
 def _total(scores: Tensor) -> Tensor:
-    """(T, 1) ``sum u + eps``, which keeps 0 / 0 out where all scores underflowed."""
-    # A literal: dynamic=True makes a symbol of a module's float, which two of these in one graph do not share.
+    """(T, 1) ``sum u + eps``; eps avoids 0 / 0 when all scores underflow."""
+    # A literal: dynamic=True makes a module's float symbolic, with a new symbol for each use in a graph.
     return scores.sum(dim=-1, keepdim=True) + 1e-20
 
 
@@ -399,7 +401,7 @@ def _check_vector(name: str, value: Tensor, length: int, dtype: torch.dtype, dev
 
 
 def _check_values(logits: Tensor) -> None:
-    """ValueError for a token that cannot be routed, where looking costs nothing: on CPU, outside torch.compile."""
+    """`NonFiniteLogitsError` for a token that cannot be routed; checked only on CPU, outside torch.compile."""
     if not can_be_read(logits) or logits.shape[0] == 0:
         return
     # The maximum is NaN, +inf or -inf exactly when the token has a NaN, a +inf, or nothing finite.
