@@ -15,12 +15,12 @@ _Sharing = tuple[DeviceMesh | None, tuple[int, ...]]  # the mesh, and the dimens
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients down to ``max_norm`` (0: leave them); returns their L2 norm before, a scalar, the same in
-    all processes, which all call it.
+    """Clip the gradients to the global L2 norm ``max_norm`` (0: no clipping); returns the norm before, a scalar.
 
-    PyTorch's own takes one mesh at a time; here each mesh's parameters give their norm, and all get the same scale.
-    It would scale DTensors one by one, too, which takes the host longer than a GPU; the pieces here go in one call.
-    Gradients keep their dtype and shape (E, ...) or any other. Nothing is checked, so there is no ValueError.
+    All processes must call it, and all get the same norm. PyTorch's own clipping supports one mesh at a time; here the
+    norms of the meshes are combined into one scale for all. PyTorch also scales DTensors one by one, which is slow on
+    the host; here the local shards are scaled by one call for each mesh. Gradients keep their dtype and shape
+    (E, ...) or any other. Nothing is checked, so there is no ValueError.
 
     Examples:
         >>> from tilemoe.parallel import clip_gradients
@@ -51,7 +51,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def _norm(gradients: list[Tensor], sharing: _Sharing) -> Tensor:
-    """Of the pieces here and of those of the other processes: one reduction for each dimension of the mesh."""
+    """The norm over this process' shards and the others': one all-reduce per mesh dimension that shards them."""
     mesh, divided = sharing
     norm = torch.nn.utils.get_total_norm(gradients)
     if mesh is None:

@@ -20,7 +20,7 @@ REPLICATE, SHARD, EXPERT, FSDP = "replicate", "shard", "expert", "fsdp"
 
 @dataclass(frozen=True, eq=False)
 class Meshes:
-    """Of one job; every process is in each.
+    """The device meshes of one job; every process is in each of them.
 
     config          with its sizes filled in
     fsdp            shards parameters that all processes share: 1-D, or 2-D (replicate, fsdp) where a model has copies
@@ -38,8 +38,9 @@ class Meshes:
 
 
 def build_meshes(config: ParallelConfig, model: ModelConfig, device_type: str) -> Meshes:
-    """All processes call it, torch.distributed being initialised. It takes no memory of the device before it has
-    checked the sizes.
+    """The `Meshes` of a job, for ``config`` with its sizes filled in. All processes must call it.
+
+    It uses no device memory before it has checked the sizes.
 
     ValueError: torch.distributed is not initialised, or `ParallelConfig.for_job` refuses.
 

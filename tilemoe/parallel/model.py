@@ -21,17 +21,17 @@ def parallelize(
     generator: torch.Generator | None = None,
     compile_backend: str | None = None,
 ) -> None:
-    """Share ``model`` among the processes of ``meshes``, in place, as ``meshes.config`` says.
+    """Shard ``model`` over the processes of ``meshes``, in place, as ``meshes.config`` says.
 
-    A model on the meta device is brought to ``device`` one block at a time, each sharded before the next one exists,
-    with the weights that ``model.reset_parameters(generator)`` would give it: the same whatever the meshes. Any other
-    model must hold the same weights in every process. With a ``compile_backend`` torch.compile makes each block.
+    A model on the meta device is materialised on ``device`` one block at a time; each block is sharded before the next
+    one exists. Its weights are those of ``model.reset_parameters(generator)``, the same for all meshes. Any other model
+    must hold the same weights in every process. ``compile_backend``: torch.compile each block with it; None: do not.
 
     Gradients are summed over the processes, not averaged: scale each process' loss to its share of the whole batch's,
     ``(out.loss + out.aux_loss) / meshes.world_size`` where all have as many labels. All processes must call forward
     and backward together.
 
-    ValueError: an argument is off; the message names it.
+    ValueError: an argument is invalid; the message names it.
 
     Examples:
         >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
