@@ -1,4 +1,4 @@
-"""Which of tilemoe's activations somebody's function computes, found by what it gives and not by its name.
+"""Recognise which of tilemoe's activations a function computes, from its outputs and not from its name.
 
 n expert width
 """
@@ -25,11 +25,11 @@ _RTOL = _ATOL = 1e-5
 def recognised_activation(
     function: Callable[[Tensor], Tensor], *, is_gated: bool, limit: float | None = None, alpha: float | None = None
 ) -> ActivationSpec | None:
-    """The table's entry that ``function`` computes, with its gate/up layout; None if it is none of them.
+    """The activation that ``function`` computes, with its gate/up layout; None if tilemoe has none such.
 
     ``function`` maps (rows, 2n) to (rows, n) if gated, else (rows, n) to (rows, n). ``limit`` and ``alpha`` are those
     of a clamped gate, if it has any. It is called once, on the CPU, with values of every size and sign: a clamp, a
-    shift or another split of gate and up all show. What a model raises for such values is passed on.
+    shift or another split of gate and up all show. What ``function`` raises is passed on.
     """
     # In a fixed order that pairs every gate with many ups.
     around = () if limit is None else tuple(limit * factor for factor in (0.5, 0.99, 1.01, 1.5))

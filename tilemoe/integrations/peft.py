@@ -1,4 +1,4 @@
-"""A model's adapters as a folder of PEFT, written for transformers' model of the same base and read as PEFT saved it.
+"""Save and load a model's adapters in PEFT's format, named as for transformers' model of the same base.
 
 d hidden_size · n intermediate_size · E experts · r rank · w = 2n
 
@@ -107,7 +107,7 @@ def save_adapter(model: DecoderLM, folder: str | Path, *, base: str | None = Non
 
 
 def load_adapter(model: DecoderLM, folder: str | Path) -> None:
-    """Give ``model`` the adapters of ``folder``, which PEFT saved on transformers' model of this base, or we did.
+    """Load the adapters of ``folder``, saved by PEFT on transformers' model of the same base or by `save_adapter`.
 
     A model without adapters is frozen and gets them, in the dtype of the folder's. One that has some, on experts in NF4
     say, must have the same. Routers and norms that the folder has whole replace the model's, and train. Not looked at
@@ -164,7 +164,7 @@ def _adapted(model: nn.Module) -> Adapted:
 
 
 def _kinds(adapted: Adapted) -> list[str]:
-    """What of a model has adapters, as `add_lora` calls it."""
+    """Which kinds of module have adapters, by their names in `add_lora`."""
     kinds = {EXPERTS: LoRAExperts, ATTENTION: LoRALinear}
     return [name for name, kind in kinds.items() if any(isinstance(each, kind) for each in adapted.values())]
 

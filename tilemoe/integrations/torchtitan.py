@@ -36,7 +36,7 @@ from tilemoe.routing.build import plan_topk
 
 
 class TileMoEGroupedExperts(FusedGroupedExperts):
-    """Expert-major rows through their experts, in bf16 as torchtitan computes them."""
+    """Grouped experts on rows sorted by expert, computed in bf16 as torchtitan does."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FusedGroupedExperts.Config):
@@ -58,7 +58,7 @@ class TileMoEGroupedExperts(FusedGroupedExperts):
 
 
 class TileMoERoutedExperts(RoutedExperts):
-    """Scores, expert ids and tokens to the experts' weighted sum, by one operator where nothing is dispatched."""
+    """The score-weighted sum of the experts' outputs, by one operator if no tokens are dispatched to other ranks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -80,7 +80,7 @@ class TileMoERoutedExperts(RoutedExperts):
 
 @override(target=RoutedExperts.Config, exact=True, description="tilemoe's kernels for the routed experts.")
 def tilemoe_experts(cfg: Any) -> Any:
-    """The replacement for a `RoutedExperts.Config`.
+    """The configuration of tilemoe's routed experts that replaces a `RoutedExperts.Config`.
 
     Raises:
         ValueError: experts that are not torchtitan's stock ones (gpt-oss's, or quantised ones).
@@ -105,7 +105,7 @@ def tilemoe_experts(cfg: Any) -> Any:
 
 
 def _is_local(dispatcher: LocalTokenDispatcher) -> bool:
-    """Whether tokens stay: torchtitan's models have the all-to-all dispatcher without expert parallelism too."""
+    """Whether no tokens are sent; torchtitan also uses the all-to-all dispatcher without expert parallelism."""
     if type(dispatcher) is AllToAllTokenDispatcher:
         return dispatcher.ep_mesh is None
     return type(dispatcher) is LocalTokenDispatcher

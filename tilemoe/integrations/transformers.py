@@ -62,7 +62,7 @@ def register() -> None:
 def unregister() -> None:
     """Undo `register`; transformers is as it was. A model still set to "tilemoe" then raises its unknown-name error.
 
-    ValueError: as `register`.
+    ValueError: transformers is missing or too old, as for `register`.
 
     Examples:
         >>> from tilemoe.integrations import transformers as tilemoe_transformers
@@ -75,10 +75,10 @@ def unregister() -> None:
 
 
 def use(model: nn.Module) -> int:
-    """Compute the experts of ``model``, which was made already, by tilemoe; returns how many MoE layers that is.
+    """Switch the experts of an existing ``model`` to tilemoe; returns the number of its MoE layers.
 
-    It may be wrapped (DistributedDataParallel, torch.compile, PEFT). Registers too. Everything is checked before the
-    model is changed, so that what would be refused in the first forward is refused here. To go back:
+    ``model`` may be wrapped (DistributedDataParallel, torch.compile, PEFT). Calls `register`, too. Everything is
+    checked before the model is changed: what the first forward would refuse is refused here. To go back:
     ``model.set_experts_implementation("grouped_mm")``.
 
     Raises:
@@ -169,13 +169,13 @@ def check_experts(module: nn.Module) -> None:
     _activation_of(module)
 
 
-# Attribute of a module whose experts are divided over processes: what brings tokens to them.
+# Attribute of an experts module that is sharded over processes: its dispatcher.
 _DISPATCHER = "_tilemoe_dispatcher"
 _NOTHING_MOVES = LocalDispatcher()
 
 
 def set_dispatcher(module: nn.Module, dispatcher: Dispatcher) -> None:
-    """Have ``dispatcher`` bring tokens to these experts, whose parameters it has the local part of."""
+    """Set the dispatcher of an experts module; its ``local_weight`` gives this process' shard of each parameter."""
     vars(module)[_DISPATCHER] = dispatcher
 
 
