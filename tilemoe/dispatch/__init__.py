@@ -1,1 +1,1 @@
-"""Where a layer's tokens meet its experts: in this process, or in the process that holds them."""
+"""Dispatch and combine: send tokens to the processes that hold their experts, and bring the outputs back."""

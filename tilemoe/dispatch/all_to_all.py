@@ -25,7 +25,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def in_own_dtype(x: Tensor) -> str:
-    """The precision of experts that never quantise."""
+    """``precision_of`` for experts that never quantise: x is sent in its own dtype."""
     return "bf16"
 
 

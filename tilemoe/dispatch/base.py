@@ -1,4 +1,4 @@
-"""The interface between a layer's experts and the processes that they live in, and its form for one process.
+"""The dispatcher interface (dispatch to the experts' processes, combine), and the dispatcher for one process.
 
 T tokens of this process · M tokens at its experts · d model width · E experts · e experts of this process · P pairs
 """
@@ -53,7 +53,7 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to the experts and what these make of them back; differentiable in x, the scores and o."""
+    """Dispatches tokens to the experts and combines their outputs; differentiable in x, the scores and o."""
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
         """x (T, d), a plan over all E experts, scores as it asks."""
@@ -64,12 +64,12 @@ class Dispatcher(Protocol):
         ...
 
     def local_weight(self, weight: Tensor) -> Tensor:
-        """Of a parameter (E, ...) the part (e, ...) that this process holds."""
+        """This process' shard (e, ...) of a parameter (E, ...)."""
         ...
 
 
 class LocalDispatcher:
-    """All experts are here, and nothing moves."""
+    """All experts are in this process, and nothing is sent."""
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
         return Dispatched(x, plan, scores, None)

@@ -1,4 +1,4 @@
-"""Which transport carries a group's rows."""
+"""Choose the transport of a process group."""
 
 from __future__ import annotations
 

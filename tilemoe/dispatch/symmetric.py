@@ -48,7 +48,7 @@ def _why_unsupported_here(group: dist.ProcessGroup, device: torch.device) -> str
 
 
 def _told(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """What each rank says."""
+    """All-gather of an object: each rank's, in rank order."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
@@ -97,7 +97,7 @@ class SymmetricWindow:
             _driver().wait(self._stream.cuda_stream, self._flag(self._here, rank), turn)
 
     def fetch(self, turn: int, rank: int, first: int, rows: Tensor, start: int, count: int) -> None:
-        """Copy ``count`` bytes of another rank's slot, from byte ``first`` on, to byte ``start`` and on of ``rows``."""
+        """Copy ``count`` bytes from byte ``first`` of another rank's slot to byte ``start`` of ``rows``."""
         source = self._slot(rank, turn) + first
         _driver().copy(rows.data_ptr() + start, source, count, self._stream.cuda_stream)
 
@@ -106,7 +106,7 @@ class SymmetricWindow:
         return _OnStream(self._stream, self._caller)
 
     def close(self) -> None:
-        """Wait until no rank uses it."""
+        """Wait until no rank uses the window; collective."""
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)
         torch.cuda.synchronize(self._device)

@@ -1,4 +1,4 @@
-"""How rows cross between the processes that share a layer's experts: what every way there has in common, and NCCL's.
+"""Transports, which send rows between the ranks that share a layer's experts: their interface, and all_to_all_single.
 
 W ranks · rows of any shape and dtype, those for one rank together, in the order of the ranks
 """
@@ -41,19 +41,19 @@ class Way:
 
     @cached_property
     def most_out(self) -> int:
-        """Rows that leave the rank that most leave."""
+        """The largest number of rows that any rank sends."""
         return max(sum(sent) for sent in self.between)
 
     def back(self) -> Way:
-        """The same rows the other way."""
+        """The reverse exchange of the same rows."""
         return Way(tuple(zip(*self.between, strict=True)), self.here, self.own)
 
 
 class Arrival(Protocol):
-    """Of rows under way."""
+    """The handle of rows in flight."""
 
     def wait(self) -> object:
-        """Until they are here; on a GPU what the current stream does from now on waits, not the host."""
+        """Wait until the rows have arrived; on a GPU the current stream waits, not the host."""
         ...
 
 
@@ -68,7 +68,7 @@ class Transport(Protocol):
 
 
 class Collective:
-    """By the group's ``all_to_all_single``, on whatever devices and hosts it reaches."""
+    """The transport by the group's ``all_to_all_single``, on any device that the group's backend supports."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
