@@ -117,7 +117,7 @@ class FromExperts(torch.autograd.Function):
 
 
 class Travelling(NamedTuple):
-    """Rows on their way here, this rank's own among them; nothing may read the others before ``arrival.wait()``."""
+    """Rows in flight to this rank, and its own; the other ranks' may be read only after ``arrival.wait()``."""
 
     rows: Tensor
     left: Tensor  # what was sent, which must not be freed before
@@ -159,7 +159,7 @@ class WayBack:
 
 
 def _begin(tokens_back: WayBack, pairs_back: WayBack, dx: Tensor | None, ds: Tensor | None) -> None:
-    """All ranks in one order. None: nobody wants that gradient."""
+    """Begin the exchanges, in the same order on all ranks. None: that gradient is not needed."""
     if dx is not None:
         tokens_back.begin(dx)
     if ds is not None:
@@ -167,17 +167,17 @@ def _begin(tokens_back: WayBack, pairs_back: WayBack, dx: Tensor | None, ds: Ten
 
 
 def _summed(tokens_back: WayBack, sent: Sent) -> Tensor:
-    """(T, d): of each token what became of it on all its ranks."""
+    """(T, d): each token's sum over the ranks that it was sent to."""
     return sum_copies(tokens_back.arrived(), sent.token_of_copy, sent.copy_of_token, sent.first_copy)
 
 
 def _as_sent(rows: Tensor, precision: str) -> Tensor:
-    """What crosses of x or do (T, d)."""
+    """x or do (T, d) as sent: quantised and packed for fp8, else unchanged."""
     return pack_rows(rows) if precision == "fp8" else rows
 
 
 def _as_given(arrived: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
-    """(M, d) of what crossed, to the experts."""
+    """The received rows (M, d) in ``dtype``: unpacked for fp8, else unchanged."""
     return unpack_rows(arrived, dtype) if precision == "fp8" else arrived
 
 
@@ -200,7 +200,7 @@ def _end_all_gather(arrival: Arrival, between: Tensor, sizes: Tensor, here: int)
 
 
 def _end_all_to_all(travelling: Travelling) -> Tensor:
-    """The rows, once they are here."""
+    """Wait for the all-to-all; returns its rows."""
     travelling.arrival.wait()
     return travelling.rows
 
