@@ -1,4 +1,4 @@
-"""Expert parallelism of any module: each process keeps its share of every layer's experts.
+"""Expert parallelism of any module: each process keeps a shard of every layer's experts.
 
 The stacked parameters (E, ...) of each experts module become DTensors sharded on E over one dimension of a mesh, and an
 all-to-all dispatcher brings the module its tokens. What a process is left with is sharded by FSDP2 over the mesh's
@@ -105,7 +105,7 @@ def expert_parallel(
 def divide_experts(
     layers: list[nn.Module], mesh: DeviceMesh, transports: Transports, gradient_divide_factor: float = 1.0
 ) -> None:
-    """Divide these experts modules over the 1-D ``mesh``, and nothing more.
+    """Shard these experts modules over the 1-D ``mesh``, without FSDP.
 
     ``transports``: the mesh's. ValueError: the mesh does not divide a layer's experts; then nothing has changed.
     """

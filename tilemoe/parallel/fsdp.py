@@ -24,7 +24,7 @@ from tilemoe.runtime.weight_cache import weights_unchanged
 
 
 def shard_block(block: Block, meshes: Meshes, transports: Transports | None, *, is_last: bool) -> None:
-    """One gather for a block; where its experts are divided over processes, one more for these.
+    """Shard a block with FSDP2: one all-gather for it, and another for its experts under expert parallelism.
 
     ``transports``: of the processes that share a layer's experts, None where each has all of them.
 
@@ -55,7 +55,7 @@ def shard_rest(model: DecoderLM, meshes: Meshes) -> None:
 
 
 def micro_batches(config: ParallelConfig) -> AbstractContextManager[None]:
-    """Around the micro-batches of a step: weights that stay whole between them are quantised once."""
+    """Context manager for a step's micro-batches: weights that stay gathered between them are quantised once."""
     return nullcontext() if config.between_micro_batches == "nothing" else weights_unchanged()
 
 
@@ -89,7 +89,7 @@ def _policy(config: ParallelConfig) -> MixedPrecisionPolicy:
 
 
 def _sum_gradients(sharded: nn.Module) -> None:
-    """Sums and no means: the loss is scaled instead, which can weigh processes differently."""
+    """Reduce gradients by sum, not mean: the loss is scaled instead, which can weigh processes differently."""
     assert isinstance(sharded, FSDPModule)
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
