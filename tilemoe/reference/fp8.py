@@ -18,7 +18,7 @@ _BLOCK, _LARGEST = 128, 448.0
 
 
 def rounded(values: Tensor, rows_of_block: int) -> Tensor:
-    """``values`` (R, p), fp32, as FP8 keeps them, with a scale for each ``rows_of_block`` x 128."""
+    """``values`` (R, p), fp32, rounded to FP8, with one scale for each block of ``rows_of_block`` x 128."""
     out = torch.empty_like(values)
     for row in range(0, values.shape[0], rows_of_block):
         for column in range(0, values.shape[1], _BLOCK):
