@@ -52,7 +52,7 @@ def count_parameters(config: ModelConfig | ModelSizes) -> int:
 
 
 def count_active_parameters(config: ModelConfig | ModelSizes) -> int:
-    """Parameters that one token meets: like `count_parameters`, but K of the E experts."""
+    """Active parameters of one token: like `count_parameters`, but K of the E experts."""
     model = sizes_of(config)
     moe = model.moe
     if moe is None:

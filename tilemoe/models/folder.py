@@ -61,7 +61,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_settings(path: Path) -> Any:
-    """What is in a config.json; ValueError where it cannot be read."""
+    """The contents of a config.json; ValueError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

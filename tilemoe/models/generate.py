@@ -73,7 +73,7 @@ def generate(
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
-    """(B, 1) token ids drawn by logits (B, V)."""
+    """(B, 1) token ids sampled from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / max(temperature, _LEAST_TEMPERATURE)

@@ -272,12 +272,12 @@ class Piece(NamedTuple):
     their_rows: slice = _ALL
 
     def of_ours(self, parameter: Tensor) -> Tensor:
-        """The part of our parameter, as a view."""
+        """These rows of our parameter, as a view."""
         part = parameter if self.expert is None else parameter[self.expert]
         return part if self.rows == _ALL else part[..., self.rows, :]
 
     def of_theirs(self, tensor: Tensor) -> Tensor:
-        """The part of their tensor, as a view."""
+        """These rows of the checkpoint's tensor, as a view."""
         return tensor if self.their_rows == _ALL else tensor[..., self.their_rows, :]
 
 

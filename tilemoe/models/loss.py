@@ -109,7 +109,7 @@ def _check_labels(labels: Tensor, classes: int) -> None:
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, max_chunk_logits: int | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The summed loss () and its gradients in hidden and weight; one that nobody asks for is None."""
+    """The summed loss () and its gradients in hidden and weight; None for one that is not needed."""
     want_hidden = torch.is_grad_enabled() and hidden.requires_grad
     want_weight = torch.is_grad_enabled() and weight.requires_grad
     cast = autocast_dtype(hidden.device.type)
