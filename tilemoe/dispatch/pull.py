@@ -1,4 +1,4 @@
-"""Rows fetched by those who want them: each rank lays its own in memory that all can read, and copies the others'.
+"""The transport that pulls: each rank writes its rows to a staging buffer that all ranks can read, and reads theirs.
 
 W ranks · a window is memory of every rank that all of a group can read, with two slots for rows, used in turn
 
@@ -41,7 +41,7 @@ class Pull:
             window.tell(self._turn)
             window.wait_for_all(self._turn)
             start_of = list(accumulate(way.into, initial=0))
-            # Each rank begins with its neighbour: nobody's memory is read by all at once.
+            # Each rank begins with its neighbour, so that no rank's memory is read by all at once.
             for step in range(1, self._ranks):
                 rank = (self._here + step) % self._ranks
                 if way.into[rank]:

@@ -87,7 +87,7 @@ class SymmetricWindow:
             _driver().copy(self._slot(self._here, turn), rows.data_ptr(), rows.nbytes, self._stream.cuda_stream)
 
     def tell(self, turn: int) -> None:
-        """Say to the other ranks that this one has done, up to here, its part of ``turn``."""
+        """Set this rank's flag for ``turn`` in every other rank's memory, after the work before it."""
         for rank in self._others:
             _driver().write(self._stream.cuda_stream, self._flag(rank, self._here), turn)
 
@@ -102,7 +102,7 @@ class SymmetricWindow:
         _driver().copy(rows.data_ptr() + start, source, count, self._stream.cuda_stream)
 
     def arrival(self) -> Arrival:
-        """Of all that has been asked for, to whoever began it."""
+        """The handle of all copies begun so far; the stream that called `begin` waits for it."""
         return _OnStream(self._stream, self._caller)
 
     def close(self) -> None:
