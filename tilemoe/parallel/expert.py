@@ -50,7 +50,7 @@ def expert_parallel(
             fully_shard(layer)  # the rest of it, over all processes
         fully_shard(model)
 
-    Before this the weights are the same in every process, or on the meta device; afterwards comes the optimiser. From
+    Call it with the same weights in every process, or on the meta device, and make the optimiser afterwards. From
     then on all processes of ``dim`` call every layer together, each with tokens of its own, or with none. A dimension
     of one process leaves everything as it is.
 
@@ -63,7 +63,7 @@ def expert_parallel(
         reshard_after_forward: `fully_shard`'s, of the experts.
         mp_policy: likewise. Their inputs are never cast: scores stay as precise as the router made them.
         offload_policy: likewise.
-        exchange: how tokens cross: "collective", "symmetric" or "auto", see `ParallelConfig`; or the `Transports` of
+        exchange: how tokens are sent: "collective", "symmetric" or "auto", see `ParallelConfig`; or the `Transports` of
             the group, which calls for parts of one model should share.
 
     Raises:
