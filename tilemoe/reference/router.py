@@ -111,7 +111,7 @@ def _rounded(
 
 
 def _score_function(token_logits: Tensor, router: RouterConfig) -> Tensor:
-    """(E,) scores of one token before the selection."""
+    """(E,) scores of one token for all experts, by ``router.score``."""
     if router.score == "softmax":
         return torch.softmax(token_logits, dim=0)
     return torch.sigmoid(token_logits)
