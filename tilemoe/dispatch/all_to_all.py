@@ -34,7 +34,7 @@ class AllToAllDispatcher:
 
     A token is sent once to each rank that holds one of its experts, however many it holds, with one score and one
     index for each of these. There the experts' outputs are summed with their scores, and that sum alone comes back.
-    If the experts compute in FP8, a token is sent in FP8, as does the gradient of its output (docs/fp8.md).
+    If the experts compute in FP8, a token is sent in FP8, as is the gradient of its output (docs/fp8.md).
     The host reads the sizes once in the forward, which waits for the device; the backward uses them again. A process
     may have no tokens, and a process' experts may get none. The gradient of an expert is that of all W processes'
     tokens, summed and divided by ``gradient_divide_factor``.
