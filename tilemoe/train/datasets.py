@@ -59,7 +59,7 @@ def _prepare_corpus(corpus: str, settings: DataConfig, tokenizer: str, cache_dir
 
 
 def make_sampler(data: Prepared, settings: DataConfig, seed: int, job: Job) -> Sampler | PackedSampler | MixedSampler:
-    """Of this process' training batches."""
+    """The sampler of this process' training batches."""
     if isinstance(data.train, Mixture):
         one = replace(settings, batch_size=1)
         samplers: list[Any] = [_sampler_of(part, one, seed, ALONE) for part in data.train.parts]
@@ -93,7 +93,7 @@ def device_batch(batch: Batch | PackedBatch, device: torch.device) -> DeviceBatc
     documents = Documents.of(*positions) if positions else None
 
     def moved(tensor: Tensor) -> Tensor:
-        # From other memory a copy would make the host wait.
+        # Only a copy from pinned memory is asynchronous.
         tensor = tensor.pin_memory() if device.type == "cuda" else tensor
         return tensor.to(device, non_blocking=True)
 

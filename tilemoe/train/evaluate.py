@@ -33,7 +33,7 @@ class Evaluation:
     tokens_per_expert: list[list[int]]  # (MoE layers, experts)
 
     def __str__(self) -> str:
-        """The loss in both units, as far as known, and of what."""
+        """The loss, per token and where known per byte, and what it was measured on."""
         per_byte = "" if self.nats_per_byte is None else f" {self.nats_per_byte:.4f} nats/byte,"
         read = f"{'whole split' if self.whole_split else 'subset'} of {self.tokens:,} tokens"
         return f"held-out loss {self.nats_per_token:.4f} nats/token,{per_byte} {read}"

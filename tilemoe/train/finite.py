@@ -17,9 +17,9 @@ from tilemoe.train.optim import optimizer_tensors
 
 @torch.no_grad()
 def find_non_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """The name of the first weight, buffer or state of the optimiser with a NaN or an infinity, in this process' part.
+    """The name of the first weight, buffer or optimiser state with a NaN or an infinity, in this process' part.
 
-    The device is waited for once; there is no copy of a tensor.
+    It synchronises with the device once and copies no tensor.
     """
     tensors = {**model.state_dict(), **optimizer_tensors(model, optimizer)}
     names, largest = [], []

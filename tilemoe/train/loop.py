@@ -70,7 +70,7 @@ class _Routed(NamedTuple):
 
 
 class Trainer:
-    """A model, its optimiser and its place in the data.
+    """Trains one model: holds the model, its optimiser and the position in the data.
 
     Args:
         model: on ``device``, fp32 weights; those of a job's processes share it (`tilemoe.parallel`).
@@ -127,7 +127,7 @@ class Trainer:
         return has_experts and self.recipe.train.accumulation > 1 and (kept or not is_shared(self.model))
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from ``checkpoint``: weights, optimiser, random numbers, step and tokens."""
+        """Resume from ``checkpoint``: weights, optimiser state, random-number states, step and tokens."""
         state = checkpoint.state
         # Stays, of a rank (of a GPU) that was not there when it was saved.
         seed_process(self.recipe.train.seed, self.job, state.step)
@@ -186,7 +186,7 @@ class Trainer:
             _tile_waste(rows_of_experts(self.model, routed.rows), self._tile),
             routed.entropy.double().mean(0),
         ]
-        # The step's one read from the device, which then works on the update while the next step is being launched.
+        # The step's only device-to-host sync; the update then runs while the host launches the next step.
         values = values_of_processes(torch.cat([own, *of_layers]), self.job)
         self._require_finite(values)
         self.optimizer.step()
@@ -226,7 +226,7 @@ class Trainer:
         return torch.stack(losses).mean(), torch.stack(aux_losses).mean(), stacked
 
     def _batch(self, index: int) -> DeviceBatch:
-        """A micro-batch, on its way to the device."""
+        """A micro-batch, being copied to the device."""
         return device_batch(self.sampler.batch(index), self.device)
 
     def _require_finite(self, values: list[list[float]]) -> None:
@@ -318,7 +318,7 @@ class Trainer:
         self.finish_save()
 
     def _is_due(self, every: int) -> bool:
-        """What is done every so many steps, 0 for never, and at the end."""
+        """Whether an action of every ``every`` steps (0: never) is due; at the last step it always is."""
         return self.step == self.recipe.train.steps or bool(every and self.step and self.step % every == 0)
 
     def _evaluate(

@@ -209,7 +209,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _lr_ratio(rows: int, columns: int, adjust_lr_fn: str) -> float:
-    """r(m, n) of `MuonWithAdamW`."""
+    """The factor r(m, n) of the learning rate, as defined by `MuonWithAdamW`."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))

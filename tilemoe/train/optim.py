@@ -34,8 +34,8 @@ def is_for_muon(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """What ``config.name`` says: AdamW with the decayed parameters in group 0 and all others in group 1, or Muon with
-    its matrices in group 0 and these two, without them, behind it.
+    """The optimiser that ``config.name`` names. AdamW: group 0 has weight decay, group 1 has none. Muon: its
+    matrices are group 0, followed by the two AdamW groups, of all other parameters.
 
     ``fused`` is the fastest form on a CPU too (docs/lab/cpu.md).
     """

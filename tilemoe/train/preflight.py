@@ -1,4 +1,4 @@
-"""What can be known to fail before a corpus is read, which may take hours."""
+"""Checks before a corpus is read (which may take hours), so that a run fails early."""
 
 from __future__ import annotations
 

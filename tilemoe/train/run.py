@@ -52,7 +52,7 @@ _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run shows."""
+    """The result of a finished run."""
 
     evaluation: Evaluation
     sample: str | None
@@ -353,7 +353,7 @@ def _sample(trainer: Trainer, reporter: Reporter) -> str | None:
 
 
 def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[str, Any]:
-    """What result.json says."""
+    """The content of result.json."""
     recipe, device = trainer.recipe, trainer.device
     return {
         "heldout_nats_per_byte": evaluation.nats_per_byte,

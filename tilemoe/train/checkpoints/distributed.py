@@ -68,7 +68,7 @@ class PendingCheckpoint:
 
     @property
     def is_written(self) -> bool:
-        """Whether this process would not have to wait for its own part."""
+        """Whether this process has written its own part, so that `finish` need not wait for it."""
         return self._written.done()
 
     def finish(self) -> Path:
@@ -132,7 +132,7 @@ def _require_seen(folder: Path, entries: dict[str, Any]) -> None:
 def _by_first_rank(
     action: Callable[[], object], kind: type[Exception] = OSError, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Do it in rank 0 while the others wait; an error of that ``kind`` there is one everywhere."""
+    """Run ``action`` in rank 0 while the others wait; an error of ``kind`` in rank 0 is raised in all processes."""
     problem: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints of a run, written atomically: each is either complete or absent.
 
 A run's folder holds one folder per checkpoint::
 
@@ -10,7 +10,7 @@ A run's folder holds one folder per checkpoint::
         manifest.json          size and SHA-256 of each file above, and of itself
 
 A job of several processes writes other files instead of the first two, see `tilemoe.train.checkpoints.distributed`.
-Either is written under a temporary name, synced, and renamed. Nothing in the files above is pickled.
+A checkpoint is written under a temporary name, synced, and renamed. Nothing in the files above is pickled.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands, beside its tensors."""
+    """The progress and the recipe of a run, without its tensors."""
 
     recipe: Recipe
     step: int  # optimiser steps done
@@ -110,9 +110,9 @@ def save_checkpoint(
 
 
 def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, Any]) -> None:
-    """Complete a checkpoint whose tensors are written and give it, synced, its name.
+    """Complete a checkpoint whose tensors are written: sync its files and rename it to ``target``.
 
-    hashed: what the manifest is to say of files that other processes have hashed.
+    hashed: manifest entries of files that are hashed already; all other files are hashed here.
     """
     temporary = temporary_of(target)
     (temporary / STATE_FILE).write_bytes(state)
@@ -130,14 +130,14 @@ def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, 
 
 
 def write_error(target: Path, error: BaseException | str) -> CheckpointError:
-    """What to tell of a checkpoint that could not be written."""
+    """The error for a checkpoint that could not be written; it names the last good one."""
     older = list_checkpoints(target.parent)
     kept = f"the last good one is {older[-1]}" if older else "there is no older one"
     return CheckpointError(f"could not write checkpoint {target} ({error}); {kept}; free space and resume")
 
 
 def drop_old(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the ``keep_last`` newest checkpoints; a folder without a manifest is none, whatever its name."""
+    """Delete all but the ``keep_last`` newest checkpoints; folders without a manifest are ignored."""
     for path in [path for path in list_checkpoints(run_dir) if (path / MANIFEST_FILE).exists()][:-keep_last]:
         delete_folder(path)
 
@@ -155,7 +155,7 @@ def set_aside(paths: Iterable[Path]) -> list[Path]:
 
 
 def _canonical(value: Any) -> bytes:
-    """JSON with exactly one spelling, so that any changed byte shows."""
+    """Canonical JSON: the same value always gives the same bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -179,7 +179,7 @@ def state_json(state: TrainState) -> bytes:
 
 
 def file_entries(paths: Iterable[Path]) -> dict[str, Any]:
-    """What the manifest says of these files."""
+    """The manifest entries of these files: size and SHA-256, by name."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(paths)}
 
 

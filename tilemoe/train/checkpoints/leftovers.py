@@ -98,7 +98,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """The mark last: what a kill leaves is still known as ours."""
+    """Delete the folder, the mark last: after a kill the rest is still recognised as ours."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

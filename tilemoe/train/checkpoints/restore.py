@@ -47,9 +47,9 @@ def select_device(name: str, job: Job = ALONE) -> torch.device:
 def make_decoder(
     recipe: Recipe, *, device: torch.device | str | None = None, recompute: str | None = None
 ) -> DecoderLM:
-    """The recipe's model, with its adapters if it has them, and of its parameters those wanting gradients that train.
+    """The recipe's model, with its adapters if it has them, and ``requires_grad`` set only on what trains.
 
-    Weights are any. ``recompute``: as of `DecoderLM`.
+    The values of its weights are unspecified. ``recompute``: see `DecoderLM`.
     """
     model, lora = DecoderLM(recipe.model, device=device, recompute=recompute), recipe.lora
     if lora is None:
@@ -84,14 +84,14 @@ def build_model(recipe: Recipe, device: torch.device) -> DecoderLM:
 
 
 def compile_backend(recipe: Recipe) -> str | None:
-    """What torch.compile is to make the blocks with, if it is to."""
+    """The torch.compile backend for the blocks; None: they are not compiled."""
     return "inductor" if recipe.train.compile == "blocks" else None
 
 
 def build_shared_model(recipe: Recipe, device: torch.device, job: Job) -> DecoderLM:
-    """The same model with the same weights, shared among the job's processes as ``recipe.parallel`` says.
+    """The model of `build_model`, with the same weights, sharded over the job's processes by ``recipe.parallel``.
 
-    A block at a time is whole, in the memory of the host. All processes call it.
+    Only one block at a time is unsharded, in host memory. All processes must call it.
     """
     model = make_decoder(recipe, device="meta", recompute=recipe.train.recompute)
     set_dense_precision(model, recipe, device)

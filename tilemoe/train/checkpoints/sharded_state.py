@@ -31,12 +31,12 @@ _MODEL, _OPTIMIZER, _RNG_CPU, _RNG_CUDA = "model.", "optimizer.", "rng_cpu.", "r
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Whether processes share the parameters."""
+    """Whether the parameters are sharded over processes."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def files_of_rank(folder: Path, rank: int) -> list[Path]:
-    """What ``rank`` wrote with `begin_write_training`."""
+    """The files that ``rank`` wrote with `begin_write_training`."""
     return sorted(folder.glob(f"__{rank}_*"))
 
 

@@ -88,7 +88,7 @@ def _problem(folder: Path, word: str, job: Job, seconds: float) -> str | None:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """A small picklable ``value`` of each process, by rank; all call it."""
+    """All-gather of a small picklable ``value``: a list by rank. All processes must call it."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

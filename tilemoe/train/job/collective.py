@@ -94,7 +94,7 @@ def _told(error: BaseException) -> str:
 
 
 def _is_lost_process(error: BaseException) -> bool:
-    """Whether it is that a collective operation has failed."""
+    """Whether ``error`` comes from a failed collective, such as after the loss of a process."""
     return isinstance(error, (dist.DistError, TimeoutError)) or any(mark in str(error) for mark in _GLOO)
 
 

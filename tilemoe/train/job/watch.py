@@ -41,7 +41,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        """By the thread that trains."""
+        """Must be called in the thread that trains."""
         self.marks, self.step = 0, 0
         self.names: dict[int, str] = {}
         self._thread = threading.get_ident()
@@ -213,7 +213,7 @@ class Watch:
 
 
 def connect(store: Store, job: Job) -> Connection:
-    """To rank 0's `Watch`."""
+    """Connect to rank 0's `Watch`."""
     port, word = store.get("watch").decode().split()
     made = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), timeout=60)
     made.settimeout(None)  # what `Connection` reads must block
