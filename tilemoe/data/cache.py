@@ -1,4 +1,4 @@
-"""From a corpus and a tokenizer to token shards in a cache: once, atomically, in bounded memory."""
+"""Token shards of a corpus and a tokenizer, cached: written once, atomically, in bounded memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def prepare(
 
 @contextmanager
 def usable_cache(cache_dir: Path) -> Iterator[None]:
-    """What the system refuses in the block is a ValueError that names the cache."""
+    """Within the block an error of the file system becomes a ValueError that names the cache."""
     try:
         yield
     except OSError as error:

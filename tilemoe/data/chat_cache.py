@@ -1,4 +1,4 @@
-"""From fine-tuning examples and a tokenizer to packed documents, by way of token shards in the cache."""
+"""Packed documents of fine-tuning examples and a tokenizer, stored as token shards in the cache."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ChatTemplate:
     special_tokens: tuple[tuple[str, str], ...]
 
     def config(self) -> dict[str, str]:
-        """Its part of a tokenizer_config.json."""
+        """The fields of a tokenizer_config.json that hold it."""
         return {**dict(self.special_tokens), "chat_template": self.source}
 
 
@@ -85,7 +85,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 class ChatEncoder:
-    """What makes tokens of examples."""
+    """Tokenizes examples, with the loss mask of their tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """ValueError: the tokenizer has a chat template, and there is no transformers to apply it."""

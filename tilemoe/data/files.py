@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or not there, and locks between processes."""
+"""Atomic writes of files and folders, and locks between processes."""
 
 from __future__ import annotations
 

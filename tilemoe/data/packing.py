@@ -28,7 +28,7 @@ _CHUNK = 1 << 22  # tokens looked at once
 
 
 def flagged(encoded: Encoded) -> NDArray[np.int64]:
-    """(n,) of a document as the stream holds it."""
+    """(n,) int64: the ids of a document with their flags, as stored in the stream."""
     ids, learnt = encoded
     stream = ids * FLAGS + np.where(learnt, _LEARNT, 0)
     stream[0] += _FIRST
@@ -38,7 +38,7 @@ def flagged(encoded: Encoded) -> NDArray[np.int64]:
 class PackedBatch(NamedTuple):
     """(B, S) int64 each. A target is the token after its input, or -100 where it is not learnt.
 
-    ``positions``: of each input in its document, which begins where it is 0.
+    ``positions``: the position of each input in its document; a document begins at each 0.
     """
 
     inputs: NDArray[np.int64]

@@ -22,8 +22,8 @@ _ORDER, _OFFSET = 0, 1  # what a key derived from (seed, epoch) is for
 
 
 class BatchOrder:
-    """Whose batches of an endless sequence are whose: ``step`` of rank r has the positions
-    ``(step * world_size + r) * B + [0, B)``. ValueError: a process of a job that cannot be, or a size that is off.
+    """Assigns positions of an endless sequence to ranks: ``step`` of rank r has the positions
+    ``(step * world_size + r) * B + [0, B)``. ValueError: the rank or a size is invalid.
     """
 
     def __init__(self, seq_len: int, batch_size: int, seed: int, rank: int, world_size: int) -> None:
