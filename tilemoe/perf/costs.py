@@ -1,4 +1,4 @@
-"""FLOPs and bytes of the eight kernels (docs/kernels.md), and the time they cannot go below.
+"""FLOPs and bytes of the eight kernels (docs/kernels.md), and their roofline: the least time they can take.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R routed rows · w = 2n gated, n not
 

@@ -53,7 +53,7 @@ class Gpu:
         return False
 
     def stated_tflops(self, dtype: str = "bf16") -> float:
-        """ValueError for a dtype that is none, or that the GPU has not."""
+        """Stated dense TFLOP/s in ``dtype``. ValueError: ``dtype`` is unknown, or the GPU does not support it."""
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {dtype!r}")
         others = {"fp8": self.fp8_tflops, "tf32": self.tf32_tflops, "fp32": self.fp32_tflops}

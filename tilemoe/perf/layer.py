@@ -59,7 +59,7 @@ def layer_plan(shape: MoEShape, gpu: Gpu, dtype: str) -> dict[str, Any]:
 
 
 def sums(steps: Iterable[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """Of all steps that have ``key``, by part."""
+    """The sum of ``key`` over all steps that have it, by part."""
     known = [step for step in steps if key in step]
     return {part: sum(step[key] for step in known if step["part"] == part) for part in PARTS}
 

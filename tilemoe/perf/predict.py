@@ -145,7 +145,7 @@ def _tile(kernel: Kernel, shape: MoEShape, gpu: Gpu) -> tuple[int, int, int]:
 
 
 def row_tile(shape: MoEShape, gpu: Gpu) -> int:
-    """Rows that up_proj_act rounds an expert's up to."""
+    """The multiple that up_proj_act rounds each expert's rows up to."""
     return _tile("up_proj_act", shape, gpu)[1]
 
 

@@ -91,7 +91,7 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
 
 
 def fits(setup: Setup, sequences: int) -> bool:
-    """Whether micro-batches of ``sequences`` do."""
+    """Whether micro-batches of ``sequences`` fit in the usable memory of each GPU."""
     return sum(memory_parts(setup, sequences).values()) <= USABLE * setup.gpu.memory_gb * 1e9
 
 
