@@ -61,7 +61,7 @@ def poison(device: torch.device) -> None:
 
 
 class Difference:
-    """The error of tensors that come in parts, against the norm of what they should be."""
+    """The relative error of tensors that come in parts: norm of the error over norm of the reference."""
 
     def __init__(self) -> None:
         self.error = self.norm = torch.zeros(())

@@ -19,7 +19,7 @@ _FEWEST, _MOST = 3, 200  # calls timed in a window
 
 
 def sleep(milliseconds: float) -> None:
-    """Of the GPU, if there is one: what is launched next begins after it."""
+    """Keep the GPU, if there is one, idle that long before what is launched next."""
     if torch.cuda.is_available():
         torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
 

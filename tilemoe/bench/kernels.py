@@ -128,7 +128,7 @@ def kernel_rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: 
 
 
 def describe(row: dict[str, Any]) -> str:
-    """One line of the table that is printed."""
+    """The row as one line of the printed table."""
     rates = "" if row["tflops"] is None else f"{row['tflops']:7} TFLOP/s  {row['gbps']:7} GB/s"
     roof = "" if row["of_roofline"] is None else f"{100 * row['of_roofline']:5.1f}% of its roofline"
     share = f"{100 * row['of_layer']:5.1f}% of the layer"
