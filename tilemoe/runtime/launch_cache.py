@@ -36,12 +36,12 @@ class LaunchCache:
         if not is_replayable(first) or active() is not None:
             return None, None
         traces = _launch_trace()
-        # How fp32 is multiplied, where there is any.
-        precision = torch.backends.cuda.matmul.fp32_precision if first.dtype == torch.float32 else None
-        layouts: Any = [first.device, precision]
-        for operand in operands:
-            layouts.append(traces.layout(operand) if isinstance(operand, Tensor) else operand)
-        layouts = tuple(layouts)
+        layouts = (
+            first.device,
+            *[traces.layout(operand) if isinstance(operand, Tensor) else operand for operand in operands],
+            # How fp32 is multiplied, where there is any.
+            torch.backends.cuda.matmul.fp32_precision if first.dtype == torch.float32 else None,
+        )
         known: Any = self.known.get(layouts, _UNKNOWN)  # asked once: another thread may forget it
         if known is _UNKNOWN:
             if len(self.known) >= MAX_LAYOUTS:
