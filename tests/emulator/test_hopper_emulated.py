@@ -73,13 +73,14 @@ def test_every_layout_bias_and_activation(index: int) -> None:
 
 
 @pytest.mark.parametrize("counts", ENDS)
-def test_row_gemms_in_bands(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """F2 and B3 walk three column tiles two and one at a time."""
-    monkeypatch.setattr(host, "band_tiles", lambda column_tiles, width_in: {3: 2}[column_tiles])
-    case = Case(FP16, hidden_size=264, intermediate_size=272)
+def test_tiles_in_bands(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three column tiles are walked two and one at a time, F1's five two, two and one."""
+    monkeypatch.setattr(host, "band_tiles", lambda kernel, column_tiles, width_in: {3: 2, 5: 2}[column_tiles])
+    case = Case(FP16, hidden_size=264, intermediate_size=520)
     with emulated(ctas=2) as launches:
         assert_kernels_agree(KERNELS, plan_of(*counts), case, TOLERANCE)
-    assert {launch.constants["BAND"] for launch in launches if name_of(launch) == "gemm_rows_kernel"} == {2}
+    bands = {name_of(launch): launch.constants["BAND"] for launch in launches if "BAND" in launch.constants}
+    assert bands == dict.fromkeys(("up_proj_act_kernel", "gemm_rows_kernel", "gemm_dgrad_dact_kernel"), 2)
 
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])

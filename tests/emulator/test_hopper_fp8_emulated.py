@@ -25,7 +25,7 @@ from triton_checks import Case, turn
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.hopper.configs import SWIZZLE_ABOVE_TILES
+from tilemoe.kernels.experts.hopper_fp8 import host
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
 from tilemoe.kernels.experts.quantize import BLOCK, ROWS, quantize
 from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
@@ -155,12 +155,14 @@ def test_rows_past_the_last_are_not_written() -> None:
         assert bool(rows[195:].isnan().all())
 
 
-def test_wide_outputs_are_swizzled() -> None:
+def test_wide_outputs_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1 walks three column tiles two and one at a time."""
+    monkeypatch.setattr(host, "band_tiles", lambda kernel, column_tiles, width_in: {3: 2}[column_tiles])
     plan, spec = plan_of(130, 65, 3), activation_spec("swiglu", "concatenated", None, None)
-    given = make_inputs(plan, BLOCK, (SWIZZLE_ABOVE_TILES + 1) * BLOCK, dtype=torch.float16)
+    given = make_inputs(plan, BLOCK, 3 * BLOCK, dtype=torch.float16)
     with emulated() as launches:
         a = KERNELS.up_proj_act_inference(given["x"], given["w1"], None, plan, spec)
-    assert launches[-1].args["row_start_of_expert"] is not None
+    assert launches[-1].constants["BAND"] == 2
     exact, _ = EXACT.up_proj_act(given["x"].float(), given["w1"].float(), None, plan, spec)
     assert_quantized(a[slice(195),], exact[:195])
 

@@ -24,16 +24,20 @@ from triton_compile import (
 
 from tilemoe.activations import REGISTRY
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend
-from tilemoe.kernels.experts.hopper.configs import SWIZZLE_ABOVE_TILES, TILES
-from tilemoe.kernels.experts.triton.configs import Kernel
+from tilemoe.kernels.experts.hopper.configs import TILES
+from tilemoe.kernels.experts.triton.configs import ROW_MAJOR_K, ROW_MAJOR_TILES_OF_B1, Kernel
 from tilemoe.runtime.launch import Launch
 
 H200 = NVIDIA[90]
 GATHERS: tuple[Kernel, ...] = ("up_proj_act", "down_proj_dgrad_dact")
-# Hidden and intermediate size. Uneven: multiples of neither the tile's sides nor 16. Wide: more column tiles than
-# SWIZZLE_ABOVE_TILES, whose order is another.
+# Hidden and intermediate size. Uneven: multiples of neither the tile's sides nor 16. Wide: column tiles enough,
+# and a contraction long enough, for bands.
 WIDTHS = MappingProxyType(
-    {"even": (128, 256), "uneven": (200, 136), "wide": (64, (SWIZZLE_ABOVE_TILES + 1) * TILES["up_proj_act"].block_n)}
+    {
+        "even": (128, 256),
+        "uneven": (200, 136),
+        "wide": (ROW_MAJOR_K + 64, (ROW_MAJOR_TILES_OF_B1 + 1) * TILES["up_proj_act"].block_n),
+    }
 )
 # The order of tiles is the producer's, which knows of an activation only whether and where there is a gate.
 ACTIVATIONS_OF_WIDE = ("swiglu", "relu2")

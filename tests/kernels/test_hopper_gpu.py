@@ -12,8 +12,9 @@ from triton_checks import Case, assert_added_exactly, assert_kernels_agree, rand
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, MoEConfig
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
-from tilemoe.kernels.experts.hopper.configs import MAX_CONTRACTION_OF_NARROW, SWIZZLE_ABOVE_TILES
+from tilemoe.kernels.experts.hopper.configs import MAX_CONTRACTION_OF_NARROW
 from tilemoe.kernels.experts.triton.backend import TritonBackend
+from tilemoe.kernels.experts.triton.configs import ROW_MAJOR_TILES_OF_B1
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.launch import Launch
@@ -91,17 +92,13 @@ def test_every_layout(activation: str, bias: bool, turned: bool, gate_up: str, l
 
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
-def test_tiles_in_bands(gate_up: str) -> None:
-    """Outputs so wide that an expert's rows are walked by a band of columns after the other, the last one narrower."""
-    case = Case(BF16, gate_up=gate_up, hidden_size=128, intermediate_size=256 * SWIZZLE_ABOVE_TILES + 264)
-    for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
-        assert_kernels_agree(HopperBackend(), plan, case, TOLERANCE[BF16])
-
-
 @pytest.mark.parametrize("backend", [HopperBackend(), TritonBackend()], ids=["hopper", "triton"])
-def test_row_gemms_in_bands(backend: TritonBackend) -> None:
-    """F2 and B3 of a contraction and an output so wide that their columns are walked in bands."""
-    case = Case(BF16, hidden_size=2200, intermediate_size=1096)
+@pytest.mark.parametrize(
+    "sizes", [(2200, 256 * ROW_MAJOR_TILES_OF_B1 + 264), (1160, 520)], ids=["all four", "B3 alone"]
+)
+def test_tiles_in_bands(sizes: tuple[int, int], backend: TritonBackend, gate_up: str) -> None:
+    """Contractions so long and outputs so wide that columns are walked in bands, the last one narrower."""
+    case = Case(BF16, gate_up=gate_up, hidden_size=sizes[0], intermediate_size=sizes[1])
     for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
         assert_kernels_agree(backend, plan, case, TOLERANCE[BF16])
 

@@ -16,7 +16,7 @@ from tilemoe.kernels.choose import choose_experts, choose_lm, choose_rounding, c
 from tilemoe.kernels.experts.base import compute_dtype
 from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
-from tilemoe.kernels.experts.triton.configs import KERNELS, band_tiles, choose_tile, shared_bytes, tile_rows
+from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, band_tiles, choose_tile, shared_bytes, tile_rows
 from tilemoe.runtime.device import Device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -206,10 +206,24 @@ def test_tiles_do_not_outgrow_the_widths() -> None:
     assert (tile.block_m, tile.block_n) == (32, 128)
 
 
-def test_bands_are_even_and_at_most_eight_tiles() -> None:
-    """Those of OLMoE's, gpt-oss's and Qwen3-235B's F2 and of 7B-n1024's B3; none where the contraction is short."""
-    found = [band_tiles(*each) for each in ((16, 1024), (23, 2880), (32, 1536), (12, 2048), (8, 4096), (0, 4096))]
-    assert found == [0, 8, 8, 6, 0, 0]
+@pytest.mark.parametrize(
+    ("kernel", "column_tiles", "width_in", "expected"),
+    [
+        ("down_proj", 16, 1024, 0),  # OLMoE: its contraction is short
+        ("down_proj", 32, 1536, 8),  # Qwen3-235B
+        ("down_proj", 23, 2880, 4),  # gpt-oss
+        ("up_proj_dgrad", 12, 2048, 4),  # 7B-n1024
+        ("up_proj_dgrad", 8, 4096, 0),
+        ("up_proj_dgrad", 0, 4096, 0),
+        ("up_proj_act", 8, 2048, 0),  # OLMoE
+        ("up_proj_act", 12, 4096, 6),  # Qwen3-235B
+        ("up_proj_act", 112, 4096, 6),  # Mixtral
+        ("down_proj_dgrad_dact", 12, 2880, 0),  # gpt-oss
+        ("down_proj_dgrad_dact", 56, 4096, 6),  # Mixtral
+    ],
+)
+def test_bands_are_about_equally_wide(kernel: Kernel, column_tiles: int, width_in: int, expected: int) -> None:
+    assert band_tiles(kernel, column_tiles, width_in) == expected
 
 
 def test_measured_choices_on_an_h200() -> None:

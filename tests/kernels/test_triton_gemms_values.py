@@ -62,9 +62,9 @@ def test_weight_gradients_are_added_exactly(case: Case, access: str) -> None:
 
 @pytest.mark.parametrize("name", ["random", "first and last expert empty"])
 def test_tiles_in_bands(name: str, access: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F2 and B3 walk five column tiles two, two and one at a time."""
-    monkeypatch.setattr(mlp, "band_tiles", lambda column_tiles, width_in: {5: 2, 1: 0}[column_tiles])
-    case = Case(FP32, hidden_size=136, intermediate_size=16)
+    """Five column tiles are walked two, two and one at a time, nine by fours."""
+    monkeypatch.setattr(mlp, "band_tiles", lambda kernel, column_tiles, width_in: {5: 2, 9: 4}[column_tiles])
+    case = Case(FP32, hidden_size=136, intermediate_size=136)
     assert_kernels_agree(TritonBackend(), ROUTINGS[name], case, TOLERANCE[FP32])
 
 

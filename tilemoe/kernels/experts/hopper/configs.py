@@ -77,11 +77,6 @@ MAX_WIDTH_OF_DH = 2047
 # Activations whose B1 epilogue is a rolled loop over slices: unrolled, their code does not fit the instruction cache,
 # and took up to 2.4 times as long. The loop costs register moves, which made swiglu's kernel 3 to 9% slower.
 ACTIVATIONS_IN_A_LOOP = ("swiglu_oai", "swiglu_clamped", "geglu")
-# Threadblock swizzle where the output has more column tiles than this: all row tiles of an expert by SWIZZLE_TILES
-# column tiles, then by the next ones. In row-major order a wave of tiles reads about 40 GB/s of weights for each column
-# tile. Measured: little gain or a loss at 6 to 16 column tiles, a gain at 56 and 112.
-SWIZZLE_ABOVE_TILES = 32
-SWIZZLE_TILES = 8  # a wave of 8 column tiles of 256 by 132 / 8 row tiles of 128 is nearly a square
 MIN_WIDTH = 64  # of d and n: narrower, most of a tile would be padding
 
 

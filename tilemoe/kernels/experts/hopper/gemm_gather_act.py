@@ -3,7 +3,7 @@
 A grouped GEMM: row r of A is x's row token_of_row[r], gathered by the producer warp group's cp.async; B is the expert's
 weight, by TMA. Two cooperative consumer warp groups (see `pipeline`) add the bias, compute the activation and store h,
 where it is kept, and a by TMA. Persistent, with a dynamic scheduler; column tiles are walked innermost, so that
-neighbouring CTAs share gathered rows, and wide outputs in bands (`swizzled_tile_coords`).
+neighbouring CTAs share gathered rows, and wide outputs in bands of columns, to read weights from L2 (`tile_place`).
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 parts = 2 where gate and up are two halves of one tile, else 1 · BM, BN tile · BK k-block · S stages
@@ -50,7 +50,6 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     scheduler_prefetch,
     skip_stages,
     store_slice,
-    swizzled_tile_coords,
     tile_coords,
 )
 from tilemoe.kernels.experts.triton.activations import gated_value, inner
@@ -130,16 +129,6 @@ def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
 
 
 @gluon.jit
-def scheduled_tile(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
-    """Coordinates by `swizzled_tile_coords` if row_start_of_expert is given, else by `tile_coords`."""
-    if row_start_of_expert is None:
-        tile = tile_coords(index, total, column_tiles, tiles, BN)
-    else:
-        tile = swizzled_tile_coords(index, total, column_tiles, tiles, row_start_of_expert, BN)
-    return tile
-
-
-@gluon.jit
 def load_tokens(token_of_row, row, end, rows):
     """The tokens of an expert's rows ``row + rows``, clamped to its last; without token_of_row, the rows themselves."""
     if token_of_row is None:
@@ -151,23 +140,23 @@ def load_tokens(token_of_row, row, end, rows):
 
 @gluon.jit
 def gather_producer(
-    source, row_scale, stride_source, token_of_row, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out,
-    ring, tile_info, scheduler_smem, extra,
-    BN: gl.constexpr, B_K_MAJOR: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
+    source, row_scale, stride_source, token_of_row, weight, tiles, num_tiles, width_in, width_out, ring, tile_info,
+    scheduler_smem, extra,
+    BN: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
     """Producer of F1 and B1: A is ``source`` (T, width_in), its rows gathered by token; see `load_tokens`.
 
     tile_info: (expert, first row, end of the expert's rows, first column); expert -1 tells the consumers to stop.
 
     row_scale: None, or (scales (T, width_in / BK), shared memory (S, BM) that they are copied to beside A).
-    row_start_of_expert: for `swizzled_tile_coords`, else None.
     extra: B1's (h, pair_of_row, pairs), else None. h's stages follow the k-blocks; pairs (S, BM) gets pair_of_row of
     the tile's rows, in its first stage.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
     width_in, stride_source = width_in // 8 * 8, stride_source // 8 * 8
     column_tiles = gl.cdiv(width_out, BN)
-    total = gl.load(num_tiles) * column_tiles
+    row_tiles = gl.load(num_tiles)
+    total = row_tiles * column_tiles
     rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, CP_ASYNC_LAYOUT))
     columns = gl.arange(0, BK, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
     # The next tile's tokens are fetched after this much of the contraction: the rest of it, or h, hides their latency.
@@ -175,16 +164,14 @@ def gather_producer(
     step = 0
     index = gl.program_id(0)
     next_index = index + gl.num_programs(0)
-    expert, row, end, col = scheduled_tile(index, total, column_tiles, tiles, row_start_of_expert, BN)
+    expert, row, end, col = tile_coords(index, row_tiles, column_tiles, tiles, BN, BAND)
     upper_token = load_tokens(token_of_row, row, end, rows)
     lower_token = load_tokens(token_of_row, row + WARPGROUP_M, end, rows)
     if row_scale is not None:
         scale_table, scale_smem = row_scale
         scale_token = load_tokens(token_of_row, row, end, gl.arange(0, BM, THREAD_LAYOUT))
     while index < total:
-        next_expert, next_row, next_end, next_col = scheduled_tile(
-            next_index, total, column_tiles, tiles, row_start_of_expert, BN
-        )
+        next_expert, next_row, next_end, next_col = tile_coords(next_index, row_tiles, column_tiles, tiles, BN, BAND)
         upper = source + (upper_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
         lower = source + (lower_token.to(gl.int64) * stride_source)[:, None] + columns[None, :]
         scales = None if row_scale is None else (scale_table + scale_token.to(gl.int64) * (width_in // BK), scale_smem)
@@ -326,7 +313,6 @@ def up_proj_act_kernel(
     row_of_tile,
     end_of_tile,
     num_tiles,
-    row_start_of_expert,
     d,
     n,
     stride_x,
@@ -336,6 +322,7 @@ def up_proj_act_kernel(
     ACTIVATION: gl.constexpr,
     GATE_UP: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
+    BAND: gl.constexpr,
     KEEP_H: gl.constexpr,
     EVEN_K: gl.constexpr,
     BN: gl.constexpr,
@@ -366,8 +353,8 @@ def up_proj_act_kernel(
                             B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H)),
             (act_consumer, (a, h, bias, stride_bias, d, n, limit, alpha, ring, tile_info, staging, bias_smem, 1, BN,
                             B_K_MAJOR, GATE_UP, ACTIVATION, KEEP_H)),
-            (gather_producer, (x, None, stride_x, token_of_row, weight, tiles, num_tiles, row_start_of_expert, d,
-                               width_out, ring, tile_info, scheduler_smem, None, COLUMNS, B_K_MAJOR, EVEN_K, GATE_UP)),
+            (gather_producer, (x, None, stride_x, token_of_row, weight, tiles, num_tiles, d, width_out, ring, tile_info,
+                               scheduler_smem, None, COLUMNS, B_K_MAJOR, BAND, EVEN_K, GATE_UP)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -9,7 +9,7 @@ wait for a stage more than one phase ahead, and mbarriers know only a phase's pa
 
 A tile is up to three blocks of 64 rows, an accumulator each; at an expert's end, as many as there are rows for. An
 expert's last four blocks are two tiles of two: in tiles of three and one, the one would load most for its products.
-Static scheduler, column tiles innermost; wide outputs in bands of columns (`banded_index`), to read weights from L2.
+Static scheduler, column tiles innermost; wide outputs in bands of columns (`tile_place`), to read weights from L2.
 Weight descriptors are those of `gemm_gather_act`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -43,6 +43,7 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     receive_tile,
     store_slice,
     tile_coords,
+    tile_place,
     zero_accumulator,
 )
 
@@ -51,28 +52,12 @@ BUFFERS = gl.constexpr(4)  # staging buffers of a consumer, an epilogue slice ea
 
 
 @gluon.jit
-def banded_index(index, total, column_tiles, BAND: gl.constexpr):
-    """The tile of ``index``, as its number in row-major order; ``total`` if there is none.
-
-    BAND: column tiles of a band, 0 for none; see `tilemoe.kernels.experts.triton.configs.band_tiles`.
-    """
-    if BAND == 0:
-        place = index
-    else:
-        row_tiles = gl.maximum(total // column_tiles, 1)
-        first = index // (row_tiles * BAND) * BAND
-        of_band, columns = index - row_tiles * first, gl.maximum(gl.minimum(BAND, column_tiles - first), 1)
-        place = gl.where(index < total, of_band // columns * column_tiles + first + of_band % columns, total)
-    return place
-
-
-@gluon.jit
-def block_tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr, BAND: gl.constexpr):
+def block_tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, BAND: gl.constexpr):
     """(expert, first row, end of the expert's rows, first column, number of blocks) of a tile; see `tile_coords`."""
-    index = banded_index(index, total, column_tiles, BAND)
-    expert, row, end, col = tile_coords(index, total, column_tiles, tiles, BN)
-    before = gl.maximum(index // column_tiles - 1, 0)
-    expert_before = gl.load(tiles[0] + before, mask=(index >= column_tiles) & (index < total), other=-1)
+    expert, row, end, col = tile_coords(index, row_tiles, column_tiles, tiles, BN, BAND)
+    tile, _column_tile = tile_place(index, row_tiles, column_tiles, BAND)
+    has_before = (tile > 0) & (index < row_tiles * column_tiles)
+    expert_before = gl.load(tiles[0] + gl.maximum(tile - 1, 0), mask=has_before, other=-1)
     remaining = gl.cdiv(end - row, WARPGROUP_M)
     takes_one = (remaining == 1) & (expert_before == expert)  # four blocks are left: take one from the tile before
     count = gl.where(takes_one | (remaining == BLOCKS + 1), 2, gl.minimum(remaining, BLOCKS))
@@ -103,12 +88,13 @@ def pingpong_producer(
     tile_info: (first row, end of the expert's rows, first column, 4 * expert + number of blocks).
     """
     column_tiles = gl.cdiv(width_out, BN)
-    total = gl.load(num_tiles) * column_tiles
+    row_tiles = gl.load(num_tiles)
+    total = row_tiles * column_tiles
     step = 0
-    expert, row, end, col, count = block_tile_coords(gl.program_id(0), total, column_tiles, tiles, BN, BAND)
+    expert, row, end, col, count = block_tile_coords(gl.program_id(0), row_tiles, column_tiles, tiles, BN, BAND)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_row, next_end, next_col, next_count = block_tile_coords(
-            index + gl.num_programs(0), total, column_tiles, tiles, BN, BAND
+            index + gl.num_programs(0), row_tiles, column_tiles, tiles, BN, BAND
         )
         publish_tile(tile_info, producer_acquire(ring, step), row, end, col, 4 * expert + count)
         if count == 3:
@@ -253,7 +239,7 @@ def gemm_rows_kernel(
 ):
     """F2 and B3: rows (R_max, width_in), weight (E, width_in, width_out), bias (E, width_out), out (R_max, width_out).
 
-    BAND: see `banded_index`.
+    BAND: see `tile_place`.
     """
     a_smem = gl.allocate_shared_memory(rows.dtype, [BLOCKS * STAGES, WARPGROUP_M, BK], rows.layout)
     b_smem = gl.allocate_shared_memory(rows.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005

@@ -56,12 +56,12 @@ def new_rings(weight, dtype: gl.constexpr, STAGES: gl.constexpr, B_STAGES: gl.co
 
 
 @gluon.jit
-def item_coords(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
+def item_coords(index, row_tiles, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
     """(expert, first row, end of the expert's rows, first column, number of blocks) of a work item; see `tile_coords`.
 
     Where an expert has several chunks of rows, its blocks are divided evenly among them.
     """
-    expert, row, end, col = tile_coords(index, total, column_tiles, tiles, BN)
+    expert, row, end, col = tile_coords(index, row_tiles, column_tiles, tiles, BN, 0)
     start = gl.load(row_start_of_expert + expert)
     blocks = gl.cdiv(end - start, WARPGROUP_M)
     chunks = gl.maximum(gl.cdiv(end - start, CHUNK_M), 1)
@@ -95,12 +95,15 @@ def stationary_producer(
 ):  # fmt: skip
     """Producer, one warp: for each item B and the first block's A, k-block by k-block, then the other blocks' A."""
     column_tiles = gl.cdiv(width_out, BN)
-    total = gl.load(num_tiles) * column_tiles
+    row_tiles = gl.load(num_tiles)
+    total = row_tiles * column_tiles
     step, item = 0, 0
-    expert, row, _end, col, count = item_coords(gl.program_id(0), total, column_tiles, tiles, row_start_of_expert, BN)
+    expert, row, _end, col, count = item_coords(
+        gl.program_id(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
+    )
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_row, _next_end, next_col, next_count = item_coords(
-            index + gl.num_programs(0), total, column_tiles, tiles, row_start_of_expert, BN
+            index + gl.num_programs(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
         )
         for k in range(0, width_in, BK):
             load_b(weight, expert, k // BK, col, b_ring, item, B_K_MAJOR)
@@ -186,14 +189,17 @@ def stationary_consumer(
 ):  # fmt: skip
     """Consumer: every other block of the CTA's items. mma_order: as in `gemm_pingpong`."""
     column_tiles = gl.cdiv(width_out, BN)
-    total = gl.load(num_tiles) * column_tiles
+    row_tiles = gl.load(num_tiles)
+    total = row_tiles * column_tiles
     steps = gl.cdiv(width_in, BK)
     phase = 1 - CONSUMER  # the first consumer's first wait passes at once
     before, item = 0, 0  # blocks and items that the CTA has finished
-    expert, first, end, col, count = item_coords(gl.program_id(0), total, column_tiles, tiles, row_start_of_expert, BN)
+    expert, first, end, col, count = item_coords(
+        gl.program_id(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
+    )
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_first, next_end, next_col, next_count = item_coords(
-            index + gl.num_programs(0), total, column_tiles, tiles, row_start_of_expert, BN
+            index + gl.num_programs(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
         )
         bias_of_item = None
         if bias is not None:

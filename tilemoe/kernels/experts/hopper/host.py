@@ -65,7 +65,7 @@ def rows_launch(
         args = (*operands, plan.row_start_of_expert, *sizes)
         constants = {"B_K_MAJOR": k_major, "B_STAGES": tile.b_stages}
         return hopper_launch(gemm_stationary_kernel, grid, args, constants, tile), out
-    constants = {"B_K_MAJOR": k_major, "BAND": band_tiles(column_tiles, p)}
+    constants = {"B_K_MAJOR": k_major, "BAND": band_tiles(kernel, column_tiles, p)}
     return hopper_launch(gemm_rows_kernel, grid, (*operands, *sizes), constants, tile), out
 
 
@@ -86,12 +86,14 @@ def up_proj_act_launch(
     parts, width = weight.shape[1], weight.shape[3]
     tile = TILES["up_proj_act"]
     columns = tile.block_n // parts
+    column_tiles = ceil_div(width, columns)
     right, k_major = weight_descriptor(weight, columns)
     to_a, to_h = ragged_descriptor(a, _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
-    operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles, swizzle_of(plan, ceil_div(width, columns)))
+    operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles)
     args = (*operands, d, n, x.stride(0), _row_stride(b1), spec.limit, spec.alpha)
-    constants = {**_gather_constants(spec, k_major, d), "KEEP_H": keep_h}
-    grid = persistent_grid(device, tiles.capacity * ceil_div(width, columns))
+    band = band_tiles("up_proj_act", column_tiles, d)
+    constants = {**_gather_constants(spec, k_major, d), "BAND": band, "KEEP_H": keep_h}
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
     return hopper_launch(up_proj_act_kernel, grid, args, constants, tile), a, h
 
 
@@ -116,9 +118,10 @@ def dgrad_dact_launch(
     right, k_major = weight_descriptor(w2.unsqueeze(1), tile.block_n)
     from_h, to_dh = h_descriptors(h, dh, n, spec)
     operands = (do, right, from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
-    indices = (plan.token_of_row, plan.pair_of_row, *tiles, swizzle_of(plan, column_tiles))
+    indices = (plan.token_of_row, plan.pair_of_row, *tiles)
     args = (*operands, *indices, plan.capacity, d, n, do.stride(0), spec.limit, spec.alpha)
-    constants = {**_gather_constants(spec, k_major, d), "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP}
+    rolled, band = spec.name in configs.ACTIVATIONS_IN_A_LOOP, band_tiles("down_proj_dgrad_dact", column_tiles, d)
+    constants = {**_gather_constants(spec, k_major, d), "BAND": band, "ROLLED": rolled}
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     return hopper_launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
 
@@ -177,11 +180,6 @@ def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[
     h, dh = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))
     block = [2, *_EPILOGUE_BLOCK]
     return described(h, block), ragged_descriptor(dh, block, rows_at=1)
-
-
-def swizzle_of(plan: RoutingPlan, column_tiles: int) -> Tensor | None:
-    """F1's and B1's row_start_of_expert argument: None where the output is too narrow for a threadblock swizzle."""
-    return plan.row_start_of_expert if column_tiles > configs.SWIZZLE_ABOVE_TILES else None
 
 
 def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> dict[str, Any]:

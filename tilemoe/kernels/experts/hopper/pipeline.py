@@ -41,7 +41,6 @@ BM = gl.constexpr(configs.COOPERATIVE_M)
 BK = gl.constexpr(configs.BLOCK_K)
 EPILOGUE_N = gl.constexpr(configs.EPILOGUE_N)
 ADDED_N = gl.constexpr(configs.ADDED_N)
-SWIZZLE_TILES = gl.constexpr(configs.SWIZZLE_TILES)
 RAGGED_EXTENT = gl.constexpr(_RAGGED_EXTENT)
 # 1-D layouts of a warp group: one element per thread (a single element is replicated), and two per thread.
 THREAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [configs.CONSUMER_WARPS], [0]))
@@ -62,37 +61,35 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def tile_coords(index, total, column_tiles, tiles, BN: gl.constexpr):
-    """(expert, first row, end of the expert's rows, first column) of tile ``index``, column tiles innermost.
+def tile_place(index, row_tiles, column_tiles, BAND: gl.constexpr):
+    """(row tile, column tile) of tile ``index`` of row_tiles x column_tiles.
 
-    tiles: (expert_of_tile, row_of_tile, end_of_tile). An ``index`` of ``total`` or more loads nothing and gives
-    coordinates that must not be used: so a producer can decode one tile ahead, which hides the latency of the loads.
+    Column tiles innermost. BAND: all row tiles of BAND column tiles come before the next BAND, 0: no bands; see
+    `tilemoe.kernels.experts.triton.configs.band_tiles`.
     """
-    expert_of_tile, row_of_tile, end_of_tile = tiles
-    exists = index < total
-    tile = index // column_tiles
-    expert = gl.load(expert_of_tile + tile, mask=exists, other=0)
-    row = gl.load(row_of_tile + tile, mask=exists, other=0)
-    end = gl.load(end_of_tile + tile, mask=exists, other=0)
-    return expert, row, end, (index % column_tiles) * BN
+    if BAND == 0:
+        row_tile, column_tile = index // column_tiles, index % column_tiles
+    else:
+        first = index // gl.maximum(row_tiles * BAND, 1) * BAND
+        of_band, columns = index - row_tiles * first, gl.maximum(gl.minimum(BAND, column_tiles - first), 1)
+        row_tile, column_tile = of_band // columns, first + of_band % columns
+    return row_tile, column_tile
 
 
 @gluon.jit
-def swizzled_tile_coords(index, total, column_tiles, tiles, row_start_of_expert, BN: gl.constexpr):
-    """As `tile_coords`, with a threadblock swizzle: all row tiles of an expert by SWIZZLE_TILES column tiles, then by
-    the next SWIZZLE_TILES; within such a band, column tiles innermost.
+def tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, BAND: gl.constexpr):
+    """(expert, first row, end of the expert's rows, first column) of tile ``index``, see `tile_place`.
 
-    For wide outputs: the CTAs of a wave then share columns as well as rows, and read both from L2. In row-major order
-    they would stream all of an expert's weight from DRAM for each row tile.
+    tiles: (expert_of_tile, row_of_tile, end_of_tile). An ``index`` past the last tile loads nothing and gives
+    coordinates that must not be used: so a producer can decode one tile ahead, which hides the latency of the loads.
     """
-    expert, row, end, col = tile_coords(index, total, column_tiles, tiles, BN)
-    start = gl.load(row_start_of_expert + expert)
-    row_tiles = gl.maximum(gl.cdiv(end - start, BM), 1)
-    of_expert = (row - start) // BM * column_tiles + col // BN
-    band = of_expert // (row_tiles * SWIZZLE_TILES) * SWIZZLE_TILES
-    width = gl.minimum(SWIZZLE_TILES, column_tiles - band)
-    of_band = of_expert - row_tiles * band
-    return expert, start + of_band // width * BM, end, (band + of_band % width) * BN
+    expert_of_tile, row_of_tile, end_of_tile = tiles
+    exists = index < row_tiles * column_tiles
+    tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
+    expert = gl.load(expert_of_tile + tile, mask=exists, other=0)
+    row = gl.load(row_of_tile + tile, mask=exists, other=0)
+    end = gl.load(end_of_tile + tile, mask=exists, other=0)
+    return expert, row, end, column_tile * BN
 
 
 @gluon.jit

@@ -74,13 +74,16 @@ def scaled_producer(
     column).
     """
     column_tiles = gl.cdiv(width_out, BN)
-    total = gl.load(num_tiles) * column_tiles
+    row_tiles = gl.load(num_tiles)
+    total = row_tiles * column_tiles
     steps = width_in // BK
     step, item = 0, 0
-    expert, row, end, col, count = item_coords(gl.program_id(0), total, column_tiles, tiles, row_start_of_expert, BN)
+    expert, row, end, col, count = item_coords(
+        gl.program_id(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
+    )
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_row, next_end, next_col, next_count = item_coords(
-            index + gl.num_programs(0), total, column_tiles, tiles, row_start_of_expert, BN
+            index + gl.num_programs(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
         )
         for block in range(count):
             scales = load_row_scales(rows_scale, row, end, steps)

@@ -26,8 +26,11 @@ WEIGHT_GRADS = ("down_proj_wgrad", "up_proj_wgrad")
 WIDTH_MULTIPLE = 8  # that n and d must be a multiple of: 8 elements of 16 bits are a 16-byte load
 RAGGED_EXTENT = 1 << 30  # rows that a ragged descriptor (triton.tools.ragged_tma) declares, whatever its tensor has
 MIN_BLOCK = 16  # the smallest tile dimension that tensor cores take
-_BAND_TILES = 8  # the most column tiles of a band; all bands are about equally wide
-_BANDED_FROM = 1025  # shortest contraction in bands: shorter ones did not gain, since each band reads the rows again
+# Outputs that are walked in row-major order, measured on an H100 (docs/lab/hopper.md); see `band_tiles`.
+ROW_MAJOR_K = 1024  # contractions up to this: each band reads the rows again, which shorter ones do not make up for
+ROW_MAJOR_TILES = 8  # column tiles up to this
+ROW_MAJOR_TILES_OF_B1 = 32  # 5 to 11 column tiles lost up to 4% in bands, 56 gained 64%
+LONG_K = 2048  # from here on F2 and B3 gain most in narrow bands
 _BARRIER_BYTES = 1024  # shared memory reserved for the pipeline's mbarriers and for alignment
 
 
@@ -104,15 +107,17 @@ _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 220 * 1024, 160 * 1024, 96 * 1024
 _FEW_ROWS, _VERY_FEW_ROWS = 32, 8
 
 
-def band_tiles(column_tiles: int, width_in: int) -> int:
-    """Threadblock swizzle of F2 and B3: column tiles of a band, or 0 for plain row-major order.
+def band_tiles(kernel: Kernel, column_tiles: int, width_in: int) -> int:
+    """Threadblock swizzle of F1, F2, B1 and B3: column tiles of a band, or 0 for plain row-major order.
 
-    All row tiles are walked within one band of columns before the next band. In row-major order a wave of tiles reads
-    few rows and all of a wide weight (docs/lab/hopper.md).
+    All row tiles of all experts are walked within one band of columns before the next band; bands are about equally
+    wide. In row-major order a wave of tiles reads few rows and all of a wide weight.
     """
-    if width_in < _BANDED_FROM or column_tiles <= _BAND_TILES:
+    row_major = ROW_MAJOR_TILES_OF_B1 if kernel == "down_proj_dgrad_dact" else ROW_MAJOR_TILES
+    if width_in <= ROW_MAJOR_K or column_tiles <= row_major:
         return 0
-    return -(-column_tiles // -(-column_tiles // _BAND_TILES))
+    most = 6 if kernel in WITH_ACTIVATION else 4 if width_in >= LONG_K else 8
+    return -(-column_tiles // -(-column_tiles // most))
 
 
 def why_unsupported(*widths: int) -> str | None:

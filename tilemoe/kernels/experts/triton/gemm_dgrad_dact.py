@@ -27,6 +27,7 @@ from tilemoe.kernels.experts.triton.operands import (
     store_gate_up,
     store_rows,
 )
+from tilemoe.kernels.experts.triton.tiles import tile_place
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -64,6 +65,7 @@ def gemm_dgrad_dact_kernel(
     PRECISION: tl.constexpr,
     SPLIT_ACCUM: tl.constexpr,
     FLATTEN: tl.constexpr,
+    BAND: tl.constexpr,
     SLICES: tl.constexpr,
     LOAD_AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -76,10 +78,10 @@ def gemm_dgrad_dact_kernel(
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_do = d // 8 * 8, n // 8 * 8, stride_do // 8 * 8
     column_tiles = tl.cdiv(n, BLOCK_N)
-    total = tl.load(num_tiles) * column_tiles
-    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        tile = index // column_tiles
-        col = (index % column_tiles) * BLOCK_N
+    row_tiles = tl.load(num_tiles)
+    for index in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+        tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
+        col = column_tile * BLOCK_N
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
         end = tl.load(end_of_tile + tile)
@@ -112,7 +114,7 @@ def gemm_dgrad_dact_kernel(
                 slices[i], gate, up, score, dh, a_scaled, row, end, col + i * width, n, limit, alpha,
                 ACTIVATION, PRECISE, GATED, INTERLEAVED, USE_TMA, BLOCK_M, width,
             )  # fmt: skip
-        tl.store(partial + (index % column_tiles).to(tl.int64) * capacity + rows, ds, mask=rows < end)
+        tl.store(partial + column_tile.to(tl.int64) * capacity + rows, ds, mask=rows < end)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 BM, BN, BK tile
 
 Persistent: CTA i of P computes the tiles i, i + P, ... of a list on the device (`TileList`) times the column tiles,
-column tiles innermost (F2 and B3: in bands where the output is wide, see `band_tiles`). Triton software-pipelines the
+column tiles innermost, in bands where the output is wide (`tile_place`). Triton software-pipelines the
 loads, with FLATTEN across tiles; the epilogue works slice by slice.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,6 +26,7 @@ from tilemoe.kernels.experts.triton.operands import (
     store_gate_up,
     store_rows,
 )
+from tilemoe.kernels.experts.triton.tiles import tile_place
 
 
 @triton.jit
@@ -58,23 +59,14 @@ def gemm_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """F2 and B3: rows (R_max, in), weight (E, 1, in, out), bias (E, out), out (R_max, out).
-
-    BAND: column tiles of a band, or 0; see `configs.band_tiles`.
-    """
+    """F2 and B3: rows (R_max, in), weight (E, 1, in, out), bias (E, out), out (R_max, out)."""
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     width_in, width_out = width_in // 8 * 8, width_out // 8 * 8
     column_tiles = tl.cdiv(width_out, BLOCK_N)
-    total = tl.load(num_tiles) * column_tiles
-    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        if BAND == 0:
-            tile = index // column_tiles
-            col = (index % column_tiles) * BLOCK_N
-        else:
-            first = index // (total // column_tiles * BAND) * BAND
-            of_band, columns = index - total // column_tiles * first, tl.minimum(BAND, column_tiles - first)
-            tile = of_band // columns
-            col = (first + of_band % columns) * BLOCK_N
+    row_tiles = tl.load(num_tiles)
+    for index in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+        tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
+        col = column_tile * BLOCK_N
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
         end = tl.load(end_of_tile + tile)
@@ -139,6 +131,7 @@ def up_proj_act_kernel(
     PRECISION: tl.constexpr,
     SPLIT_ACCUM: tl.constexpr,
     FLATTEN: tl.constexpr,
+    BAND: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -155,10 +148,10 @@ def up_proj_act_kernel(
     WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N  # of a part
     width_out = 2 * n if INTERLEAVED else n
     column_tiles = tl.cdiv(n, BLOCK_N)
-    total = tl.load(num_tiles) * column_tiles
-    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
-        tile = index // column_tiles
-        col = (index % column_tiles) * WIDTH
+    row_tiles = tl.load(num_tiles)
+    for index in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+        tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
+        col = column_tile * WIDTH
         expert = tl.load(expert_of_tile + tile)
         row = tl.load(row_of_tile + tile)
         end = tl.load(end_of_tile + tile)

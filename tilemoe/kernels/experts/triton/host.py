@@ -56,7 +56,7 @@ def rows_launch(
     column_tiles = ceil_div(q, tile.block_n)
     constants = {
         "HAS_BIAS": bias is not None,
-        "BAND": band_tiles(column_tiles, p),
+        "BAND": band_tiles(kernel, column_tiles, p),
         **_row_gemm_constants(tile, rows.dtype, use_tma, access, p),
     }
     grid = persistent_grid(device, tiles.capacity * column_tiles)
@@ -78,7 +78,7 @@ def up_proj_act_launch(
     tile = choose_tile("up_proj_act", d, n, x.element_size(), device, gate_up_layout(spec))
     a, h = act_outputs(x, plan, spec, n, keep_h)
     weight = split_parts(w1, spec).transpose(2, 3)
-    width = tile.block_n * spec.width_factor // weight.shape[1]
+    width, column_tiles = tile.block_n * spec.width_factor // weight.shape[1], ceil_div(n, tile.block_n)
     right, access, strides = weight_operand(weight, device, tile.block_k, width)
     # tma_stores False: faster beside a weight that comes by TMA; with weights by pointer it was not measured.
     stores_by_tma = tile.tma_stores or access.endswith("by pointer")
@@ -93,9 +93,10 @@ def up_proj_act_launch(
         "HAS_BIAS": b1 is not None,
         "KEEP_H": keep_h,
         "INT64_OFFSETS": needs_int64(x),
+        "BAND": band_tiles("up_proj_act", column_tiles, d),
         **_row_gemm_constants(tile, x.dtype, use_tma, access, d),
     }
-    grid = persistent_grid(device, tiles.capacity * ceil_div(n, tile.block_n))
+    grid = persistent_grid(device, tiles.capacity * column_tiles)
     return launch_of(up_proj_act_kernel, grid, args, constants, tile.num_warps, tile.num_stages), a, h
 
 
@@ -129,6 +130,7 @@ def dgrad_dact_launch(
         **activation_constants(spec, do.dtype),
         "INT64_OFFSETS": needs_int64(do),
         "LOAD_AHEAD": tile.load_ahead,
+        "BAND": band_tiles("down_proj_dgrad_dact", column_tiles, d),
         **_row_gemm_constants(tile, do.dtype, use_tma, access, d),
     }
     grid = persistent_grid(device, tiles.capacity * column_tiles)

@@ -20,6 +20,21 @@ _BLOCK = 128
 _FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts share one binary
 
 
+@triton.jit
+def tile_place(index, row_tiles, column_tiles, BAND: tl.constexpr):
+    """(row tile, column tile) of tile ``index`` of row_tiles x column_tiles, column tiles innermost.
+
+    BAND: all row tiles of BAND column tiles come before the next BAND, 0: no bands; see `configs.band_tiles`.
+    """
+    if BAND == 0:
+        row_tile, column_tile = index // column_tiles, index % column_tiles
+    else:
+        first = index // (row_tiles * BAND) * BAND
+        of_band, columns = index - row_tiles * first, tl.minimum(BAND, column_tiles - first)
+        row_tile, column_tile = of_band // columns, first + of_band % columns
+    return row_tile, column_tile
+
+
 class TileList(NamedTuple):
     """Row tiles in the order of the rows; entries past the number of tiles are unspecified. All int32.
 
