@@ -41,8 +41,8 @@ class LMOutput(NamedTuple):
             for an fp64 model; None without labels
         aux_loss: fp32 scalar, summed over the layers, coefficients applied; 0 if there are none
         logits: (B, S, V); None when labels were given
-        tokens_per_expert: (L, E) int32, rows really computed; (0, 0) for a dense model
-        pairs_per_expert: (L, E) int32, these before they were rounded
+        tokens_per_expert: (L, E) int32, rows that are computed; (0, 0) for a dense model
+        pairs_per_expert: (L, E) int32, pairs before rounding
         router_entropy: (L,) fp32, see `tilemoe.routing.topk.router_entropy`; 0 in evaluation
     """
 
@@ -55,9 +55,11 @@ class LMOutput(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """hidden (B, S, d), and of a MoE block the fp32 auxiliary loss (), the (E,) rows computed and those before they
-    were rounded, the fp32 entropy (), None in evaluation, and the (B*S, K) expert ids; all None when dense.
-    Flat, for checkpointing that looks into no tuple.
+    """What a block returns; all but hidden are None for a dense block, and the entropy is None in evaluation.
+
+    hidden (B, S, d) · aux_loss () fp32 · tokens_per_expert (E,), rows that are computed · pairs_per_expert (E,), pairs
+    before rounding · router_entropy () fp32 · expert_ids (B*S, K). Flat, because activation checkpointing does not look
+    into nested tuples.
     """
 
     hidden: Tensor
@@ -71,7 +73,7 @@ class BlockOutput(NamedTuple):
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` with a MoE or, in a dense layer, a swiglu MLP.
 
-    ``checkpointing`` says what backward computes again, see `DecoderLM.set_checkpointing`.
+    ``checkpointing`` says what the backward recomputes, see `DecoderLM.set_checkpointing`.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Block(nn.Module):
         documents: Documents | None = None,
         expert_ids: Tensor | None = None,
     ) -> BlockOutput:
-        """expert_ids (B, S, K): those to be replayed, of a MoE block."""
+        """expert_ids (B, S, K): replay these experts, in a MoE block."""
         if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
             return checkpoint(self._run, self, x, angles, None, documents, expert_ids, use_reentrant=False)
         return self._run(self, x, angles, cache, documents, expert_ids)
@@ -138,12 +140,12 @@ class Block(nn.Module):
         return BlockOutput(hidden, out.aux_loss, out.tokens_per_expert, out.pairs_per_expert, entropy, out.expert_ids)
 
     def compile_body(self, backend: str) -> None:
-        """torch.compile what `forward` computes: within checkpointing, and within the hooks of whoever wraps it."""
+        """torch.compile the computation of `forward`, inside checkpointing and inside hooks such as FSDP's."""
         self._compiled_by = backend
-        self._run = torch.compile(Block.body, backend=backend)  # of no block: a deep copy computes its own
+        self._run = torch.compile(Block.body, backend=backend)  # unbound: a deep copy must use its own weights
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what torch.compile gave, which no pickle takes: `__setstate__` compiles it again."""
+        """Without the compiled function, which cannot be pickled; `__setstate__` compiles it again."""
         return {name: value for name, value in self.__dict__.items() if name != "_run"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -167,11 +169,11 @@ class DecoderLM(nn.Module):
         config: sizes, and which blocks have experts.
         device: of the parameters.
         dtype: of the parameters. Under autocast over fp32 parameters the residual stream stays fp32.
-        recompute: of every MoE layer, see `tilemoe.MoE`.
+        recompute: passed to every MoE layer, see `tilemoe.MoE`.
         kernels: likewise.
 
     Raises:
-        ValueError: an argument is off; the message names it.
+        ValueError: an argument is invalid; the message names it.
 
     Examples:
         >>> moe = tilemoe.MoEConfig(32, 16, num_experts=4, num_experts_per_tok=2)
@@ -215,7 +217,7 @@ class DecoderLM(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw every matrix from normal(0, initializer_range); norms become 1, biases 0.
 
-        With a generator, which must be of the parameters' device, the weights are a function of its state alone.
+        With a generator, which must be on the parameters' device, the weights depend on its state alone.
         """
         self.reset_embeddings(generator)
         for block in self._blocks():
@@ -223,7 +225,7 @@ class DecoderLM(nn.Module):
         self.norm.reset_parameters()
 
     def reset_embeddings(self, generator: torch.Generator | None) -> None:
-        """The first that `reset_parameters` draws: of the embedding table, and of the head if it is another."""
+        """Draw the embedding table, and the head if it is a matrix of its own; `reset_parameters` draws these first."""
         tables = [self.embed.weight] if self.head is None else [self.embed.weight, self.head.weight]
         for table in tables:
             nn.init.normal_(table, 0.0, self.config.initializer_range, generator=generator)
@@ -237,16 +239,15 @@ class DecoderLM(nn.Module):
         expert_ids: Tensor | None = None,
         record: RoutingRecord | None = None,
     ) -> LMOutput:
-        """input_ids (B, S) integers; labels (B, S), shifted already: labels[b, s] is the token after input_ids[b, s].
+        """input_ids (B, S) integers; labels (B, S), already shifted: labels[b, s] is the token after input_ids[b, s].
 
-        With a cache the tokens follow those it holds, and are added to it; it is for inference, so no labels then.
-        With ``documents`` each sequence is several texts, of which none sees another and each begins at position 0.
-        expert_ids (L, B, S, K) replays a routing in each MoE layer, as `MoE.forward` says. To ``record`` each layer's
-        ids are added.
+        cache: the tokens follow those that it holds, and are added to it; for inference, so without labels. documents:
+        each sequence consists of several texts, which do not see each other and each begin at position 0. expert_ids
+        (L, B, S, K) replays a routing in each MoE layer, see `MoE.forward`. record: each layer's ids are added to it.
 
         Raises:
-            ValueError: a shape or device is off, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU)
-                an id is not in the vocabulary or no expert's.
+            ValueError: a shape or device is wrong, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU)
+                an id is outside the vocabulary or names no expert.
         """
         self._check(input_ids, labels, cache, record)
         self._check_documents(input_ids, cache, documents)
@@ -259,8 +260,8 @@ class DecoderLM(nn.Module):
         return LMOutput(loss, aux_loss, None, *routed)
 
     def next_logits(self, input_ids: Tensor, cache: KVCache, record: RoutingRecord | None = None) -> Tensor:
-        """(B, V) logits of the token after the last of input_ids (B, S), which are added to the cache, their expert ids
-        to ``record``.
+        """(B, V) logits of the token after the last of input_ids (B, S). The tokens are added to the cache, and their
+        expert ids to ``record``.
         """
         self._check(input_ids, None, cache, record)
         hidden, _, _ = self._hidden(input_ids, cache, None, None, record)
@@ -279,11 +280,10 @@ class DecoderLM(nn.Module):
             update_selection_bias(biases, tokens_per_expert, rate, layers[0].group)
 
     def set_checkpointing(self, mode: str) -> None:
-        """What backward computes again, to keep less until then: "none", each block's "attention", or each "block".
+        """What the backward recomputes to save memory: "none", each block's "attention", or each whole "block".
 
-        A repeated block keeps nothing of its experts, and makes what they need just before it is used: there
-        ``recompute="up_proj"`` would only run that GEMM a third time, and ``save="fp8"`` only round, so "block" takes
-        both back.
+        A recomputed block saves nothing of its experts, whose backward follows at once. There ``recompute="up_proj"``
+        would only run that GEMM a third time, and ``save="fp8"`` would only round, so "block" switches both off.
         """
         require_choice("checkpointing", mode, CHECKPOINTING_MODES)
         for block in self._blocks():
@@ -321,7 +321,7 @@ class DecoderLM(nn.Module):
             hidden, block_aux_loss, *routed, chosen = block(hidden, angles, layer_cache, documents, replayed)
             if block_aux_loss is not None:
                 aux_loss = aux_loss + block_aux_loss
-                layers.append(routed)  # and not the whole output, which would keep the hidden states
+                layers.append(routed)  # not the whole output, which would keep the hidden states
                 if record is not None:
                     record.add(number, chosen)
         return self.norm(hidden), aux_loss, layers
@@ -400,7 +400,7 @@ class DecoderLM(nn.Module):
 
 
 def _of_layers(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What `LMOutput` ends with."""
+    """The last three fields of `LMOutput`."""
     if not layers:
         none = torch.zeros(0, 0, dtype=torch.int32, device=device)
         return none, none, torch.zeros(0, device=device)
@@ -411,9 +411,9 @@ def _of_layers(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Ten
 
 
 def _check_ids(name: str, ids: Tensor, vocab_size: int, *, lowest: int) -> None:
-    """ValueError for an id that is not in the vocabulary, where looking costs nothing: on CPU, outside torch.compile.
+    """ValueError for an id outside the vocabulary; only on CPU and outside torch.compile, where reading costs nothing.
 
-    Of the negative ids only ``lowest`` itself may occur, if it is one.
+    If ``lowest`` is negative, it is the only negative id that may occur.
     """
     if not can_be_read(ids) or ids.numel() == 0:
         return

@@ -1,7 +1,7 @@
-"""Sizes of whole models of the mixture-of-experts families of transformers, from their config.json. No torch.
+"""Sizes of whole models of transformers' mixture-of-experts families, from their config.json. Imports no torch.
 
-What `DecoderLM` implements is less. Each family's parameters are those of its class in transformers, which tests build;
-layers for multi-token prediction, which these classes leave out, are left out.
+`DecoderLM` implements fewer families. The number of parameters is that of each family's class in transformers, which
+the tests build; like these classes, it leaves out layers for multi-token prediction.
 
 d model width · H, H_kv heads · n intermediate_size · E experts
 """
@@ -21,11 +21,11 @@ from tilemoe.models.sizes import Mixer, ModelSizes, attention
 Settings = Mapping[str, Any]
 _MOST = 1 << 31  # of any size
 _DENSE_WIDTH = MappingProxyType({"llama4_text": "intermediate_size_mlp"})
-_ONE_SHARED = ("hunyuan_v1_moe", "llama4_text")  # an expert for all tokens, of a routed one's width
+_ONE_SHARED = ("hunyuan_v1_moe", "llama4_text")  # one shared expert, as wide as a routed one
 
 
 def sizes_from_hf(data: Settings) -> ModelSizes:
-    """Of a config.json, read into a dict; of a model of several parts the text's.
+    """The sizes of the model of a config.json, read into a dict; if it has several parts, the text model's.
 
     Raises:
         ValueError: another family, a missing setting, or one that transformers' class does not have.
@@ -70,14 +70,14 @@ def _experts(data: Settings) -> MoEConfig:
 
 
 def _vectors(data: Settings, moe_layers: int) -> int:
-    """What `ModelSizes.vectors` counts: biases of last norm and head, or balancing biases that are parameters."""
+    """`ModelSizes.vectors`: biases of the last norm and the head, or balancing biases that are parameters."""
     if data["model_type"] == "phimoe":
         return _size(data, "hidden_size") + (_size(data, "vocab_size") if data.get("lm_head_bias", False) else 0)
     return moe_layers * _size(data, "moe_num_experts") if data["model_type"] == "ernie4_5_moe" else 0
 
 
 def _dense_layers(data: Settings, layers: int) -> int:
-    """How many have an MLP instead of experts: the first few, or those listed and those between steps."""
+    """Number of layers with an MLP instead of experts: the first few, or those that are listed or that a step skips."""
     kind, kinds = data["model_type"], data.get("mlp_layer_types")
     if kinds is not None:
         return _of_names(data, "mlp_layer_types", layers, ("dense", "sparse")).count("dense")
@@ -100,7 +100,7 @@ def _dense_layers(data: Settings, layers: int) -> int:
 
 
 def _plain(data: Settings, layers: int, **settings: Any) -> list[Mixer]:
-    """Mixtral's, Granite's; ``settings`` are `_softmax`'s."""
+    """Mixers of Mixtral and Granite; ``settings`` go to `_softmax`."""
     sliding = data.get("sliding_window") if data["model_type"] in ("mixtral", "phimoe") else None
     window = None if sliding is None else _size(data, "sliding_window")
     biased = bool(data.get("attention_bias", False))
@@ -124,12 +124,12 @@ def _ernie(data: Settings, layers: int) -> list[Mixer]:
 
 
 def _phimoe(data: Settings, layers: int) -> list[Mixer]:
-    """Its norms have biases."""
+    """Phi-MoE's norms have biases."""
     return _plain(data, layers, more=2 * _size(data, "hidden_size"))
 
 
 def _llama4(data: Settings, layers: int) -> list[Mixer]:
-    """Every fourth layer sees all keys, the others those of a chunk, with normed queries and keys without weights."""
+    """Every fourth layer sees all keys; the others see a chunk's, with queries and keys normed without weights."""
     every = _size(data, "no_rope_layer_interval", 4)
     names = ("chunked_attention", "full_attention")
     kinds = _layer_types(data, layers, names, lambda layer: (layer + 1) % every == 0)
@@ -144,7 +144,7 @@ def _glm4(data: Settings, layers: int) -> list[Mixer]:
 
 
 def _gpt_oss(data: Settings, layers: int) -> list[Mixer]:
-    """Every other layer's keys are those of a window, the first's among them; each head has a logit for no key."""
+    """Every other layer, the first among them, sees a window of keys. Each head has a logit for attending to no key."""
     kinds = _layer_types(data, layers, ("sliding_attention", "full_attention"), lambda layer: layer % 2)
     biased = bool(data.get("attention_bias", True))
     return [
@@ -160,7 +160,7 @@ def _gpt_oss(data: Settings, layers: int) -> list[Mixer]:
 
 
 def _qwen3_next(data: Settings, layers: int) -> list[Mixer]:
-    """Every fourth layer is attention whose queries come with a gate of their width, the others a gated delta rule."""
+    """Every fourth layer is attention, whose queries have a gate as wide as they are; the others are a delta rule."""
     every = _size(data, "full_attention_interval", 4)
     names = ("linear_attention", "full_attention")
     kinds = _layer_types(data, layers, names, lambda layer: (layer + 1) % every == 0)
@@ -171,7 +171,7 @@ def _qwen3_next(data: Settings, layers: int) -> list[Mixer]:
         full,
         matrices=full.matrices + _size(data, "hidden_size") * gate,
         vectors=full.vectors + (gate if biased else 0),
-        kept=full.kept + 2 * gate,  # the gate, and the output beside what it becomes
+        kept=full.kept + 2 * gate,  # the gate, and the output before it is gated
     )
     linear = _delta_rule(data) if "linear_attention" in kinds else full
     return [full if kind == "full_attention" else linear for kind in kinds]
@@ -180,7 +180,7 @@ def _qwen3_next(data: Settings, layers: int) -> list[Mixer]:
 def _softmax(
     data: Settings, *, qkv_bias: bool, o_bias: bool, norms: str = "none", more: int = 0, window: int | None = None
 ) -> Mixer:
-    """Attention of H heads on H_kv; ``norms`` of queries and keys: of each "head", of all together ("full"), "none"."""
+    """Attention of H heads on H_kv; ``norms`` of queries and keys: per "head", over all heads ("full"), or "none"."""
     d, heads = _size(data, "hidden_size"), _size(data, "num_attention_heads")
     kv_heads, width = _size(data, "num_key_value_heads", heads), _head_dim(data)
     biases = (heads + 2 * kv_heads) * width * qkv_bias + d * o_bias
@@ -189,9 +189,11 @@ def _softmax(
 
 
 def _latent(data: Settings, layers: int) -> list[Mixer]:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1): keys and values of a narrow latent, queries, too.
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): a narrow latent gives keys and values, and another
+    may give the queries.
 
-    Kept are the latents before and after their norms, every head's queries, keys and values, its output in both orders.
+    Saved are the latents before and after their norms, and every head's queries, keys, values and output, the output in
+    both orders of heads.
     """
     d, heads, rope = (_size(data, name) for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim"))
     qk, values = _size(data, "qk_nope_head_dim") + rope, _size(data, "v_head_dim")
@@ -213,8 +215,8 @@ def _latent(data: Settings, layers: int) -> list[Mixer]:
 def _delta_rule(data: Settings) -> Mixer:
     """The gated delta rule (arXiv 2412.06464) behind a short convolution, with a state of d_k x d_v for each head.
 
-    A token decays and reads the state, adds to it, and reads it again. Kept are what is projected, convolved and
-    normalised, and the output before and after its gate; with kernels that make the states again.
+    A token decays and reads the state, adds to it, and reads it again. Saved are the projected, the convolved and the
+    normalised tensors, and the output before and after its gate; the kernels recompute the states.
     """
     d = _size(data, "hidden_size")
     key_width, value_width = _size(data, "linear_key_head_dim", 128), _size(data, "linear_value_head_dim", 128)
@@ -258,7 +260,7 @@ FAMILIES: Mapping[str, Callable[[Settings, int], list[Mixer]]] = MappingProxyTyp
 def _layer_types(
     data: Settings, layers: int, names: Sequence[str], is_second: Callable[[int], bool | int]
 ) -> list[str]:
-    """As config.json lists them, or as ``is_second`` says of each layer."""
+    """Each layer's type, as config.json lists them, or as ``is_second`` says."""
     if data.get("layer_types") is None:
         return [names[1] if is_second(layer) else names[0] for layer in range(layers)]
     return _of_names(data, "layer_types", layers, names)

@@ -15,10 +15,10 @@ _FLOP_PER_FROZEN_WEIGHT = 4  # once backward: it has no gradient of its own
 def flops_per_token(config: ModelConfig | ModelSizes, seq_len: int | None = None, *, is_frozen: bool = False) -> float:
     """Floating-point operations of training on one token, forward and backward, in sequences of ``seq_len``.
 
-    6 per weight of the matrices the token meets (the embedding is a look-up, the head is not), and causal attention
+    6 per weight of the matrices that the token is multiplied by (the head, but not the embedding), and causal attention
     with on average (S + 1) / 2 keys per query. Without ``seq_len`` S is config.max_seq_len. Norms, activations and
-    the routing itself are left out, as is usual; so is work that is done twice to save memory. ``is_frozen``: 4 per
-    weight, as under adapters, whose own are left out.
+    the routing itself are left out, as is usual; so is what is recomputed to save memory. ``is_frozen``: 4 per weight,
+    as under adapters; those of the adapters are left out.
     """
     model = sizes_of(config)
     length = model.max_seq_len if seq_len is None else seq_len
@@ -30,10 +30,10 @@ def flops_per_token(config: ModelConfig | ModelSizes, seq_len: int | None = None
 
 
 def repeated_flops_per_token(config: ModelConfig | ModelSizes, checkpointing: str, seq_len: int) -> float:
-    """What the backward computes again of a token's forward, beside `flops_per_token`: 2 per weight, not 6.
+    """Operations that the backward recomputes per token, in addition to `flops_per_token`: 2 per weight, not 6.
 
-    ``checkpointing`` as of `DecoderLM.set_checkpointing`: "none", "attention" of each block, or each "block" whole. At
-    most: of repeated attention the last map may be left out. The head, in no block, is computed once.
+    ``checkpointing`` as for `DecoderLM.set_checkpointing`: "none", each block's "attention", or each whole "block". An
+    upper bound: recomputed attention may leave out its last projection. The head is in no block and is not recomputed.
     """
     if checkpointing == "none":
         return 0.0
@@ -45,14 +45,14 @@ def repeated_flops_per_token(config: ModelConfig | ModelSizes, checkpointing: st
 
 
 def count_parameters(config: ModelConfig | ModelSizes) -> int:
-    """All parameters of the model; buffers (the routers' selection biases) are none."""
+    """The number of all parameters; buffers (the routers' selection biases) are not counted."""
     model = sizes_of(config)
     tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     return tables + _matrices(model, active=False) + _vectors(model)
 
 
 def count_active_parameters(config: ModelConfig | ModelSizes) -> int:
-    """Active parameters of one token: like `count_parameters`, but K of the E experts."""
+    """The number of parameters that one token uses: as `count_parameters`, with K of the E experts."""
     model = sizes_of(config)
     moe = model.moe
     if moe is None:
@@ -63,12 +63,12 @@ def count_active_parameters(config: ModelConfig | ModelSizes) -> int:
 
 
 def _mixing(model: ModelSizes, length: int) -> float:
-    """Multiplications and additions of a token apart from matrices: with its keys, and with states."""
+    """Multiplications and additions per token apart from matrices: with keys, and with states."""
     return sum(count * (mixer.keys(length) * mixer.products + mixer.per_token) for count, mixer in model.mixers)
 
 
 def _matrices(model: ModelSizes, *, active: bool) -> int:
-    """Weights of all blocks' matrices; of the experts all, or the K that are active for a token."""
+    """Weights of all blocks' matrices, with all experts or only the K that are active for a token."""
     d = model.hidden_size
     total = sum(count * mixer.matrices for count, mixer in model.mixers)
     total += model.num_dense_layers * 3 * d * model.dense_intermediate_size

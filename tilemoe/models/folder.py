@@ -1,4 +1,4 @@
-"""Folders of models: which one a name means, and what transformers' folders say beside the weights. No torch."""
+"""Model folders: find the one that a name means, and read transformers' config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
 def find_folder(option: str, name: str, files: Sequence[str] = _HUB_FILES) -> Path:
-    """The folder that ``option NAME`` means: one that is there, or ``files`` of a model of the hub, perhaps cached.
+    """The folder that ``option NAME`` means: an existing one, or ``files`` of a model on the hub, perhaps cached.
 
     Raises:
-        ValueError: there is no such folder, and no such model can be had.
+        ValueError: there is no such folder, and the hub gives no such model.
     """
     folder = expand_user(name)
     if folder.is_dir():
@@ -44,12 +44,12 @@ def find_folder(option: str, name: str, files: Sequence[str] = _HUB_FILES) -> Pa
 
 
 def is_hf(folder: Path) -> bool:
-    """Whether it is transformers' folder of a model, and none of ours."""
+    """Whether ``folder`` is a model folder of transformers, not one of ours."""
     return (folder / CONFIG_FILE).exists()
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Of the folder's config.json; ValueError where it cannot be read or is none that `DecoderLM` implements."""
+    """The folder's config.json. ValueError: it cannot be read, or `DecoderLM` does not implement it."""
     path = folder / CONFIG_FILE
     data = read_settings(path)
     try:
@@ -69,9 +69,9 @@ def read_settings(path: Path) -> Any:
 
 
 def require_bytes(config: ModelConfig, size: int, where: str) -> None:
-    """ValueError where files of ``size`` bytes, if there are any, cannot hold the parameters that ``where`` claims.
+    """ValueError if files of ``size`` bytes (0: there are none) cannot hold the parameters that ``where`` claims.
 
-    No parameter is smaller than a byte. To be asked before memory is taken for them, or time to count them out.
+    No parameter is smaller than a byte. Call it before allocating memory for them or looping over them.
     """
     parameters = count_parameters(config)
     if 0 < size < parameters:
@@ -79,7 +79,7 @@ def require_bytes(config: ModelConfig, size: int, where: str) -> None:
 
 
 def hf_tokenizer(folder: Path) -> str:
-    """What `tilemoe.data.load_tokenizer` makes the tokenizer of transformers' folder from."""
+    """The path from which `tilemoe.data.load_tokenizer` loads the tokenizer of transformers' folder."""
     path = folder / TOKENIZER_FILE
     if not path.exists():
         raise ValueError(f"{folder} has no {TOKENIZER_FILE}; save the model's tokenizer there")

@@ -14,11 +14,11 @@ from tilemoe.models.decoder import DecoderLM
 from tilemoe.routing.replay import RoutingRecord
 from tilemoe.runtime.tensors import require_generator, require_tensor
 
-_LEAST_TEMPERATURE = 1e-30  # by less, fp32 logits are divided to infinity; the likeliest token is alone long before
+_LEAST_TEMPERATURE = 1e-30  # dividing by less overflows fp32 logits; the likeliest token is certain long before
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # each token meets another length, for which compiled blocks would recompile
+@torch.compiler.set_stance("force_eager")  # compiled blocks would recompile for every length
 def generate(
     model: DecoderLM,
     input_ids: Tensor,
@@ -34,9 +34,9 @@ def generate(
 
     temperature: divides the logits; 0 takes the likeliest token. top_k: sample among the k likeliest; 0 among all.
     generator: of the model's device; with it the text is a function of the prompt and the generator's state.
-    num_ids: only ids below it are taken, where the vocabulary is larger than the tokenizer's; None: any.
-    record: gets the experts of every token but the last, which no layer has seen: ``record.expert_ids(B)`` are those of
-        ``output[:, :-1]``.
+    num_ids: sample only ids below it, for a vocabulary larger than the tokenizer's; None: any.
+    record: gets the experts of every token except the last, which no layer has processed: ``record.expert_ids(B)`` are
+        those of ``output[:, :-1]``.
 
     Raises:
         ValueError: an argument is out of range, or prompt and new tokens exceed ``model.config.max_seq_len``.
@@ -59,7 +59,7 @@ def generate(
         return input_ids.long()
     total = input_ids.shape[1] + max_new_tokens
     cache = KVCache(model.config.num_layers, total)
-    were_training = [module for module in model.modules() if module.training]  # not all, where a part is frozen
+    were_training = [module for module in model.modules() if module.training]  # a part may be in eval mode
     model.eval()
     try:
         tokens = [input_ids.long()]

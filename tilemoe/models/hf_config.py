@@ -16,10 +16,10 @@ _MOST_LAYERS = 100_000
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of Hugging Face's model classes: which of our decoders it is, and what differs from the others in its files.
+    """One of Hugging Face's model classes: the ``qk_norm`` of its decoder, and what is specific to its files.
 
     ``mlp``, ``gate``, ``up`` and ``down`` are names of weights in the hub's checkpoints; ``expert_width`` and
-    ``num_experts`` are settings of config.json. The rest are its defaults for settings that config.json may leave out.
+    ``num_experts`` are settings of config.json. The rest are the class' defaults of settings that it may leave out.
     """
 
     model_type: str
@@ -60,7 +60,7 @@ def hf_config_dict(config: ModelConfig) -> dict[str, Any]:
             names it.
     """
     architecture = ARCHITECTURES[config.qk_norm]
-    # Of a dense model something has to be said of experts, though no layer has any.
+    # config.json needs sizes of experts even if no layer has any.
     moe = config.moe or MoEConfig(config.hidden_size, config.dense_intermediate_size, 1, 1)
     _require_expressible(architecture, config, moe)
     return {
@@ -125,7 +125,7 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"config.json: model_type must be one of {names}; got {data.get('model_type')!r}")
     rope = _rope(data)
     implemented = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "clip_qkv": None}
-    if architecture.model_type == "mixtral":  # the other's config.json has a number here that it does not use
+    if architecture.model_type == "mixtral":  # others may have a number here, which they do not use
         implemented |= {"sliding_window": None}
     for name, value in implemented.items():
         if data.get(name, value) != value:
@@ -186,13 +186,13 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_countable(layers: int) -> None:
-    """ValueError: so many layers that whoever counts them out would take forever."""
+    """ValueError if there are so many layers that a loop over them would take forever."""
     if layers > _MOST_LAYERS:
         raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS}")
 
 
 def layers_without_experts(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Those listed and those between steps, as Qwen's families have it."""
+    """The dense layers of Qwen's families: those in mlp_only_layers, and those that decoder_sparse_step skips."""
     step, listed = number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
     if not isinstance(listed, list):
         raise ValueError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
@@ -200,7 +200,7 @@ def layers_without_experts(data: Mapping[str, Any], layers: int) -> tuple[int, .
 
 
 def number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], default: Number | None = None) -> Number:
-    """The setting ``name``; ``default`` where it is absent or null, which is how transformers writes an unset one."""
+    """The setting ``name``; ``default`` if it is absent or null, as transformers writes an unset one."""
     value = default if data.get(name) is None else data[name]
     if value is None:
         raise ValueError(f"config.json: {name} is missing")
@@ -235,7 +235,7 @@ def _require_expressible(architecture: Architecture, config: ModelConfig, moe: M
             )
 
 
-# How models of transformers spell the sizes of their experts, the first that is there counting.
+# Names of the experts' sizes in models of transformers; the first that is present is used.
 _SPELLINGS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "hidden_size": ("hidden_size", "d_model"),
@@ -251,9 +251,9 @@ _SPELLINGS: Mapping[str, Sequence[str]] = MappingProxyType(
 
 
 def layer_from_hf(data: Mapping[str, Any]) -> MoEConfig:
-    """Sizes of the routed experts of any model's config.json, whose layer `DecoderLM` need not implement.
+    """Sizes of the routed experts in any model's config.json; `DecoderLM` need not implement the model.
 
-    Of a model of several parts the text's. ValueError: there are no experts, or a size is missing or off.
+    If the model has several parts, the text model's. ValueError: there are no experts, or a size is missing or invalid.
     """
     text = data.get("text_config", data) if isinstance(data, Mapping) else data
     if not isinstance(text, Mapping):
@@ -265,13 +265,13 @@ def layer_from_hf(data: Mapping[str, Any]) -> MoEConfig:
     sizes: dict[str, Any] = {size: _first(text, names) for size, names in _SPELLINGS.items()}
     activation = text.get("mlp_hidden_act", text.get("hidden_act"))
     return MoEConfig(
-        activation="relu2" if activation == "relu2" else "swiglu",  # Nemotron's alone has no gate
+        activation="relu2" if activation == "relu2" else "swiglu",  # only Nemotron's has no gate
         **sizes,
     )
 
 
 def _first(data: Mapping[str, Any], names: Sequence[str]) -> int:
-    """The first of ``names`` that is there; of a list, for each layer one, the number that all are."""
+    """The first of ``names`` that is present; of a list with a number per layer, the one that all layers share."""
     given = next((name for name in names if data.get(name) is not None), names[0])
     value = data.get(given)
     if isinstance(value, list) and value:

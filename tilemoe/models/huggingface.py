@@ -34,7 +34,7 @@ MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _SHARD_NAME = r"[^/\\]+\.safetensors"  # a file of the folder itself, whatever the system's separator
 _ALL = slice(None)
 
-# Within a block and within a layer, for what is the same tensor under two names.
+# (our name within a block, their name within a layer) of tensors that differ only in name.
 _BLOCK_NAMES = (
     ("attention_norm", "input_layernorm"),
     ("attention.q_proj", "self_attn.q_proj"),
@@ -62,8 +62,9 @@ def to_hf_state_dict(model: DecoderLM) -> dict[str, Tensor]:
 def _matched(
     config: ModelConfig, names: Collection[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Each part of our parameters with what the checkpoint has for it, hub-named or stacked as in transformers 5, read
-    one at a time. ValueError: a tensor is missing, unknown, or of the wrong shape; the message names it.
+    """Each piece of our parameters with the checkpoint's tensor for it, read one at a time; ``names`` are the hub's, or
+    those of experts stacked as in transformers 5. ValueError: a tensor is missing, unknown, or of the wrong shape; the
+    message names it.
     """
     hf_config_dict(config)
     parameters = _meta_state(config)
@@ -100,10 +101,10 @@ def save_hf(
 ) -> None:
     """Write config.json, generation_config.json and safetensors that ``AutoModelForCausalLM.from_pretrained`` loads.
 
-    Weights keep their dtype; more than ``max_shard_bytes`` of them go to several files with an index. They are written
-    from where they lie; only those that must be copied for it (on a GPU, or with gate and up interleaved) are in memory
-    twice, a file's worth at a time. The folder, which must not exist or be empty, appears when all is written and
-    synced, or not at all. ``eos_token_id``: the token or tokens at which generation ends, None where there is none.
+    Weights keep their dtype. More than ``max_shard_bytes`` of them go to several files with an index. Contiguous CPU
+    weights are written without a copy; others (on a GPU, or with gate and up interleaved) are copied first, one file's
+    worth at a time. The folder must be empty or not exist yet; it appears when everything is written and synced, or not
+    at all. ``eos_token_id``: the token or tokens at which generation ends; None: there is none.
 
     Raises:
         ValueError: the folder is in use, the architecture cannot express the configuration, or the model has adapters.
@@ -127,7 +128,7 @@ def save_hf(
 def write_hf(
     model: DecoderLM, folder: Path, *, eos_token_id: int | list[int] | None = None, max_shard_bytes: int = 4 << 30
 ) -> None:
-    """`save_hf` into a folder that is there; nothing is synced. ValueError: as of `to_hf_state_dict`."""
+    """`save_hf` into an existing folder, without syncing. ValueError: as `to_hf_state_dict`."""
     tensors = to_hf_state_dict(model)
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     config = {**hf_config_dict(model.config), "eos_token_id": eos_token_id, "torch_dtype": dtype}
@@ -141,11 +142,11 @@ def load_hf(
 ) -> DecoderLM:
     """The model of a folder that ``save_hf`` or transformers wrote, or that was downloaded from the hub.
 
-    ``dtype`` None keeps the default floating dtype of torch. Beside the model itself there is never more in memory than
-    one tensor of the folder: each is copied to its place in the parameters as it is read.
+    ``dtype`` None: torch's default floating dtype. Memory holds at most one of the folder's tensors besides the model:
+    each is copied into its parameter as it is read.
 
     Raises:
-        ValueError: a file is missing or damaged, or the checkpoint is none that `DecoderLM` implements.
+        ValueError: a file is missing or damaged, or `DecoderLM` does not implement the checkpoint's model.
 
     Examples:
         >>> from tilemoe.models.huggingface import save_hf
@@ -168,7 +169,7 @@ def load_hf(
 
 
 def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Each of our parameters by name, put together from the folder's tensors, one at a time in memory.
+    """Each of our parameters by name, assembled from the folder's tensors; memory holds one at a time.
 
     Raises:
         ValueError: as `_matched`, or a file is missing or damaged.
@@ -177,7 +178,7 @@ def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, T
     name, whole = "", torch.empty(0)
     with _opened(folder) as file_of:
         for piece, tensor in _matched(config, file_of, lambda name: file_of[name].get_tensor(name)):
-            if piece.ours != name:  # the pieces of a parameter come in a row
+            if piece.ours != name:  # the pieces of a parameter are consecutive
                 if name:
                     yield name, whole
                 name, whole = piece.ours, tensor.new_empty(shapes[piece.ours].shape)
@@ -187,9 +188,9 @@ def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, T
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """Of each tensor of the folder's model, by name, the open safetensors file that has it.
+    """Tensor name -> the open safetensors file that holds it, for every tensor of the folder's model.
 
-    As the index says where there is one; without it model.safetensors alone, or all shards.
+    The index says which file; without an index it is model.safetensors, or any of the shards.
 
     Raises:
         ValueError: a file or a tensor is missing, damaged, or in two files; the message names it.
@@ -218,12 +219,12 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
             file_of |= dict.fromkeys(names, handle)
         try:
             yield file_of
-        except ValueError as error:  # of a tensor, which does not know where it was read
+        except ValueError as error:  # about a tensor; the message lacks the folder
             raise ValueError(f"{folder}: {error}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The name of each tensor's file; ValueError where the index is damaged or a name leads out of its folder."""
+    """The name of each tensor's file. ValueError: the index is damaged, or a name leads out of its folder."""
     fix = "download or export the model again"
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -249,9 +250,9 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor], max_bytes: int) -> N
     file_of: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = MODEL_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        # transformers asks for this note of the framework.
+        # transformers requires this metadata.
         save_file({name: tensors[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors makes it its owner's alone
+        (folder / file).chmod(0o644)  # safetensors creates it for its owner only
         file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -263,7 +264,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 class Piece(NamedTuple):
-    """Rows of one of our parameters, of one expert if it has experts, and the tensor (or rows of it) that they are."""
+    """Which rows of our parameter ``ours`` (of one expert, if given) equal ``their_rows`` of the tensor ``theirs``."""
 
     ours: str
     theirs: str
@@ -282,10 +283,10 @@ class Piece(NamedTuple):
 
 
 def pieces(config: ModelConfig, present: Container[str] = ()) -> Iterator[Piece]:
-    """Every part of every parameter, those of one parameter in a row; together they cover it.
+    """The pieces of every parameter; those of one parameter are consecutive and cover it.
 
-    Their names are those of checkpoints on the hub, one tensor for each expert's matrix; where ``present``, the names
-    there are, has a layer's experts stacked as transformers 5 holds them in memory, those.
+    Names are those of checkpoints on the hub, with one tensor per expert's matrix. For a layer whose experts are
+    stacked in ``present``, the checkpoint's names, as transformers 5 holds them in memory, they are the stacked ones.
     """
     architecture = ARCHITECTURES[config.qk_norm]
     yield Piece("embed.weight", "model.embed_tokens.weight")

@@ -2,9 +2,9 @@
 
 T tokens · C tokens of a chunk · d model width · V vocabulary
 
-The head's output is by far the largest tensor of a training step. Here each chunk of tokens goes forward and backward
-before the next: its logits become its loss and its share of both gradients, and are dropped. On a GPU that Triton
-serves one kernel turns them into their gradient where they lie (`tilemoe.kernels.lm.triton_cross_entropy`).
+The head's output is by far the largest tensor of a training step. Here each chunk of tokens runs forward and backward
+before the next: its logits give its loss and its share of both gradients, and are freed. On a GPU with Triton one
+kernel overwrites the logits with their gradient (`tilemoe.kernels.lm.triton_cross_entropy`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilemoe.runtime.tensors import require_tensors
 from tilemoe.runtime.tracing import autocast_dtype, can_be_read, without_autocast
 
 IGNORED = -100
-_CHUNK_BYTES = 1 << 29  # large enough a chunk for the GEMMs, small beside a training step's rest
+_CHUNK_BYTES = 1 << 29  # large enough for fast GEMMs, small compared with the rest of a training step
 
 
 def chunked_cross_entropy(
@@ -37,8 +37,8 @@ def chunked_cross_entropy(
     as many as take 512 MiB.
 
     Raises:
-        ValueError: a shape is off, or (on CPU, outside torch.compile) a label is no class. On a GPU, which is not
-            waited for, a label below 0 other than -100 makes the loss NaN.
+        ValueError: a shape is wrong, or (on CPU, outside torch.compile) a label is no class. On a GPU labels are not
+            read back: a label below 0 other than -100 makes the loss NaN.
     """
     require_tensors({"hidden": hidden, "weight": weight, "labels": labels})
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
@@ -64,9 +64,9 @@ def chunked_cross_entropy(
 
 
 class _MeanLoss(torch.autograd.Function):
-    """``loss * scale``, whose gradients in hidden and weight are known already, but for their scale.
+    """``loss * scale``; the gradients in hidden and weight are already computed, except for the scale.
 
-    They are scaled here and not before: times 1/T, an fp16 logit's gradient would underflow.
+    The scale is applied only here, because an fp16 logit's gradient times 1/T would underflow.
     """
 
     @staticmethod
@@ -97,7 +97,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check_labels(labels: Tensor, classes: int) -> None:
-    """ValueError for a label that is no class, where looking costs nothing: on CPU, outside torch.compile."""
+    """ValueError for a label that is no class; only on CPU and outside torch.compile, where reading costs nothing."""
     if not can_be_read(labels):
         return
     wrong = ((labels < 0) & (labels != IGNORED)) | (labels >= classes)
@@ -128,7 +128,7 @@ def _loss_and_gradients(
         for start, stop in pairwise(edges):
             chunk = slice(start, stop)
             ignored = (labels[chunk] == IGNORED)[:, None]
-            # Tokens without a label are left out of what is small, (C, d): as zeros they add nothing to d_weight.
+            # Tokens without a label are masked in (C, d), not in the larger (C, V): zero rows add nothing to d_weight.
             part = hidden.detach()[chunk].to(dtype).masked_fill(ignored, 0.0)
             logits = part @ matrix.t()
             chunk_loss, d_logits = chunk_loss_of(logits, labels[chunk])
@@ -141,18 +141,18 @@ def _loss_and_gradients(
                 d_weight = _sum_of_products(d_weight, d_logits.t(), part, accumulate)
         if want_weight:
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
-            if weight.dtype != torch.float16:  # whose range a sum over many tokens leaves, if it is not scaled yet
+            if weight.dtype != torch.float16:  # whose range the unscaled sum over many tokens may exceed
                 d_weight = d_weight.to(weight.dtype)
         return loss, d_hidden, d_weight
 
 
 def _is_one_kernel(hidden: Tensor, dtype: torch.dtype) -> bool:
-    """Whether Triton makes the gradient of logits in ``dtype`` where they lie."""
+    """Whether one Triton kernel overwrites logits in ``dtype`` with their gradient."""
     return dtype != torch.float64 and choose_lm(hidden).name == "triton"
 
 
 def _chunk_loss_in_place(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(summed loss in fp32, the logits, which have become its gradient); that of a token without a label is 0."""
+    """(summed loss in fp32, its gradient in the memory of ``logits``); it is 0 for a token without a label."""
     from tilemoe.kernels.lm.triton_cross_entropy import cross_entropy_  # Triton is not on every machine
 
     return cross_entropy_(logits, labels.contiguous(), IGNORED).sum(), logits
@@ -161,7 +161,7 @@ def _chunk_loss_in_place(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 def _chunk_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(summed loss, its gradient (C, V) in the logits), at least in fp32; one (C, V) buffer in all.
 
-    The gradient of a token without a label is not its own, 0, but as if it had label 0.
+    A token without a label gets the gradient of label 0 instead of 0; the caller masks it.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     real = labels != IGNORED
@@ -175,8 +175,8 @@ def _chunk_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_of_products(so_far: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``so_far + left @ right`` in ``dtype``, in the memory of ``so_far``, which is None before the first."""
-    is_nvidia = left.is_cuda and torch.version.hip is None  # whose GEMM adds 16-bit products to fp32
+    """``so_far + left @ right`` in ``dtype``, accumulated into ``so_far``; None: the first product."""
+    is_nvidia = left.is_cuda and torch.version.hip is None  # its GEMM accumulates 16-bit products into an fp32 output
     if not is_nvidia or left.dtype == dtype or torch.compiler.is_compiling():
         product = (left @ right).to(dtype)
         return product if so_far is None else so_far.add_(product)

@@ -1,7 +1,7 @@
 """Dimensions of public architectures by name. Standard library only.
 
-Sources: each model's published config.json; `moe_preset` gives the mixture-of-experts layer alone, `model_preset` the
-whole decoder where `ModelConfig` expresses it. What any of them is made of: `preset_sizes.py`.
+Sources: each model's published config.json. `moe_preset` gives the mixture-of-experts layer alone, `model_preset` the
+whole decoder if `ModelConfig` can express it. `preset_sizes.py` has the sizes of all of the whole models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 
 def moe_preset(name: str) -> MoEConfig:
-    """The MoE layer of a public model, of its published config.json; ValueError that lists the names otherwise.
+    """The MoE layer of a public model, by its published config.json. ValueError: an unknown name; it lists the names.
 
     Examples:
         >>> cfg = tilemoe.moe_preset("qwen3-next-80b-a3b")
@@ -26,7 +26,7 @@ def moe_preset(name: str) -> MoEConfig:
 
 
 def model_preset(name: str) -> ModelConfig:
-    """The decoder of a public model, of its published config.json; ValueError that lists the names otherwise.
+    """The decoder of a public model, by its published config.json. ValueError: an unknown name; it lists the names.
 
     Examples:
         >>> tilemoe.model_preset("qwen3-30b-a3b").num_layers
@@ -36,9 +36,9 @@ def model_preset(name: str) -> ModelConfig:
 
 
 def preset_named(argument: str, name: str) -> str:
-    """The layer's preset called ``name``, or the only one that begins so; case, - and _ make no difference.
+    """The layer preset called ``name``, or the only one that begins with it; case, - and _ make no difference.
 
-    ValueError: there is none, or several begin so; ``argument`` is what the message calls it.
+    ValueError: there is none, or several begin with it. ``argument``: what the message calls ``name``.
     """
     beginning = spelled(name)
     found = [known for known in MOE_PRESETS if known == beginning]
@@ -101,7 +101,7 @@ MOE_PRESETS: Mapping[str, MoEConfig] = MappingProxyType(
 def _decoder(
     name: str, vocab_size: int, layers: int, heads: int, kv_heads: int, max_seq_len: int, **settings: Any
 ) -> ModelConfig:
-    """Of the layer of that name, with heads of 128."""
+    """The decoder with the layer of that name, with heads of width 128."""
     layer = MOE_PRESETS[name]
     return ModelConfig(vocab_size, layer.hidden_size, layers, heads, kv_heads, 128, max_seq_len, layer, **settings)
 

@@ -1,4 +1,4 @@
-"""What a whole model is made of, as far as its parameters, FLOPs and memory go: of any architecture. No torch.
+"""Sizes of a whole model of any architecture that determine its parameters, FLOPs and memory. Imports no torch.
 
 d model width · H, H_kv, D heads and their width · n intermediate_size · E experts · V vocabulary
 """
@@ -12,17 +12,17 @@ from tilemoe.config import ModelConfig, MoEConfig
 
 @dataclass(frozen=True)
 class Mixer:
-    """What mixes a layer's tokens: attention, or what stands in its place.
+    """A layer's token mixer: attention, or what replaces it.
 
     Attributes:
-        matrices: weights of the maps that every token meets.
+        matrices: weights of the matrices that every token is multiplied by.
         vectors: all other parameters.
-        products: multiplications and additions of a token with each key up to its own, of at most ``window``.
-        kept: 16-bit elements kept of a token for the backward.
-        kept_fp32: the same of fp32.
-        window: None where every key before a token is seen.
-        chunk: where keys are those of a chunk of so many tokens, the one that a token is in.
-        per_token: multiplications and additions of a token, apart from matrices and keys.
+        products: multiplications and additions per token and key that it sees.
+        kept: 16-bit elements saved per token for the backward.
+        kept_fp32: fp32 elements saved per token for the backward.
+        window: a token sees at most this many keys, its own the last; None: all keys up to its own.
+        chunk: if given, a token sees only keys of its own chunk of this many tokens.
+        per_token: multiplications and additions per token, apart from matrices and keys.
     """
 
     matrices: int
@@ -35,9 +35,7 @@ class Mixer:
     chunk: int | None = None
 
     def keys(self, length: int) -> float:
-        """Of a query, on average in a sequence of ``length``: itself and those before it, at most ``window``, or those
-        of its chunk.
-        """
+        """Keys that a query sees, on average over a sequence of ``length``."""
         if self.chunk is not None and length > self.chunk:
             rest = length % self.chunk
             return (length // self.chunk * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / 2 / length
@@ -47,10 +45,10 @@ class Mixer:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Embedding, layers of a mixer and an MLP or experts each, with a norm before either, norm and head.
+    """Embedding, layers, a last norm and a head. A layer is a mixer and an MLP or experts, with a norm before either.
 
-    mixers: (how many layers, of what), in any order. The layers without experts have an MLP with a gate. vectors: of
-    the whole model, what is in no layer's mixer, matrix, norm or bias.
+    mixers: (number of layers, their mixer), in any order. Layers without experts have a gated MLP. vectors: parameters
+    of the whole model that are in no layer's mixer, matrix, norm or bias.
     """
 
     vocab_size: int
@@ -71,10 +69,10 @@ class ModelSizes:
 def attention(
     d: int, heads: int, kv_heads: int, width: int, *, vectors: int = 0, normed: bool = False, window: int | None = None
 ) -> Mixer:
-    """Softmax attention. ``vectors``: norms, biases and the like; ``normed``: queries and keys are.
+    """Softmax attention. ``vectors``: norms, biases and the like; ``normed``: whether queries and keys are normalised.
 
-    Kept are queries and keys as rotated and, where they are normalised, as projected, values, the output in both orders
-    of heads, and a number for each query and head.
+    Saved are the rotated queries and keys and, if these are normalised, the projected ones too; values; the output in
+    both orders of heads; and one number per query and head.
     """
     queries, keys = heads * width, kv_heads * width
     return Mixer(
@@ -88,7 +86,7 @@ def attention(
 
 
 def sizes_of(model: ModelConfig | ModelSizes) -> ModelSizes:
-    """Of a model that `DecoderLM` implements; sizes are returned as they are."""
+    """The sizes of a model that `DecoderLM` implements; `ModelSizes` are returned as they are."""
     if isinstance(model, ModelSizes):
         return model
     heads = {"head": 2, "full": model.num_heads + model.num_kv_heads, "none": 0}[model.qk_norm]
