@@ -2,9 +2,9 @@
 
 T tokens · B sequences · S tokens each · L MoE layers · E experts · K experts per token
 
-The router stays the model's own. It is run as it is; where it takes the top K of E values, it is given the replayed
-ones and their values, so it scores them as it always does. Hooks stand on the model's modules while a ``with`` block
-runs, and are gone after it; nothing of transformers is changed. It works with any of its experts implementations.
+The model's own router runs. Where it takes the top K of E values, it gets the replayed experts and their values
+instead, so it scores them as usual. Hooks are on the model's modules only inside a ``with`` block, and nothing of
+transformers is changed. Any of its experts implementations works.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tilemoe.runtime.tracing import is_in_backward
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Within the block every forward of ``model``, ``generate`` too, adds its experts' ids to the record it is given.
+    """Inside the block every forward of ``model``, also by ``generate``, adds the ids of its experts to the record.
 
         with record_routing(model) as record:
             tokens = model.generate(prompt, max_new_tokens=N)
         expert_ids = record.expert_ids(B)  # (L, B, S, K), of tokens[:, :-1] with a key-value cache
 
-    What activation checkpointing computes again in a backward is not recorded again. One program's calls are to be
-    those of the same sequences in their places: no beam search.
+    What activation checkpointing recomputes in a backward is not recorded again. All calls inside the block must have
+    the same sequences in the same places, so beam search is not supported.
 
     ValueError: the model has no experts that transformers dispatches.
 
@@ -66,23 +66,23 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 @contextmanager
 def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | None = None) -> Iterator[None]:
-    """Within the block every forward of ``model`` takes these experts, with the scores that its routers give them.
+    """Inside the block every forward of ``model`` uses these experts, with the scores that its routers give them.
 
         with replay_routing(model, expert_ids):
             loss = model(tokens[:, :-1], ...)
             loss.backward()
 
     expert_ids (L, B, S, K) or (L, T, K), int32 or int64, on the model's device. token_mask (B, S) or (T,): False marks
-    tokens whose ids may be anything, for which the router chooses by itself. Scores come from the full logits of the
-    present weights, with gradients. A balancing loss that the model makes of its logits, as transformers' do by a
-    top-K of their own outside of the layers, counts that top-K and not these experts.
+    tokens whose ids are ignored; for these the router chooses by itself. Scores come from the full logits of the
+    present weights, with gradients. Models of transformers compute their balancing loss from the logits, by a top-K of
+    their own outside of the layers: it counts that top-K, not these experts.
 
-    The backward belongs into the block, because activation checkpointing repeats the forward there. A micro-batch has
-    a block of its own, forward and backward. torch.compile is not for it.
+    Run the backward inside the block, because activation checkpointing repeats the forward there. Each micro-batch has
+    a block of its own, for forward and backward. torch.compile is not supported.
 
     ValueError: the model has no experts that transformers dispatches; the ids do not fit it, as for `tilemoe.route`; or
-    a router takes the top K of E values more than once, or chooses others than these without it (a table of experts by
-    token id, as in DeepSeek-V4's first layers, chooses again what it chose).
+    a router takes the top K of E values more than once, or chooses other experts without taking it. (A router that
+    looks experts up by token id, as in DeepSeek-V4's first layers, takes none, and chooses the recorded ones again.)
 
     Examples:
         >>> from tilemoe.integrations.replay import replay_routing
@@ -120,7 +120,7 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
     finally:
         for handle in handles:
             handle.remove()
-    for replay in replays:  # code that was compiled before does not ask for hooks
+    for replay in replays:  # code that was compiled before runs no hooks
         if not replay.is_used:
             raise ValueError(
                 f"expert_ids were not taken by {replay.name}: run a forward of the model inside the block, without "
@@ -129,7 +129,7 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
 
 
 class _Layer(NamedTuple):
-    """Experts, what they are called, and the modules in one of whose forwards their router chooses."""
+    """An experts module, its name, and the modules during the forward of one of which its router chooses."""
 
     name: str
     experts: nn.Module
@@ -143,7 +143,7 @@ def _layers(model: nn.Module) -> list[_Layer]:
     for name, experts in experts_modules(model):
         block = model.get_submodule(name.rpartition(".")[0])
         around = [block]
-        if hasattr(block, "gradient_checkpointing"):  # it repeats its forward by itself, below its own hooks
+        if hasattr(block, "gradient_checkpointing"):  # it checkpoints itself, below its own hooks
             around = [child for child in block.children() if child is not experts]
         found.append(_Layer(name, experts, around))
     if not found or found[0].name == "":
@@ -154,9 +154,9 @@ def _layers(model: nn.Module) -> list[_Layer]:
 
 
 class _Replay(TorchFunctionMode):
-    """Active during a forward of a router: of the top K of E values it gives the places that are replayed.
+    """Active during a router's forward: a top K of E values returns the replayed indices instead.
 
-    A mode holds for one thread, and a GPU's backward repeats a forward in another: so each forward sets it anew.
+    A mode applies to one thread, and a GPU's backward repeats a forward in another. So each forward enters it anew.
     """
 
     def __init__(self, layer: _Layer, expert_ids: Tensor, token_mask: Tensor | None) -> None:
@@ -165,7 +165,7 @@ class _Replay(TorchFunctionMode):
         self._ids, self._mask = expert_ids, token_mask
         self._num_experts = next(layer.experts.parameters()).shape[0]
         self._current: nn.Module | None = None
-        self._taken: list[nn.Module | None] = []  # once for each time, since the experts ran
+        self._taken: list[nn.Module | None] = []  # the modules that took a top K since the experts last ran
 
     def begin(self, module: nn.Module, args: Any) -> None:
         self._current = module
@@ -176,7 +176,7 @@ class _Replay(TorchFunctionMode):
         self.__exit__(None, None, None)
 
     def require(self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the experts: the router has asked for the top K once, or chose these by itself. ValueError if not."""
+        """Before the experts run. ValueError unless the router took the top K once, or chose these by itself."""
         chosen = _top_k_index(args, kwargs)
         self._check(chosen)
         times, self._taken = len(self._taken), []
@@ -204,7 +204,7 @@ class _Replay(TorchFunctionMode):
         return torch.equal(chosen, self._where_replayed(chosen))
 
     def _where_replayed(self, chosen: Tensor) -> Tensor:
-        """The ids that are replayed, and those that were ``chosen`` for tokens that the mask leaves out."""
+        """The replayed ids, and the ``chosen`` ones of tokens that the mask excludes."""
         ids = self._ids.to(chosen.dtype).view(chosen.shape)
         return ids if self._mask is None else torch.where(self._mask.view(*ids.shape[:-1], 1), ids, chosen)
 
@@ -214,5 +214,5 @@ class _Replay(TorchFunctionMode):
 
 
 def _top_k_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """(T, K) of what an experts module is called with."""
+    """top_k_index (T, K), among the arguments of an experts module."""
     return args[1] if len(args) > 1 else kwargs["top_k_index"]

@@ -1,6 +1,6 @@
-"""What tests of a backend need: hostile routings, inputs of the right scale, poisoned memory and one way to compare.
+"""Tools to test a backend: hostile routings, inputs of the right scale, poisoned memory and one way to compare.
 
-Everything is judged against `tilemoe.reference` in fp64, and measured against ordinary PyTorch in the same dtype.
+Results are compared with `tilemoe.reference` in fp64; ordinary PyTorch's error in the same dtype sets the tolerance.
 """
 
 from __future__ import annotations

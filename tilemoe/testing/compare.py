@@ -1,4 +1,4 @@
-"""The one way to compare: against fp64, by the error that ordinary PyTorch makes in the same dtype.
+"""The one way to compare: the error against fp64, relative to ordinary PyTorch's error in the same dtype.
 
 T tokens · E experts
 """
@@ -18,11 +18,11 @@ from tilemoe.ops.moe import moe as tilemoe_moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing.inputs import MoE, forward_and_grads, plain_moe
 
-# No RMS-relative error may be larger, however bad the yardstick is.
+# No RMS-relative error may be larger, however large the baseline's is.
 ERROR_CAPS: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 )
-_OUTLIER = 12.0  # caps that a single element may be off by, in units of the RMS
+_OUTLIER = 12.0  # a single element may be off by this many caps, in units of the RMS
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -44,10 +44,10 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def assert_equal(actual: Any, expected: Any, where: object = "") -> None:
-    """To the last bit: tensors, or sequences or mappings of them, of the same dtypes; NaN equals nothing.
+    """Assert that tensors, or sequences or mappings of them, are equal bit for bit, as are dtypes; NaN equals nothing.
 
     Raises:
-        AssertionError: a value, a shape or a dtype differs; it begins with ``where``.
+        AssertionError: a value, a shape or a dtype differs; the message begins with ``where``.
 
     Examples:
         >>> from tilemoe.testing import assert_equal
@@ -63,17 +63,17 @@ def assert_equal(actual: Any, expected: Any, where: object = "") -> None:
 def assert_close_to_reference(
     actual: Mapping[str, Tensor], baseline: Mapping[str, Tensor], exact: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
-    """Each tensor of ``actual`` is as close to ``exact`` (fp64) as twice the error of ``baseline``, and under a cap.
+    """Assert that each tensor of ``actual`` errs at most twice as much as ``baseline``, and no more than a cap.
 
-    Tensors are (...), of any shape. baseline: the same quantities by ordinary PyTorch in ``dtype``, that of x; shapes
-    and dtypes must agree with it. The error is the RMS-relative one. A single rounding to the dtype is its floor, and
-    where there are so few elements that chance decides, twice becomes up to ten times; the cap stays. No element may be
-    off by more than 12 caps, and one larger than 12 RMS, whose own rounding is as much, by more than a cap of its size.
-    Where the exact value is zero throughout (a token without an expert, an expert without a token), zero is the only
-    answer. A tolerance that zeros would pass is refused.
+    Tensors are (...), of any shape. Errors are RMS-relative, against ``exact`` (fp64). baseline: the same quantities by
+    ordinary PyTorch in ``dtype``, that of x; shapes and dtypes must agree with it. The tolerance is at least a single
+    rounding to the dtype. With so few elements that chance decides, twice becomes up to ten times; the cap stays. No
+    element may be off by more than 12 caps times the RMS; one larger than 12 RMS, whose own rounding is as large, may
+    be off by a cap times its size. Where the exact value is zero throughout (a token without an expert, an expert
+    without a token), only zero passes. A tolerance that zeros would pass is refused.
 
     Raises:
-        AssertionError: it names the tensor, what it is off by and what is allowed.
+        AssertionError: the message names the tensor, what it is off by and what is allowed.
 
     Examples:
         >>> from tilemoe.testing import assert_close_to_reference
@@ -85,7 +85,7 @@ def assert_close_to_reference(
         AssertionError: o: RMS-relative error 9.94e-02 exceeds 5.86e-03
     """
     assert actual.keys() == baseline.keys() == exact.keys(), "the three must hold the same names"
-    # The error of a single routed row is common to many elements: the smallest tensor tells how many samples there are.
+    # Many elements share the error of one routed row: the smallest tensor says how many independent samples there are.
     samples = min((t.numel() for t in exact.values() if t.numel()), default=1)
     margin = 1 + 4 / math.sqrt(samples)
     for name, expected in exact.items():
@@ -95,11 +95,11 @@ def assert_close_to_reference(
 def assert_moe_matches_reference(
     inputs: Mapping[str, Tensor], plan: RoutingPlan, moe: MoE = tilemoe_moe, **options: Any
 ) -> dict[str, Tensor]:
-    """``moe``'s output (T, d) and all its gradients against the reference; returns them by name (o, dx, dw1, ...).
+    """Compare ``moe``'s output (T, d) and all its gradients with the reference; returns them by name (o, dx, dw1, ...).
 
     inputs: x (T, d), w1, w2, scores and biases of any float dtype, as `make_inputs` gives them. ``options``
-    (activation, gate_up, activation_limit, activation_alpha) go to ``moe``, to ordinary PyTorch and to the reference;
-    what concerns ``moe`` alone, bind to it beforehand.
+    (activation, gate_up, activation_limit, activation_alpha) go to ``moe``, to ordinary PyTorch and to the reference.
+    Bind options of ``moe`` alone to it beforehand.
 
     Raises:
         AssertionError: a tensor is too far off (`assert_close_to_reference`).
@@ -123,7 +123,7 @@ def against_reference(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Output (T, d) and gradients by ``moe``, by ordinary PyTorch in the inputs' dtype and by the reference in fp64.
 
-    Arguments and what is raised are those of ``moe``; ValueError where these are wrong.
+    Takes the arguments of ``moe`` and raises what it raises: a ValueError if they are wrong.
 
     Examples:
         >>> from tilemoe.testing import against_reference, make_inputs, relative_error
@@ -153,7 +153,7 @@ def _assert_close(
     assert 1e-3 < rms < 1e3, f"{name}: inputs are badly scaled, its RMS is {rms:.1e}"
     coarser = max(dtype, actual.dtype, key=lambda each: torch.finfo(each).eps)
     cap = ERROR_CAPS[coarser]
-    # In fp64 the yardstick and the exact value are one and the same computation.
+    # In fp64 the baseline and the exact value are the same computation.
     yardstick = cap if coarser == torch.float64 else 2 * relative_error(baseline, exact)
     tolerance = min(cap, margin * max(yardstick, torch.finfo(coarser).eps / 2))
     assert relative_error(torch.zeros_like(exact), exact) > 2 * tolerance, f"{name}: zeros would pass"

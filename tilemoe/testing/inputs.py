@@ -1,4 +1,4 @@
-"""Inputs of the expert MLP at the scale it sees in training, two ways to run it, and memory that nobody may rely on.
+"""Inputs of the expert MLP at the scale of training, two functions that run it, and poisoned memory.
 
 T tokens · d hidden_size · n intermediate_size · E experts · P pairs
 """
@@ -35,11 +35,11 @@ def make_inputs(
 ) -> dict[str, Tensor]:
     """x (T, d), w1, w2, scores and, with ``bias``, b1, b2, on the plan's device: x, h and y are all O(1).
 
-    Scores (T, K) or (P,) have both signs; ``score_dtype`` None: fp32, or fp64 for fp64. What may not be read is NaN:
-    the score of a skipped pair, and x of a token without a row.
+    Scores (T, K) or (P,) have both signs; ``score_dtype`` None: fp32, or fp64 for fp64. Values that must not be read
+    are NaN: the score of a skipped pair, and x of a token without a row.
 
     Raises:
-        ValueError: the activation has no such name.
+        ValueError: there is no such activation.
 
     Examples:
         >>> from tilemoe.testing import make_inputs
@@ -81,7 +81,7 @@ def forward_and_grads(moe: MoE, inputs: Mapping[str, Tensor], plan: RoutingPlan,
     """Run ``moe`` once and differentiate it in all its inputs: ``o`` (T, d) and the gradients, named dx, dw1, ...
 
     The gradient that flows in is normal(0, 1), the same for every dtype up to its rounding. Strides of the inputs
-    are kept. ValueError where arguments of ``moe`` are wrong.
+    are kept. ValueError: arguments of ``moe`` are wrong.
 
     Examples:
         >>> from tilemoe.testing import forward_and_grads, make_inputs
@@ -112,11 +112,11 @@ def plain_moe(
 ) -> Tensor:
     """The layer as ordinary PyTorch computes it: every matrix product's result is stored in the inputs' dtype.
 
-    x (T, d), weights, scores and biases as of `tilemoe.moe`, of any float dtype. Its error is the yardstick for a
-    backend's. The activation and the sum over experts are computed in fp32.
+    x (T, d), weights, scores and biases as of `tilemoe.moe`, of any float dtype. A backend's error is compared with its
+    error. The activation and the sum over experts are computed in fp32.
 
     Raises:
-        ValueError: the activation or ``gate_up`` has no such name.
+        ValueError: there is no such activation or ``gate_up``.
 
     Examples:
         >>> from tilemoe.testing import make_inputs, plain_moe
@@ -144,9 +144,9 @@ def plain_moe(
 def poisoned_memory() -> Iterator[None]:
     """Fill what ``torch.empty`` and its relatives return with NaN, and with the largest value for integers.
 
-    So a row that was never written, once it is read, shows. PyTorch does this in its deterministic mode, which is on
-    inside the block, without refusing operators that have no deterministic form. Nothing is checked, so that no
-    ValueError comes from here.
+    So reading a row that was never written shows in the results. PyTorch does this in its deterministic mode, which is
+    on inside the block, without refusing operators that have no deterministic form. Nothing is checked, so no
+    ValueError is raised.
 
     Examples:
         >>> from tilemoe.testing import poisoned_memory

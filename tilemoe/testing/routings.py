@@ -34,7 +34,7 @@ class HostileRouting:
 
     @property
     def is_topk(self) -> bool:
-        """Whether every token has as many pairs, as `tilemoe.plan_topk` makes them."""
+        """Whether every token has the same number of pairs, as `tilemoe.plan_topk` makes them."""
         return self.plan.pair_start_of_token is None
 
     def __str__(self) -> str:
@@ -42,9 +42,9 @@ class HostileRouting:
 
 
 def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[HostileRouting]:
-    """Every routing that a backend has to survive. ``tile``: rows of the tile whose edges the ragged ones straddle.
+    """Every routing that a backend has to handle. ``tile``: rows of the tile whose edges the ragged routings straddle.
 
-    Experts number at most 5, pairs about ``3 * tile``.
+    There are at most 5 experts and about ``3 * tile`` pairs.
 
     Raises:
         ValueError: ``tile`` is below 4, for which there are too few tokens.
@@ -68,7 +68,7 @@ def hostile_routings(tile: int = 8, device: torch.device | str = "cpu", seed: in
 def used_pairs(plan: RoutingPlan) -> Tensor:
     """(P,) bool, in the caller's order: False for a pair that was skipped. Reads the row count back.
 
-    A plan is checked when it is made, so that no ValueError comes from here.
+    A plan is checked when it is made, so no ValueError is raised here.
 
     Examples:
         >>> from tilemoe.testing import used_pairs
@@ -113,7 +113,7 @@ def _topk_cases(tile: int, generator: torch.Generator) -> Iterator[tuple[str, Te
     counts = torch.tensor([tile - 1, 1, tile, 0, tile + 1])
     yield "ragged tiles", torch.arange(5).repeat_interleave(counts)[:, None], 5
     some = _distinct(tokens, 4, 3, generator)
-    some[0] = 4  # the first token, which the rows past R name, has no expert
+    some[0] = 4  # rows past R refer to the first token, which has no expert
     some[tokens // 2, 1:] = 7
     some[-1, 0] = 2**31 - 1
     yield "sentinels", some, 4
