@@ -1,1 +1,1 @@
-"""The command line: ``tilemoe train | eval | generate | export``."""
+"""The ``tilemoe`` command line: `main`, and a module for each of its commands."""

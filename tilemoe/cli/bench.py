@@ -1,4 +1,4 @@
-"""``tilemoe bench``: times and memory of the layer, its kernels or a training step, against whichever peers import."""
+"""``tilemoe bench``: times and memory of the layer, its kernels or a step, against the peers that can be imported."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class BenchOptions:
 
     what: Positional[Literal["layer", "kernels", "step"]]  # what is measured
     cases: str = "main"  # "main", "all", names of cases separated by commas, or a .json file of sizes
-    # Of tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe and grouped_mm, separated by commas; one that cannot be
-    # imported is left out. The first is what the others are compared to. Of bench layer and step; default: tilemoe.
+    # Of tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe and grouped_mm, separated by commas; those that cannot be
+    # imported are left out. The others are compared with the first. For bench layer and step; default: tilemoe.
     peers: str | None = None
     modes: str = "burst,sustained"  # of burst, sustained and, for layer, alone: GPU time without the host's
-    rounds: int = 7  # interleaved, in changing order
-    kernels: str | None = None  # of bench kernels: the backend whose are timed; default: the one that is chosen
-    seconds: float = float("inf")  # begin no case after this many
+    rounds: int = 7  # rounds of all peers or kernels, in changing order
+    kernels: str | None = None  # for bench kernels: the backend whose kernels are timed; default: the chosen one
+    seconds: float = float("inf")  # begin no case after this many seconds
 
 
 def run(arguments: Sequence[str]) -> None:

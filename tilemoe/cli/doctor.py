@@ -22,14 +22,14 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 class DoctorOptions:
     """Options of ``tilemoe doctor``."""
 
-    preset: str = "olmoe-1b-7b"  # public model whose layer is asked for, by its name or the beginning of it
-    tokens: int = 4096  # of a call
-    self_test: bool = True  # compute on each device: about eight seconds a GPU, more on a busy host
-    json: bool = False  # print one line of JSON, with the commit and the machine, as those of results/*.jsonl
+    preset: str = "olmoe-1b-7b"  # public model whose layer is examined, by its name or the beginning of it
+    tokens: int = 4096  # per call
+    self_test: bool = True  # compute on each device: about eight seconds per GPU, more on a busy host
+    json: bool = False  # print one line of JSON, with the commit and the machine, as in results/*.jsonl
 
 
 def run(arguments: Sequence[str]) -> None:
-    """ValueError: a device cannot be used; what to do about it is printed before."""
+    """Print the report. ValueError: a device cannot be used; the report says what to do about it."""
     description = "What serves this machine, and why, and whether it works; exit status 2: it does not. "
     description += f"Presets: {', '.join(MOE_PRESETS)}."
     options = parse(DoctorOptions, arguments, prog="tilemoe doctor", description=description)
@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _machine(preset: str, tokens: int, driver: str | None) -> dict[str, Any]:
-    """What is installed, and for each device what it is and what serves it."""
+    """What is installed, and for each device its hardware and the kernels that serve it."""
     import torch
 
     from tilemoe.bench.record import version
@@ -95,7 +95,7 @@ def _machine_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _finding_lines(found: dict[str, Any]) -> list[str]:
-    """What is right and wrong, what to do about it, and, unless something keeps the machine from it, the verdict."""
+    """Each finding with its advice, and the verdict unless a finding is fatal."""
     lines = []
     for finding in found["findings"]:
         lines.append(finding["line"])
@@ -121,9 +121,8 @@ def _hardware(device: str) -> str:
 
 
 def _choices(device: str, cfg: MoEConfig, tokens: int) -> list[str]:
-    """One line for each choice that the layer makes, the experts' kernels, the router's, the plan's, and for FP8 in
-    attention; and for each of the experts' kernels whether what they give a token depends on the other tokens of its
-    batch.
+    """One line for each choice of kernels (experts, router, plan, attention's projections in FP8), and one on each
+    backend's batch invariance: whether a token's output depends on the other tokens of its batch.
     """
     import torch
 

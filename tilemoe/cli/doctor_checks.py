@@ -1,4 +1,4 @@
-"""What ``tilemoe doctor`` looks for and tries: drivers, folders, the experts against the reference, their speed."""
+"""The checks of ``tilemoe doctor``: drivers, folders, the experts against the reference, their speed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SPEED_BYTES = 8 << 30  # free memory that the timed case needs
 
 @dataclass(frozen=True)
 class Finding:
-    """One line; what to do about it, where something is wrong; whether the device cannot be used so."""
+    """A line of the report; advice, if something is wrong; ``is_fatal``: the device cannot be used like this."""
 
     line: str
     advice: str | None = None
@@ -52,7 +52,7 @@ def driver() -> str | None:
 
 
 def environment(driver_version: str | None) -> Iterator[Finding]:
-    """What is off with PyTorch, Triton and folders. ``driver_version``: as `driver` says."""
+    """Problems with PyTorch, Triton and folders. ``driver_version``: what `driver` returns."""
     if driver_version is not None and not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         yield Finding(
@@ -85,7 +85,7 @@ def correctness(device: torch.device, dtype: torch.dtype) -> Finding:
     try:
         plan = plan_topk(ids.to(device), _EXPERTS)
         assert_moe_matches_reference(make_inputs(plan, *_WIDTHS, "swiglu", dtype=dtype), plan)
-    except Exception as error:  # whatever a compiler, a driver or a comparison says
+    except Exception as error:  # of a compiler, a driver or the comparison
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         advice = "pass kernels='torch' meanwhile, and report this output with the whole message"
         return Finding(f"{what}: WRONG ({problem[:300]})", advice, is_fatal=True)
@@ -93,12 +93,12 @@ def correctness(device: torch.device, dtype: torch.dtype) -> Finding:
 
 
 def recorded_speeds() -> dict[str, dict[str, Any]]:
-    """GPU to case, milliseconds and commit."""
+    """For each GPU the recorded case, milliseconds and commit."""
     return json.loads(Path(_perf).with_name("recorded.json").read_text(encoding="utf-8"))
 
 
 def speed(device: torch.device, recorded: Mapping[str, Any]) -> Finding:
-    """The recorded case's layer, forward and backward, sustained, beside the recorded milliseconds."""
+    """The recorded case's layer, forward and backward, sustained, compared with the recorded milliseconds."""
     shape = cases.ALL[recorded["case"]]
     weights = peers.make_weights(shape, device, torch.bfloat16)
     x = torch.randn(shape.num_tokens, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -116,7 +116,7 @@ def speed(device: torch.device, recorded: Mapping[str, Any]) -> Finding:
 
 
 def self_test(device: torch.device) -> Iterator[Finding]:
-    """Of one device: about eight seconds on a GPU, which compile too, more on a busy host; one on a CPU."""
+    """Check one device: about eight seconds on a GPU, compiling included, more on a busy host; one on a CPU."""
     if device.type == "cpu":
         yield correctness(device, torch.float32)
         return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tilemoe.models.decoder import DecoderLM
     from tilemoe.train.evaluate import Evaluation
 
-_SEQ_LEN, _BATCH_SIZE = 2048, 8  # of a folder of transformers, which does not say
+_SEQ_LEN, _BATCH_SIZE = 2048, 8  # for transformers' folder, which does not say
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class EvalOptions:
     """Options of ``tilemoe eval``. Defaults are the settings that a checkpoint was trained with."""
 
     checkpoint: str  # a run's folder (its newest checkpoint), a step_* folder, transformers' folder, a name on the hub
-    corpus: str | None = None  # "stdlib", a file or a folder; default: the training's, which transformers' folder lacks
+    corpus: str | None = None  # "stdlib", a file or a folder; default: the training's; transformers' folder needs one
     format: Literal["text", "chat"] | None = None  # as of `tilemoe train`; default: the training's, else text
     too_long: Literal["error", "skip", "truncate"] | None = None  # chat: as of `tilemoe train`; default: the training's
     heldout_every: int | None = None  # every N-th document is held out, and read; default: the training's, else 20
@@ -47,7 +47,7 @@ class EvalOptions:
                 raise ValueError(f"--{name} must be >= {least}, got {value}")
 
     def settings(self, default: DataConfig, max_seq_len: int) -> DataConfig:
-        """``default`` with what the options say instead."""
+        """``default`` with the settings that the options override."""
         if self.seq_len is not None and self.seq_len > max_seq_len:
             raise ValueError(f"--seq-len ({self.seq_len}) must not exceed the {max_seq_len} that the model takes")
         if self.corpus is not None:
@@ -58,7 +58,7 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, on what, and how."""
+    """The model, the data and the settings of an evaluation."""
 
     path: Path
     model: DecoderLM
@@ -90,7 +90,7 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     tokenizer = restored.checkpoint.tokenizer_spec
     trained = replace(recipe.data, tokenizer=tokenizer)  # one that was trained on text may serve a chat
     settings = options.settings(trained, recipe.model.max_seq_len)
-    # Somebody else may have made the checkpoint: where it says that its shards are, nothing is written.
+    # Somebody else may have made the checkpoint, so nothing is written to the cache folder that it names.
     data = prepare_data(settings, tokenizer, default_cache_dir())
     seq_len = settings.seq_len if settings.format == "text" else trained.seq_len  # what a chat is cut to
     is_same_text = settings == replace(trained, batch_size=settings.batch_size, seq_len=seq_len)
@@ -116,7 +116,7 @@ def _of_transformers(folder: Path, options: EvalOptions) -> Subject:
 
 
 def _evaluate(subject: Subject, batches: int) -> Evaluation:
-    """Evaluate, and show on a terminal how far that is."""
+    """Evaluate, with a progress bar on a terminal."""
     import torch
     from rich.console import Console
     from rich.progress import Progress

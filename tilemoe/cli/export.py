@@ -1,4 +1,4 @@
-"""``tilemoe export``: a folder that ``transformers`` loads, or of adapters alone ``peft``."""
+"""``tilemoe export``: write a folder that ``transformers`` loads, or adapters alone, which ``peft`` loads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> None:
 
     restored = restore(expand_user(options.checkpoint), "cpu")
     try:
-        with staged_folder(out) as staging:  # all appears together or not at all
+        with staged_folder(out) as staging:  # everything appears together or not at all
             _write_weights(restored, staging, is_adapter=options.adapter)
             _write_tokenizer(restored, staging)
             write_sums(staging)

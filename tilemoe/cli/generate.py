@@ -17,7 +17,7 @@ class GenerateOptions:
 
     checkpoint: str  # a run's folder (its newest checkpoint), a step_* folder, transformers' folder, a name on the hub
     prompt: str  # the text to continue
-    max_new_tokens: int = 200  # fewer where a document ends, or the model's context is full
+    max_new_tokens: int = 200  # fewer if a document ends or the model's context is full
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 40  # sample among the K likeliest tokens only; 0: among all
     seed: int = 0

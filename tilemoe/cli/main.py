@@ -48,9 +48,11 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, or after a one-line error on stderr 2, after SIGINT or SIGTERM
-    130 or 143. With these a training run exits that one of them stopped, and that was saved (SystemExit). A process of
-    a job that SIGTERM ends says nothing: torchrun has said why.
+    """Run the command line; returns the exit status.
+
+    0, or 2 after a one-line error on stderr, or 130 or 143 after SIGINT or SIGTERM. A training run that one of these
+    signals stopped, and that was saved, exits with the same status (SystemExit). A process of a job that SIGTERM ends
+    prints nothing, because torchrun has said why.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a generated character must not end a run on an ASCII terminal
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
-        # torch has a class of its own for a GPU's memory (named, for importing torch is slow), none for the host's.
+        # torch has an error class for a GPU's memory (compared by name: importing torch is slow), none for the host's.
         is_memory = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
         if isinstance(error, RuntimeError) and not is_memory:
             raise  # a defect of ours, whose traceback is wanted
@@ -71,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         status = 128 + (*error.args, signal.SIGINT)[0] if isinstance(error, KeyboardInterrupt) else 2
         is_of_job = "WORLD_SIZE" in os.environ
-        if status != 128 + signal.SIGTERM or not is_of_job:  # torchrun ends whoever is left by it
-            # In one piece: the processes of a job may speak at the same time.
+        if status != 128 + signal.SIGTERM or not is_of_job:  # torchrun ends the remaining processes by it
+            # In one write: the processes of a job may print at the same time.
             kept = "; checkpoints written so far are intact" if given[:1] == ["train"] else ""
             message = f"interrupted{kept}" if isinstance(error, KeyboardInterrupt) else one_line(error)
             print(f"tilemoe: error: {message}\n", end="", file=sys.stderr, flush=True)

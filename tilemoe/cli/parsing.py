@@ -24,7 +24,7 @@ def parse(cls: type[T], arguments: Sequence[str], *, prog: str, description: str
         ValueError: an unknown option or a value that does not fit, on one line.
     """
     captured = io.StringIO()
-    config = (tyro.conf.AvoidSubcommands,)  # an optional table is filled where it has a default, without subcommands
+    config = (tyro.conf.AvoidSubcommands,)  # no subcommands: an optional table is filled if it has a default
     try:
         with contextlib.redirect_stderr(captured):
             if default is None:

@@ -1,4 +1,4 @@
-"""``tilemoe plan``: what a layer of any size computes, moves, keeps and takes; a whole model in training. No torch."""
+"""``tilemoe plan``: FLOPs, bytes, memory and time of a layer of any size, or of training a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ _MOST = 1 << 31  # the plan's indices are int32
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of ``tilemoe plan``. A size that is given replaces that of the preset or the checkpoint."""
+    """Options of ``tilemoe plan``. Sizes override those of the preset or the checkpoint."""
 
     preset: str | None = None  # public model, by its name or the beginning of it; default: olmoe-1b-7b
     checkpoint: str | None = None  # config.json or folder of transformers, a name on the hub, a run or a step_* folder
-    tokens: int = 32768  # of a call, on one GPU
+    tokens: int = 32768  # per call, on one GPU
     hidden_size: int | None = None
     intermediate_size: int | None = None  # of one expert
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     dtype: str = "bf16"  # bf16, fp16, fp8, tf32 or fp32
     save: Save | None = None  # how h is kept for the backward, full or fp8; default: as the checkpoint has it, or full
-    gpu: str = "H200"  # in any case
-    others: bool = False  # each step of ScatterMoE- and grouped_mm-style layers, too
-    train: bool = False  # the whole model in training, too
+    gpu: str = "H200"  # its name, in upper or lower case
+    others: bool = False  # also show each step of ScatterMoE- and grouped_mm-style layers
+    train: bool = False  # also plan training of the whole model
     seq_len: int | None = None  # of --train; default: 4096, or the model's longest
     mfu: float | None = None  # of --train: share of the GPU's stated bf16 rate that is reached; default: 0.35
-    gpus: int | None = None  # of --train; default: as many as hold the model in each way, a power of two
-    expert_parallel: int | None = None  # of --train: GPUs that share a layer's experts, beside none; default: up to 8
+    gpus: int | None = None  # of --train; default: the fewest that hold the model in each setup, a power of two
+    expert_parallel: int | None = None  # of --train: GPUs that share a layer's experts, planned beside 1; default: up to 8
     checkpointing: Literal["cheapest", "none", "attention", "block"] = "cheapest"
-    """of --train: what is recomputed, as --parallel.checkpointing of the trainer; cheapest: that fits"""
-    tokens_per_day: float | None = None  # of --train: how many GPUs this takes
+    """of --train: what is recomputed, as the trainer's --parallel.checkpointing; cheapest: the cheapest that fits"""
+    tokens_per_day: float | None = None  # of --train: also show how many GPUs this takes
     json: bool = False  # print JSON
     plot: Path | None = None  # draw the steps' times beside their rooflines: .png, .svg or .pdf
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where sizes come from: what to call it, its layer, and its whole model, or why that cannot be planned."""
+    """Where sizes come from: its name, its layer, and its whole model or the reason why that cannot be planned."""
 
     name: str
     layer: MoEConfig
@@ -108,9 +108,9 @@ def source_of(options: PlanOptions) -> Source:
 
 
 def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, list[int]]]:
-    """The layer's size, ``cfg``'s where an option does not say, and [was, is] of what options changed.
+    """The layer's shape, by the options and otherwise by ``cfg``, and [before, after] of each size that they change.
 
-    ValueError names what is off.
+    ValueError: an option is invalid; the message names it.
     """
     if options.dtype not in DTYPE_BYTES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}; got {options.dtype!r}")
@@ -133,7 +133,7 @@ def shape_of(options: PlanOptions, cfg: MoEConfig) -> tuple[MoEShape, dict[str, 
 
 
 def _from_hf(name: str, file: Path) -> Source:
-    """Of a config.json: the whole model of a family that `sizes_from_hf` knows, else the layer alone."""
+    """From a config.json: the whole model of a family that `sizes_from_hf` knows, else the layer alone."""
     data = read_settings(file)
     try:
         model = sizes_from_hf(data)
@@ -149,7 +149,7 @@ def _experts(name: str, model: ModelSizes) -> MoEConfig:
 
 
 def _check(options: PlanOptions) -> None:
-    """ValueError: an option of --train is off, or given without it."""
+    """ValueError: an option of --train is invalid, or given without it."""
     for name in ("seq_len", "mfu", "gpus", "expert_parallel", "checkpointing", "tokens_per_day"):
         if getattr(options, name) != getattr(PlanOptions, name) and not options.train:
             raise ValueError(f"--{name.replace('_', '-')} is for a whole model in training; give --train, too")
@@ -164,7 +164,7 @@ def _check(options: PlanOptions) -> None:
 
 
 def _training(options: PlanOptions, source: Source, gpu: Gpu, overridden: dict[str, list[int]]) -> dict[str, Any]:
-    """ValueError: there is no whole model to plan as it is, or it cannot be shared so."""
+    """ValueError: the source has no whole model, options change its sizes, or its experts cannot be divided so."""
     if source.model is None:
         raise ValueError(
             f"--train needs a whole model, and of {source.name} the layer alone is known ({source.why_no_model}); take "

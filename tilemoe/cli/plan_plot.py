@@ -25,8 +25,8 @@ def draw(plan: Mapping[str, Any], path: Path) -> None:
         from matplotlib.patches import Rectangle
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install 'tilemoe[plot]'") from error
-    steps = plan["steps"][::-1]  # matplotlib's bars begin below
-    figure = Figure(figsize=(8, 5))  # a layout engine would draw twice
+    steps = plan["steps"][::-1]  # matplotlib draws the first bar at the bottom
+    figure = Figure(figsize=(8, 5))  # a layout engine would draw everything twice
     axes = figure.add_axes((0.38, 0.1, 0.59, 0.82))
     places = range(len(steps))
     colours = [_COLOURS[step["part"]] for step in steps]

@@ -15,7 +15,7 @@ _MEMORY = (
     ("forward_peak_bytes", "peak forward", "beside x and the weights"),
     ("backward_peak_bytes", "peak backward", "with all gradients"),
 )
-_ROUTER = ("logits", "route")  # its steps begin so
+_ROUTER = ("logits", "route")  # the names of its steps begin with these
 _FP8_PEAKS = "               peaks are those of bf16: in FP8 0.89 to 1.15 times as much was measured (docs/fp8.md)"
 
 
@@ -78,7 +78,7 @@ def _step_table(steps: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _others(plan: Mapping[str, Any]) -> list[str]:
-    """Ours and the other designs: what is kept, at the peaks and moved in GiB, padding, and times of both parts."""
+    """tilemoe and the other designs: GiB saved, at the peaks and moved, padding, and times of forward and backward."""
     router = [step for step in plan["steps"] if step["step"].startswith(_ROUTER)]
     experts = [step for step in plan["steps"] if step not in router]
     of_router = sums(router, "predicted_ms")

@@ -28,7 +28,7 @@ from tilemoe.train.job.processes import Job
 if TYPE_CHECKING:
     from tilemoe.train.checkpoints.folder import Checkpoint
 
-_LATEST, _AUTO = "", "auto"  # --resume without a path, in words
+_LATEST, _AUTO = "", "auto"  # values of --resume: without a path, and in words
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _run(arguments: Sequence[str], job: Job) -> None:
     is_theirs = bool(resume) and known.recipe is None and not _is_given("--data.cache-dir", overrides)
     result = train(recipe, checkpoint, job, init_from, default_cache_dir() if is_theirs else None)
     if isinstance(result, Stopped):
-        # torchrun would take what a shell expects of a stopped command for a failure, and start the job again.
+        # A shell expects this status of a stopped command; torchrun would take it for a failure and restart the job.
         sys.exit(128 + result.number if job.is_alone else 0)
     if not job.is_first:
         return
@@ -98,7 +98,7 @@ def _is_given(option: str, words: Sequence[str]) -> bool:
 def _initial(name: str, resume: str | None) -> Path:
     if resume:
         raise ValueError(f"--init-from {name} starts a run, --resume {resume} goes on with one; leave one of them out")
-    return find_folder("--init-from", name).resolve()  # it goes into the recipe, which may be resumed from elsewhere
+    return find_folder("--init-from", name).resolve()  # the recipe keeps it, and may be resumed from another folder
 
 
 def _choose(
@@ -165,7 +165,7 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _with_rounding(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
-    """The model with rounding, if there are options or help for it: tyro has none for what is not there."""
+    """The model with rounding set, if its options or --help are given: tyro has no options for a table that is None."""
     moe = model.moe
     if moe is None or moe.rounding is not None or not _is_asked_for("--model.moe.rounding.", overrides):
         return model
@@ -178,7 +178,7 @@ def _is_asked_for(table: str, words: Sequence[str]) -> bool:
 
 
 def _with_base(recipe: Recipe, name: str, folder: Path) -> Recipe:
-    """The recipe whose adapters, if it has them, name what they are for: a folder, or a model of the hub."""
+    """The recipe with ``lora.base`` filled in, if it has adapters: the folder or the hub's name of the base model."""
     if recipe.lora is None or recipe.lora.base is not None:
         return recipe
     base = str(folder) if expand_user(name).is_dir() else name

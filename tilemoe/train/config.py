@@ -19,7 +19,7 @@ from tilemoe.checks import expand_user, require_fields, require_text
 from tilemoe.config import ModelConfig, ParallelConfig, from_dict
 
 _FP8_MULTIPLE = 16  # what an FP8 product's sizes must be multiples of
-_MOST_THREADS = 4096  # torch crashes where the system cannot start as many as it is told
+_MOST_THREADS = 4096  # torch crashes if the system cannot start as many threads as it is told to
 
 
 def default_cache_dir() -> Path:
@@ -38,9 +38,9 @@ class DataConfig:
     seq_len: int  # tokens per training sequence
     batch_size: int  # sequences per micro-batch and per process
     corpus: str = "stdlib"  # "stdlib", a .txt/.md/.py/.jsonl/.parquet file, or a folder; text may be .gz or .zst
-    sources: tuple[str, ...] = ()  # several of them instead, "PATH=WEIGHT" each: its share of the training sequences
+    sources: tuple[str, ...] = ()  # several corpora instead, each "PATH=WEIGHT": its share of the training sequences
     format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
-    too_long: Literal["error", "skip", "truncate"] = "error"  # chat: of more tokens than a sequence has room for
+    too_long: Literal["error", "skip", "truncate"] = "error"  # chat: if it has more tokens than a sequence
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
     heldout_every: int = 20  # every N-th document is kept for evaluation
     cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder
@@ -76,13 +76,13 @@ class DataConfig:
 
     @property
     def weight_of_corpus(self) -> list[tuple[str, float]]:
-        """Each source with its weight; the corpus alone where there are no others."""
+        """Each source with its weight, or the corpus alone."""
         pairs = (source.rpartition("=") for source in self.sources)
         return [(corpus, float(weight)) for corpus, _, weight in pairs] or [(self.corpus, 1.0)]
 
     @property
     def named(self) -> str:
-        """What is read, for people."""
+        """The corpora, for messages."""
         return f"sources {', '.join(self.sources)}" if self.sources else f"corpus {self.corpus}"
 
     @property
@@ -98,7 +98,7 @@ class MuonConfig:
     nesterov: bool = True  # orthogonalise the mean of the gradient and the running mean, not the latter alone
     ns_steps: int = 5  # Newton-Schulz iterations
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)  # a, b, c of a x + b x^3 + c x^5
-    lr_scale: float = 1.0  # Muon's learning rate over optim.lr, before adjust_lr_fn
+    lr_scale: float = 1.0  # Muon's learning rate divided by optim.lr, before adjust_lr_fn
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"  # the latter: updates as large as AdamW's
 
     def __post_init__(self) -> None:
@@ -119,17 +119,17 @@ class OptimConfig:
     """The optimiser, gradient clipping and the learning-rate schedule."""
 
     lr: float  # peak learning rate
-    name: Literal["adamw", "muon"] = "adamw"  # muon: of the blocks' matrices but the router's, adamw of the rest
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices but the router's, adamw for the rest
     beta1: float = 0.9  # AdamW's
     beta2: float = 0.95  # AdamW's
     eps: float = 1e-8  # AdamW's
     weight_decay: float = 0.1  # on weight matrices only: not on norms, biases and the embedding table
-    grad_clip: float = 1.0  # largest L2 norm of the gradient, of a spike too; 0: no limit. NaN or infinity ends the run
+    grad_clip: float = 1.0  # L2 norm that gradients are clipped to, spikes too; 0: no limit. NaN or infinity ends the run
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 100  # linear warm-up, in optimiser steps; a shorter run ends within it
     decay_fraction: float = 0.2  # wsd: the part of all steps spent decaying at the end
-    min_lr_ratio: float = 0.1  # the last step's learning rate over the peak
-    muon: MuonConfig = field(default_factory=MuonConfig)  # where optim.name is muon
+    min_lr_ratio: float = 0.1  # the last step's learning rate divided by the peak
+    muon: MuonConfig = field(default_factory=MuonConfig)  # used if optim.name is muon
 
     def __post_init__(self) -> None:
         require_fields("optim.", self, positive=("lr", "eps"))
@@ -147,12 +147,12 @@ class OptimConfig:
 class LoRAConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685) that a run trains instead of the weights it began with."""
 
-    rank: int = 8  # of each adapter, of every expert's by itself
+    rank: int = 8  # of each adapter; every expert has its own
     alpha: float = 16.0  # an adapter's product is multiplied by alpha / rank
-    modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what has adapters
+    modules: tuple[Literal["experts", "attention"], ...] = ("experts", "attention")  # what gets adapters
     train_router: bool = False  # train the routers' own weights, too
     train_norms: bool = False  # and the norms'
-    base: str | None = None  # what an exported adapter names as its base; --init-from's folder where it is not set
+    base: str | None = None  # base model that an exported adapter names; default: that of --init-from
 
     def __post_init__(self) -> None:
         require_fields("lora.", self, at_least={"rank": 1}, positive=("alpha",))
@@ -174,8 +174,8 @@ class TrainConfig:
     dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections; fp8: by torchao, bf16: as above
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
-    recompute: Literal["up_proj"] | None = None  # up_proj: experts keep no pre-activations, backward redoes a GEMM
-    deterministic: bool = False  # the same bits each time on a GPU, too; its attention's backward is slower
+    recompute: Literal["up_proj"] | None = None  # up_proj: experts save no pre-activations, the backward reruns F1
+    deterministic: bool = False  # bit-equal runs on a GPU, too; the attention's backward is slower
     threads: int = 0  # CPU threads; 0 leaves the choice to torch
     selection_bias_rate: float = 0.001  # step of the router's selection bias, where the model has one
     log_every: int = 10  # steps between records of the training loss
@@ -208,8 +208,8 @@ class TrainConfig:
 class Recipe:
     """A complete, reproducible description of a training run.
 
-    ``parallel`` says how the processes of a job share the model; what it says of dtypes holds under train.precision
-    bf16; under fp32 everything is fp32. A process alone shares nothing, but recomputes as told.
+    ``parallel`` says how a job's processes share the model. Its dtypes apply under train.precision bf16; under fp32
+    everything is fp32. A single process shares nothing, but follows ``parallel.checkpointing``.
     """
 
     name: str
@@ -336,7 +336,7 @@ def parse_recipe(text: str | bytes, where: str) -> Recipe:
 def differences(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, here: str = "here", there: str = "in the checkpoint"
 ) -> Iterator[str]:
-    """What differs between settings (``to_dict``) and a checkpoint's: dotted names with both values, in order."""
+    """A text for each setting (``to_dict``) that differs: its dotted name with both values, in order."""
     for key, value in ours.items():
         other = theirs.get(key)
         if isinstance(value, Mapping) and isinstance(other, Mapping):
