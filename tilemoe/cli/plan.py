@@ -50,9 +50,9 @@ class PlanOptions:
     seq_len: int | None = None  # of --train; default: 4096, or the model's longest
     mfu: float | None = None  # of --train: share of the GPU's stated bf16 rate that is reached; default: 0.35
     gpus: int | None = None  # of --train; default: the fewest that hold the model in each setup, a power of two
-    expert_parallel: int | None = None  # of --train: GPUs that share a layer's experts, planned beside 1; default: up to 8
+    expert_parallel: int | None = None  # of --train: GPUs sharing a layer's experts, shown beside 1; default: up to 8
     checkpointing: Literal["cheapest", "none", "attention", "block"] = "cheapest"
-    """of --train: what is recomputed, as the trainer's --parallel.checkpointing; cheapest: the cheapest that fits"""
+    """of --train: what is recomputed, like the trainer's --parallel.checkpointing; cheapest: the cheapest that fits"""
     tokens_per_day: float | None = None  # of --train: also show how many GPUs this takes
     json: bool = False  # print JSON
     plot: Path | None = None  # draw the steps' times beside their rooflines: .png, .svg or .pdf

@@ -124,7 +124,7 @@ class OptimConfig:
     beta2: float = 0.95  # AdamW's
     eps: float = 1e-8  # AdamW's
     weight_decay: float = 0.1  # on weight matrices only: not on norms, biases and the embedding table
-    grad_clip: float = 1.0  # L2 norm that gradients are clipped to, spikes too; 0: no limit. NaN or infinity ends the run
+    grad_clip: float = 1.0  # gradients are clipped to this L2 norm, spikes too; 0: never. NaN or infinity ends the run
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 100  # linear warm-up, in optimiser steps; a shorter run ends within it
     decay_fraction: float = 0.2  # wsd: the part of all steps spent decaying at the end
