@@ -32,15 +32,15 @@ def in_own_dtype(x: Tensor) -> str:
 class AllToAllDispatcher:
     """Experts ``[r e, (r + 1) e)`` live in the group's rank r; all its ranks call the layer together.
 
-    A token is sent once to each rank that holds one of its experts, however many it holds, with one score and one
-    index for each of these. There the experts' outputs are summed with their scores, and that sum alone comes back.
+    A token is sent once to each rank that holds any of its experts, with a score and an index for each of these. There
+    the experts' outputs are summed with their scores, and only that sum comes back.
     If the experts compute in FP8, a token is sent in FP8, as is the gradient of its output (docs/fp8.md).
     The host reads the sizes once in the forward, which waits for the device; the backward uses them again. A process
     may have no tokens, and a process' experts may get none. The gradient of an expert is that of all W processes'
     tokens, summed and divided by ``gradient_divide_factor``.
 
-    Memory, beside that of `tilemoe.moe` for M tokens: M d elements received, kept for backward as the layer's x, and
-    for a moment the copies sent and, in backward, those that come back (docs/lab/distributed.md).
+    Memory, besides that of `tilemoe.moe` for M tokens: M d elements received, saved for the backward as the layer's x,
+    and for a moment the copies sent and, in the backward, those that come back (docs/lab/distributed.md).
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class AllToAllDispatcher:
         gradient_divide_factor: float = 1.0,
         precision_of: Callable[[Tensor], str] = in_own_dtype,
     ) -> None:
-        """``transports``: a group's, which the layers of a model share. ``precision_of(x)``: in which of
-        `tilemoe.config.PRECISIONS` the experts compute x (T, d), which is in the dtype that they get.
+        """``transports``: the group's; the layers of a model share it. ``precision_of(x)``: the one of
+        `tilemoe.config.PRECISIONS` in which the experts compute x (T, d), given in the dtype that they get.
 
         ValueError: the group's ranks do not divide ``num_experts``.
         """
@@ -65,7 +65,7 @@ class AllToAllDispatcher:
         self.gradient_divide_factor, self._precision_of = gradient_divide_factor, precision_of
         self.experts_per_rank, self.here = num_experts // ranks, dist.get_rank(transports.group)
 
-    # Sizes that the host reads are no part of a graph, and an exchange would end one anyway.
+    # A graph cannot contain sizes that the host reads, and an exchange would break it anyway.
     @torch.compiler.disable
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
         if plan.num_tokens * self.experts_per_rank > _INT32_MAX:
@@ -75,7 +75,7 @@ class AllToAllDispatcher:
             )
         kind = x.device.type
         if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))  # as the experts would: before it is sent
+            x = x.to(torch.get_autocast_dtype(kind))  # as the experts would do, but before x is sent
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         routed = Routed(*arrays, plan.num_tokens, self.ranks, self.here)
         group, transport = self.transports.group, self.transports.of(x.device)
@@ -91,13 +91,13 @@ class AllToAllDispatcher:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         return local if self.gradient_divide_factor == 1 else self._with_divided_gradient(local)
 
-    @torch.compiler.disable  # which would trace a Function that changes its gradient in place otherwise than it runs
+    @torch.compiler.disable  # traced, a Function that changes its gradient in place behaves differently
     def _with_divided_gradient(self, weight: Tensor) -> Tensor:
         return _DivideGradient.apply(weight, self.gradient_divide_factor)
 
 
 class _DivideGradient(torch.autograd.Function):
-    """The weight as it is; in place of its gradient, which the experts have just made for it alone, the quotient."""
+    """The weight, unchanged. Its gradient is divided in place: the experts have just made it for this weight alone."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:

@@ -16,18 +16,18 @@ from tilemoe.plan import RoutingPlan
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """Which of this process' tokens went where: the order in memory, and the sizes, which are on the host.
+    """Where this process' tokens were sent: their order in memory, and the sizes, which are on the host.
 
-    Copies of tokens lie by the rank that they are for: the other ranks in their order, then this rank's own, which are
-    in no message; pairs likewise. Tensors are int32.
+    Copies of tokens are ordered by destination: the other ranks in rank order, then this rank's own, which are in no
+    message. Pairs likewise. Tensors are int32.
 
-    token_of_copy (C)      the token · copy_of_token (T * W)  token-major, -1 where it does not go
-    first_copy (W + 1)     where the copies for a rank begin, in that order
-    position_of_pair (P)   of each pair sent, the place of its score among the scores
+    token_of_copy (C)      each copy's token · copy_of_token (T * W)  token-major, -1 for ranks it is not sent to
+    first_copy (W + 1)     where the copies for each rank begin, in the order above
+    position_of_pair (P)   for each pair sent, the index of its score in the scores
     tokens                 how many copies of tokens go from each rank to each
-    pairs                  how many (token, expert) pairs do
-    transport              what brings them there and back
-    precision              what x and do cross in: "bf16", their own dtype, or "fp8", e4m3 with scales of 1 x 128
+    pairs                  how many (token, expert) pairs go from each rank to each
+    transport              sends them there and back
+    precision              in what x and do are sent: "bf16", their own dtype, or "fp8", e4m3 with scales of 1 x 128
     """
 
     token_of_copy: Tensor
@@ -41,9 +41,9 @@ class Sent:
 
 
 class Dispatched(NamedTuple):
-    """What the experts of this process compute: ``tilemoe.moe(x, w1, w2, plan, scores)`` is theirs to combine.
+    """The inputs of this process' experts; ``tilemoe.moe(x, w1, w2, plan, scores)`` is the output to combine.
 
-    x (M, d) · plan over the e local experts and M tokens · scores, as that plan asks · sent: None where nothing moved
+    x (M, d) · plan over the e local experts and M tokens · scores, shaped for that plan · sent: None if nothing was
     """
 
     x: Tensor
@@ -56,11 +56,11 @@ class Dispatcher(Protocol):
     """Dispatches tokens to the experts and combines their outputs; differentiable in x, the scores and o."""
 
     def dispatch(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Dispatched:
-        """x (T, d), a plan over all E experts, scores as it asks."""
+        """x (T, d), a plan over all E experts, and scores, shaped for that plan."""
         ...
 
     def combine(self, o: Tensor, dispatched: Dispatched) -> Tensor:
-        """o (M, d), of each token the score-weighted sum over the experts here -> (T, d), the sum over all experts."""
+        """o (M, d), each token's score-weighted sum over this process' experts -> (T, d), the sum over all experts."""
         ...
 
     def local_weight(self, weight: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from tilemoe.dispatch.transport import Collective, Transport
 
 
 class Transports:
-    """The transport of one group, made when rows are first sent, by all ranks together, since their device decides.
+    """The transport of one group. All ranks make it together when rows are first sent, because their device decides.
 
-    ``exchange``: "collective", by ``all_to_all_single``; "symmetric", by reading the other GPUs' memory, which takes
-    2.5 to 3 times the most bytes that a rank sends at once, shared by all layers; "auto", the latter where it is
-    possible.
+    ``exchange``: "collective", by ``all_to_all_single``; "symmetric", by reading the other GPUs' memory; "auto", the
+    latter if it is possible. "symmetric" takes memory for 2.5 to 3 times the most bytes that a rank sends at once; all
+    layers share it.
     """
 
     def __init__(self, group: dist.ProcessGroup, exchange: str = "auto") -> None:
@@ -36,7 +36,7 @@ class Transports:
     def _make(self, device: torch.device) -> Transport:
         if self.exchange == "collective" or (self.exchange == "auto" and device.type != "cuda"):
             return Collective(self.group)
-        from tilemoe.dispatch import symmetric  # for GPUs alone
+        from tilemoe.dispatch import symmetric  # only for GPUs
 
         why = symmetric.why_unsupported(self.group, device)
         if why is None:

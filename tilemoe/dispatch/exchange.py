@@ -3,10 +3,10 @@
 T tokens of this process · W ranks · M tokens at its experts · C copies of tokens, those for other ranks before this
 rank's own · P pairs sent · Q pairs received · d model width
 
-What is for this rank itself is copied here, while the rest travels: no message holds it.
+This rank's own rows are in no message: they are copied while the others travel.
 
-There go x and do, back come o and dx. Where the experts compute in FP8, x and do are quantised before they leave, once
-for each token and as the experts' GEMMs do, this rank's own, too; o and dx are partial sums and stay as they are.
+x and do are sent to the experts; o and dx come back. If the experts compute in FP8, x and do are quantised before they
+are sent, once per token and as the experts' GEMMs do it, this rank's own, too; o and dx are partial sums and are not.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ tell_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tens
 
 
 class ToExperts(torch.autograd.Function):
-    """x (T, d), scores as the plan asks -> those at the experts here: tokens (M, d), scores (Q,) fp32 or fp64, their
-    plan; and what was sent.
+    """x (T, d) and scores, shaped for the plan -> those at this rank's experts: tokens (M, d), scores (Q,) in fp32 or
+    fp64, and their plan; and the `Sent`.
     """
 
     @staticmethod
@@ -51,7 +51,7 @@ class ToExperts(torch.autograd.Function):
         with beside:
             told = sizes.new_empty(routed.ranks * routed.ranks, 2)
             arrival = tell_all(told, sizes[0], group=group, async_op=True)
-        # All that does not need the sizes is begun before the host waits for them.
+        # Everything that does not need the sizes is launched before the host waits for them.
         rows = _as_sent(x, precision)
         *places, words, position_of_pair, copies = place_sent(rows, s, sizes, before, *routed)
         with beside:
@@ -96,7 +96,7 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """o (M, d) -> (T, d): of each token the sum over the ranks that it went to, in fp32 or better, in rank order."""
+    """o (M, d) -> (T, d): each token's sum over the ranks that it was sent to, in fp32 or better, in rank order."""
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, sent: Sent) -> Tensor:
@@ -120,14 +120,14 @@ class Travelling(NamedTuple):
     """Rows in flight to this rank, and its own; the other ranks' may be read only after ``arrival.wait()``."""
 
     rows: Tensor
-    left: Tensor  # what was sent, which must not be freed before
-    arrival: Arrival  # last, for it is let go first: after an error it must still be waited for
+    left: Tensor  # the rows sent, which must not be freed before the arrival
+    arrival: Arrival  # last, so that it is released first: after an error it must still be waited for
 
 
 class WayBack:
-    """Of rows that came here, or of what was made of them, to the ranks that they are from.
+    """Sends rows back to the ranks that they came from, or what was computed from such rows.
 
-    It begins as soon as the rows are there, which for gradients of the layer's inputs is before those of the weights.
+    Sending begins as soon as the rows exist. For gradients of the layer's inputs that is before the weights' gradients.
     """
 
     def __init__(self, way: Way, transport: Transport) -> None:
@@ -135,11 +135,13 @@ class WayBack:
         self._begun: tuple[Tensor, int, Travelling] | None = None
 
     def begin(self, rows: Tensor) -> None:
-        """Send rows, which came from others, then own ones; again where something has changed, or added to, those that
-        were sent before, as far as autograd counts it. A change through ``.data``, NumPy or a kernel of one's own is
-        not seen: what has left is what comes, and rows that are under way may have it or not.
+        """Start sending ``rows``: first those of other ranks, then this rank's own.
+
+        A second call sends again if the rows are other ones, or have changed by autograd's version counter. It does not
+        see a change through ``.data``, NumPy or a custom kernel: rows already sent arrive without it, and rows that are
+        being sent may have it or not.
         """
-        # Not data_ptr, which is 0 for rows of no bytes: all ranks must judge alike. Inference tensors count no changes.
+        # Not data_ptr, which is 0 for rows of no bytes: all ranks must decide alike. Inference tensors have no version.
         memory, version = rows.untyped_storage()._cdata, 0 if rows.is_inference() else rows._version
         if self._begun is not None:
             earlier, changes, travelling = self._begun
@@ -152,7 +154,7 @@ class WayBack:
         self._begun = rows, version, travelling
 
     def arrived(self) -> Tensor:
-        """What came back: from other ranks, in their order, then own."""
+        """The rows that came back: from other ranks, in rank order, then this rank's own."""
         assert self._begun is not None, "begin comes first"
         (_, _, travelling), self._begun = self._begun, None
         return _end_all_to_all(travelling)
@@ -182,18 +184,18 @@ def _as_given(arrived: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
 
 
 def _leave(rows: Tensor, way: Way, transport: Transport) -> Travelling:
-    """``rows`` for other ranks set out; where theirs come there is room for this rank's own, behind them."""
+    """Start sending ``rows`` to other ranks. Behind those that arrive there is room for this rank's own."""
     leaving, coming = sum(way.out), sum(way.into)
     arriving = rows.new_empty(coming + way.own, *rows.shape[1:])
     left = rows[:leaving]
     return Travelling(arriving, left, transport.send(left, arriving[:coming], way))
 
 
-# What waits for other ranks has functions of its own: of a process that waits in vain their names are told.
+# Waiting for other ranks has functions of its own: `tilemoe.train.job.watch` reports their names if a job hangs.
 
 
 def _end_all_gather(arrival: Arrival, between: Tensor, sizes: Tensor, here: int) -> list[list[list[int]]]:
-    """``between`` (W, W, 2), once it is here, on the host: the one read from the device; ``sizes[1]`` of it to here."""
+    """Wait for ``between`` (W, W, 2) and read it, the only host sync. ``sizes[1]``: filled with those sent to here."""
     arrival.wait()
     sizes[1] = between[:, here]
     return between.tolist()
@@ -206,7 +208,7 @@ def _end_all_to_all(travelling: Travelling) -> Tensor:
 
 
 def _keep(rows: Tensor, way: Way, travelling: Travelling) -> None:
-    """This rank's own of ``rows``, which lie behind those for the others, to where the others' come."""
+    """Copy this rank's own of ``rows``, which follow those for other ranks, behind the rows that arrive."""
     first, arriving = sum(way.out), travelling.rows
     arriving[len(arriving) - way.own :].copy_(rows[first : first + way.own])
 
@@ -225,7 +227,7 @@ def _sent(
     transport: Transport,
     precision: str,
 ) -> Sent:
-    """From the tokens and pairs of each rank for each, and the first three tensors of `place_sent`."""
+    """From how many (tokens, pairs) each rank sends to each, and the first three tensors of `place_sent`."""
     tokens, pairs = (_way([[size[column] for size in sent] for sent in between], here) for column in range(2))
     token_of_copy, copy_of_token, first_copy = places
     token_of_copy = token_of_copy[: sum(tokens.out) + tokens.own]
@@ -240,7 +242,7 @@ def _way(between: list[list[int]], here: int) -> Way:
 
 
 def _beside(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream beside the current one, which it follows: what the host waits for there is not what comes here later."""
+    """A second stream, after the current one's work so far. Waiting for it does not wait for that one's later work."""
     if device.type != "cuda":
         return nullcontext()
     stream = _stream_beside(device)

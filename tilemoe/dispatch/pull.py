@@ -2,9 +2,9 @@
 
 W ranks · a window is memory of every rank that all of a group can read, with two slots for rows, used in turn
 
-One exchange: a rank copies what it sends into its slot, says so, waits until all have said so, and copies its rows from
-every other rank's slot. It may write a slot again two exchanges later: a rank that has said so for the exchange between
-them has, by the order of its own work, fetched its rows from the slot before.
+One exchange: a rank copies what it sends into its slot, sets its flags, waits until all ranks have set theirs, and
+copies its rows from every other rank's slot. It may write a slot again two exchanges later: a rank that has set its
+flags for the exchange in between has, by the order of its own work, fetched its rows from the slot before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROOM = 1 << 21  # bytes: a slot's size is a multiple
 
 
 class Pull:
-    """The `Transport` over a window, which ``open_window(slot_bytes)`` makes; it is made anew when rows outgrow it."""
+    """The `Transport` over a window from ``open_window(slot_bytes)``; a larger one replaces it when rows outgrow it."""
 
     def __init__(self, here: int, ranks: int, open_window: Callable[[int], SymmetricWindow]) -> None:
         self._here, self._ranks, self._open = here, ranks, open_window
@@ -52,12 +52,12 @@ class Pull:
     def _with_room(self, slot_bytes: int) -> SymmetricWindow:
         """All ranks know the same ``slot_bytes``, so they make a new window together."""
         if self._window is None or self._window.slot_bytes < slot_bytes:
-            # More than asked, for the next batches, whose routing differs, and seldom: it stops the device.
+            # More than needed, since the next batches route differently and opening a window stops the device.
             room = slot_bytes + slot_bytes // 4
             if self._window is not None:
                 room = max(room, self._window.slot_bytes + self._window.slot_bytes // 2)
                 self._window.close()
-                self._window = None  # its memory is given back before more is taken
+                self._window = None  # freed before more memory is allocated
             self._window = self._open(-(-room // _ROOM) * _ROOM or _ROOM)
             self._turn = 0
         return self._window

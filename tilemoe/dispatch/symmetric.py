@@ -1,7 +1,7 @@
-"""A window (`tilemoe.dispatch.pull`) in PyTorch's symmetric memory: GPUs of one host that read each other's.
+"""A window (`tilemoe.dispatch.pull`) in PyTorch's symmetric memory, for GPUs of one host that read each other's memory.
 
-Rows are moved by the GPUs' copy engines, and ranks wait for each other by operations of the stream: neither takes a
-multiprocessor. NCCL's kernels do, and wait for one where a persistent GEMM holds all of them.
+Copy engines move the rows, and stream operations make ranks wait for each other: neither takes a multiprocessor. NCCL's
+kernels do, and wait for one while a persistent GEMM holds all of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FLAG_BYTES = 4
 
 
 def why_unsupported(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the group's ranks cannot exchange rows so, in a few words; None if they can.
+    """Why the group's ranks cannot exchange rows like this, in a few words; None if they can.
 
-    All ranks call it and get one answer: each tells the others what it sees.
+    All ranks must call it. Each tells the others what it sees, so all get the same answer.
     """
     found = _told(group, (socket.gethostname(), _why_unsupported_here(group, device)))
     if len({host for host, _ in found}) > 1:
@@ -55,9 +55,9 @@ def _told(group: dist.ProcessGroup, mine: T) -> list[T]:
 
 
 class SymmetricWindow:
-    """Memory of all ranks of a group, `SLOTS` times ``slot_bytes`` of each; made and closed by all of them together.
+    """Memory of all ranks of a group, `SLOTS` times ``slot_bytes`` each. All of them open and close it together.
 
-    Behind the slots lies a flag for each rank: the last turn it told of; turns count from 1.
+    After the slots there is a flag for each rank: the last turn for which its rows are ready. Turns count from 1.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_bytes: int) -> None:
@@ -72,14 +72,14 @@ class SymmetricWindow:
         self._addresses: list[int] = list(self._handle.buffer_ptrs)
         self._stream, self._entry = _copying_stream(device), torch.cuda.Event()
         self._caller = torch.cuda.current_stream(device)
-        self.close()  # until all flags are 0
+        self.close()  # waits until all flags are 0
 
     def begin(self) -> AbstractContextManager[object]:
-        """What is asked for in the block follows what the caller has begun, and runs beside what it begins later."""
+        """Operations in the block run after the caller's work so far, and beside its later work."""
         self._caller = torch.cuda.current_stream(self._device)
         self._entry.record(self._caller)
         self._stream.wait_event(self._entry)
-        return torch.cuda.device(self._device)  # which the driver's calls are for
+        return torch.cuda.device(self._device)  # the driver's calls apply to the current device
 
     def put(self, turn: int, rows: Tensor) -> None:
         """Copy ``rows`` into this rank's slot for ``turn``."""
@@ -92,7 +92,7 @@ class SymmetricWindow:
             _driver().write(self._stream.cuda_stream, self._flag(rank, self._here), turn)
 
     def wait_for_all(self, turn: int) -> None:
-        """What follows waits until every other rank has told of ``turn``."""
+        """Later work waits until every other rank has set its flag for ``turn``."""
         for rank in self._others:
             _driver().wait(self._stream.cuda_stream, self._flag(self._here, rank), turn)
 
@@ -121,7 +121,7 @@ class SymmetricWindow:
 
 
 class _OnStream:
-    """Of all that a stream was asked for until now; who waits is the stream that asked."""
+    """The arrival of a stream's work so far; the caller's stream waits for it."""
 
     def __init__(self, stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> None:
         self._caller, self._is_awaited = caller, True
@@ -133,14 +133,14 @@ class _OnStream:
         self._is_awaited = True
 
     def __del__(self) -> None:
-        """After an error nobody has waited: then the copies' memory must not be another's before they end."""
+        """After an error nobody has waited; the copies' memory must not be reused before they end."""
         if not self._is_awaited:
             self.wait()
 
 
 def _memory_of_all(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
-    """(size) uint8 that other processes can map. RuntimeError on all ranks where one has no room."""
-    torch.cuda.empty_cache()  # this memory is not the caching allocator's, which may hold all there is
+    """(size) uint8 that other processes can map. RuntimeError on all ranks if one has no room."""
+    torch.cuda.empty_cache()  # it is not from the caching allocator, which may hold all free memory
     memory, problem = None, None
     try:
         memory = symm_mem.empty(size, dtype=torch.uint8, device=device)
@@ -162,8 +162,8 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Driver:
-    """Three calls of CUDA's driver on raw addresses. PyTorch has none for the last two; its own copy of a slice of a
-    tensor takes the host ten times as long, of which a layer has a dozen.
+    """Three calls of CUDA's driver on raw addresses. PyTorch lacks the last two. Its own copy of a tensor's slice takes
+    the host ten times as long, and a layer makes a dozen copies.
     """
 
     def __init__(self) -> None:
@@ -175,15 +175,15 @@ class _Driver:
             call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Of this GPU's memory, or of one that it can read."""
+        """Each address is in this GPU's memory, or in one's that it can access."""
         _check(self._copy(target, source, size, stream))
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """Once all before it in the stream is done, and can be seen by other GPUs."""
+        """Write once all earlier work of the stream is done and visible to other GPUs."""
         _check(self._write(stream, address, value, 0))
 
     def wait(self, stream: int, address: int, value: int) -> None:
-        """Until there is at least ``value`` (32 bits, as a cyclic difference)."""
+        """Wait until the value there is at least ``value`` (32 bits, by cyclic difference)."""
         _check(self._wait(stream, address, value, _WAIT_UNTIL_AT_LEAST))
 
 

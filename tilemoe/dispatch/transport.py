@@ -1,6 +1,6 @@
 """Transports, which send rows between the ranks that share a layer's experts: their interface, and all_to_all_single.
 
-W ranks · rows of any shape and dtype, those for one rank together, in the order of the ranks
+W ranks · rows of any shape and dtype, grouped by rank, in rank order
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Way:
-    """How many rows go from each rank to each other: ``between[source][destination]``, W x W, 0 from one to itself.
+    """How many rows go from each rank to each: ``between[source][destination]``, W x W, 0 from a rank to itself.
 
-    Every rank holds the same numbers. ``here``: this rank; ``own``: rows that it sends to itself, which do not travel.
+    Every rank has the same numbers. ``here``: this rank; ``own``: rows for itself, which are not sent.
     """
 
     between: tuple[tuple[int, ...], ...]
@@ -36,7 +36,7 @@ class Way:
 
     @cached_property
     def first_there(self) -> list[int]:
-        """Of each rank's rows that go out, how many lie before those for here."""
+        """For each rank, how many of the rows that it sends come before those for this rank."""
         return [sum(sent[: self.here]) for sent in self.between]
 
     @cached_property
@@ -58,11 +58,11 @@ class Arrival(Protocol):
 
 
 class Transport(Protocol):
-    """Brings rows to other ranks. All ranks of a group call it in one order; what comes is the same, bit for bit."""
+    """Sends rows to other ranks. All ranks of a group call it in the same order; rows arrive bit for bit."""
 
     def send(self, leaving: Tensor, arriving: Tensor, way: Way) -> Arrival:
-        """Rows ``leaving`` (sum of ``way.out``, ...) to the others, and theirs to ``arriving`` (sum of ``way.into``,
-        ...). Both are contiguous, and stay as they are until the arrival has been waited for.
+        """Send ``leaving`` (sum of ``way.out``, ...) to the other ranks, and receive their rows in ``arriving`` (sum of
+        ``way.into``, ...). Both are contiguous, and must not be changed until the arrival has been waited for.
         """
         ...
 
