@@ -276,6 +276,7 @@ def test_what_qwen3_cannot_express_is_not_exported(change: dict[str, Any], name:
         ({"num_attention_heads": 0, "head_dim": None}, "num_heads"),
         ({"initializer_range": [0.1]}, "initializer_range must be a number"),
         ({"rope_parameters": "yarn"}, "rope_parameters must be a table of settings or null, got 'yarn'"),
+        ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1; .* set it to 0 in config.json"),
     ],
 )
 def test_what_the_decoder_does_not_implement_is_not_imported(change: dict[str, Any], message: str) -> None:
@@ -289,6 +290,8 @@ def test_what_the_decoder_does_not_implement_is_not_imported(change: dict[str, A
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be None, got 8.0"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window must be None, got 4096"),
         ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ("mixtral", {"router_jitter_noise": 0.02}, "router_jitter_noise must be 0, got 0.02; .* set it to 0 in config"),
+        ("olmoe", {"attention_dropout": "much"}, "attention_dropout must be a number, got 'much'"),
     ],
 )
 def test_what_it_does_not_implement_of_other_families(family: str, change: dict[str, Any], message: str) -> None:
@@ -303,7 +306,7 @@ def test_missing_setting_and_other_spellings() -> None:
         config_from_hf(data)
     with pytest.raises(ValueError, match="must hold a table of settings, got list"):
         config_from_hf([])
-    unset = {"num_key_value_heads": None, "rms_norm_eps": None, "decoder_sparse_step": None}
+    unset = {"num_key_value_heads": None, "rms_norm_eps": None, "decoder_sparse_step": None, "attention_dropout": None}
     assert config_from_hf({**hf_config_dict(CONFIG), **unset}).num_kv_heads == CONFIG.num_heads
     older = hf_config_dict(replace(CONFIG, dense_layers=(0, 2)))
     del older["rope_parameters"], older["head_dim"]

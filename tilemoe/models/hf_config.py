@@ -130,6 +130,7 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
     for name, value in implemented.items():
         if data.get(name, value) != value:
             raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
+    _require_no_noise(data, architecture)
     layers = number(data, "num_hidden_layers", int)
     require_countable(layers)
     dense = layers_without_experts(data, layers) if architecture.model_type == "qwen3_moe" else ()
@@ -152,6 +153,16 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         initializer_range=std,
         qk_norm=architecture.qk_norm,
     )
+
+
+def _require_no_noise(data: Mapping[str, Any], architecture: Architecture) -> None:
+    """ValueError: a setting by which transformers' model draws random numbers in training."""
+    for name in ("attention_dropout", *(("router_jitter_noise",) if architecture.model_type == "mixtral" else ())):
+        amount = number(data, name, float, 0.0)
+        if amount != 0:
+            raise ValueError(
+                f"config.json: {name} must be 0, got {amount}; it is not implemented, so set it to 0 in config.json"
+            )
 
 
 def _moe_from_hf(data: Mapping[str, Any], architecture: Architecture, width: int, std: float) -> MoEConfig:
