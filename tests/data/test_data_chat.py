@@ -193,6 +193,31 @@ def test_a_template_travels_with_its_tokenizer(tmp_path: Path) -> None:
     assert prepared(rows, tmp_path, str(tmp_path / "copy" / "tokenizer.json")).train.directory == first.train.directory
 
 
+@pytest.mark.parametrize("shape", [list, dict])
+def test_of_several_templates_the_default_serves(shape: type, tmp_path: Path) -> None:
+    def write(*names: str) -> None:
+        named = {name: f"{name} of several" for name in names}
+        several = named if shape is dict else [{"name": n, "template": text} for n, text in named.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+
+    write("tool_use", "default")
+    template = read_chat_template(tmp_path)
+    assert template is not None
+    assert template.source == "default of several"
+    write("tool_use", "rag")
+    with raises_one_line(
+        r"tokenizer_config\.json: .*'rag', 'tool_use' none is named 'default', .*; correct or remove it"
+    ):
+        read_chat_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    template = read_chat_template(tmp_path)
+    assert template is not None
+    assert template.source == "beside"
+    (tmp_path / "chat_template.jinja").unlink()
+    write()
+    assert read_chat_template(tmp_path) is None
+
+
 def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tokenizer(tmp_path / "base", FORGETFUL)
     rows = write_lines(tmp_path / "a.jsonl", [CHAT] * 2)

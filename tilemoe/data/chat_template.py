@@ -61,7 +61,7 @@ class ChatTemplate:
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """That of a folder of transformers, of chat_template.jinja or tokenizer_config.json; None if it has none.
 
-    ValueError: one of these files is not what it should be.
+    ValueError: one of these files is not what it should be, or it has several templates and no default.
     """
     path, fields = folder / TOKENIZER_CONFIG_FILE, {}
     try:
@@ -71,8 +71,10 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         if (folder / TEMPLATE_FILE).exists():
             path = folder / TEMPLATE_FILE
             source = path.read_text(encoding="utf-8")
-        if isinstance(source, list):  # several by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if isinstance(source, list):  # as transformers' releases before 5 saved several
+            source = {entry["name"]: entry["template"] for entry in source}
+        if isinstance(source, dict):
+            source = _default(source)
         if source is None:
             return None
         tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
@@ -82,6 +84,14 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path}: no chat template can be read from it ({error}); correct or remove it") from error
     return ChatTemplate(str(source), tuple((name, str(text)) for name, text in texts.items() if text is not None))
+
+
+def _default(templates: dict[str, str]) -> str | None:
+    """Of several by name, the one that transformers applies; None of none. ValueError: it would apply none of them."""
+    if templates and "default" not in templates:
+        names = ", ".join(map(repr, sorted(templates)))
+        raise ValueError(f"of its templates {names} none is named 'default', as the one to apply must be")
+    return templates.get("default")
 
 
 class ChatEncoder:
