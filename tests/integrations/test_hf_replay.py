@@ -102,6 +102,30 @@ def test_any_experts_implementation_replays(implementation: str) -> None:
     torch.testing.assert_close(logits_and_grads(model, other_ids(model)), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [SEQ, 1])
+def test_the_only_group_of_experts_takes_no_top_k_for_the_router(length: int) -> None:
+    """DeepSeek-V3 scores a group by its best 2 experts: of one group and K = 2 these look like the router's choice."""
+    model = make("deepseek_v3", n_group=1, topk_group=1, num_experts_per_tok=2)
+    ids = tokens()[:, :length]
+    own, other = recorded(model, ids), other_ids(model)[:, :, :length]
+    want = model(input_ids=ids).logits
+    with replay_routing(model, own):
+        assert_equal([model(input_ids=ids).logits], [want])
+    with replay_routing(model, other), record_routing(model) as record:
+        got = model(input_ids=ids).logits
+    assert torch.equal(record.expert_ids(B).long(), other)
+    model.set_experts_implementation("eager")
+    with replay_routing(model, other):
+        torch.testing.assert_close(got, model(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    for logits, _, weights in to_experts(model, other_ids(model)):
+        kept = logits.sigmoid().gather(1, other_ids(model).flatten(0, 2))
+        torch.testing.assert_close(weights, kept / kept.sum(-1, keepdim=True) * model.config.routed_scaling_factor)
+    mask = torch.arange(B * length).view(B, length) % 3 > 0
+    with replay_routing(model, torch.where(mask[..., None], other, -1), mask), record_routing(model) as record:
+        model(input_ids=ids)
+    assert torch.equal(record.expert_ids(B).long(), torch.where(mask[..., None], other, own.long()))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4"])
 def test_gradient_checkpointing_replays_again_and_records_once(family: str, reentrant: bool) -> None:

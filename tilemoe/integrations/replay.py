@@ -165,11 +165,12 @@ class _Replay(TorchFunctionMode):
         self._ids, self._mask = expert_ids, token_mask
         self._num_experts = next(layer.experts.parameters()).shape[0]
         self._current: nn.Module | None = None
-        self._taken: list[nn.Module | None] = []  # the modules that took a top K since the experts last ran
+        # The module and the (..., K) of each top K since the experts last ran.
+        self._taken: list[tuple[nn.Module | None, torch.Size]] = []
 
     def begin(self, module: nn.Module, args: Any) -> None:
         self._current = module
-        self._taken = [other for other in self._taken if other is not module]  # of a forward that ended early
+        self._taken = [time for time in self._taken if time[0] is not module]  # of a forward that ended early
         self.__enter__()
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -195,7 +196,10 @@ class _Replay(TorchFunctionMode):
         values = args[0] if args else kwargs["input"]
         if values.shape[-1] != self._num_experts or out.indices.shape[-1] != self._ids.shape[-1]:
             return out  # not the router's K of E values for each token
-        self._taken.append(self._current)
+        # A (T, 1, K) before this (T, K) was the only group's best experts. Whatever their score, that group is chosen.
+        of_one_group = torch.Size([*out.indices.shape[:-1], 1, out.indices.shape[-1]])
+        self._taken = [time for time in self._taken if time[1] != of_one_group]
+        self._taken.append((self._current, out.indices.shape))
         self._check(out.indices)
         ids = self._where_replayed(out.indices)
         return torch.return_types.topk((values.gather(-1, ids), ids))
