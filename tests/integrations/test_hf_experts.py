@@ -49,6 +49,23 @@ def test_inference_in_one_call(kind: type[nn.Module], shape: tuple[int, ...], mo
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("of_weights", [torch.bfloat16, torch.float32])
+def test_tokens_of_another_dtype_are_cast_to_the_weights_as_grouped_mm_does(
+    kind: type[nn.Module], of_weights: torch.dtype
+) -> None:
+    other = torch.float32 if of_weights == torch.bfloat16 else torch.bfloat16
+    module, (x, ids, scores) = experts(kind).to(of_weights), routing()
+    ours = run(module, "tilemoe", x.to(other), ids, scores)
+    theirs = run(module, "grouped_mm", x.to(other), ids, scores)
+    eager = run(module.float(), "eager", x.bfloat16().float(), ids, scores)
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+    assert ours[0].dtype == other
+    assert_near([t.float() for t in ours], [t.float() for t in theirs], 1.5e-2)
+    assert_near([t.float() for t in ours], eager, 1.5e-2)
+
+
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
     ("hidden_act", "name"),
     [("silu", "swiglu"), ("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu_tanh"), ("relu", "reglu")],

@@ -28,7 +28,7 @@ from tilemoe.ops.inference import Activation
 from tilemoe.ops.inference import experts as infer_experts
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.tracing import constant_when_traced
+from tilemoe.runtime.tracing import autocast_dtype, constant_when_traced
 
 NAME = "tilemoe"
 OLDEST = (5, 7)  # transformers; before it the names of experts' implementations were a fixed list
@@ -120,7 +120,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     """What transformers calls in place of an experts module's forward: (..., d) like hidden_states.
 
     hidden_states (..., d); top_k_index (T, K) of all experts under `tilemoe.expert_parallel`, else of this rank's, one
-    past the last of them for a pair that is another rank's, which is skipped; top_k_weights (T, K).
+    past the last of them for a pair that is another rank's, which is skipped; top_k_weights (T, K). Computed in the
+    weights' dtype, to which hidden_states is cast, as transformers' grouped_mm does; under autocast in autocast's.
 
     Raises:
         ValueError: tilemoe does not compute these experts.
@@ -128,6 +129,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     weights = _check(self)
     activation = _activation_of(self)
     x = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
+    if x.dtype != weights.w1.dtype and autocast_dtype(x.device.type) is None:
+        x = x.to(weights.w1.dtype)
     dispatcher, out = _dispatcher_of(self), None
     if isinstance(dispatcher, LocalDispatcher):
         out = infer_experts(x, *weights, top_k_index, top_k_weights, activation)
