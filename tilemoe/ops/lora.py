@@ -24,8 +24,7 @@ from tilemoe.kernels.experts.base import FLOAT_DTYPES, Backend, compute_dtype, e
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices, shape_of
 from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight, why_not_nf4
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
-from tilemoe.kernels.experts.torch.backend import rows_to_pairs
-from tilemoe.kernels.experts.torch.grouped import expert_of_row
+from tilemoe.kernels.experts.torch.backend import rows_dot_bias, rows_to_pairs
 from tilemoe.ops.experts import routed_operator, without_derived
 from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, check_plan, check_tensors
 from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of
@@ -213,7 +212,7 @@ def _run_grad(
         backend.combine_grad(dx_rows, plan, dx[:, columns])
         del dx_rows
     if b2 is not None:
-        ds_row = ds_row + _bias_products(do, b2, plan, ds_row.dtype)
+        ds_row += rows_dot_bias(do, b2, plan)
     return dx, rows_to_pairs(ds_row, s, plan), dup_a, dup_b, ddown_a, ddown_b
 
 
@@ -233,11 +232,6 @@ def _plan_of_rows(plan: RoutingPlan) -> RoutingPlan:
     """A plan with the same rows, each its own token: lets wgrads read a (R_max, .) tensor as their gathered operand."""
     own = torch.arange(plan.capacity, dtype=torch.int32, device=plan.device)
     return replace(plan, token_of_row=own, num_tokens=plan.capacity, unchecked=True)
-
-
-def _bias_products(do: Tensor, b2: Tensor, plan: RoutingPlan, dtype: torch.dtype) -> Tensor:
-    """<do_t, b2_e> of each row (R_max), from a small dense GEMM instead of a gather of do."""
-    return (do.to(dtype) @ b2.to(dtype).t())[plan.token_of_row, expert_of_row(plan)]
 
 
 def _fake_grad(
