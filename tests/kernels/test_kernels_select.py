@@ -78,6 +78,19 @@ def test_a_triton_whose_gluon_has_moved_leaves_the_portable_kernels(
     assert why is None or why in chosen.reason
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100, 0], ids=["A100", "H200", "B200", "MI300X"])
+@pytest.mark.usefixtures("h200")
+def test_the_hopper_kernels_alone_say_what_they_need(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))  # enough for Triton's
+    monkeypatch.setattr(serves, "gpu", lambda index: Device(capability, 227 * 1024, 132))
+    chosen = select_kernels("cuda:0", torch.bfloat16)
+    if capability == 90:
+        assert chosen.name == "hopper"
+    else:
+        assert chosen.name == "triton"
+        assert chosen.reason.endswith(f": {serves.why_unsupported(torch.device('cuda:0'))}")
+
+
 def test_compute_dtype() -> None:
     assert compute_dtype(torch.float64) == torch.float64
     assert {compute_dtype(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)} == {torch.float32}

@@ -173,8 +173,6 @@ def _why_not_hopper(device: torch.device) -> str | None:
     """Why, on a GPU that runs the Triton kernels, the warp-specialised ones do not run; None if they do."""
     if not torch.cuda.is_available():
         return "no GPU is here to ask"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
-        return "the Hopper kernels need compute capability 9.0"
     from tilemoe.kernels.experts.hopper.serves import why_unsupported
 
     return why_unsupported(device)
