@@ -22,6 +22,8 @@ BLOCK = re.compile(r'^```(\S+)(?: title="(\S+)")?\n(.*?)^```$', re.M | re.S)
 SCRIPTS = {"train_folder.sh", "finetune.sh", "swap_experts.py", "two_processes.py"}
 # Which are not for a test: what installs, demonstrates for minutes or tests; and what another test runs.
 NOT_RUN = ("make ", "pip install", "tilemoe doctor")
+# Seconds after which a block hangs: it takes 10 to 20 by itself, and 235 with its processes stopped most of the time.
+HANGS = 1200
 
 
 class Block(NamedTuple):
@@ -42,7 +44,7 @@ def run(folder: Path, *command: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TILEMOE_CACHE": str(folder / "cache")}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS, check=False
     )
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
