@@ -371,6 +371,24 @@ def test_a_model_that_fsdp_shards(one_process: DeviceMesh) -> None:
         integration.use(model)
 
 
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("shape", [(T, D), (2, T // 2, D)], ids=str)
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+def test_the_output_of_experts_given_to_fsdp_may_be_changed_in_place(
+    shape: tuple[int, ...], one_process: DeviceMesh
+) -> None:
+    """FSDP2 hangs the gather for the backward on the output, and warns of a view, which would lose it."""
+    sharded, whole, (x, ids, scores) = experts(MixtralExperts), experts(MixtralExperts), routing()
+    fully_shard(sharded, mesh=one_process)
+    for module in (sharded, whole):
+        out = module(x.view(shape), ids, scores)
+        assert out.shape == shape
+        out += x.view(shape)
+        out.square().sum().backward()
+    for ours, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+
+
 def test_use_refuses_a_name() -> None:
     with pytest.raises(ValueError, match=r"use takes a model that is loaded, got str; load it, or call register\(\)"):
         integration.use("allenai/OLMoE-1B-7B-0924")  # type: ignore[arg-type]

@@ -153,7 +153,9 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         out = dispatcher.combine(out, here)
     if out.dtype != hidden_states.dtype:
         out = out.to(hidden_states.dtype)
-    return out if hidden_states.ndim == 2 else out.view(hidden_states.shape)
+    if hidden_states.ndim != 2:  # no view: an in-place change of a view would drop FSDP2's hook on the module's output
+        out = torch.ops.aten._unsafe_view.default(out, hidden_states.shape)
+    return out
 
 
 def check_experts(module: nn.Module) -> None:
