@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-if sys.platform != "win32":
-    import fcntl
 
 _TEMPORARY = ".tmp-"
 _HASH_CHUNK = 1 << 18  # bytes
@@ -68,8 +65,8 @@ def rename_synced(source: Path, target: Path) -> None:
 def only_one_process(target: Path) -> Iterator[None]:
     """Hold the lock of ``target`` for the block: who comes second waits, then finds the work done.
 
-    The lock saves work. It is not what keeps ``target`` whole: publication is atomic, so systems without such locks
-    only work twice.
+    The lock saves work. It is not what keeps ``target`` whole: publication is atomic, so on file systems without
+    such locks they only work twice.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".lock-{target.name}").open("a") as lock:
@@ -84,9 +81,6 @@ def owned_folder(folder: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: another process holds it. (Where folders cannot be locked, nobody is kept out.)
     """
-    if sys.platform == "win32":
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _locked(descriptor, waits=False)
@@ -96,9 +90,7 @@ def owned_folder(folder: Path) -> Iterator[None]:
 
 
 def _locked(descriptor: int, *, waits: bool) -> bool:
-    """Lock it until it is closed, also by a kill; False where the system has no such locks."""
-    if sys.platform == "win32":
-        return False
+    """Lock it until it is closed, also by a kill; False where the file system has no such locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -164,8 +156,6 @@ def sha256_file(path: Path) -> str:
 
 def fsync(path: Path) -> None:
     """Force a file's content, or a folder's entries (creations, renames, deletions), to the disk."""
-    if sys.platform == "win32" and path.is_dir():
-        return  # folders cannot be opened there
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
