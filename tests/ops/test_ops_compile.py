@@ -417,9 +417,10 @@ def test_experts_with_adapters() -> None:
     check(adapted, make)
 
 
-def test_layers_of_one_configuration_that_are_repeated() -> None:
+@pytest.mark.parametrize("rounding", [None, TokenRounding(mode="up", tile=16)], ids=["unrounded", "rounded"])
+def test_layers_of_one_configuration_that_are_repeated(rounding: TokenRounding | None) -> None:
     """A number that a part to be repeated reads first as a symbol is an error of PyTorch's in the next one."""
-    cfg = MoEConfig(D, N, E, K, router=RouterConfig(scale=2.5, **LOSSES))
+    cfg = MoEConfig(D, N, E, K, router=RouterConfig(scale=2.5, **LOSSES), rounding=rounding)
 
     def layer(logits: Tensor) -> Tensor:
         routing = tilemoe.route(logits, cfg)
@@ -430,6 +431,6 @@ def test_layers_of_one_configuration_that_are_repeated() -> None:
             logits = checkpoint(layer, logits, use_reentrant=False)
         return logits
 
-    logits = torch.randn(5, E, requires_grad=True)
+    logits = torch.randn(20, E, requires_grad=True)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
     torch.testing.assert_close(compiled(logits), model(logits))

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilemoe.config import MoEConfig, TokenRounding
 from tilemoe.kernels.choose import choose_rounding
 from tilemoe.ops import rounding as rounding_ops
+from tilemoe.ops.router import constant_scale
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.tensors import require_generator
 from tilemoe.runtime.tracing import constant_when_traced, is_in_backward, specialised
@@ -73,9 +74,10 @@ def round_tokens(
         if token_mask is not None:
             logits = logits.masked_fill(~token_mask[:, None], 0.0)
         all_scores = torch.softmax(logits, dim=-1) if cfg.router.score == "softmax" else torch.sigmoid(logits)
-        how = (rounding.mode, rounding.tile, cfg.router.scale, capacity)
+        scale = constant_scale(cfg.router)
+        how = (rounding.mode, rounding.tile, scale, capacity)
         tensors = rounding_ops.round_rows(all_scores.detach(), expert_ids, kept, uniform, token_mask, *how)
-        scaled = all_scores * cfg.router.scale
+        scaled = all_scores * scale
         scores = _scores_of_rows(scaled, expert_ids, kept_scores, token_of_row=tensors[0], row_start=tensors[4])
     token_of_row, pair_of_row, row_of_pair, pair_start, row_start, pairs_of_expert = tensors
     arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)

@@ -287,7 +287,7 @@ def _kept_scores(all_scores: Tensor, expert_ids: Tensor, router: RouterConfig) -
         kept = torch.softmax(kept, dim=-1)  # sums to one, so there is nothing left to normalise
     elif router.normalize:
         kept = _normalized(kept)
-    (scale,) = specialised(router.scale)
+    scale = router_ops.constant_scale(router)
     return kept if scale == 1.0 else kept * scale
 
 
