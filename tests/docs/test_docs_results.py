@@ -24,7 +24,7 @@ def newest(name: str, **wanted: str) -> dict[str, dict[str, Any]]:
 
 
 LAYERS = newest("layer", mode="sustained", contestant="sonic-moe")
-STEPS = newest("hf_step", implementation="tilemoe")
+STEPS = newest("hf_step", implementation="tilemoe", gpu="NVIDIA H200")
 
 
 @pytest.mark.parametrize("page", [README, RESULTS], ids=["README", "results"])
@@ -45,6 +45,16 @@ def test_the_steps_of_models_are_the_newest_recorded() -> None:
         row = STEPS[case]
         ms = 1e3 * row["batch"] * row["sequence"] / row["tokens_per_s"]
         assert found == [str(row["layers"]), f"{ms:.1f}", f"{row['ratio']:.2f}", f"{row['memory_ratio']:.2f}"], case
+
+
+def test_the_steps_of_models_on_an_h100_are_the_newest_recorded() -> None:
+    found = {}
+    for attention in ("eager", "flex_attention", "sdpa"):
+        rows = newest("hf_step", implementation="tilemoe", gpu="NVIDIA H100 80GB HBM3", attention=attention)
+        found |= {(case, attention): f"{row['ratio']:.2f}" for case, row in rows.items()}
+    gpt_oss = " / ".join(found["gpt-oss-20b", attention] for attention in ("eager", "flex_attention"))
+    qwen3, olmoe, mixtral = (found[name, "sdpa"] for name in ("Qwen3-30B-A3B", "OLMoE-1B-7B", "Mixtral-8x7B"))
+    assert f"the first four rows are {gpt_oss}, {qwen3}, {olmoe} and {mixtral}." in RESULTS
 
 
 def test_what_hosts_do_on_the_smallest_cases_is_recorded() -> None:
