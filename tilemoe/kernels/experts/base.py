@@ -70,7 +70,7 @@ def _blocks_of(part: slice, size: int) -> slice:
 
 
 # An operand that a backend has made for its own F2 or B3: a tensor, or an `Operand` of a backend that quantises.
-Given = Any
+GemmOperand = Any
 
 
 class Backend(ABC):
@@ -109,11 +109,11 @@ class Backend(ABC):
     def why_unsupported(self, device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
         """Why it cannot compute on ``device`` in ``dtype`` with these values of d and n; None if it can."""
 
-    def rows_operand(self, rows: Tensor) -> Given:
+    def rows_operand(self, rows: Tensor) -> GemmOperand:
         """dh (R_max, w) as `up_proj_dgrad` is to read it: made once, for all slices of d."""
         return rows
 
-    def weight_operand(self, weight: Tensor, contracted: int) -> Given:
+    def weight_operand(self, weight: Tensor, contracted: int) -> GemmOperand:
         """A weight (E, p, q) as `down_proj` or `up_proj_dgrad` is to read it, made once for all slices of d.
 
         The result is indexed as the weight would be. contracted: the dimension, 1 or 2, that the GEMM contracts.
@@ -123,16 +123,16 @@ class Backend(ABC):
     @abstractmethod
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> tuple[Given, Tensor]:
+    ) -> tuple[GemmOperand, Tensor]:
         """F1: gather x by token, ``h = x w1^T + b1``, ``a = act(h)``. Returns (a (R_max, n), h (R_max, w))."""
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> Given:
+    ) -> GemmOperand:
         """F1 where nothing will be differentiated: returns a (R_max, n) only, so that h need not be stored."""
         return self.up_proj_act(x, w1, b1, plan, spec)[0]
 
-    def up_proj(self, x: Tensor, w1: Given, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
+    def up_proj(self, x: Tensor, w1: GemmOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
         """F1's GEMM without the activation: h (R_max, w)."""
         return self.up_proj_act(x, w1, b1, plan, spec)[1]
 
@@ -149,10 +149,10 @@ class Backend(ABC):
         return dense_rows(h)
 
     @abstractmethod
-    def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) if w2 (E, c, n) and b2 (E, c) are a slice of d."""
 
-    def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2 on `up_proj_act_inference`'s result: the two may have kernels of their own for few rows."""
         return self.down_proj(a, w2, b2, plan)
 
@@ -185,7 +185,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
         """B3: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) if w1 (E, w, c) is a slice of d."""
 
     @abstractmethod

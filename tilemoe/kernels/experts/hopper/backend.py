@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Given
+from tilemoe.kernels.experts.base import GemmOperand
 from tilemoe.kernels.experts.hopper import configs, host, serves
 from tilemoe.kernels.experts.hopper.configs import TILES, is_faster, tile_of
 from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
@@ -40,7 +40,7 @@ class HopperBackend(TritonBackend):
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
-    ) -> tuple[Given, Tensor]:
+    ) -> tuple[GemmOperand, Tensor]:
         d, n = x.shape[1], w1.shape[1] // spec.width_factor
         following = _device("down_proj", x, plan, n, d)
         if following is not None:  # one launch makes F2's tile list together with F1's, whichever kernel F1 takes

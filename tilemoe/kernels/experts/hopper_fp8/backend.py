@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Given, Operand
+from tilemoe.kernels.experts.base import GemmOperand, Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend
 from tilemoe.kernels.experts.hopper_fp8 import host
@@ -44,16 +44,16 @@ class HopperFp8Backend(HopperBackend):
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> Given:
+    ) -> GemmOperand:
         return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
 
-    def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self._rows_times(a, quantized_weight(w2, 2), b2, plan)
 
-    def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self.down_proj(a, w2, b2, plan)
 
-    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
         return self._rows_times(dh, quantized_weight(w1, 1).transposed(), None, plan)
 
     def down_proj_dgrad_dact(
@@ -72,7 +72,7 @@ class HopperFp8Backend(HopperBackend):
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
-    ) -> tuple[Given, Tensor]:
+    ) -> tuple[GemmOperand, Tensor]:
         if plan.capacity == 0:
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
         device = _device(x)
@@ -83,7 +83,7 @@ class HopperFp8Backend(HopperBackend):
         launch.run()
         return a, h
 
-    def _rows_times(self, rows: Given, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def _rows_times(self, rows: GemmOperand, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2 and B3: out (R_max, q), rows (R_max, p) times weight (E, q, p) transposed, which is contiguous along p."""
         if plan.capacity == 0:
             return weight.scale.new_empty(0, weight.data.shape[1], dtype=weight.dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Given
+from tilemoe.kernels.experts.base import GemmOperand
 from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize, why_not_quantized
 from tilemoe.kernels.experts.torch.backend import TorchBackend, rows_dot_bias, rows_to_pairs
 from tilemoe.plan import RoutingPlan
@@ -36,7 +36,7 @@ class TorchFp8Backend(TorchBackend):
         a, h = super().up_proj_act(_rows(x), _weight(w1), _fp32(b1), plan, spec)
         return a.to(x.dtype), h.to(x.dtype)
 
-    def down_proj(self, a: Tensor, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: Tensor, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2: y (R_max, d), or a slice of d if w2 and b2 are one; its width is a multiple of 128."""
         return super().down_proj(_rows(a), _weight(w2), _fp32(b2), plan).to(a.dtype)
 
@@ -56,7 +56,7 @@ class TorchFp8Backend(TorchBackend):
             ds += rows_to_pairs(rows_dot_bias(do, b2, plan).to(s.dtype), s, plan)
         return dh, ds, a_scaled.to(h.dtype)
 
-    def up_proj_dgrad(self, dh: Tensor, w1: Given, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: Tensor, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
         """B3: dx_rows (R_max, d), or a slice of d if w1 is one; its width is a multiple of 128."""
         return super().up_proj_dgrad(_rows(dh), _weight(w1), plan).to(dh.dtype)
 

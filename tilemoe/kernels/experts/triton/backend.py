@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Backend, Given, Operand, empty_weight_grad
+from tilemoe.kernels.experts.base import Backend, GemmOperand, Operand, empty_weight_grad
 from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.kernels.experts.triton import bias_grad, gemm_nf4, host
 from tilemoe.kernels.experts.triton import small_m as small_m_kernels
@@ -36,12 +36,12 @@ class TritonBackend(Backend):
 
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> tuple[Given, Tensor]:
+    ) -> tuple[GemmOperand, Tensor]:
         return self._up_proj_act(x, w1, b1, plan, spec, keep_h=True)
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> Given:
+    ) -> GemmOperand:
         block_m = small_m(plan.capacity, plan.num_experts)
         if block_m is None or plan.capacity == 0:
             return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
@@ -64,10 +64,10 @@ class TritonBackend(Backend):
     def dequantize_h(self, h: Operand) -> Tensor:
         return dequantized_rows(h)
 
-    def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self._rows("down_proj", a, w2.transpose(1, 2), b2, plan)
 
-    def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         block_m = small_m(plan.capacity, plan.num_experts)
         if block_m is None or plan.capacity == 0:
             return self.down_proj(a, w2, b2, plan)
@@ -99,7 +99,7 @@ class TritonBackend(Backend):
         self._weight_grad("down_proj_wgrad", do, a_scaled, dw2, plan, adds=out is not None)
         return dw2
 
-    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
         return self._rows("up_proj_dgrad", dh, w1, None, plan)
 
     def up_proj_wgrad(
@@ -128,7 +128,7 @@ class TritonBackend(Backend):
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
-    ) -> tuple[Given, Tensor]:
+    ) -> tuple[GemmOperand, Tensor]:
         """F1: (a, h); h is (0, w) where it is not kept."""
         n = w1.shape[1] // spec.width_factor
         device = _check(x, x.shape[1], n)

@@ -22,7 +22,7 @@ from tilemoe.kernels.experts.triton.configs import (
     stage_bytes,
     tile_rows,
 )
-from tilemoe.kernels.experts.triton.descriptors import can_describe_rows, rows_operand
+from tilemoe.kernels.experts.triton.descriptors import can_describe_rows, rows_argument
 from tilemoe.kernels.experts.triton.host import arithmetic_constants, blocks
 from tilemoe.kernels.experts.triton.operands import line_pointers, multiply_add
 from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
@@ -62,8 +62,8 @@ def products_launch(do: Tensor, b2: Tensor, device: Device) -> tuple[Launch, Ten
     products = do.new_empty(num_tokens, num_experts, dtype=torch.float32)
     tile = choose_bias_products_tile(num_experts, do.element_size(), device)
     use_tma = can_describe_rows(device, do, b2)
-    left = rows_operand(do, [tile.block_m, tile.block_k], use_tma)
-    right = rows_operand(b2, [tile.block_n, tile.block_k], use_tma)
+    left = rows_argument(do, [tile.block_m, tile.block_k], use_tma)
+    right = rows_argument(b2, [tile.block_n, tile.block_k], use_tma)
     args = (left, right, products, num_tokens, num_experts, d, do.stride(0), b2.stride(0))
     constants = {"USE_TMA": use_tma, **arithmetic_constants(do.dtype), **blocks(tile)}
     grid = (ceil_div(num_tokens, tile.block_m) * ceil_div(num_experts, tile.block_n),)
@@ -95,8 +95,8 @@ def scores_times_grad_launch(do: Tensor, dense: Tensor, plan: RoutingPlan, devic
     out = do.new_empty(splits, num_experts, d, dtype=torch.float32)
     scores = dense.view(num_experts * parts, width)
     use_tma = can_describe_rows(device, do, scores)
-    left = rows_operand(do, [tile.block_k, tile.block_m], use_tma)
-    right = rows_operand(scores, [parts * tile.block_n, tile.block_k], use_tma)
+    left = rows_argument(do, [tile.block_k, tile.block_m], use_tma)
+    right = rows_argument(scores, [parts * tile.block_n, tile.block_k], use_tma)
     args = (left, right, out, plan.num_tokens, num_experts, d, do.stride(0), width, splits)
     constants = {"PARTS": parts, "USE_TMA": use_tma, **arithmetic_constants(do.dtype), **blocks(tile)}
     return launch_of(scores_times_grad_kernel, (tiles, splits), args, constants, tile.num_warps, tile.num_stages), out

@@ -34,7 +34,7 @@ def can_describe_rows(device: Device, *tensors: Tensor) -> bool:
     return all(can_describe(t, device) and t.shape[0] <= RAGGED_EXTENT for t in tensors)
 
 
-def weight_operand(weight: Tensor, device: Device, block_in: int, block_out: int) -> tuple[Any, str, tuple[int, ...]]:
+def weight_argument(weight: Tensor, device: Device, block_in: int, block_out: int) -> tuple[Any, str, tuple[int, ...]]:
     """(weight or a descriptor of it, ACCESS, strides): the kernels' arguments for a weight seen as (E, parts, in, out).
 
     ACCESS: see `tilemoe.kernels.experts.triton.operands.load_weight`.
@@ -53,11 +53,11 @@ def weight_operand(weight: Tensor, device: Device, block_in: int, block_out: int
     return weight, "by pointer", strides
 
 
-def rows_operand(rows: Tensor, block: list[int], use_tma: bool) -> Any:
+def rows_argument(rows: Tensor, block: list[int], use_tma: bool) -> Any:
     """A matrix as an operand whose tiles may run past an expert's end, into the next expert's rows."""
     return TensorDescriptor.from_tensor(rows, block) if use_tma else rows
 
 
-def ragged_operand(rows: Tensor, block: list[int], use_tma: bool) -> Any:
+def ragged_argument(rows: Tensor, block: list[int], use_tma: bool) -> Any:
     """A matrix as an operand bounded by the expert's rows: past their end loads give zeros and stores write nothing."""
     return create_ragged_descriptor(rows, block) if use_tma else rows

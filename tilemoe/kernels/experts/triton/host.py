@@ -18,9 +18,9 @@ from tilemoe.kernels.experts.triton.configs import MIN_BLOCK, Kernel, TileConfig
 from tilemoe.kernels.experts.triton.descriptors import (
     can_describe,
     can_describe_rows,
-    ragged_operand,
-    rows_operand,
-    weight_operand,
+    ragged_argument,
+    rows_argument,
+    weight_argument,
 )
 from tilemoe.kernels.experts.triton.gemm_dgrad_dact import gemm_dgrad_dact_kernel, score_grad_kernel
 from tilemoe.kernels.experts.triton.gemm_rows import gemm_rows_kernel, up_proj_act_kernel
@@ -46,11 +46,11 @@ def rows_launch(
     out = rows.new_empty(plan.capacity, q)
     tile = choose_tile(kernel, p, q, rows.element_size(), device)
     use_tma = can_describe_rows(device, rows, out)
-    left = rows_operand(rows, [tile.block_m, tile.block_k], use_tma)
-    right, access, (stride_we, _, stride_win, stride_wout) = weight_operand(
+    left = rows_argument(rows, [tile.block_m, tile.block_k], use_tma)
+    right, access, (stride_we, _, stride_win, stride_wout) = weight_argument(
         weight.unsqueeze(1), device, tile.block_k, tile.block_n
     )
-    to = ragged_operand(out, [tile.block_m, tile.block_n // tile.slices], use_tma)
+    to = ragged_argument(out, [tile.block_m, tile.block_n // tile.slices], use_tma)
     bias_strides = (0, 0) if bias is None else bias.stride()
     args = (left, right, bias, to, *tiles, p, q, stride_we, stride_win, stride_wout, *bias_strides)
     column_tiles = ceil_div(q, tile.block_n)
@@ -79,13 +79,13 @@ def up_proj_act_launch(
     a, h = act_outputs(x, plan, spec, n, keep_h)
     weight = split_parts(w1, spec).transpose(2, 3)
     width, column_tiles = tile.block_n * spec.width_factor // weight.shape[1], ceil_div(n, tile.block_n)
-    right, access, strides = weight_operand(weight, device, tile.block_k, width)
+    right, access, strides = weight_argument(weight, device, tile.block_k, width)
     # tma_stores False: faster beside a weight that comes by TMA; with weights by pointer it was not measured.
     stores_by_tma = tile.tma_stores or access.endswith("by pointer")
     use_tma = stores_by_tma and can_describe_rows(device, a, *([h] if keep_h else []))
     bias_strides = (0, 0, 0) if b1 is None else split_parts(b1, spec).stride()
-    to_a = ragged_operand(a, [tile.block_m, tile.block_n // tile.slices], use_tma)
-    to_h = _h_operand(h, spec, tile, use_tma) if keep_h else None
+    to_a = ragged_argument(a, [tile.block_m, tile.block_n // tile.slices], use_tma)
+    to_h = _h_argument(h, spec, tile, use_tma) if keep_h else None
     operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles)
     args = (*operands, d, n, x.stride(0), *strides, *bias_strides, spec.limit, spec.alpha)
     constants = {
@@ -119,11 +119,11 @@ def dgrad_dact_launch(
     column_tiles = ceil_div(n, tile.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
     use_tma = can_describe_rows(device, h, dh, a_scaled)
-    right, access, (stride_we, _, stride_win, stride_wout) = weight_operand(
+    right, access, (stride_we, _, stride_win, stride_wout) = weight_argument(
         w2.unsqueeze(1), device, tile.block_k, tile.block_n
     )
-    to_dh = _h_operand(dh, spec, tile, use_tma)
-    to_a = ragged_operand(a_scaled, [tile.block_m, tile.block_n // tile.slices], use_tma)
+    to_dh = _h_argument(dh, spec, tile, use_tma)
+    to_a = ragged_argument(a_scaled, [tile.block_m, tile.block_n // tile.slices], use_tma)
     operands = (do, right, h, s, to_dh, to_a, partial, plan.token_of_row, plan.pair_of_row, *tiles)
     scalars = (plan.capacity, d, n, do.stride(0), stride_we, stride_win, stride_wout, spec.limit, spec.alpha)
     constants = {
@@ -172,8 +172,8 @@ def wgrad_launch(
     wider = out.element_size() > by_row.element_size() and tile.block_n >= 2 * tile.slices * MIN_BLOCK
     slices = min(2 * tile.slices, 4) if wider else tile.slices
     width = tile.block_n // slices
-    right = ragged_operand(by_row, [tile.block_k, tile.block_n], use_tma)
-    to = rows_operand(out, [1, width, tile.block_m] if transposed else [1, tile.block_m, width], use_tma)
+    right = ragged_argument(by_row, [tile.block_k, tile.block_n], use_tma)
+    to = rows_argument(out, [1, width, tile.block_m] if transposed else [1, tile.block_m, width], use_tma)
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
     constants = {
         "TRANSPOSED": transposed,
@@ -248,12 +248,12 @@ def _row_gemm_constants(
     }
 
 
-def _h_operand(h: Tensor, spec: ActivationSpec, tile: TileConfig, use_tma: bool) -> Any:
+def _h_argument(h: Tensor, spec: ActivationSpec, tile: TileConfig, use_tma: bool) -> Any:
     """h or dh (R_max, w) as an output operand, concatenated gate and up as (R_max, 2, n)."""
     width = tile.block_n // tile.slices
     if gate_up_layout(spec) == "concatenated":
-        return ragged_operand(h.unflatten(1, (2, -1)), [tile.block_m, 1, width], use_tma)
-    return ragged_operand(h, [tile.block_m, spec.width_factor * width], use_tma)
+        return ragged_argument(h.unflatten(1, (2, -1)), [tile.block_m, 1, width], use_tma)
+    return ragged_argument(h, [tile.block_m, spec.width_factor * width], use_tma)
 
 
 def needs_int64(rows: Tensor) -> bool:

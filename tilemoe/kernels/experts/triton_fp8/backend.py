@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import Given, Operand
+from tilemoe.kernels.experts.base import GemmOperand, Operand
 from tilemoe.kernels.experts.quantize import why_not_quantized
 from tilemoe.kernels.experts.triton import host
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, score_grad
@@ -50,16 +50,16 @@ class TritonFp8Backend(TritonBackend):
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
-    ) -> Given:
+    ) -> GemmOperand:
         return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
 
-    def down_proj_inference(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self.down_proj(a, w2, b2, plan)
 
-    def down_proj(self, a: Given, w2: Given, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return _rows_times(a, quantized_weight(w2, 2), b2, plan)
 
-    def up_proj_dgrad(self, dh: Given, w1: Given, plan: RoutingPlan) -> Tensor:
+    def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
         return _rows_times(dh, quantized_weight(w1, 1).transposed(), None, plan)
 
     def down_proj_dgrad_dact(
@@ -87,7 +87,7 @@ class TritonFp8Backend(TritonBackend):
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
-    ) -> tuple[Given, Tensor]:
+    ) -> tuple[GemmOperand, Tensor]:
         if plan.capacity == 0:
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
         d, n = x.shape[1], w1.shape[1] // spec.width_factor
@@ -115,7 +115,7 @@ class TritonFp8Backend(TritonBackend):
         return a, h
 
 
-def _rows_times(rows: Given, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+def _rows_times(rows: GemmOperand, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
     """F2 and B3: out (R_max, width_out) = rows (R_max, width_in) times weight (E, width_out, width_in) transposed."""
     width_out, width_in = weight.data.shape[1:]
     out = weight.scale.new_empty(plan.capacity, width_out, dtype=weight.dtype)
