@@ -75,8 +75,8 @@ class TorchBackend(Backend):
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
         if column_major:  # the transposed product, row-major
-            turned = None if out is None else out.transpose(1, 2)
-            return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row, out=turned).transpose(1, 2)
+            transposed = None if out is None else out.transpose(1, 2)
+            return outer_per_expert(a_scaled, do, plan, right_index=plan.token_of_row, out=transposed).transpose(1, 2)
         return outer_per_expert(do, a_scaled, plan, left_index=plan.token_of_row, out=out)
 
     def up_proj_dgrad(self, dh: Tensor, w1: Weight, plan: RoutingPlan) -> Tensor:
@@ -86,8 +86,8 @@ class TorchBackend(Backend):
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
         if column_major:  # the transposed product, row-major
-            turned = None if out is None else out.transpose(1, 2)
-            return outer_per_expert(x, dh, plan, left_index=plan.token_of_row, out=turned).transpose(1, 2)
+            transposed = None if out is None else out.transpose(1, 2)
+            return outer_per_expert(x, dh, plan, left_index=plan.token_of_row, out=transposed).transpose(1, 2)
         return outer_per_expert(dh, x, plan, right_index=plan.token_of_row, out=out)
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:

@@ -107,8 +107,8 @@ class TritonBackend(Backend):
     ) -> Tensor:
         shape = (plan.num_experts, dh.shape[1], x.shape[1])
         dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
-        turned = dw1.transpose(1, 2)  # the gathered operand's width comes first
-        self._weight_grad("up_proj_wgrad", x, dh, turned, plan, adds=out is not None)
+        transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
+        self._weight_grad("up_proj_wgrad", x, dh, transposed, plan, adds=out is not None)
         return dw1
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:

@@ -138,10 +138,10 @@ def dequantize_rows_kernel(data, scale, values, count, width, stride_data, strid
 
 
 @triton.jit
-def quantize_weight_kernel(weight, data, turned, scale, p, q, stride_e, stride_p, stride_q):
-    """weight (E, p, q) -> data (E, p, q), ``turned``, the same stored as (E, q, p), and scale (E, p / 128, q / 128).
+def quantize_weight_kernel(weight, data, transposed, scale, p, q, stride_e, stride_p, stride_q):
+    """weight (E, p, q) -> data (E, p, q), ``transposed``, the same as (E, q, p), and scale (E, p / 128, q / 128).
 
-    Either of data and turned may be None.
+    Either of data and transposed may be None.
     """
     block_q, block_p, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     line = block_p * _BLOCK + tl.arange(0, _BLOCK)
@@ -156,6 +156,6 @@ def quantize_weight_kernel(weight, data, turned, scale, p, q, stride_e, stride_p
     first = expert * p * q
     if data is not None:
         tl.store(data + first + line.to(tl.int64)[:, None] * q + column[None, :], tile)
-    if turned is not None:
-        tl.store(turned + first + column.to(tl.int64)[:, None] * p + line[None, :], tile.trans())
+    if transposed is not None:
+        tl.store(transposed + first + column.to(tl.int64)[:, None] * p + line[None, :], tile.trans())
     tl.store(scale + (expert * (p // _BLOCK) + block_p) * (q // _BLOCK) + block_q, scale_of_block)
