@@ -2,10 +2,11 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts of this rank · K experts per token · w = 2n gated, n ungated
 
-transformers keeps a table of functions that compute a model's experts; `register` adds one entry to it. Nothing else of
-transformers is touched, but that an experts module keeps as an attribute what was found of it. The router stays the
-model's own. Weights are read where they lie, (E, w, d) or transposed: no copy is made. What a model's gate computes is
-tried out, not assumed, and a model that tilemoe does not compute exactly is refused.
+transformers looks up the function that computes a model's experts in a table; `register` adds an entry to it, and to
+the table of FP8 experts one that refuses. Nothing else of transformers changes, except that each experts module keeps
+as an attribute which activation was found in it. The router stays the model's own. Weights are read where they lie,
+(E, w, d) or transposed, without a copy. The model's own gate function is evaluated to find out which activation it is;
+a model that tilemoe does not compute exactly is refused.
 """
 
 from __future__ import annotations
