@@ -38,8 +38,8 @@ LARGE = {
     "one expert": Shape(4096, 1024, 512, 1, 1),
     "ragged widths": Shape(2500, 1000, 296, 12, 3),
     "narrow": Shape(777, 64, 72, 6, 2),
-    "bands of n": Shape(900, 512, 4352, 4, 2),  # 34 column tiles of 128, 68 with gate and up
-    "bands of d": Shape(900, 4352, 512, 4, 2),
+    "bands of n": Shape(900, 1160, 8456, 4, 2),  # 67 column tiles of F1, 34 of B1, which have a contraction of 1160
+    "bands of d": Shape(900, 2200, 1096, 4, 2),  # 18 column tiles of F2 and B3, with contractions of 1096 and 2192
     "long contraction": Shape(700, 4608, 2304, 4, 2),
 }
 FEW = (1, 2, 7, 8, 33, 64, 256)

@@ -191,7 +191,7 @@ def quantize_rows(args: dict[str, Any], constants: dict[str, Any]) -> None:
 
 def quantize_weight(args: dict[str, Any], constants: dict[str, Any]) -> None:
     found = quantize(args["weight"], WEIGHTS)
-    for name in ("data", "turned"):
+    for name in ("data", "transposed"):
         if args[name] is not None:
             args[name].copy_(found.data)
     args["scale"].copy_(found.scale)

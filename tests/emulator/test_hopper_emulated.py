@@ -75,12 +75,22 @@ def test_every_layout_bias_and_activation(index: int) -> None:
 @pytest.mark.parametrize("counts", ENDS)
 def test_tiles_in_bands(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three column tiles are walked two and one at a time, F1's five two, two and one."""
-    monkeypatch.setattr(host, "band_tiles", lambda kernel, column_tiles, width_in: {3: 2, 5: 2}[column_tiles])
+    asked = {}
+
+    def band_tiles(kernel: str, column_tiles: int, width_in: int) -> int:
+        asked[kernel] = column_tiles, width_in
+        return 2
+
+    monkeypatch.setattr(host, "band_tiles", band_tiles)
     case = Case(FP16, hidden_size=264, intermediate_size=520)
     with emulated(ctas=2) as launches:
         assert_kernels_agree(KERNELS, plan_of(*counts), case, TOLERANCE)
-    bands = {name_of(launch): launch.constants["BAND"] for launch in launches if "BAND" in launch.constants}
-    assert bands == dict.fromkeys(("up_proj_act_kernel", "gemm_rows_kernel", "gemm_dgrad_dact_kernel"), 2)
+    names = {name_of(launch) for launch in launches if "BAND" in launch.constants}
+    assert names == {"up_proj_act_kernel", "gemm_rows_kernel", "gemm_dgrad_dact_kernel"}
+    assert asked == {
+        "up_proj_act": (5, 264), "down_proj": (3, 520), "down_proj_dgrad_dact": (3, 264), "up_proj_dgrad": (3, 1040)
+    }  # fmt: skip
+    assert {launch.constants["BAND"] for launch in launches if "BAND" in launch.constants} == {2}
 
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])

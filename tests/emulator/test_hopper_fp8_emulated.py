@@ -27,7 +27,7 @@ from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.hopper_fp8 import host
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
-from tilemoe.kernels.experts.quantize import BLOCK, ROWS, quantize
+from tilemoe.kernels.experts.quantize import ROWS, quantize
 from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing import hostile_routings, make_inputs
@@ -155,16 +155,18 @@ def test_rows_past_the_last_are_not_written() -> None:
         assert bool(rows[195:].isnan().all())
 
 
-def test_wide_outputs_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F1 walks three column tiles two and one at a time."""
-    monkeypatch.setattr(host, "band_tiles", lambda kernel, column_tiles, width_in: {3: 2}[column_tiles])
-    plan, spec = plan_of(130, 65, 3), activation_spec("swiglu", "concatenated", None, None)
-    given = make_inputs(plan, BLOCK, 3 * BLOCK, dtype=torch.float16)
-    with emulated() as launches:
-        a = KERNELS.up_proj_act_inference(given["x"], given["w1"], None, plan, spec)
-    assert launches[-1].constants["BAND"] == 2
-    exact, _ = EXACT.up_proj_act(given["x"].float(), given["w1"].float(), None, plan, spec)
-    assert_quantized(a[slice(195),], exact[:195])
+def test_tiles_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B1 walks three column tiles two and one at a time, F1 five two, two and one."""
+    asked = {}
+
+    def band_tiles(kernel: str, column_tiles: int, width_in: int) -> int:
+        asked[kernel] = column_tiles, width_in
+        return 2
+
+    monkeypatch.setattr(host, "band_tiles", band_tiles)
+    with emulated():
+        assert_gemms_agree(plan_of(130, 65, 3), Case(torch.float16, hidden_size=128, intermediate_size=640))
+    assert asked == {"up_proj_act": (5, 128), "down_proj_dgrad_dact": (3, 128)}
 
 
 @pytest.mark.parametrize("columns", [slice(128, 512), slice(256, 384)], ids=str)

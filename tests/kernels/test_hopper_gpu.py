@@ -1,6 +1,7 @@
 """The Hopper kernels on a GPU: against fp64 on hostile routings, bit-equal runs, and what the portable kernels get."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -56,6 +57,21 @@ def on_hopper(poisoned_memory: None) -> None:
 pytestmark = pytest.mark.gpu
 
 
+@contextmanager
+def launches_of_row_gemms() -> Iterator[list[Launch]]:
+    """Launches within the block of kernels whose tiles may be walked in bands, in their order: F1 twice, F2, B1, B3."""
+    launches: list[Launch] = []
+    run = Launch.run
+
+    def note(launch: Launch) -> None:
+        if "BAND" in launch.constants:
+            launches.append(launch)
+        run(launch)
+
+    with never_repeated(), mock.patch.object(Launch, "run", note):
+        yield launches
+
+
 @pytest.fixture
 def launched() -> Iterator[set[str]]:
     """Names of the Hopper kernels that are launched during the test."""
@@ -93,14 +109,23 @@ def test_every_layout(activation: str, bias: bool, turned: bool, gate_up: str, l
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("backend", [HopperBackend(), TritonBackend()], ids=["hopper", "triton"])
-@pytest.mark.parametrize(
-    "sizes", [(2200, 256 * ROW_MAJOR_TILES_OF_B1 + 264), (1160, 520)], ids=["all four", "B3 alone"]
-)
-def test_tiles_in_bands(sizes: tuple[int, int], backend: TritonBackend, gate_up: str) -> None:
-    """Contractions so long and outputs so wide that columns are walked in bands, the last one narrower."""
-    case = Case(BF16, gate_up=gate_up, hidden_size=sizes[0], intermediate_size=sizes[1])
+def test_tiles_in_bands(backend: TritonBackend, gate_up: str) -> None:
+    """All four row GEMMs, of contractions so long and outputs so wide that columns are walked in bands."""
+    case = Case(BF16, gate_up=gate_up, hidden_size=2600, intermediate_size=256 * ROW_MAJOR_TILES_OF_B1 + 264)
     for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
-        assert_kernels_agree(backend, plan, case, TOLERANCE[BF16])
+        with launches_of_row_gemms() as launches:
+            assert_kernels_agree(backend, plan, case, TOLERANCE[BF16])
+        assert len(launches) == 5
+        assert all(launch.constants["BAND"] for launch in launches)
+
+
+def test_b3_in_bands_of_its_own_kernel() -> None:
+    """Eleven column tiles, six and five at a time. Longer contractions, and wider dx, are the portable B3's."""
+    case = Case(BF16, hidden_size=1400, intermediate_size=520)
+    with launches_of_row_gemms() as launches:
+        assert_kernels_agree(HopperBackend(), random_plan(1500, 5, 2), case, TOLERANCE[BF16])
+    assert [launch.constants["BAND"] for launch in launches] == [0, 0, 0, 0, 6]
+    assert launches[-1].max_registers is not None
 
 
 @pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 turned"])

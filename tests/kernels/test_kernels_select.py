@@ -225,6 +225,8 @@ def test_tiles_do_not_outgrow_the_widths() -> None:
         ("down_proj", 16, 1024, 0),  # OLMoE: its contraction is short
         ("down_proj", 32, 1536, 8),  # Qwen3-235B
         ("down_proj", 23, 2880, 4),  # gpt-oss
+        ("down_proj", 32, 2047, 8),
+        ("down_proj", 32, 2048, 4),
         ("up_proj_dgrad", 12, 2048, 4),  # 7B-n1024
         ("up_proj_dgrad", 8, 4096, 0),
         ("up_proj_dgrad", 0, 4096, 0),
@@ -232,6 +234,8 @@ def test_tiles_do_not_outgrow_the_widths() -> None:
         ("up_proj_act", 12, 4096, 6),  # Qwen3-235B
         ("up_proj_act", 112, 4096, 6),  # Mixtral
         ("down_proj_dgrad_dact", 12, 2880, 0),  # gpt-oss
+        ("down_proj_dgrad_dact", 32, 4096, 0),
+        ("down_proj_dgrad_dact", 33, 4096, 6),
         ("down_proj_dgrad_dact", 56, 4096, 6),  # Mixtral
     ],
 )

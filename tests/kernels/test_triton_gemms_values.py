@@ -63,9 +63,18 @@ def test_weight_gradients_are_added_exactly(case: Case, access: str) -> None:
 @pytest.mark.parametrize("name", ["random", "first and last expert empty"])
 def test_tiles_in_bands(name: str, access: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five column tiles are walked two, two and one at a time, nine by fours."""
-    monkeypatch.setattr(mlp, "band_tiles", lambda kernel, column_tiles, width_in: {5: 2, 9: 4}[column_tiles])
+    asked = {}
+
+    def band_tiles(kernel: str, column_tiles: int, width_in: int) -> int:
+        asked[kernel] = column_tiles, width_in
+        return {5: 2, 9: 4}[column_tiles]
+
+    monkeypatch.setattr(mlp, "band_tiles", band_tiles)
     case = Case(FP32, hidden_size=136, intermediate_size=136)
     assert_kernels_agree(TritonBackend(), ROUTINGS[name], case, TOLERANCE[FP32])
+    assert {kernel: width_in for kernel, (_, width_in) in asked.items()} == {
+        "up_proj_act": 136, "down_proj": 136, "down_proj_dgrad_dact": 136, "up_proj_dgrad": 272
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "geglu_tanh", "relu", "relu2"])

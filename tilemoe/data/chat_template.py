@@ -61,7 +61,7 @@ class ChatTemplate:
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """That of a folder of transformers, of chat_template.jinja or tokenizer_config.json; None if it has none.
 
-    ValueError: one of these files is not what it should be, or it has several templates and no default.
+    ValueError: one of these files is not what it should be, or there are several templates and none is the default.
     """
     path, fields = folder / TOKENIZER_CONFIG_FILE, {}
     try:

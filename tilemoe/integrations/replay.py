@@ -153,6 +153,13 @@ def _layers(model: nn.Module) -> list[_Layer]:
     return found
 
 
+class _TopK(NamedTuple):
+    """A top K of E values that a router took: the module whose forward it was in, and the (..., K) of its indices."""
+
+    module: nn.Module | None
+    shape: torch.Size
+
+
 class _Replay(TorchFunctionMode):
     """Active during a router's forward: a top K of E values returns the replayed indices instead.
 
@@ -165,12 +172,11 @@ class _Replay(TorchFunctionMode):
         self._ids, self._mask = expert_ids, token_mask
         self._num_experts = next(layer.experts.parameters()).shape[0]
         self._current: nn.Module | None = None
-        # The module and the (..., K) of each top K since the experts last ran.
-        self._taken: list[tuple[nn.Module | None, torch.Size]] = []
+        self._taken: list[_TopK] = []  # since the experts last ran
 
     def begin(self, module: nn.Module, args: Any) -> None:
         self._current = module
-        self._taken = [time for time in self._taken if time[0] is not module]  # of a forward that ended early
+        self._taken = [taken for taken in self._taken if taken.module is not module]  # of a forward that ended early
         self.__enter__()
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -196,10 +202,10 @@ class _Replay(TorchFunctionMode):
         values = args[0] if args else kwargs["input"]
         if values.shape[-1] != self._num_experts or out.indices.shape[-1] != self._ids.shape[-1]:
             return out  # not the router's K of E values for each token
-        # A (T, 1, K) before this (T, K) was the only group's best experts. Whatever their score, that group is chosen.
+        # A (..., 1, K) before this (..., K) was the only group's best experts. Whatever their score, it is chosen.
         of_one_group = torch.Size([*out.indices.shape[:-1], 1, out.indices.shape[-1]])
-        self._taken = [time for time in self._taken if time[1] != of_one_group]
-        self._taken.append((self._current, out.indices.shape))
+        self._taken = [taken for taken in self._taken if taken.shape != of_one_group]
+        self._taken.append(_TopK(self._current, out.indices.shape))
         self._check(out.indices)
         ids = self._where_replayed(out.indices)
         return torch.return_types.topk((values.gather(-1, ids), ids))

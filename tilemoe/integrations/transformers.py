@@ -154,7 +154,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         out = dispatcher.combine(out, here)
     if out.dtype != hidden_states.dtype:
         out = out.to(hidden_states.dtype)
-    if hidden_states.ndim != 2:  # no view: an in-place change of a view would drop FSDP2's hook on the module's output
+    # No view: an in-place change of a view would drop FSDP2's hook on the module's output. No backward reads ``out``.
+    if hidden_states.ndim != 2:
         out = torch.ops.aten._unsafe_view.default(out, hidden_states.shape)
     return out
 

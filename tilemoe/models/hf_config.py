@@ -156,7 +156,10 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
 
 
 def _require_no_noise(data: Mapping[str, Any], architecture: Architecture) -> None:
-    """ValueError: a setting by which transformers' model draws random numbers in training."""
+    """ValueError: a setting by which transformers' model draws random numbers in training.
+
+    Whoever only evaluates such a model is asked to set it to 0 as well: reading does not know what the model is for.
+    """
     for name in ("attention_dropout", *(("router_jitter_noise",) if architecture.model_type == "mixtral" else ())):
         amount = number(data, name, float, 0.0)
         if amount != 0:

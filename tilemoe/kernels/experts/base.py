@@ -69,7 +69,7 @@ def _blocks_of(part: slice, size: int) -> slice:
     return slice(start, stop)
 
 
-# An operand that a backend has made for its own F2 or B3: a tensor, or an `Operand` of a backend that quantises.
+# An operand that a backend has made for one of its own row GEMMs: a tensor, or an `Operand` where it quantises.
 GemmOperand = Any
 
 

@@ -26,11 +26,11 @@ WEIGHT_GRADS = ("down_proj_wgrad", "up_proj_wgrad")
 WIDTH_MULTIPLE = 8  # that n and d must be a multiple of: 8 elements of 16 bits are a 16-byte load
 RAGGED_EXTENT = 1 << 30  # rows that a ragged descriptor (triton.tools.ragged_tma) declares, whatever its tensor has
 MIN_BLOCK = 16  # the smallest tile dimension that tensor cores take
-# Outputs that are walked in row-major order, measured on an H100 (docs/lab/hopper.md); see `band_tiles`.
-ROW_MAJOR_K = 1024  # contractions up to this: each band reads the rows again, which shorter ones do not make up for
-ROW_MAJOR_TILES = 8  # column tiles up to this
-ROW_MAJOR_TILES_OF_B1 = 32  # 5 to 11 column tiles lost up to 4% in bands, 56 gained 64%
-LONG_K = 2048  # from here on F2 and B3 gain most in narrow bands
+# Bands of columns (`band_tiles`), measured on an H100, whose column tiles are 128 or 256 wide (docs/lab/hopper.md).
+ROW_MAJOR_K = 1024  # contractions up to this are not walked in bands: each band reads the rows again
+ROW_MAJOR_TILES, ROW_MAJOR_TILES_OF_B1 = 8, 32  # nor outputs of up to so many column tiles
+LONG_K = 2048  # F2 and B3 have narrower bands from here on: F2 gains by it
+_MOST_TILES, _MOST_TILES_OF_LONG_K, _MOST_TILES_WITH_ACTIVATION = 8, 4, 6  # of a band
 _BARRIER_BYTES = 1024  # shared memory reserved for the pipeline's mbarriers and for alignment
 
 
@@ -116,7 +116,10 @@ def band_tiles(kernel: Kernel, column_tiles: int, width_in: int) -> int:
     row_major = ROW_MAJOR_TILES_OF_B1 if kernel == "down_proj_dgrad_dact" else ROW_MAJOR_TILES
     if width_in <= ROW_MAJOR_K or column_tiles <= row_major:
         return 0
-    most = 6 if kernel in WITH_ACTIVATION else 4 if width_in >= LONG_K else 8
+    if kernel in WITH_ACTIVATION:
+        most = _MOST_TILES_WITH_ACTIVATION
+    else:
+        most = _MOST_TILES_OF_LONG_K if width_in >= LONG_K else _MOST_TILES
     return -(-column_tiles // -(-column_tiles // most))
 
 

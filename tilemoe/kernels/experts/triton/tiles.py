@@ -22,7 +22,7 @@ _FEWEST_EXPERTS = 128  # smallest BLOCK_E: layers with up to so many experts sha
 
 @triton.jit
 def tile_place(index, row_tiles, column_tiles, BAND: tl.constexpr):
-    """(row tile, column tile) of tile ``index`` of row_tiles x column_tiles, column tiles innermost.
+    """(row tile, column tile) of tile ``index`` < row_tiles * column_tiles, column tiles innermost.
 
     BAND: all row tiles of BAND column tiles come before the next BAND, 0: no bands; see `configs.band_tiles`.
     """
