@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 from tilemoe.palette import spread
 
 STYLES = MappingProxyType(dict(zip(("sonic-moe", "scattermoe", "grouped_mm"), spread(3), strict=True)))
+GPU = "NVIDIA H200"
 TITLES = ("one layer, forward and backward", "a training step of transformers' models")
 
 Row = dict[str, Any]
@@ -60,7 +61,7 @@ def draw(results: Path, folder: Path) -> Path:
 
 
 def newest_bars(results: Path) -> list[Bar]:
-    """Of the newest sustained row of each layer and peer, by the layers' FLOPs, and of each model's step."""
+    """On `GPU`, of the newest sustained row of each layer and peer, by the layers' FLOPs, and of each model's step."""
     layers: dict[tuple[str, str], Row] = {}
     for row in rows(results / "layer.jsonl"):
         if row["mode"] == "sustained" and row["contestant"] in STYLES:
@@ -80,7 +81,9 @@ def newest_bars(results: Path) -> list[Bar]:
 
 
 def rows(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Those measured on `GPU`."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row for row in found if row["gpu"] == GPU]
 
 
 def flops(row: Row) -> int:

@@ -19,6 +19,7 @@ def side(forward: float, backward: float, peak: int) -> dict[str, Any]:
 
 def layer(case: str, peer: str, forward: float, mode: str = "sustained", tokens: int = 8) -> dict[str, Any]:
     given = {"case": case, "contestant": peer, "mode": mode, "commit": "0123456789", "baseline": side(1.0, 2.0, 4)}
+    given["gpu"] = overview.GPU
     return {**SIZES, "num_tokens": tokens, **given, **side(forward, 3.0, 5)}
 
 
@@ -28,9 +29,11 @@ def test_there_is_a_bar_for_each_newest_row(tmp_path: Path) -> None:
         layer("small", "sonic-moe", 9.0),
         layer("small", "sonic-moe", 1.5),
         layer("small", "sonic-moe", 9.0, "burst"),
+        {**layer("small", "sonic-moe", 9.0), "gpu": "another"},
     ]
     step = {"case": "model", "attention": "sdpa", "ratio": 1.2, "memory_ratio": 0.8, "commit": "abcdefabcd"}
-    steps = [{**step, "implementation": name} for name in ("tilemoe", "grouped_mm")]
+    steps = [{**step, "gpu": overview.GPU, "implementation": name} for name in ("tilemoe", "grouped_mm")]
+    steps.append({**steps[0], "ratio": 9.0, "gpu": "another"})
     for name, found in (("layer", layers), ("hf_step", steps)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)) + "\n")
     assert overview.newest_bars(tmp_path) == [
