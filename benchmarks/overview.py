@@ -53,7 +53,7 @@ def draw(results: Path, folder: Path) -> Path:
     handles = [plt.Rectangle((0, 0), 1, 1, **style.bar) for style in STYLES.values()]
     figure.legend(handles, list(STYLES), loc="outside lower center", ncols=len(STYLES))
     commits = ", ".join(sorted({bar.commit for bar in bars}))
-    figure.suptitle(f"Above 1 tilemoe is faster, or smaller · one H200 · {commits}")
+    figure.suptitle(f"Above 1 tilemoe is faster, or smaller · one {GPU.removeprefix('NVIDIA ')} · {commits}")
     path = folder / "overview.svg"
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

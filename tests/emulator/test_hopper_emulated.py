@@ -19,7 +19,7 @@ from emulated_layer import (
 from gluon_emulator import Emulator
 from gluon_values import Int, Pointer
 from hopper_faults import FAULTS, OF_ADDING, OF_LAYOUTS, OF_STATIONARY, STATIONARY, SWIGLU, Fault
-from triton_checks import Case, assert_added_exactly, assert_inference_agrees, assert_kernels_agree
+from triton_checks import Case, assert_added_exactly, assert_inference_agrees, assert_kernels_agree, choose_bands
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
@@ -75,13 +75,7 @@ def test_every_layout_bias_and_activation(index: int) -> None:
 @pytest.mark.parametrize("counts", ENDS)
 def test_tiles_in_bands(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three column tiles are walked two and one at a time, F1's five two, two and one."""
-    asked = {}
-
-    def band_tiles(kernel: str, column_tiles: int, width_in: int) -> int:
-        asked[kernel] = column_tiles, width_in
-        return 2
-
-    monkeypatch.setattr(host, "band_tiles", band_tiles)
+    asked = choose_bands(monkeypatch, host, {3: 2, 5: 2})
     case = Case(FP16, hidden_size=264, intermediate_size=520)
     with emulated(ctas=2) as launches:
         assert_kernels_agree(KERNELS, plan_of(*counts), case, TOLERANCE)

@@ -20,7 +20,7 @@ from emulated_layer import (
 from hopper_faults import Fault
 from hopper_fp8_faults import FAULTS, OF_STATIONARY, SWIGLU
 from torch import Tensor
-from triton_checks import Case, turn
+from triton_checks import Case, choose_bands, turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
@@ -157,13 +157,7 @@ def test_rows_past_the_last_are_not_written() -> None:
 
 def test_tiles_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """B1 walks three column tiles two and one at a time, F1 five two, two and one."""
-    asked = {}
-
-    def band_tiles(kernel: str, column_tiles: int, width_in: int) -> int:
-        asked[kernel] = column_tiles, width_in
-        return 2
-
-    monkeypatch.setattr(host, "band_tiles", band_tiles)
+    asked = choose_bands(monkeypatch, host, {3: 2, 5: 2})
     with emulated():
         assert_gemms_agree(plan_of(130, 65, 3), Case(torch.float16, hidden_size=128, intermediate_size=640))
     assert asked == {"up_proj_act": (5, 128), "down_proj_dgrad_dact": (3, 128)}

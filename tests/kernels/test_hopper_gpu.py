@@ -1,6 +1,6 @@
 """The Hopper kernels on a GPU: against fp64 on hostile routings, bit-equal runs, and what the portable kernels get."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -58,17 +58,28 @@ pytestmark = pytest.mark.gpu
 
 
 @contextmanager
+def each_launch(note: Callable[[Launch], None]) -> Iterator[None]:
+    """Within the block ``note`` is called before each launch; none is replayed, as replays launch by themselves."""
+    run = Launch.run
+
+    def noted(launch: Launch) -> None:
+        note(launch)
+        run(launch)
+
+    with never_repeated(), mock.patch.object(Launch, "run", noted):
+        yield
+
+
+@contextmanager
 def launches_of_row_gemms() -> Iterator[list[Launch]]:
     """Launches within the block of kernels whose tiles may be walked in bands, in their order: F1 twice, F2, B1, B3."""
     launches: list[Launch] = []
-    run = Launch.run
 
     def note(launch: Launch) -> None:
         if "BAND" in launch.constants:
             launches.append(launch)
-        run(launch)
 
-    with never_repeated(), mock.patch.object(Launch, "run", note):
+    with each_launch(note):
         yield launches
 
 
@@ -76,15 +87,12 @@ def launches_of_row_gemms() -> Iterator[list[Launch]]:
 def launched() -> Iterator[set[str]]:
     """Names of the Hopper kernels that are launched during the test."""
     names: set[str] = set()
-    run = Launch.run
 
     def note(launch: Launch) -> None:
         if launch.max_registers is not None:
             names.add(launch.kernel.__name__)
-        run(launch)
 
-    # What is repeated of an operator launches by itself.
-    with never_repeated(), mock.patch.object(Launch, "run", note):
+    with each_launch(note):
         yield names
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from triton_checks import Case, assert_added_exactly, assert_kernels_agree, turn
+from triton_checks import Case, assert_added_exactly, assert_kernels_agree, choose_bands, turn
 
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.triton import backend as triton_backend
@@ -63,13 +63,7 @@ def test_weight_gradients_are_added_exactly(case: Case, access: str) -> None:
 @pytest.mark.parametrize("name", ["random", "first and last expert empty"])
 def test_tiles_in_bands(name: str, access: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five column tiles are walked two, two and one at a time, nine by fours."""
-    asked = {}
-
-    def band_tiles(kernel: str, column_tiles: int, width_in: int) -> int:
-        asked[kernel] = column_tiles, width_in
-        return {5: 2, 9: 4}[column_tiles]
-
-    monkeypatch.setattr(mlp, "band_tiles", band_tiles)
+    asked = choose_bands(monkeypatch, mlp, {5: 2, 9: 4})
     case = Case(FP32, hidden_size=136, intermediate_size=136)
     assert_kernels_agree(TritonBackend(), ROUTINGS[name], case, TOLERANCE[FP32])
     assert {kernel: width_in for kernel, (_, width_in) in asked.items()} == {

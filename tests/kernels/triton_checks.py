@@ -5,7 +5,9 @@ T tokens · d hidden_size · n intermediate_size · E experts · R routed rows �
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
+import pytest
 import torch
 import triton
 from torch import Tensor
@@ -54,6 +56,23 @@ def random_ids(tokens: int, experts: int, k: int, seed: int = 0, device: torch.d
 
 def random_plan(tokens: int, experts: int, k: int, seed: int = 0, device: torch.device | str = "cuda") -> RoutingPlan:
     return plan_topk(random_ids(tokens, experts, k, seed, device), experts)
+
+
+def choose_bands(
+    monkeypatch: pytest.MonkeyPatch, host: ModuleType, band_of_tiles: dict[int, int]
+) -> dict[str, tuple[int, int]]:
+    """From now on ``host`` has outputs walked in bands of ``band_of_tiles``, by their number of column tiles.
+
+    Returns what is asked: the kernel to its column tiles and its contraction.
+    """
+    asked: dict[str, tuple[int, int]] = {}
+
+    def band_tiles(kernel: str, column_tiles: int, width_in: int) -> int:
+        asked[kernel] = column_tiles, width_in
+        return band_of_tiles[column_tiles]
+
+    monkeypatch.setattr(host, "band_tiles", band_tiles)
+    return asked
 
 
 def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
