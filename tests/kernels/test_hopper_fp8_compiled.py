@@ -44,7 +44,7 @@ OTHER_SPILLS: dict[Case, dict[str, tuple[int, int]]] = {
     ("swiglu", "concatenated", True): {"F1": (2, 0), "F2": (1, 0)},
     ("swiglu", "interleaved", False): {"F1, inference": (36, 6), "B1": (1, 1)},
     ("swiglu_oai", "concatenated", True): {"F1": (3, 0), "B1": (4, 0)},
-    ("geglu", "interleaved", False): {"F1": (169, 40), "F1, inference": (179, 41)},
+    ("geglu", "interleaved", False): {"F1": (169, 40), "F1, inference": (177, 40)},
     ("gelu", "concatenated", True): {"F1": (121, 0), "F1, inference": (2, 0)},
     ("relu2", "concatenated", True): {},
 }

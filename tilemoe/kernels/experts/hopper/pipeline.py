@@ -84,12 +84,13 @@ def tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, BAND: g
     coordinates that must not be used: so a producer can decode one tile ahead, which hides the latency of the loads.
     """
     expert_of_tile, row_of_tile, end_of_tile = tiles
-    exists = index < row_tiles * column_tiles
     tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
+    col = column_tile * BN  # before the loads: after them, two more values spill in an FP8 kernel
+    exists = index < row_tiles * column_tiles
     expert = gl.load(expert_of_tile + tile, mask=exists, other=0)
     row = gl.load(row_of_tile + tile, mask=exists, other=0)
     end = gl.load(end_of_tile + tile, mask=exists, other=0)
-    return expert, row, end, column_tile * BN
+    return expert, row, end, col
 
 
 @gluon.jit
