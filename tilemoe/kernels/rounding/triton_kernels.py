@@ -22,11 +22,11 @@ from tilemoe.kernels.rounding.triton_topk import (
     TOKENS,
     first_of,
     key_of_other,
-    line_of_chosen,
-    line_of_others,
     popcount,
     score_of_logit,
     score_of_other,
+    threshold_of_chosen,
+    threshold_of_others,
 )
 
 ADDED_PAIR = tl.constexpr(1 << 14)  # flag in `code_of_pair`, added to the expert's id
@@ -257,17 +257,17 @@ def margin_kernel(
     space = _space_of(expert, most_blocks, found_blocks, near_key, near_token)
     down = f // TILE * TILE
     if (f > down) & (down + TILE <= tl.load(num_real) // TILE * TILE):
-        line, ties = line_of_chosen(list_key, f, down, BLOCK)
+        threshold, ties = threshold_of_chosen(list_key, f, down, BLOCK)
         above, level = 0, 0
         sum_lost = tl.zeros((BLOCK,), dtype=tl.float64)
         for first in range(0, f, BLOCK):
             at = first + tl.arange(0, BLOCK)
             key = tl.load(list_key + at, mask=at < f, other=0)
-            keep, _, above, level = first_of(key, at < f, line, ties, above, level)
+            keep, _, above, level = first_of(key, at < f, threshold, ties, above, level)
             score = key.to(tl.float32, bitcast=True)
             sum_lost += tl.where((at < f) & (keep == 0), score, 0.0).to(tl.float64)
         tl.store(lost + expert, tl.sum(sum_lost, axis=0))  # stored now to free registers for the search below
-        line, ties, count = line_of_others(
+        threshold, ties, count = threshold_of_others(
             scored, block_bits, best, space, expert, down + TILE - f, sizes, SOFTMAX, ELEMENTS, BLOCK_B, NEAR
         )
         above, level = 0, 0
@@ -275,7 +275,7 @@ def margin_kernel(
         for first in range(0, count, NEAR):
             at = first + tl.arange(0, NEAR)
             key = tl.load(space[1] + at, mask=at < count, other=OUT)
-            keep, _, above, level = first_of(key, at < count, line, ties, above, level)
+            keep, _, above, level = first_of(key, at < count, threshold, ties, above, level)
             sum_gained += tl.where(keep, score_of_other(key) * scale, 0.0).to(tl.float64)
         tl.store(gained + expert, tl.sum(sum_gained, axis=0))
     else:
@@ -313,24 +313,24 @@ def row_kernel(
     elif r > f:
         scored, sizes = (logits, norm, token_mask), (num_tokens, num_blocks, num_experts)
         space = _space_of(expert, most_blocks, found_blocks, near_key, near_token)
-        line, ties, count = line_of_others(
+        threshold, ties, count = threshold_of_others(
             scored, block_bits, best, space, expert, r - f, sizes, SOFTMAX, ELEMENTS, BLOCK_B, NEAR
         )
         near, before = (space[1], space[2], count), (block_bits, pairs_before)
         rows = (start, added_row + expert.to(tl.int64) * TILE, token_of_row, scores)
-        _add(near, line, ties, before, changed, rows, by_token, expert, num_experts, scale, NEAR)
+        _add(near, threshold, ties, before, changed, rows, by_token, expert, num_experts, scale, NEAR)
 
 
 @triton.jit
 def _drop(list_key, list_token, f, r, changed, by_token, expert, BLOCK: tl.constexpr):
     """Drop all but the r best of the expert's chosen pairs."""
-    line, ties = line_of_chosen(list_key, f, r, BLOCK)
+    threshold, ties = threshold_of_chosen(list_key, f, r, BLOCK)
     above, level = 0, 0
     for first in range(0, f, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < f
         key = tl.load(list_key + at, mask=inside, other=0)
-        keep, place, above, level = first_of(key, inside, line, ties, above, level)
+        keep, place, above, level = first_of(key, inside, threshold, ties, above, level)
         drop = inside & (keep == 0)
         token = tl.load(list_token + at, mask=drop, other=0)
         tl.store(changed + at - place, token, mask=drop)
@@ -339,9 +339,9 @@ def _drop(list_key, list_token, f, r, changed, by_token, expert, BLOCK: tl.const
 
 @triton.jit
 def _add(
-    near, line, ties, before, changed, rows, by_token, expert, num_experts, scale, NEAR: tl.constexpr
+    near, threshold, ties, before, changed, rows, by_token, expert, num_experts, scale, NEAR: tl.constexpr
 ):  # fmt: skip
-    """Add the tokens above the line and the first ``ties`` at it; rows stay in the order of the tokens."""
+    """Add the tokens above the threshold and the first ``ties`` at it; rows stay in the order of the tokens."""
     near_key, near_token, count = near
     block_bits, pairs_before = before
     start, added_row, token_of_row, scores = rows
@@ -350,7 +350,7 @@ def _add(
         at = first + tl.arange(0, NEAR)
         key = tl.load(near_key + at, mask=at < count, other=OUT)
         token = tl.load(near_token + at, mask=at < count, other=0)
-        keep, place, above, level = first_of(key, at < count, line, ties, above, level)
+        keep, place, above, level = first_of(key, at < count, threshold, ties, above, level)
         here = (token // TOKENS).to(tl.int64) * num_experts + expert
         bits = tl.load(block_bits + here, mask=keep, other=0)
         row = start + place + tl.load(pairs_before + here, mask=keep, other=0)

@@ -1,7 +1,7 @@
 """Device functions that find which of an expert's tokens are dropped or added, by thresholds instead of sorting.
 
 T tokens · E experts · B blocks of TOKENS tokens · f rows of an expert under top-K · r rows that it computes
-line: a threshold key; ties: how many of the keys equal to it are taken, the first ones
+threshold: a key; ties: how many of the keys equal to it are taken, the first ones
 
 The n best tokens that did not choose an expert lie in the n blocks whose best such token is best (of equal ones, the
 first): every other block has n better tokens before it. So only n * TOKENS tokens are examined, whatever the logits
@@ -48,12 +48,13 @@ def score_of_other(key):
 
 
 @triton.jit
-def first_of(key, inside, line, ties, above, level):
-    """(keep, place, above, level): which keys are above the line or of the first ``ties`` at it; their list positions.
+def first_of(key, inside, threshold, ties, above, level):
+    """(keep, place, above, level): keys that exceed the threshold or are the first ``ties`` equal to it; list places.
 
-    above, level: numbers of earlier keys above the line and at it, before (arguments) and after (results) this part.
+    above, level: numbers of earlier keys above the threshold and equal to it, before (arguments) and after (results)
+    this part.
     """
-    is_above, is_level = (inside & (key > line)).to(tl.int32), (inside & (key == line)).to(tl.int32)
+    is_above, is_level = (inside & (key > threshold)).to(tl.int32), (inside & (key == threshold)).to(tl.int32)
     both = is_above + (is_level << 16)  # two scans in one, since there are fewer than 2^15 keys
     before = tl.cumsum(both, axis=0) - both
     level_before = level + (before >> 16)
@@ -65,24 +66,24 @@ def first_of(key, inside, line, ties, above, level):
 
 @triton.jit
 def nth_largest(keys, stride, size, want, lowest, BLOCK: tl.constexpr):
-    """(line, ties): the ``want`` >= 1 largest of keys (size,) are those above the line and the first ``ties`` at it.
+    """(threshold, ties): the ``want`` >= 1 largest of keys (size,) exceed it, or are the first ``ties`` equal to it.
 
-    Keys below ``lowest`` are ignored; if fewer than ``want`` remain, the line is ``lowest``. The first BLOCK keys stay
-    in registers, others are read again for each count.
+    Keys below ``lowest`` are ignored; if fewer than ``want`` remain, the threshold is ``lowest``. The first BLOCK keys
+    stay in registers, others are read again for each count.
     """
     held = _load_keys(keys, stride, size, 0, BLOCK)
     last = tl.max(held, axis=0)
     for first in range(BLOCK, size, BLOCK):
         last = tl.maximum(last, tl.max(_load_keys(keys, stride, size, first, BLOCK), axis=0))
-    line = lowest
+    threshold = lowest
     if size <= BLOCK:  # scores lie close together: starting at the smallest one skips most of the key space
-        line = tl.maximum(line, tl.min(tl.where(tl.arange(0, BLOCK) < size, held, last), axis=0))
-    while line < last:
-        middle = line + (last - line + 1) // 2
+        threshold = tl.maximum(threshold, tl.min(tl.where(tl.arange(0, BLOCK) < size, held, last), axis=0))
+    while threshold < last:
+        middle = threshold + (last - threshold + 1) // 2
         count = _count_above(held, keys, stride, size, middle - 1, BLOCK)
         lower = tl.where(count == want, middle, middle - 1)  # stop once the count is right
-        line, last = tl.where(count >= want, middle, line), tl.where(count > want, last, lower)
-    return line, want - _count_above(held, keys, stride, size, line, BLOCK)
+        threshold, last = tl.where(count >= want, middle, threshold), tl.where(count > want, last, lower)
+    return threshold, want - _count_above(held, keys, stride, size, threshold, BLOCK)
 
 
 @triton.jit
@@ -92,31 +93,31 @@ def _load_keys(keys, stride, size, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _count_above(held, keys, stride, size, line, BLOCK: tl.constexpr):
-    """How many of the keys (size,) are above the line."""
-    count = tl.sum((held > line).to(tl.int32), axis=0)
+def _count_above(held, keys, stride, size, threshold, BLOCK: tl.constexpr):
+    """How many of the keys (size,) are above the threshold."""
+    count = tl.sum((held > threshold).to(tl.int32), axis=0)
     for first in range(BLOCK, size, BLOCK):
-        count += tl.sum((_load_keys(keys, stride, size, first, BLOCK) > line).to(tl.int32), axis=0)
+        count += tl.sum((_load_keys(keys, stride, size, first, BLOCK) > threshold).to(tl.int32), axis=0)
     return count
 
 
 @triton.jit
-def line_of_chosen(list_key, f, r, BLOCK: tl.constexpr):
-    """(line, ties) such that the r < f best of list_key (f,) are those above the line and the first ``ties`` at it."""
-    line = tl.full((), 0x7FFFFFFF, dtype=tl.int32)
+def threshold_of_chosen(list_key, f, r, BLOCK: tl.constexpr):
+    """(threshold, ties): the r < f best of list_key (f,) exceed it, or are the first ``ties`` equal to it."""
+    threshold = tl.full((), 0x7FFFFFFF, dtype=tl.int32)
     ties = tl.zeros((), dtype=tl.int32)
     if r > 0:
-        line, ties = nth_largest(list_key, 1, f, r, tl.zeros((), dtype=tl.int32), BLOCK)
-    return line, ties
+        threshold, ties = nth_largest(list_key, 1, f, r, tl.zeros((), dtype=tl.int32), BLOCK)
+    return threshold, ties
 
 
 @triton.jit
-def line_of_others(
+def threshold_of_others(
     scored, block_bits, best, space, expert, want, sizes,
     SOFTMAX: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK_B: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """(line, ties, count): candidates near_key, near_token (count,) are written in the order of the tokens; the
-    ``want`` >= 1 best tokens that did not choose the expert are those above the line and the first ``ties`` at it.
+    """(threshold, ties, count): candidates near_key, near_token (count,) are written in the order of the tokens; the
+    ``want`` >= 1 best tokens that did not choose the expert are those above the threshold and the first ``ties`` at it.
 
     scored: logits (T, E), norm (T, 2), token_mask (T,) or None. block_bits, best (B, E). space: this CTA's own
     found_blocks, near_key, near_token. sizes: T, B, E.
@@ -136,21 +137,21 @@ def line_of_others(
         tl.store(near_token + place, token, mask=take != 0)
         count += tl.sum(take, axis=0)
     tl.debug_barrier()  # other threads read what these have written
-    line, ties = nth_largest(near_key, 1, count, want, lowest, NEAR)
-    return line, ties, count
+    threshold, ties = nth_largest(near_key, 1, count, want, lowest, NEAR)
+    return threshold, ties, count
 
 
 @triton.jit
 def _best_blocks(best, found_blocks, want, num_blocks, num_experts, BLOCK_B: tl.constexpr):
-    """(found, line): writes found_blocks (found,): in order, the blocks of the ``want`` largest of best (B,)."""
-    line, ties = nth_largest(best, num_experts, num_blocks, want, tl.full((), OTHERS, dtype=tl.int32), BLOCK_B)
+    """(found, threshold): writes found_blocks (found,): in order, the blocks of the ``want`` largest of best (B,)."""
+    threshold, ties = nth_largest(best, num_experts, num_blocks, want, tl.full((), OTHERS, dtype=tl.int32), BLOCK_B)
     above, level = 0, 0
     for first in range(0, num_blocks, BLOCK_B):
         key = _load_keys(best, num_experts, num_blocks, first, BLOCK_B)
-        keep, place, above, level = first_of(key, key >= OTHERS, line, ties, above, level)
+        keep, place, above, level = first_of(key, key >= OTHERS, threshold, ties, above, level)
         tl.store(found_blocks + place, first + tl.arange(0, BLOCK_B), mask=keep)
     tl.debug_barrier()  # other threads read what these have written
-    return above + tl.minimum(level, ties), line
+    return above + tl.minimum(level, ties), threshold
 
 
 @triton.jit
