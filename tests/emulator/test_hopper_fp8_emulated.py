@@ -25,7 +25,7 @@ from triton_checks import Case, choose_bands, turn
 from tilemoe.activations import activation_spec
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.hopper_fp8 import host
+from tilemoe.kernels.experts.hopper import host
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
 from tilemoe.kernels.experts.quantize import ROWS, quantize
 from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend

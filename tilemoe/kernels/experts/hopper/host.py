@@ -91,8 +91,11 @@ def up_proj_act_launch(
     to_a, to_h = ragged_descriptor(a, _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
     operands = (x, right, b1, to_a, to_h, plan.token_of_row, *tiles)
     args = (*operands, d, n, x.stride(0), _row_stride(b1), spec.limit, spec.alpha)
-    band = band_tiles("up_proj_act", column_tiles, d)
-    constants = {**_gather_constants(spec, k_major, d), "BAND": band, "KEEP_H": keep_h}
+    constants = {
+        **gather_constants("up_proj_act", spec, column_tiles, d),
+        "KEEP_H": keep_h,
+        **_weight_constants(k_major, d),
+    }
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     return hopper_launch(up_proj_act_kernel, grid, args, constants, tile), a, h
 
@@ -120,8 +123,11 @@ def dgrad_dact_launch(
     operands = (do, right, from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles)
     args = (*operands, *indices, plan.capacity, d, n, do.stride(0), spec.limit, spec.alpha)
-    rolled, band = spec.name in configs.ACTIVATIONS_IN_A_LOOP, band_tiles("down_proj_dgrad_dact", column_tiles, d)
-    constants = {**_gather_constants(spec, k_major, d), "BAND": band, "ROLLED": rolled}
+    constants = {
+        **gather_constants("down_proj_dgrad_dact", spec, column_tiles, d),
+        "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP,
+        **_weight_constants(k_major, d),
+    }
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     return hopper_launch(gemm_dgrad_dact_kernel, grid, args, constants, tile), dh, a_scaled, partial
 
@@ -166,6 +172,12 @@ def hopper_launch(
     return launch_of(kernel, grid, args, constants, configs.CONSUMER_WARPS, max_registers=configs.MAX_REGISTERS)
 
 
+def gather_constants(kernel: Kernel, spec: ActivationSpec, column_tiles: int, contraction: int) -> dict[str, Any]:
+    """Constants of F1 and B1. GATE_UP: the layout of gate and up, "none" where the activation has no gate."""
+    band = band_tiles(kernel, column_tiles, contraction)
+    return {"ACTIVATION": spec.name, "GATE_UP": gate_up_layout(spec) or "none", "BAND": band}
+
+
 def h_output(h: Tensor, parts: int, n: int) -> Any:
     """A ragged descriptor of h (R_max, w), seen as (R_max, 2, n) if gate and up are two parts."""
     if parts == 2:
@@ -182,10 +194,8 @@ def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[
     return described(h, block), ragged_descriptor(dh, block, rows_at=1)
 
 
-def _gather_constants(spec: ActivationSpec, k_major: bool, contraction: int) -> dict[str, Any]:
-    """Constants of F1 and B1. GATE_UP: the layout of gate and up, "none" where the activation has no gate."""
-    layout, even = gate_up_layout(spec) or "none", contraction % BLOCK_K == 0
-    return {"ACTIVATION": spec.name, "GATE_UP": layout, "B_K_MAJOR": k_major, "EVEN_K": even}
+def _weight_constants(k_major: bool, contraction: int) -> dict[str, bool]:
+    return {"B_K_MAJOR": k_major, "EVEN_K": contraction % BLOCK_K == 0}
 
 
 def _row_stride(bias: Tensor | None) -> int:

@@ -18,12 +18,11 @@ from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.configs import BLOCK_K, EPILOGUE_N, WARPGROUP_M, TileConfig
 from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor
-from tilemoe.kernels.experts.hopper.host import h_descriptors, h_output, hopper_launch
+from tilemoe.kernels.experts.hopper.host import gather_constants, h_descriptors, h_output, hopper_launch
 from tilemoe.kernels.experts.hopper_fp8.gemm import gemm_dgrad_dact_kernel, gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.quantize import BLOCK, ROWS
-from tilemoe.kernels.experts.triton.configs import band_tiles
-from tilemoe.kernels.experts.triton.host import dact_outputs, gate_up_layout, split_parts
+from tilemoe.kernels.experts.triton.host import dact_outputs, split_parts
 from tilemoe.kernels.experts.triton.tiles import TileList
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
@@ -97,12 +96,7 @@ def up_proj_act_launch(
     operands = (*_rows(x, dtype), right, w1.scale, b1, to_a, a.scale, to_h, plan.token_of_row, *tiles)
     bias_stride = 0 if b1 is None else b1.stride(0)
     sizes = (d // 2, n, *_strides(w1), bias_stride, spec.limit, spec.alpha)
-    constants = {
-        "ACTIVATION": spec.name,
-        "GATE_UP": gate_up_layout(spec) or "none",
-        "BAND": band_tiles("up_proj_act", column_tiles, d),
-        "KEEP_H": keep_h,
-    }
+    constants = {**gather_constants("up_proj_act", spec, column_tiles, d), "KEEP_H": keep_h}
     args = (*operands, *sizes)
     return _launch(up_proj_act_kernel, tiles.capacity * column_tiles, args, constants, device), a, h
 
@@ -127,9 +121,7 @@ def dgrad_dact_launch(
     indices = (plan.token_of_row, plan.pair_of_row, *tiles)
     sizes = (plan.capacity, d // 2, n, *_strides(w2), spec.limit, spec.alpha)
     constants = {
-        "ACTIVATION": spec.name,
-        "GATE_UP": gate_up_layout(spec) or "none",
-        "BAND": band_tiles("down_proj_dgrad_dact", column_tiles, d),
+        **gather_constants("down_proj_dgrad_dact", spec, column_tiles, d),
         "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP,
     }
     args = (*_rows(do, h.dtype), right, w2.scale, *outputs, *indices, *sizes)
