@@ -13,7 +13,7 @@ Fault = tuple[str, str, str, str]
 
 # As many columns as fill B1's slices: past them nothing is stored.
 SWIGLU = Case(torch.float16, hidden_size=192, intermediate_size=256)
-TURNED = replace(SWIGLU, turned=True)
+TRANSPOSED = replace(SWIGLU, transposed=True)
 INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
 UNGATED = replace(SWIGLU, activation="relu2")
 CLAMPED = replace(SWIGLU, activation="swiglu_oai")
@@ -270,13 +270,15 @@ OF_STATIONARY: dict[str, Fault] = {
     ),
 }  # fmt: skip
 OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
-    "the parts are the halves of a tile": (TURNED, ("gate_up_slices", "elif B_K_MAJOR", "elif True", NUMBERS)),
-    "F1 stores the parts as halves": (TURNED, ("store_h", "elif B_K_MAJOR", "elif True", NUMBERS)),
+    "the parts are the halves of a tile": (TRANSPOSED, ("gate_up_slices", "elif B_K_MAJOR", "elif True", NUMBERS)),
+    "F1 stores the parts as halves": (TRANSPOSED, ("store_h", "elif B_K_MAJOR", "elif True", NUMBERS)),
     "F1 has the halves of a tile for parts": (SWIGLU, ("gate_up_slices", "elif B_K_MAJOR", "elif False", NUMBERS)),
-    "up's weight only": (TURNED, ("load_weight", "0, k, col", "1, k, col", NUMBERS)),
-    "fewer bytes than come of a weight": (TURNED, ("load_gathered", "weight.block", "-weight.block", "more bytes")),
-    "more bytes than come of a weight": (TURNED, ("load_gathered", "weight.block", "2 * weight.block", "deadlock")),
-    "half a part for a tile": (TURNED, ("gather_producer", "cdiv(width_out, BN)", "cdiv(width_out, 2 * BN)", NUMBERS)),
+    "up's weight only": (TRANSPOSED, ("load_weight", "0, k, col", "1, k, col", NUMBERS)),
+    "fewer bytes than come of a weight": (TRANSPOSED, ("load_gathered", "weight.block", "-weight.block", "more bytes")),
+    "more bytes than come of a weight": (TRANSPOSED, ("load_gathered", "weight.block", "2 * weight.block", "deadlock")),
+    "half a part for a tile": (
+        TRANSPOSED, ("gather_producer", "cdiv(width_out, BN)", "cdiv(width_out, 2 * BN)", NUMBERS),
+    ),
     "F1 takes halves for pairs": (
         INTERLEAVED, ("gate_up_slices", "deinterleave(acc, BN)", "(acc[:, : BN // 2], acc[:, BN // 2 :])", NUMBERS),
     ),
@@ -290,7 +292,7 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "the bias of the first columns": (BIAS, ("load_tile_bias", "inside = col +", "inside =", NUMBERS)),
     "the bias of the gate twice": (BIAS, ("load_tile_bias", "// RUN % 2", "// RUN % 1", NUMBERS)),
     "the bias of halves for parts": (
-        replace(BIAS, turned=True), ("load_tile_bias", "BN // 2 if B_K_MAJOR else EPILOGUE_N", "BN // 2", NUMBERS),
+        replace(BIAS, transposed=True), ("load_tile_bias", "BN // 2 if B_K_MAJOR else EPILOGUE_N", "BN // 2", NUMBERS),
     ),
     "the bias past the last column": (
         replace(BIAS, gate_up="interleaved"),

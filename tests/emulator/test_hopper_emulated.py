@@ -35,9 +35,9 @@ SIZES = ((136, 200), (320, 136), (64, 64), (192, 264))
 LAYOUTS = [(name, layout) for name in sorted(GATED_ACTIVATIONS) for layout in ("concatenated", "interleaved")]
 LAYOUTS += [(name, "concatenated") for name in sorted(UNGATED_ACTIVATIONS)]
 CASES = [
-    Case(FP16, name, gate_up, bias, turned, *SIZES[(i + j) % len(SIZES)])
+    Case(FP16, name, gate_up, bias, transposed, *SIZES[(i + j) % len(SIZES)])
     for i, (name, gate_up) in enumerate(LAYOUTS)
-    for j, (bias, turned) in enumerate(product((False, True), (False, True)))
+    for j, (bias, transposed) in enumerate(product((False, True), (False, True)))
 ]
 # Rows of the experts, and tokens without one: at the ends of blocks of 64, of tiles of 128, 192; with four blocks.
 ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 191, 3), (0, 449, 0, 0), (192, 0, 193, 128, 2), (385, 1, 0)]
@@ -95,9 +95,9 @@ def test_clamped_gates(gate_up: str) -> None:
         assert_kernels_agree(KERNELS, plan_of(65, 0, 130, 40), case, TOLERANCE)
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
-def test_weight_gradients_are_added_exactly(turned: bool) -> None:
-    case = Case(FP16, turned=turned, hidden_size=136, intermediate_size=264)
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_weight_gradients_are_added_exactly(transposed: bool) -> None:
+    case = Case(FP16, transposed=transposed, hidden_size=136, intermediate_size=264)
     with emulated(ctas=3) as launches:
         assert_added_exactly(KERNELS, plan_of(65, 0, 130, 40), case)
     assert gluon_kernels(launches) == {"gemm_wgrad_kernel"}

@@ -67,7 +67,7 @@ def assert_gemms_agree(plan: RoutingPlan, case: Case, seed: int = 0) -> None:
         plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias, seed=seed
     )
     x, w1, w2, b1, b2 = given["x"], given["w1"], given["w2"], given.get("b1"), given.get("b2")
-    if case.turned:
+    if case.transposed:
         w1, w2 = turn(w1), turn(w2)
     s, do = given["scores"].reshape(-1), torch.randn_like(x)
     rows = int(plan.row_start_of_expert[-1])
@@ -164,13 +164,13 @@ def test_tiles_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("columns", [slice(128, 512), slice(256, 384)], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
-def test_columns_of_a_quantised_weight(turned: bool, columns: slice) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_columns_of_a_quantised_weight(transposed: bool, columns: slice) -> None:
     """F2 and B3 a slice of d at a time, of operands that are quantised once for all slices."""
     plan = plan_of(65, 0, 130, 40)
     given = make_inputs(plan, 640, 128, dtype=torch.float16, bias=True)
     w1, w2, b2 = given["w1"], given["w2"], given["b2"][:, columns]
-    w1, w2 = (turn(w1), turn(w2)) if turned else (w1, w2)
+    w1, w2 = (turn(w1), turn(w2)) if transposed else (w1, w2)
     a, dh = (torch.randn(plan.capacity, width).half() for width in (128, 256))
     with emulated() as launches:
         y = KERNELS.down_proj_inference(KERNELS.rows_operand(a), KERNELS.weight_operand(w2, 2)[:, columns], b2, plan)

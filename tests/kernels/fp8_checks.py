@@ -25,7 +25,7 @@ class Fp8Case(NamedTuple):
     activation: str = "swiglu"
     gate_up: str = "concatenated"
     bias: bool = False
-    turned: bool = False
+    transposed: bool = False
     dtype: torch.dtype = torch.bfloat16
     hidden_size: int = 256
     intermediate_size: int = 128
@@ -38,7 +38,7 @@ def assert_gemms_agree(ours: Backend, plan: RoutingPlan, case: Fp8Case, limits: 
     given = make_inputs(plan, *widths, case.activation, dtype=case.dtype, bias=case.bias)
     x, w1, w2, b1, b2 = given["x"], given["w1"], given["w2"], given.get("b1"), given.get("b2")
     s, do = given["scores"].reshape(-1), torch.randn_like(given["x"])
-    w1, w2 = (turn(w1), turn(w2)) if case.turned else (w1, w2)
+    w1, w2 = (turn(w1), turn(w2)) if case.transposed else (w1, w2)
     rows = slice(0, int(plan.row_start_of_expert[-1]))
     exact, limit = TorchFp8Backend(), limits[case.dtype]
 

@@ -49,12 +49,12 @@ Family = tuple[Kernel, str, str]  # kernel, activation, gate_up
 
 
 class Cell(NamedTuple):
-    """gate_up: "none" without a gate. turned: the other stride order. bias: with b1 and b2. widths: `WIDTHS`."""
+    """gate_up: "none" without a gate. transposed: the other stride order. bias: with b1 and b2. widths: `WIDTHS`."""
 
     kernel: Kernel
     activation: str
     gate_up: str
-    turned: bool
+    transposed: bool
     bias: bool
     widths: str
     dtype: torch.dtype
@@ -65,17 +65,17 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        flags = [name for name in ("turned", "bias") if getattr(self, name)]
+        flags = [name for name in ("transposed", "bias") if getattr(self, name)]
         return "-".join((*self.family, *flags, self.widths, DTYPE_NAMES[self.dtype]))
 
 
 def every_cell() -> list[Cell]:
     """Of all activations of the registry and all dtypes of the backend, wherever a kernel of either kind serves it."""
     return [
-        Cell(kernel, activation, gate_up, turned, bias, widths, dtype)
+        Cell(kernel, activation, gate_up, transposed, bias, widths, dtype)
         for dtype, kernel, (activation, entry) in product(DTYPES, GATHERS, REGISTRY.items())
         for gate_up in (("concatenated", "interleaved") if entry.is_gated else ("none",))
-        for turned, bias, widths in product((False, True), (False, True), WIDTHS)
+        for transposed, bias, widths in product((False, True), (False, True), WIDTHS)
         if widths != "wide" or activation in ACTIVATIONS_OF_WIDE
     ]
 
@@ -83,7 +83,7 @@ def every_cell() -> list[Cell]:
 def launch_of_cell(cell: Cell) -> Launch | None:
     """What the Hopper backend launches for it on an H200, in a training; None where that is a portable kernel."""
     gate_up = "concatenated" if cell.gate_up == "none" else cell.gate_up
-    layout = {"turned": cell.turned, "bias": cell.bias, "widths": WIDTHS[cell.widths], "dtype": cell.dtype}
+    layout = {"transposed": cell.transposed, "bias": cell.bias, "widths": WIDTHS[cell.widths], "dtype": cell.dtype}
     of, backend = make_operands(cell.activation, gate_up, **layout), HopperBackend()
     with recorded_launches(H200) as launches:
         if cell.kernel == "up_proj_act":

@@ -48,12 +48,12 @@ class Case:
         gate_up: str = "concatenated",
         dtype: torch.dtype = BF16,
         bias: bool = False,
-        turned: bool = False,
+        transposed: bool = False,
         extra: int = 0,
         pairs: bool = False,
         tokens: int = 40,
     ) -> None:
-        self.kernels, self.dtype, self.bias, self.turned, self.extra = kernels, dtype, bias, turned, extra
+        self.kernels, self.dtype, self.bias, self.transposed, self.extra = kernels, dtype, bias, transposed, extra
         self.spec = activation_spec(activation, gate_up, None, None)
         self.pairs, self.tokens, self.d, self.n, self.experts, self.k = pairs, tokens, 128, 64, 4, 2
 
@@ -61,7 +61,7 @@ class Case:
         return torch.zeros(count or self.tokens, width + self.extra, dtype=self.dtype)[:, :width]
 
     def weight(self, rows: int, columns: int) -> Tensor:
-        if self.turned:
+        if self.transposed:
             return torch.zeros(self.experts, columns, rows, dtype=self.dtype).transpose(1, 2)
         return torch.zeros(self.experts, rows, columns, dtype=self.dtype)
 
@@ -90,9 +90,9 @@ class Case:
             "dequantize_h": (h.to(torch.float8_e4m3fn), h.float()[:, ::128].contiguous(), self.dtype, *tail),
             "up_proj": (x, w1, b1, *tail),
             "down_proj_dgrad_dact": (do, w2, b2, h, s, *tail),
-            "down_proj_wgrad": (do, a, self.turned, *tail),
+            "down_proj_wgrad": (do, a, self.transposed, *tail),
             "up_proj_input_grad": (h, w1, *tail),
-            "up_proj_wgrad": (x, h, self.turned, *tail),
+            "up_proj_wgrad": (x, h, self.transposed, *tail),
             "down_proj_bias_grad": (do, s, *tail),
             "up_proj_bias_grad": (h, *tail),
             "add_down_proj_wgrad": (w2.float(), do, a, *tail),
@@ -109,7 +109,7 @@ RUNS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 CASES = {
     "hopper": Case(),
-    "hopper, turned": Case(turned=True),
+    "hopper, transposed": Case(transposed=True),
     "hopper, x sliced": Case(extra=8),
     "hopper, x to be copied": Case(extra=3),
     "hopper, bias": Case(bias=True),
@@ -119,7 +119,7 @@ CASES = {
     "triton": Case("triton"),
     "triton, many rows": Case("triton", bias=True, tokens=100),
     "triton, bias, interleaved": Case("triton", "swiglu_oai", "interleaved", bias=True),
-    "triton, ungated, turned": Case("triton", "gelu", turned=True, bias=True),
+    "triton, ungated, transposed": Case("triton", "gelu", transposed=True, bias=True),
     "triton, fp32": Case("triton", dtype=FP32, extra=8, pairs=True),
 }
 
@@ -176,9 +176,9 @@ def assert_repeated(run: Callable[..., Any], make: MakeArgs, in_mode: Callable[[
 
 
 def select_args(
-    tokens: int = 40, spec: tuple[Any, ...] = (), bias: bool = False, mask: bool = False, turned: bool = False
+    tokens: int = 40, spec: tuple[Any, ...] = (), bias: bool = False, mask: bool = False, transposed: bool = False
 ) -> Args:
-    logits = torch.zeros(8, tokens).t() if turned else torch.zeros(tokens, 8)
+    logits = torch.zeros(8, tokens).t() if transposed else torch.zeros(tokens, 8)
     return (
         logits,
         torch.zeros(8) if bias else None,

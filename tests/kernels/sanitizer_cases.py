@@ -72,9 +72,9 @@ def main(which: str) -> None:
     for routing in hostile_routings(TILE, "cuda"):
         if which != "all" and routing.name not in FEW:
             continue
-        for dtype, activation, gate_up, bias, turned, precision in CASES:
+        for dtype, activation, gate_up, bias, transposed, precision in CASES:
             inputs = make_inputs(routing.plan, *WIDTHS[precision], activation, dtype=dtype, bias=bias)
-            if turned:
+            if transposed:
                 inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
             if which != "chosen" and precision == "bf16":
                 multiply_in_4_bit(routing.plan, dtype)

@@ -40,8 +40,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[_Launch, dict[int, Operand]]:
         found.append(tuple(contracted))
         quantized = quantize(weight.detach(), WEIGHTS)
-        turned = quantize(weight.detach().transpose(1, 2), WEIGHTS).transposed()
-        return _Launch(), {dim: {1: turned, 2: quantized}[dim] for dim in contracted}
+        transposed = quantize(weight.detach().transpose(1, 2), WEIGHTS).transposed()
+        return _Launch(), {dim: {1: transposed, 2: quantized}[dim] for dim in contracted}
 
     monkeypatch.setattr(operands, "weight_launch", weight_launch)
     return found

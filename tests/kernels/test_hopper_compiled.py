@@ -54,7 +54,7 @@ SPILLS = {} if triton.__version__.startswith("3.6.") else SPILLS_OF_39
 def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
     of = make_operands(dtype=dtype)
     weights = {"down_proj_wgrad": (of.a, of.w2), "up_proj_wgrad": (of.h, of.w1.transpose(1, 2))}
-    turned = {"down_proj_wgrad": (of.a, turn(of.w2)), "up_proj_wgrad": (of.h, turn(of.w1).transpose(1, 2))}
+    transposed = {"down_proj_wgrad": (of.a, turn(of.w2)), "up_proj_wgrad": (of.h, turn(of.w1).transpose(1, 2))}
     inference, *_ = host.up_proj_act_launch(of.x, of.w1, None, of.plan, of.tiles, of.spec, False, H200)
     wide = make_operands(widths=(1536, 512), dtype=dtype)
     return {
@@ -64,11 +64,11 @@ def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
         **{name: host.wgrad_launch(name, of.x, *given, of.plan, H200) for name, given in weights.items()},
         **{
             f"{name}, column-major": host.wgrad_launch(name, of.x, *given, of.plan, H200)
-            for name, given in turned.items()
+            for name, given in transposed.items()
         },
         **{
             f"{name}, added{order}": host.wgrad_launch(name, of.x, rows, out.float(), of.plan, H200, adds=True)
-            for order, of_order in (("", weights), (", column-major", turned))
+            for order, of_order in (("", weights), (", column-major", transposed))
             for name, (rows, out) in of_order.items()
         },
     }
@@ -103,22 +103,22 @@ def test_row_gemms_of_either_stride_order(kernel: Kernel, d: int, tmp_path: Path
         assert count_spill_loads(compile_launch(launch, 90), tmp_path) == 0
 
 
-def stationary_launch(kernel: Kernel, n: int, bias: bool, turned: bool) -> Launch:
-    """Of a contraction of n; turned: of the other stride order."""
+def stationary_launch(kernel: Kernel, n: int, bias: bool, transposed: bool) -> Launch:
+    """Of a contraction of n; transposed: of the other stride order."""
     of = make_operands(widths=(1000, n), bias=bias)
     weight = of.w2.transpose(1, 2)
-    weight = weight.contiguous() if turned else weight
+    weight = weight.contiguous() if transposed else weight
     launch, _ = host.rows_launch(kernel, of.a, weight, of.b2, of.plan, of.tall_tiles, H200)
     assert launch.kernel is gemm_stationary_kernel
     return launch
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("n", [64, 200, 256])
-def test_stationary_weight(n: int, bias: bool, turned: bool, tmp_path: Path) -> None:
+def test_stationary_weight(n: int, bias: bool, transposed: bool, tmp_path: Path) -> None:
     """All loads are TMA's, the weight's, of (expert, part, k, column) in either order, and the rows'."""
-    compiled = compile_launch(stationary_launch("down_proj", n, bias, turned), 90)
+    compiled = compile_launch(stationary_launch("down_proj", n, bias, transposed), 90)
     ptx = str(compiled.asm["ptx"])
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
     for dimensions in (2, 4):

@@ -55,7 +55,7 @@ def test_hostile_routings(case: Fp8Case) -> None:
         assert_gemms_agree(HopperFp8Backend(), routing.plan, case, LIMITS)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias, turned"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias, transposed"])
 @pytest.mark.parametrize(("activation", "gate_up"), LAYOUTS)
 def test_every_layout(activation: str, bias: bool, gate_up: str) -> None:
     torch.manual_seed(0)

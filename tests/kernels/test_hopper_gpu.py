@@ -35,7 +35,7 @@ CASES = {
     "bf16, wide": Case(BF16, hidden_size=256, intermediate_size=512),
     "fp16, odd contraction": Case(FP16, "geglu", hidden_size=328, intermediate_size=136),
     "fp16, narrow": Case(FP16, "reglu", hidden_size=128, intermediate_size=64),
-    "bf16, w2 turned": Case(BF16, turned=True, hidden_size=192, intermediate_size=128),
+    "bf16, w2 transposed": Case(BF16, transposed=True, hidden_size=192, intermediate_size=128),
     "bf16, bias": Case(BF16, "swiglu_oai", bias=True, hidden_size=192, intermediate_size=128),
     "bf16, interleaved": Case(BF16, gate_up="interleaved", hidden_size=136, intermediate_size=128),
     "fp16, ungated": Case(FP16, "relu2", hidden_size=128, intermediate_size=512),
@@ -103,14 +103,14 @@ def test_kernels_agree_on_hostile_routings(name: str) -> None:
         assert_kernels_agree(HopperBackend(), routing.plan, case, TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(("activation", "gate_up"), LAYOUTS)
-def test_every_layout(activation: str, bias: bool, turned: bool, gate_up: str, launched: set[str]) -> None:
+def test_every_layout(activation: str, bias: bool, transposed: bool, gate_up: str, launched: set[str]) -> None:
     sizes = {"hidden_size": 136, "intermediate_size": 200}
     plan = random_plan(777, 7, 3)
     for dtype in (BF16, FP16):
-        case = Case(dtype, activation, gate_up=gate_up, bias=bias, turned=turned, **sizes)
+        case = Case(dtype, activation, gate_up=gate_up, bias=bias, transposed=transposed, **sizes)
         assert_kernels_agree(HopperBackend(), plan, case, TOLERANCE[dtype])
     assert launched == kernels_of(200, 400 if activation in GATED_ACTIVATIONS else 200)
 
@@ -136,7 +136,7 @@ def test_b3_in_bands_of_its_own_kernel() -> None:
     assert launches[-1].max_registers is not None
 
 
-@pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 turned"])
+@pytest.mark.parametrize("name", ["bf16, ragged widths", "bf16, w2 transposed"])
 def test_ends_of_blocks_and_tiles(name: str) -> None:
     """Experts with as many rows as blocks of 64 and tiles of 128 and 192 have, one less and one more, by themselves."""
     ends = [rows + offset for rows in (64, 128, 192, 256, 384, 448, 576) for offset in (-1, 0, 1)]
@@ -176,10 +176,10 @@ def test_many_experts() -> None:
     assert_kernels_agree(HopperBackend(), random_plan(2000, 4096, 4), case, 4e-3)
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("name", CASES)
-def test_weight_gradients_are_added_exactly(name: str, turned: bool) -> None:
-    case = replace(CASES[name], turned=turned)
+def test_weight_gradients_are_added_exactly(name: str, transposed: bool) -> None:
+    case = replace(CASES[name], transposed=transposed)
     for routing in hostile_routings(tile=128, device="cuda"):
         assert_added_exactly(HopperBackend(), routing.plan, case)
 

@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
     activation: str
     gate_up: str
-    turned: bool
+    transposed: bool
     bias: bool
     even: bool
 
@@ -37,9 +37,9 @@ class Cell(NamedTuple):
 def cells() -> list[Cell]:
     found = []
     for i, activation in enumerate(GATED):
-        turned, bias, even = i % 2 == 0, i // 2 % 2 == 0, i % 3 == 0
-        found.append(Cell(activation, "concatenated", turned, bias, even))
-        found.append(Cell(activation, "interleaved", not turned, not bias, not even))
+        transposed, bias, even = i % 2 == 0, i // 2 % 2 == 0, i % 3 == 0
+        found.append(Cell(activation, "concatenated", transposed, bias, even))
+        found.append(Cell(activation, "interleaved", not transposed, not bias, not even))
     for i, activation in enumerate(UNGATED):
         bias, even = i % 2 == 0, i < 2
         found.append(Cell(activation, "none", True, bias, even))
@@ -51,7 +51,9 @@ ON_36 = triton.__version__.startswith("3.6.")
 CELLS = cells()
 COMPILED = CELLS if ON_36 else CELLS[2:4]  # of another release, swiglu_oai's: compiling all takes minutes
 # F2 knows of the activation nothing.
-OF_DOWN_PROJ = [Cell("silu", "none", turned, bias, turned != bias) for turned, bias in product((False, True), repeat=2)]
+OF_DOWN_PROJ = [
+    Cell("silu", "none", transposed, bias, transposed != bias) for transposed, bias in product((False, True), repeat=2)
+]
 CELLS_OF: dict[Kernel, list[Cell]] = {
     "up_proj_act": COMPILED,
     "down_proj_dgrad_dact": COMPILED,
@@ -76,7 +78,7 @@ SPILLS = SPILLS_OF_36 if ON_36 else SPILLS_OF_39
 def assert_as_promised(kernel: Kernel, cell: Cell, dtype: torch.dtype, folder: Path) -> None:
     widths = (1536, 512) if cell.even else (1000, 456)  # F2 of 256 and less: `test_hopper_compiled`
     gate_up = cell.gate_up if cell.activation in GATED_ACTIVATIONS else "concatenated"
-    layout = {"turned": cell.turned, "bias": cell.bias, "widths": widths, "dtype": dtype}
+    layout = {"transposed": cell.transposed, "bias": cell.bias, "widths": widths, "dtype": dtype}
     operands = make_operands(cell.activation, gate_up, **layout)
     launch = row_gemm_launch(host, kernel, operands, H200, tall=True)
     compiled = compile_launch(launch, 90)

@@ -134,9 +134,9 @@ def test_backward_kernels(kernels: Backend, name: str, dtype: torch.dtype) -> No
         dw2 = kernels.down_proj_wgrad(c.do, a_scaled, c.plan)
         outer = do_rows[:, :, None] * a_scaled[rows].double()[:, None, :]
         assert_close("dw2", dw2, c.sum_by(c.expert, outer, experts), dtype, dtype)
-        turned = kernels.down_proj_wgrad(c.do, a_scaled, c.plan, column_major=True)
-        assert_close("dw2, column-major", turned, c.sum_by(c.expert, outer, experts), dtype, dtype)
-        assert turned.stride() == (D * N, 1, D)
+        transposed = kernels.down_proj_wgrad(c.do, a_scaled, c.plan, column_major=True)
+        assert_close("dw2, column-major", transposed, c.sum_by(c.expert, outer, experts), dtype, dtype)
+        assert transposed.stride() == (D * N, 1, D)
         dh = h  # any rows will do
         dx_rows = kernels.up_proj_dgrad(dh, c.given["w1"], c.plan)
         exact_rows = torch.einsum("rw,rwd->rd", dh[rows].double(), c.exact("w1")[c.expert])
@@ -144,9 +144,9 @@ def test_backward_kernels(kernels: Backend, name: str, dtype: torch.dtype) -> No
         dw1 = kernels.up_proj_wgrad(c.given["x"], dh, c.plan)
         outer = dh[rows].double()[:, :, None] * c.exact("x")[c.token][:, None, :]
         assert_close("dw1", dw1, c.sum_by(c.expert, outer, experts), dtype, dtype)
-        turned = kernels.up_proj_wgrad(c.given["x"], dh, c.plan, column_major=True)
-        assert_close("dw1, column-major", turned, c.sum_by(c.expert, outer, experts), dtype, dtype)
-        assert turned.stride() == (dw1.shape[1] * D, 1, dw1.shape[1])
+        transposed = kernels.up_proj_wgrad(c.given["x"], dh, c.plan, column_major=True)
+        assert_close("dw1, column-major", transposed, c.sum_by(c.expert, outer, experts), dtype, dtype)
+        assert transposed.stride() == (dw1.shape[1] * D, 1, dw1.shape[1])
         dx_rows = c.row_tensor(D, dtype, 5)
         dx = torch.empty(c.plan.num_tokens, D, dtype=dtype)
         kernels.combine_grad(dx_rows, c.plan, dx)

@@ -52,11 +52,11 @@ def test_between_two_codes_the_nearer_and_in_the_middle_the_lower() -> None:
 
 def test_views_and_slices_are_those_of_the_decoded_weight() -> None:
     found = quantize_nf4(torch.randn(3, 64, 192, generator=torch.Generator().manual_seed(0)))
-    dense, turned = stacked(found), found.transpose(1, 2)
-    assert turned.shape == (3, 192, 64)
-    assert_equal(stacked(turned), dense.transpose(1, 2))
-    assert_equal(stacked(turned.transpose(1, 2)), dense)
+    dense, transposed = stacked(found), found.transpose(1, 2)
+    assert transposed.shape == (3, 192, 64)
+    assert_equal(stacked(transposed), dense.transpose(1, 2))
+    assert_equal(stacked(transposed.transpose(1, 2)), dense)
     for rows, columns in ((slice(5, 9), slice(None)), (slice(None), slice(64, 192)), (slice(1, 3), slice(128, None))):
         assert_equal(stacked(found[:, rows, columns]), dense[:, rows, columns])
-        assert_equal(stacked(turned[:, columns, rows]), dense.transpose(1, 2)[:, columns, rows])
+        assert_equal(stacked(transposed[:, columns, rows]), dense.transpose(1, 2)[:, columns, rows])
     assert_equal(stacked(found[1:, :7]), dense[1:, :7])

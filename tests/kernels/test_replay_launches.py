@@ -141,13 +141,13 @@ def select_grad_args(balance: bool, z: bool, spread: bool = False, mode: str = "
     return (logits, ids, mask, d_scores, d_sums if balance else None, torch.zeros(()) if z else None, *spec)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_operands", [False, True])
 @pytest.mark.parametrize(("balance", "z"), [(False, False), (True, False), (False, True), (True, True)])
-def test_select(balance: bool, z: bool, with_operands: bool, turned: bool) -> None:
+def test_select(balance: bool, z: bool, with_operands: bool, transposed: bool) -> None:
     spec = (2, "sigmoid", True, 2.5, 1, 1, balance, z)
     assert_repeated(
-        router._select, lambda: select_args(spec=spec, bias=with_operands, mask=with_operands, turned=turned)
+        router._select, lambda: select_args(spec=spec, bias=with_operands, mask=with_operands, transposed=transposed)
     )
 
 
@@ -180,7 +180,7 @@ def rounding_spec(mode: str, score: str) -> tuple[Any, ...]:
 )
 def test_rounding(mode: str, score: str, masked: bool) -> None:
     def make() -> Args:
-        logits, _, mask, *_ = select_args(mask=masked, turned=masked)
+        logits, _, mask, *_ = select_args(mask=masked, transposed=masked)
         uniform = torch.zeros(8) if mode == "nearest_score" else None
         ids = torch.zeros(40, 2, dtype=torch.int32)
         return (logits, ids, torch.zeros(40, 2), uniform, mask, *rounding_spec(mode, score))
@@ -198,7 +198,7 @@ def test_rounding_grad(score: str, spread: bool) -> None:
     *_, capacity = spec = rounding_spec("nearest", score)
 
     def make() -> Args:
-        logits, _, mask, *_ = select_args(mask=spread, turned=spread)
+        logits, _, mask, *_ = select_args(mask=spread, transposed=spread)
         d_scores = torch.zeros(1).expand(capacity) if spread else torch.zeros(capacity)
         norm = torch.zeros(0 if score == "sigmoid" else 40, 2)
         row, code = (torch.zeros(capacity, dtype=dtype) for dtype in (torch.int32, torch.int16))
@@ -240,7 +240,7 @@ def test_operators_that_add_in_place_are_not_recorded() -> None:
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, poisoned_memory])
 def test_in_every_mode(mode: Callable[[], Any]) -> None:
     """In inference mode `contiguous` and `to` reach a dispatch mode whole, and may be views or copies."""
-    assert_repeated(router._select, lambda: select_args(turned=True), mode)
+    assert_repeated(router._select, lambda: select_args(transposed=True), mode)
     assert_repeated(RUNS["moe"], lambda: CASES["hopper, x to be copied"].args("moe"), mode)
     bias = CASES["triton, bias, interleaved"]
     assert_repeated(RUNS["down_proj_bias_grad"], lambda: bias.args("down_proj_bias_grad"), mode)
@@ -269,7 +269,7 @@ def test_results_without_elements_are_apart() -> None:
 
 @pytest.mark.parametrize("operator", [router.select, library.moe])
 def test_registered_operators_as_compiled_code_calls_them(operator: Any) -> None:
-    args = select_args(turned=True) if operator is router.select else Case(extra=3).args("moe_inference")
+    args = select_args(transposed=True) if operator is router.select else Case(extra=3).args("moe_inference")
     flat = operator._arguments.flatten(args)
     results = [operator.registered(*flat) for _ in range(4)]
     layouts = [[layout(t) for t in each] for each in results]

@@ -36,16 +36,16 @@ def launches(
     device: Device,
     activation: str = "swiglu",
     gate_up: str = "concatenated",
-    turned: bool = False,
+    transposed: bool = False,
     dtype: torch.dtype = BF16,
     widths: tuple[int, int] = (2048, 768),
 ) -> tuple[Launch, Launch]:
-    """F1 and F2, with biases, for 4 experts and 2 per token. ``turned``: weights of the other stride order."""
+    """F1 and F2, with biases, for 4 experts and 2 per token. ``transposed``: weights of the other stride order."""
     (d, n), experts = widths, 4
     spec = activation_spec(activation, gate_up, None, None)
     plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)
     w1, w2 = torch.zeros(experts, spec.width_factor * n, d, dtype=dtype), torch.zeros(experts, d, n, dtype=dtype)
-    if turned:
+    if transposed:
         w1, w2 = turn(w1), turn(w2)
     b1, b2 = w1.new_zeros(w1.shape[:2]), w2.new_zeros(w2.shape[:2])
     block_m = small_m(plan.capacity, experts)
@@ -57,12 +57,12 @@ def launches(
 
 @pytest.mark.parametrize("capability", NVIDIA)
 @pytest.mark.parametrize("tokens", [1, 60])
-@pytest.mark.parametrize(("activation", "gate_up", "turned"), LAYOUTS)
+@pytest.mark.parametrize(("activation", "gate_up", "transposed"), LAYOUTS)
 def test_weights_of_every_layout_are_loaded_ahead_and_wide(
-    activation: str, gate_up: str, turned: bool, tokens: int, capability: int, tmp_path: Path
+    activation: str, gate_up: str, transposed: bool, tokens: int, capability: int, tmp_path: Path
 ) -> None:
     device = NVIDIA[capability]
-    for launch, compiled in compile_launches(launches(tokens, device, activation, gate_up, turned), capability):
+    for launch, compiled in compile_launches(launches(tokens, device, activation, gate_up, transposed), capability):
         ptx, tile = compiled.asm["ptx"], launch.constants
         copies = re.findall(r"cp\.async\.\w+\.shared\.global [^;]*, 0x([0-9a-f]+)", ptx)
         assert len(copies) >= 3 * tile["BLOCK_K"] * tile["BLOCK_N"] // (8 * 32 * launch.num_warps), "stages in flight"

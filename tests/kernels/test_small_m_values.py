@@ -22,10 +22,10 @@ FP16, FP32 = torch.float16, torch.float32
 TOLERANCE = {FP16: 1e-3, FP32: 3e-6}
 CASES = {
     "fp32": Case(FP32, "swiglu", bias=True),
-    "fp16, interleaved, turned": Case(FP16, "swiglu_oai", "interleaved", bias=True, turned=True),
-    "fp32, ungated, turned": Case(FP32, "gelu", turned=True),
+    "fp16, interleaved, transposed": Case(FP16, "swiglu_oai", "interleaved", bias=True, transposed=True),
+    "fp32, ungated, transposed": Case(FP32, "gelu", transposed=True),
     "fp16, interleaved": Case(FP16, "geglu", "interleaved", hidden_size=48),
-    "fp32, even": Case(FP32, "reglu", turned=True, hidden_size=32, intermediate_size=64),
+    "fp32, even": Case(FP32, "reglu", transposed=True, hidden_size=32, intermediate_size=64),
 }
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
 

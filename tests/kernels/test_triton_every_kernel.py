@@ -56,13 +56,13 @@ def layer_launches(
     activation: str = "swiglu",
     gate_up: str = "concatenated",
     bias: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> list[Launch]:
-    """What a plan, a router, a rounding and the operator launch. ``turned``: weights of the other stride order."""
+    """What a plan, a router, a rounding and the operator launch. ``transposed``: weights of the other stride order."""
     ids = torch.arange(T * K).view(T, K) % E
     plan = plan_topk(ids, E)
     inputs = make_inputs(plan, D, N, activation, dtype=dtype, bias=bias)
-    if turned:
+    if transposed:
         inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
     options = {"activation": activation, "gate_up": gate_up, "kernels": "triton"}
     with recorded_launches(device) as launches:
@@ -129,7 +129,7 @@ def test_every_dtype_on_nvidia(capability: int, dtype_name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("activation", "gate_up", "bias", "turned"),
+    ("activation", "gate_up", "bias", "transposed"),
     [
         ("swiglu", "concatenated", False, False),
         ("swiglu_oai", "interleaved", True, True),
@@ -137,9 +137,9 @@ def test_every_dtype_on_nvidia(capability: int, dtype_name: str, tmp_path: Path)
         ("gelu_tanh", "concatenated", True, True),
     ],
 )
-def test_every_layout_on_hopper(activation: str, gate_up: str, bias: bool, turned: bool, tmp_path: Path) -> None:
+def test_every_layout_on_hopper(activation: str, gate_up: str, bias: bool, transposed: bool, tmp_path: Path) -> None:
     bounds = STACK | ({"up_proj_act_kernel": STACK_OF_INTERLEAVED} if gate_up == "interleaved" else {})
-    launches = layer_launches(NVIDIA[90], torch.bfloat16, activation, gate_up, bias, turned)
+    launches = layer_launches(NVIDIA[90], torch.bfloat16, activation, gate_up, bias, transposed)
     for launch, compiled in compile_launches(launches, 90):
         assert compiled.metadata.shared <= NVIDIA[90].shared_bytes, name_of(launch)
         assert stack_bytes(compiled, tmp_path) <= bounds.get(name_of(launch), NO_SPILL), name_of(launch)

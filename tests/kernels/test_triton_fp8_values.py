@@ -39,7 +39,7 @@ D, N = 256, 128
 # Tensor cores keep some 14 bits of what they add.
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 3e-6 if INTERPRETED else 4e-4}
 ROUTINGS = [routing.name for routing in hostile_routings(tile=16)]
-# activation, gate_up, bias, turned weights, dtype
+# activation, gate_up, bias, transposed weights, dtype
 CASES = [
     ("swiglu", "concatenated", False, False, DTYPE),
     ("swiglu_oai", "interleaved", True, True, torch.float32),
@@ -167,12 +167,12 @@ def test_a_layer_that_keeps_h_in_fp8(precision: str) -> None:
     assert_equal(dw1, ks.up_proj_wgrad(x, dh, plan))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_weights_are_quantized_once_for_both_contractions(turned: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_are_quantized_once_for_both_contractions(transposed: bool) -> None:
     torch.manual_seed(0)
     weight = torch.randn(2, D, N, device=DEVICE).to(DTYPE)
     weight[1, :128] = 0
-    launch, found = weight_launch(turn(weight) if turned else weight, (1, 2))
+    launch, found = weight_launch(turn(weight) if transposed else weight, (1, 2))
     launch.run()
     assert_quantized(found[2], weight, WEIGHTS)
     assert_equal(found[1].data.float(), found[2].data.float())

@@ -32,10 +32,10 @@ TOLERANCE = {FP16: 1e-3, FP32: 3e-6}
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=TILE)}
 CASES = (
     Case(FP32, "swiglu", bias=True),
-    Case(FP16, "swiglu_oai", "interleaved", bias=True, turned=True),
-    Case(FP32, "gelu", turned=True),
+    Case(FP16, "swiglu_oai", "interleaved", bias=True, transposed=True),
+    Case(FP32, "gelu", transposed=True),
     Case(FP16, "geglu", "interleaved"),
-    Case(FP32, "reglu", turned=True, hidden_size=32, intermediate_size=64),
+    Case(FP32, "reglu", transposed=True, hidden_size=32, intermediate_size=64),
 )
 
 

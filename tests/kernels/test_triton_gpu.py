@@ -44,11 +44,13 @@ TF32_TOLERANCE = 2e-3
 CASES = {
     "bf16": Case(BF16, hidden_size=320, intermediate_size=264),
     "bf16, small": Case(BF16, "swiglu", "interleaved", bias=True, hidden_size=136, intermediate_size=72),
-    "bf16, bias, turned": Case(BF16, "swiglu_oai", bias=True, turned=True, hidden_size=192, intermediate_size=128),
-    "fp16": Case(FP16, "geglu", "interleaved", bias=True, turned=True, hidden_size=328, intermediate_size=256),
+    "bf16, bias, transposed": Case(
+        BF16, "swiglu_oai", bias=True, transposed=True, hidden_size=192, intermediate_size=128
+    ),
+    "fp16": Case(FP16, "geglu", "interleaved", bias=True, transposed=True, hidden_size=328, intermediate_size=256),
     "fp16, ungated": Case(FP16, "relu2", hidden_size=128, intermediate_size=512),
     "fp32": Case(FP32, "reglu", bias=True, hidden_size=264, intermediate_size=136),
-    "fp32, ungated, turned": Case(FP32, "gelu_tanh", turned=True, hidden_size=72, intermediate_size=264),
+    "fp32, ungated, transposed": Case(FP32, "gelu_tanh", transposed=True, hidden_size=72, intermediate_size=264),
 }
 ROUTINGS = [routing.name for routing in hostile_routings(tile=128)]
 
@@ -80,10 +82,10 @@ def test_many_experts() -> None:
     assert_kernels_agree(TritonBackend(), random_plan(2000, 4096, 4), case, TOLERANCE[BF16])
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("name", CASES)
-def test_weight_gradients_are_added_exactly(name: str, turned: bool) -> None:
-    case = replace(CASES[name], turned=turned)
+def test_weight_gradients_are_added_exactly(name: str, transposed: bool) -> None:
+    case = replace(CASES[name], transposed=transposed)
     for routing in hostile_routings(tile=128, device="cuda"):
         assert_added_exactly(TritonBackend(), routing.plan, case)
 
@@ -152,9 +154,9 @@ SMALL_CASES = {
     "bf16": Case(BF16, hidden_size=512, intermediate_size=256),
     "bf16, uneven": Case(BF16, "swiglu", "interleaved", bias=True, hidden_size=136, intermediate_size=72),
     "bf16, as gpt-oss": Case(
-        BF16, "swiglu_oai", "interleaved", bias=True, turned=True, hidden_size=320, intermediate_size=320
+        BF16, "swiglu_oai", "interleaved", bias=True, transposed=True, hidden_size=320, intermediate_size=320
     ),
-    "fp16, ungated, turned": Case(FP16, "relu2", turned=True, hidden_size=328, intermediate_size=512),
+    "fp16, ungated, transposed": Case(FP16, "relu2", transposed=True, hidden_size=328, intermediate_size=512),
     "fp32": Case(FP32, "reglu", bias=True, hidden_size=264, intermediate_size=136),
 }
 E, K, WIDTHS = 64, 8, (512, 256)

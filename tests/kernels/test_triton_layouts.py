@@ -1,6 +1,6 @@
 """The portable row GEMMs compiled for weights of either stride order, gate and up in both layouts, and biases.
 
-Every value of every factor, not all combinations. Concatenated swiglu without bias, not turned, is among the launches
+Every value of every factor, not all combinations. Concatenated swiglu without bias, untransposed, is among the launches
 of test_triton_compiled.py. A kernel is compiled once for the cells that its code does not tell apart.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
@@ -23,21 +23,24 @@ from triton_compile import (
 
 from tilemoe.kernels.experts.triton import host
 
-CELLS = {  # activation, gate_up, turned, bias
+CELLS = {  # activation, gate_up, transposed, bias
     "interleaved": ("swiglu", "interleaved", False, False),
-    "turned": ("swiglu", "concatenated", True, False),
+    "transposed": ("swiglu", "concatenated", True, False),
     "bias": ("swiglu", "concatenated", False, True),
-    "interleaved, turned, bias": ("swiglu", "interleaved", True, True),
-    "clamped, interleaved, turned, bias": ("swiglu_oai", "interleaved", True, True),
-    "ungated, turned, bias": ("relu2", "concatenated", True, True),
+    "interleaved, transposed, bias": ("swiglu", "interleaved", True, True),
+    "clamped, interleaved, transposed, bias": ("swiglu_oai", "interleaved", True, True),
+    "ungated, transposed, bias": ("relu2", "concatenated", True, True),
 }
 COMPILED = {
     "up_proj_act": tuple(CELLS),
     "down_proj_dgrad_dact": tuple(name for name in CELLS if name != "bias"),
-    "down_proj": ("turned", "bias", "interleaved, turned, bias"),
-    "up_proj_dgrad": ("bias", "turned"),
+    "down_proj": ("transposed", "bias", "interleaved, transposed, bias"),
+    "up_proj_dgrad": ("bias", "transposed"),
 }
-FOR_ALL = ("turned", "interleaved, turned, bias")  # what is compiled for the newer GPUs, too, which no one has run
+FOR_ALL = (
+    "transposed",
+    "interleaved, transposed, bias",
+)  # what is compiled for the newer GPUs, too, which no one has run
 LAUNCHES = [
     (name, cell, capability)
     for capability in NVIDIA
@@ -48,14 +51,14 @@ LAUNCHES = [
 # Bytes of a thread's stack, by kernel, capability and cell; 0 where none is named, and 8 of the newest are no spill.
 STACK = {
     ("down_proj_dgrad_dact", 90, "interleaved"): 88,
-    ("down_proj_dgrad_dact", 90, "turned"): 16,
-    ("down_proj_dgrad_dact", 90, "interleaved, turned, bias"): 88,
-    ("down_proj_dgrad_dact", 90, "clamped, interleaved, turned, bias"): 120,
-    ("down_proj_dgrad_dact", 90, "ungated, turned, bias"): 24,
-    ("up_proj_act", 100, "interleaved, turned, bias"): 160,
-    ("down_proj_dgrad_dact", 100, "turned"): 152,
-    ("down_proj_dgrad_dact", 100, "interleaved, turned, bias"): 128,
-    ("down_proj", 120, "turned"): 32,
+    ("down_proj_dgrad_dact", 90, "transposed"): 16,
+    ("down_proj_dgrad_dact", 90, "interleaved, transposed, bias"): 88,
+    ("down_proj_dgrad_dact", 90, "clamped, interleaved, transposed, bias"): 120,
+    ("down_proj_dgrad_dact", 90, "ungated, transposed, bias"): 24,
+    ("up_proj_act", 100, "interleaved, transposed, bias"): 160,
+    ("down_proj_dgrad_dact", 100, "transposed"): 152,
+    ("down_proj_dgrad_dact", 100, "interleaved, transposed, bias"): 128,
+    ("down_proj", 120, "transposed"): 32,
 }
 # Loads of a bias by 2 bytes: a thread's columns of an accumulator are not known to be next to each other.
 BIAS_LOADS = {("up_proj_act", 90, "bias"): 32}
@@ -63,8 +66,8 @@ BIAS_LOADS = {("up_proj_act", 90, "bias"): 32}
 
 @pytest.mark.parametrize(("name", "cell", "capability"), LAUNCHES)
 def test_layout(name: str, cell: str, capability: int, tmp_path: Path) -> None:
-    device, (activation, gate_up, turned, bias) = NVIDIA[capability], CELLS[cell]
-    operands = make_operands(activation, gate_up, turned=turned, bias=bias)
+    device, (activation, gate_up, transposed, bias) = NVIDIA[capability], CELLS[cell]
+    operands = make_operands(activation, gate_up, transposed=transposed, bias=bias)
     compiled = compile_launch(row_gemm_launch(host, name, operands, device), capability)
     ptx = compiled.asm["ptx"]
     assert MATRIX_UNIT[capability] in ptx

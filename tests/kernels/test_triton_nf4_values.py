@@ -32,13 +32,13 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def frozen(*shape: int, turned: bool, scales: torch.dtype) -> Nf4Weight:
+def frozen(*shape: int, transposed: bool, scales: torch.dtype) -> Nf4Weight:
     """(E, p, q) with blocks along q, or along p, and scales of this dtype."""
     experts, p, q = shape
-    weight = normal(experts, q, p, dtype=torch.float32) if turned else normal(*shape, dtype=torch.float32)
+    weight = normal(experts, q, p, dtype=torch.float32) if transposed else normal(*shape, dtype=torch.float32)
     found = quantize_nf4(weight)
     found = replace(found, absmax=found.absmax.to(scales))
-    return found.transpose(1, 2) if turned else found
+    return found.transpose(1, 2) if transposed else found
 
 
 def decoded(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
@@ -65,11 +65,11 @@ def products(
 
 
 def assert_agree(
-    plan: RoutingPlan, dtype: torch.dtype, turned: bool, bias: bool, scales: torch.dtype = torch.float32
+    plan: RoutingPlan, dtype: torch.dtype, transposed: bool, bias: bool, scales: torch.dtype = torch.float32
 ) -> None:
     experts, capacity = plan.num_experts, plan.capacity
     shapes = ((experts, 2 * N, D), (experts, D, N))
-    weights = [frozen(*shape, turned=turned, scales=scales) for shape in shapes]
+    weights = [frozen(*shape, transposed=transposed, scales=scales) for shape in shapes]
     sizes = {"x": (plan.num_tokens, D), "a": (capacity, N), "dh": (capacity, 2 * N)}
     rows = {name: normal(*shape, dtype=dtype) for name, shape in sizes.items()}
     biases = [normal(experts, width, dtype=dtype) if bias else None for width in (2 * N, D)]
@@ -89,14 +89,14 @@ def test_hostile_routings(routing: str) -> None:
     number = ROUTINGS.index(routing)
     torch.manual_seed(number)
     plan = next(each.plan for each in hostile_routings(tile=16, device=DEVICE) if each.name == routing)
-    assert_agree(plan, DTYPES[number % len(DTYPES)], turned=bool(number // 2 % 2), bias=bool(number // 4 % 2))
+    assert_agree(plan, DTYPES[number % len(DTYPES)], transposed=bool(number // 2 % 2), bias=bool(number // 4 % 2))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_layout(dtype: torch.dtype, turned: bool) -> None:
+def test_each_layout(dtype: torch.dtype, transposed: bool) -> None:
     """Scales of 16 bits are what FSDP's mixed precision gathers."""
     for scales in (torch.float32, DTYPES[-1]):
         torch.manual_seed(0)
         plan = next(each.plan for each in hostile_routings(tile=16, device=DEVICE) if each.name == "random")
-        assert_agree(plan, dtype, turned, bias=turned, scales=scales)
+        assert_agree(plan, dtype, transposed, bias=transposed, scales=scales)

@@ -50,13 +50,13 @@ def test_rows_apart() -> None:
     assert_sum(d_logits[:, :16], weight[8:, 72:][:16], dx[:, :72])
 
 
-@pytest.mark.parametrize("case", ["narrow", "uneven", "turned", "expanded", "no tokens", "served"])
+@pytest.mark.parametrize("case", ["narrow", "uneven", "transposed", "expanded", "no tokens", "served"])
 def test_what_it_serves(case: str) -> None:
     tokens, d, experts = {"no tokens": (0, 72, 24), "narrow": (100, 6, 24), "uneven": (100, 72, 60)}.get(
         case, (100, 72, 24)
     )
     d_logits, weight, dx = operands(tokens, d, experts, DTYPES[0])
-    weight = weight.t().contiguous().t() if case == "turned" else weight
+    weight = weight.t().contiguous().t() if case == "transposed" else weight
     dx = dx[:1].expand(100, 72) if case == "expanded" else dx
     assert (why_unsupported(d_logits, weight, dx) is None) == (case == "served" and not INTERPRETED)  # which has no TMA
     got, want = ops.input_grad(d_logits, weight, dx), dx.double() + d_logits.double() @ weight.double()

@@ -28,7 +28,7 @@ ADDED = 2e-5  # of a sum in fp32 of what no 16-bit type has rounded
 
 @dataclass(frozen=True)
 class Case:
-    """How one run of all kernels is set up; ``turned``: the weights are stored in the other stride order.
+    """How one run of all kernels is set up; ``transposed``: the weights are stored in the other stride order.
 
     limit: of swiglu_oai.
     """
@@ -37,7 +37,7 @@ class Case:
     activation: str = "swiglu"
     gate_up: str = "concatenated"
     bias: bool = False
-    turned: bool = False
+    transposed: bool = False
     hidden_size: int = 40
     intermediate_size: int = 24
     limit: float | None = None
@@ -85,7 +85,7 @@ def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case, seed: int = 0) 
         plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias, seed=seed
     )
     x, w1, w2 = given["x"], given["w1"], given["w2"]
-    if case.turned:
+    if case.transposed:
         w1, w2 = turn(w1), turn(w2)
     b1, b2, s = given.get("b1"), given.get("b2"), given["scores"].reshape(-1)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -114,13 +114,16 @@ def run_kernels(kernels: Backend, plan: RoutingPlan, case: Case, seed: int = 0) 
     assert dw2.stride() == w2.stride(), "stored as the weight is"
     exact_dw2 = exact.down_proj_wgrad(do.double(), a_scaled.double(), plan)
     add("dw2", dw2, exact_dw2)
-    add("dw2, added", *added(dw2, exact_dw2, lambda out: kernels.down_proj_wgrad(do, a_scaled, plan, case.turned, out)))
+    add(
+        "dw2, added",
+        *added(dw2, exact_dw2, lambda out: kernels.down_proj_wgrad(do, a_scaled, plan, case.transposed, out)),
+    )
     add("dx_rows", kernels.up_proj_dgrad(dh, w1, plan), exact.up_proj_dgrad(dh.double(), w1.double(), plan), True)
     dw1 = kernels.up_proj_wgrad(x, dh, plan, is_column_major(w1))
     assert dw1.stride() == w1.stride(), "stored as the weight is"
     exact_dw1 = exact.up_proj_wgrad(x.double(), dh.double(), plan)
     add("dw1", dw1, exact_dw1)
-    add("dw1, added", *added(dw1, exact_dw1, lambda out: kernels.up_proj_wgrad(x, dh, plan, case.turned, out)))
+    add("dw1, added", *added(dw1, exact_dw1, lambda out: kernels.up_proj_wgrad(x, dh, plan, case.transposed, out)))
     add("db2", kernels.down_proj_bias_grad(do, s, plan), exact.down_proj_bias_grad(do.double(), s.double(), plan))
     add("db1", kernels.up_proj_bias_grad(dh, plan), exact.up_proj_bias_grad(dh.double(), plan))
     return found
@@ -149,7 +152,7 @@ def assert_added_exactly(kernels: Backend, plan: RoutingPlan, case: Case) -> Non
         (given["w2"], lambda out: kernels.down_proj_wgrad(do, a, plan, is_column_major(out), out)),
         (given["w1"], lambda out: kernels.up_proj_wgrad(x, h, plan, is_column_major(out), out)),
     ):
-        like = turn(weight) if case.turned else weight
+        like = turn(weight) if case.transposed else weight
         alone = add(torch.zeros_like(like, dtype=torch.float32))
         total = some_sums(like)
         for _ in range(2):
@@ -191,7 +194,7 @@ def assert_inference_agrees(kernels: Backend, plan: RoutingPlan, case: Case, tol
         plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias
     )
     x, w1, w2, b1, b2 = given["x"], given["w1"], given["w2"], given.get("b1"), given.get("b2")
-    if case.turned:
+    if case.transposed:
         w1, w2 = turn(w1), turn(w2)
     a = kernels.up_proj_act_inference(x, w1, b1, plan, spec)
     y = kernels.down_proj_inference(a, w2, b2, plan)

@@ -86,12 +86,12 @@ def make_operands(
     activation: str = "swiglu",
     gate_up: str = "concatenated",
     *,
-    turned: bool = False,
+    transposed: bool = False,
     bias: bool = False,
     widths: tuple[int, int] = (1536, 256),
     dtype: torch.dtype = torch.bfloat16,
 ) -> Operands:
-    """``turned``: weights of the other stride order. ``widths``: hidden and intermediate size."""
+    """``transposed``: weights of the other stride order. ``widths``: hidden and intermediate size."""
     (d, n), experts, tokens = widths, 2, 64
     spec = activation_spec(activation, gate_up, None, None)
     width = spec.width_factor * n
@@ -100,7 +100,7 @@ def make_operands(
     x, w1, w2 = (torch.zeros(shape, dtype=dtype) for shape in [(tokens, d), (experts, width, d), (experts, d, n)])
     b1, b2 = (x.new_zeros(experts, width), x.new_zeros(experts, d)) if bias else (None, None)
     h, a = (x.new_zeros(2 * tokens, columns) for columns in (width, n))
-    w1, w2 = (turn(w1), turn(w2)) if turned else (w1, w2)
+    w1, w2 = (turn(w1), turn(w2)) if transposed else (w1, w2)
     return Operands(x, w1, w2, b1, b2, h, a, torch.zeros(2 * tokens), plan, spec, tiles, tall_tiles)
 
 

@@ -54,10 +54,10 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def weights(dtype: torch.dtype, turned: bool = False, plan: RoutingPlan = PLANS[0]) -> Given:
+def weights(dtype: torch.dtype, transposed: bool = False, plan: RoutingPlan = PLANS[0]) -> Given:
     given = make_inputs(plan, D, N, dtype=dtype, bias=True)
     made = {name: given[name] for name in ("w1", "w2", "b1", "b2")}
-    if turned:
+    if transposed:
         made |= {name: made[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("w1", "w2")}
     return {name: nn.Parameter(weight) for name, weight in made.items()}
 
@@ -79,16 +79,16 @@ def grads_of(
     return {**found, **{name: weight.grad for name, weight in given.items()}}
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("options", [{}, {"recompute": "up_proj"}, {"gate_up": "interleaved"}], ids=str)
 @pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
 def test_the_sums_are_those_of_autograd(
-    dtype: torch.dtype, options: dict[str, str], turned: bool, added: list[str]
+    dtype: torch.dtype, options: dict[str, str], transposed: bool, added: list[str]
 ) -> None:
-    expected = grads_of(weights(dtype, turned), dtype=dtype, **options)
+    expected = grads_of(weights(dtype, transposed), dtype=dtype, **options)
     for _ in range(2):  # bit-equal repeats
         added.clear()
-        found = grads_of(weights(dtype, turned), dtype=dtype, accumulate=True, **options)
+        found = grads_of(weights(dtype, transposed), dtype=dtype, accumulate=True, **options)
         assert_equal(found, expected)
         assert len(added) == 2 * len(PLANS)
         assert found["w1"].stride() == expected["w1"].stride()
@@ -280,10 +280,10 @@ def test_a_layer(compiled: bool, added: list[str]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("kernels", ["triton", "hopper"])
-def test_on_a_gpu(kernels: str, gate_up: str, turned: bool) -> None:
+def test_on_a_gpu(kernels: str, gate_up: str, transposed: bool) -> None:
     """Against fp64, three times each routing, the last from the launch cache; bit-equal repeats."""
     if kernels == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels are for compute capability 9.0")
@@ -291,7 +291,7 @@ def test_on_a_gpu(kernels: str, gate_up: str, turned: bool) -> None:
     options: dict[str, Any] = {"gate_up": gate_up, "plans": plans}
 
     def given() -> Given:
-        return weights(BF16, turned, plans[0])
+        return weights(BF16, transposed, plans[0])
 
     exact_weights = {name: nn.Parameter(weight.detach().double()) for name, weight in given().items()}
     exact = grads_of(exact_weights, dtype=FP64, kernels="torch", **options)

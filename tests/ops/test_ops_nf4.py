@@ -26,14 +26,14 @@ ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
 # activation, gate_up, biases, blocks along the output
 CASES = {
     "swiglu": ("swiglu", "concatenated", False, False),
-    "oai, turned": ("swiglu_oai", "interleaved", True, True),
+    "oai, transposed": ("swiglu_oai", "interleaved", True, True),
     "relu2": ("relu2", "concatenated", True, False),
 }
 PLAN = plan_topk(torch.rand(40, 5, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2], 5)
 
 
-def frozen(weight: Tensor, turned: bool) -> Nf4Weight:
-    return quantize_nf4(weight.transpose(1, 2)).transpose(1, 2) if turned else quantize_nf4(weight)
+def frozen(weight: Tensor, transposed: bool) -> Nf4Weight:
+    return quantize_nf4(weight.transpose(1, 2)).transpose(1, 2) if transposed else quantize_nf4(weight)
 
 
 def decoded(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
@@ -45,10 +45,10 @@ def decoded(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
 
 def given(plan: RoutingPlan, case: str, dtype: torch.dtype) -> tuple[dict[str, Any], Adapters]:
     """Arguments of `moe_lora`, w1 and w2 in NF4; x, the scores and the adapters want gradients."""
-    activation, gate_up, bias, turned = CASES[case]
+    activation, gate_up, bias, transposed = CASES[case]
     found: dict[str, Any] = make_inputs(plan, D, N, activation, dtype=dtype, bias=bias)
     experts, width, _ = found["w1"].shape
-    found |= {name: frozen(found[name], turned) for name in ("w1", "w2")}
+    found |= {name: frozen(found[name], transposed) for name in ("w1", "w2")}
     generator = torch.Generator().manual_seed(1)
     shapes = ((experts, R, D), (experts, width, R), (experts, R, N), (experts, D, R))
     low_rank = [(0.2 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_() for shape in shapes]
@@ -93,7 +93,7 @@ def test_autocast_decodes_to_its_own_dtype() -> None:
 
 
 def test_compiled_whole() -> None:
-    arguments, adapters = given(PLAN, "oai, turned", torch.float32)
+    arguments, adapters = given(PLAN, "oai, transposed", torch.float32)
     compiled = torch.compile(moe_lora, fullgraph=True, backend="aot_eager")
     assert_equal(run(arguments, adapters, compiled), run(arguments, adapters))
 

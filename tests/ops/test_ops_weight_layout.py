@@ -22,10 +22,10 @@ PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 D, N = 16, 8
 
 
-def leaf_and_view(weight: Tensor, turned: bool) -> tuple[nn.Parameter, Tensor]:
+def leaf_and_view(weight: Tensor, transposed: bool) -> tuple[nn.Parameter, Tensor]:
     """A parameter, contiguous, and the view of it that has the weight's shape and values."""
-    leaf = nn.Parameter(weight.transpose(1, 2).contiguous() if turned else weight.clone())
-    return leaf, leaf.transpose(1, 2) if turned else leaf
+    leaf = nn.Parameter(weight.transpose(1, 2).contiguous() if transposed else weight.clone())
+    return leaf, leaf.transpose(1, 2) if transposed else leaf
 
 
 def written_grads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -48,24 +48,24 @@ def written_grads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "name", ["random", "sentinels", "pairs, repeated", "all sentinels", "no tokens", "pairs, none"]
 )
 def test_the_parameter_takes_what_the_kernel_wrote(
-    name: str, turned: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, transposed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = PLANS[name]
     given = make_inputs(plan, D, N, dtype=dtype)
     expected = forward_and_grads(moe, given, plan)
     do = torch.randn(expected["o"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     written = written_grads(monkeypatch)
-    (leaf1, w1), (leaf2, w2) = leaf_and_view(given["w1"], turned), leaf_and_view(given["w2"], turned)
+    (leaf1, w1), (leaf2, w2) = leaf_and_view(given["w1"], transposed), leaf_and_view(given["w2"], transposed)
     moe(**{**given, "w1": w1, "w2": w2}, plan=plan).backward(do)
     for leaf, address, key in ((leaf2, written[0], "dw2"), (leaf1, written[1], "dw1")):
         assert leaf.grad.is_contiguous(), key
         assert leaf.grad.data_ptr() == address, f"{key} was copied"
-        grad = leaf.grad.transpose(1, 2) if turned else leaf.grad
+        grad = leaf.grad.transpose(1, 2) if transposed else leaf.grad
         torch.testing.assert_close(grad, expected[key])
 
 
@@ -122,9 +122,9 @@ def test_adapters(name: str) -> None:
     shapes = ((experts, rank, D), (experts, 2 * N, rank), (experts, rank, N), (experts, D, rank))
     adapters = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     results = []
-    for turned in (False, True):
-        leaves, views = zip(*(leaf_and_view(adapter, turned) for adapter in adapters), strict=True)
+    for transposed in (False, True):
+        leaves, views = zip(*(leaf_and_view(adapter, transposed) for adapter in adapters), strict=True)
         moe_lora(**given, plan=plan, adapters=Adapters(*views, 0.5)).sum().backward()
         assert all(leaf.grad.is_contiguous() for leaf in leaves)
-        results.append([leaf.grad.transpose(1, 2) if turned else leaf.grad for leaf in leaves])
+        results.append([leaf.grad.transpose(1, 2) if transposed else leaf.grad for leaf in leaves])
     torch.testing.assert_close(*results)
