@@ -1,6 +1,7 @@
 """F2 (down-projection) and B3 (dgrad of the up-projection), ping-pong: ``out_r = rows_r weight_e (+ bias_e)``.
 
 E experts · R_max static row capacity · BN tile columns · BK k-block · S stages
+width_in, width_out: the GEMM's K and N, of one expert's weight
 
 One producer warp: both operands come by TMA. Two consumer warp groups alternate tiles, so that one's epilogue overlaps
 the other's mainloop, which has the tensor cores and all stages to itself. ``mma_order``, two mbarriers as CUTLASS's

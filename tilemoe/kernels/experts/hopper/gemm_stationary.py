@@ -1,6 +1,7 @@
 """F2 and B3 with a short contraction, weight-stationary: ``out_r = rows_r weight_e (+ bias_e)``, as in `gemm_pingpong`.
 
 E experts · R_max static row capacity · BN tile columns · BK k-block · S stages of A · B_STAGES k-blocks of B
+width_in, width_out: the GEMM's K and N, of one expert's weight
 
 With so few k-blocks a tile's loads exceed what its wgmmas hide: F2 of n = 256 asks L2 for twice what it gives. So a CTA
 keeps BN columns of an expert's weight, over the whole contraction, in shared memory and streams only A: a work item is

@@ -2,7 +2,7 @@
 
 E experts · R rows · blocks of 1 x 128 (rows), of 128 x 128 (weights)
 
-Memory-bound and not persistent: a program quantises 32 blocks of rows, or one block of a weight, which it may write
+Memory-bound and not persistent: a CTA quantises 32 blocks of rows, or one block of a weight, which it may write
 twice, contiguous along either dimension. Also the way back, and rows packed with their scales into int32 words.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -33,7 +33,7 @@ from tilemoe.runtime.launch import Launch, ceil_div
 _BLOCK = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-_ROWS = 32  # rows per program: 8 KB of 16-bit values
+_ROWS = 32  # rows per CTA: 8 KB of 16-bit values
 
 
 def rows_launch(values: Tensor, into: Operand | None = None) -> tuple[Launch, Operand]:
