@@ -15,8 +15,9 @@ the tile lists that kernels cache there hold a scheduler's counter, which concur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from tilemoe.plan import RoutingPlan, plan_of
 from tilemoe.runtime.operator import Arguments, Operator
 
 _NUM_ARRAYS = 5  # tensors in `RoutingPlan.arrays`
+_ROW_OF_PAIR = -5  # where the arguments of `RoutedArguments.schema` have it
 _ONCE = (
     "tilemoe.moe is differentiable once: its backward cannot be differentiated. Use tilemoe.reference.moe for "
     "higher derivatives, or take the first gradient without create_graph=True."
@@ -75,9 +77,37 @@ def _parsed(options: str) -> tuple[ActivationSpec, str]:
 ROUTED = RoutedArguments()
 
 
-def routed_operator(name: str, args: str, returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Operator:
+def routed_operator(
+    name: str,
+    args: str,
+    returns: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int] | None = None,
+) -> Operator:
     """The operator ``tilemoe::name(args, plan, spec, backend) -> returns``; out of memory it says what to change."""
-    return Operator(name, run, f"({args}, {ROUTED.schema}) -> {returns}", fake, ROUTED, advise)
+    return Operator(name, run, f"({args}, {ROUTED.schema}) -> {returns}", fake, ROUTED, advise, flops=flops)
+
+
+def gemm_flops(flat: Sequence[Any], *multiply_adds: int) -> int:
+    """Of GEMMs with so many multiply-adds per row, and a row for each pair of the plan, masked tokens' included.
+
+    flat: an operator's arguments, of which `RoutedArguments.schema` ends, with shapes for tensors.
+    """
+    (pairs,) = flat[_ROW_OF_PAIR]
+    return 2 * pairs * sum(multiply_adds)
+
+
+def _moe_flops(x: Any, w1: Any, w2: Any, *rest: Any, **_: Any) -> int:
+    return gemm_flops(rest, prod(w1[1:]), prod(w2[1:]))
+
+
+def _rows_weight_flops(rows: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    return gemm_flops(rest, prod(weight[1:]))
+
+
+def _wgrad_flops(*flat: Any, out_shape: Any, **_: Any) -> int:
+    return gemm_flops(flat, prod(out_shape[1:]))
 
 
 def without_derived(plan: RoutingPlan) -> RoutingPlan:
@@ -361,8 +391,11 @@ moe = routed_operator(
     "(Tensor, Tensor, Tensor)",
     moe_forward,
     _moe_fake,
+    _moe_flops,
 )
-up_proj = routed_operator("up_proj", "Tensor x, Tensor w1, Tensor? b1", "Tensor", _up_proj, _up_proj_fake)
+up_proj = routed_operator(
+    "up_proj", "Tensor x, Tensor w1, Tensor? b1", "Tensor", _up_proj, _up_proj_fake, _rows_weight_flops
+)
 dequantize_h = routed_operator(
     "dequantize_h", "Tensor data, Tensor scale, ScalarType dtype", "Tensor", _dequantize_h, _dequantize_h_fake
 )
@@ -372,6 +405,7 @@ down_proj_dgrad_dact = routed_operator(
     "(Tensor, Tensor, Tensor)",
     _down_proj_dgrad_dact,
     _down_proj_dgrad_dact_fake,
+    _rows_weight_flops,
 )
 down_proj_wgrad = routed_operator(
     "down_proj_wgrad",
@@ -379,12 +413,23 @@ down_proj_wgrad = routed_operator(
     "Tensor",
     _down_proj_wgrad,
     _down_proj_wgrad_fake,
+    _wgrad_flops,
 )
 up_proj_input_grad = routed_operator(
-    "up_proj_input_grad", "Tensor dh, Tensor w1", "Tensor", _up_proj_input_grad, _up_proj_input_grad_fake
+    "up_proj_input_grad",
+    "Tensor dh, Tensor w1",
+    "Tensor",
+    _up_proj_input_grad,
+    _up_proj_input_grad_fake,
+    _rows_weight_flops,
 )
 up_proj_wgrad = routed_operator(
-    "up_proj_wgrad", "Tensor x, Tensor dh, bool column_major", "Tensor", _up_proj_wgrad, _up_proj_wgrad_fake
+    "up_proj_wgrad",
+    "Tensor x, Tensor dh, bool column_major",
+    "Tensor",
+    _up_proj_wgrad,
+    _up_proj_wgrad_fake,
+    _wgrad_flops,
 )
 down_proj_bias_grad = routed_operator(
     "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake

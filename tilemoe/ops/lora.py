@@ -25,7 +25,7 @@ from tilemoe.kernels.experts.memory import backward_slices, forward_slices, shap
 from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight, why_not_nf4
 from tilemoe.kernels.experts.torch.activations import activation_grad, activation_value, row_blocks
 from tilemoe.kernels.experts.torch.backend import rows_dot_bias, rows_to_pairs
-from tilemoe.ops.experts import routed_operator, without_derived
+from tilemoe.ops.experts import gemm_flops, routed_operator, without_derived
 from tilemoe.ops.moe import backend_for, cast_under_autocast, check_options, check_plan, check_tensors
 from tilemoe.plan import PLAN_ARRAYS, RoutingPlan, plan_of
 from tilemoe.runtime.tensors import require_tensors
@@ -242,6 +242,18 @@ def _fake_grad(
     return (x.new_empty(x.shape), s.new_empty(s.shape), *adapters)
 
 
+def _flops(x: Any, w1: Any, w2: Any, s: Any, up_a: Any, up_b: Any, down_a: Any, *rest: Any, **_: Any) -> int:
+    d, w, n, r = up_a[2], up_b[1], down_a[2], up_a[1]  # not of w1 and w2, which may be NF4 codes
+    return gemm_flops(rest, d * w, n * d, r * (d + w), r * (n + d))
+
+
+def _grad_flops(
+    do: Any, x: Any, w1: Any, w2: Any, s: Any, up_a: Any, up_b: Any, down_a: Any, *rest: Any, **_: Any
+) -> int:
+    d, w, n, r = up_a[2], up_b[1], down_a[2], up_a[1]
+    return gemm_flops(rest, d * w, n * d, 2 * r * (d + w), 2 * r * (n + d), r * n)  # the last: ``a A2^T`` again
+
+
 _ADAPTED = "Tensor x, Tensor w1, Tensor w2, Tensor s, Tensor up_a, Tensor up_b, Tensor down_a, Tensor down_b"
 _forward = routed_operator(
     "moe_lora",
@@ -249,6 +261,7 @@ _forward = routed_operator(
     "(Tensor, Tensor, Tensor)",
     _run,
     _fake,
+    _flops,
 )
 _backward_op = routed_operator(
     "moe_lora_grad",
@@ -256,6 +269,7 @@ _backward_op = routed_operator(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_grad,
     _fake_grad,
+    _grad_flops,
 )
 
 

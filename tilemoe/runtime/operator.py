@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from tilemoe.runtime.launch_cache import LaunchCache
 from tilemoe.runtime.tensors import PLAIN
@@ -56,6 +57,7 @@ class Operator:
         arguments: between the arguments and the schema's.
         advise: ``(name, found, arguments by name)`` gives the message of an OutOfMemoryError that said ``found``.
         repeats: whether launches are recorded and repeated; not where PyTorch's operators do the work.
+        flops: of `torch.utils.flop_counter`, from the schema's arguments with shapes for tensors; None: none.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Operator:
         arguments: Arguments = _AS_GIVEN,
         advise: Callable[[str, str, dict[str, Any]], str] | None = None,
         repeats: bool = True,
+        flops: Callable[..., int] | None = None,
     ) -> None:
         self.name, self.run, self._fake, self._arguments, self._advise = name, run, fake, arguments, advise
         self._launches = LaunchCache() if repeats else None
@@ -78,6 +81,8 @@ class Operator:
                 f"tilemoe::{name}", self._run_seen, mutates_args=(), schema=schema
             )
             self.registered.register_fake(self._run_fake)
+            if flops is not None:
+                register_flop_formula(getattr(torch.ops.tilemoe, name))(flops)
 
     def register_autograd(self, backward: Backward, save: Save) -> None:
         """``save(ctx, args, output)`` keeps what ``backward(ctx, *grads)`` needs for the gradients of the first args.
