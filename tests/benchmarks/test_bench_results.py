@@ -192,6 +192,11 @@ def test_the_report_holds_every_table_and_figure(results: Path, capsys: pytest.C
     assert page.count("data:image/png;base64,") == markdown.count(".png)") == 2
     assert "| step.jsonl | 1 | " in markdown
     assert "The layer alone" not in markdown
+    capsys.readouterr()
+    assert main(["report", "--out", str(out / "report.md")]) == 2
+    message = capsys.readouterr().err
+    assert f"--out {out / 'report.md'}: cannot be written" in message
+    assert "Traceback" not in message
 
 
 def test_the_report_of_a_layer_without_peers_and_of_another_mode(

@@ -29,5 +29,10 @@ def run(arguments: Sequence[str]) -> None:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
         raise ValueError("tilemoe report needs matplotlib: pip install 'tilemoe[plot]'") from error
-    for path in write(expand_user(options.out), options.mode, options.gpu):
+    out = expand_user(options.out)
+    try:
+        paths = write(out, options.mode, options.gpu)
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written ({error}); make room or choose another") from error
+    for path in paths:
         print(path)
