@@ -36,7 +36,6 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     consumer_wait,
     halves,
     load_bias,
-    load_row_tile,
     new_barriers,
     new_bias_smem,
     new_tile_info,
@@ -44,6 +43,7 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     publish_tile,
     receive_tile,
     store_slice,
+    tile_coords,
     tile_place,
     zero_accumulator,
 )
@@ -55,14 +55,14 @@ BUFFERS = gl.constexpr(4)  # staging buffers of a consumer, an epilogue slice ea
 @gluon.jit
 def block_tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, BAND: gl.constexpr):
     """(expert, first row, end of the expert's rows, first column, number of blocks) of a tile; see `tile_coords`."""
-    row_tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
-    exists = index < row_tiles * column_tiles
-    expert, row, end = load_row_tile(tiles, row_tile, exists)
-    expert_before = gl.load(tiles[0] + gl.maximum(row_tile - 1, 0), mask=exists & (row_tile > 0), other=-1)
+    expert, row, end, col = tile_coords(index, row_tiles, column_tiles, tiles, BN, BAND)
+    tile, _column_tile = tile_place(index, row_tiles, column_tiles, BAND)
+    has_before = (tile > 0) & (index < row_tiles * column_tiles)
+    expert_before = gl.load(tiles[0] + gl.maximum(tile - 1, 0), mask=has_before, other=-1)
     remaining = gl.cdiv(end - row, WARPGROUP_M)
     takes_one = (remaining == 1) & (expert_before == expert)  # four blocks are left: take one from the tile before
     count = gl.where(takes_one | (remaining == BLOCKS + 1), 2, gl.minimum(remaining, BLOCKS))
-    return expert, gl.where(takes_one, row - WARPGROUP_M, row), end, column_tile * BN, count
+    return expert, gl.where(takes_one, row - WARPGROUP_M, row), end, col, count
 
 
 @gluon.jit

@@ -77,28 +77,19 @@ def tile_place(index, row_tiles, column_tiles, BAND: gl.constexpr):
 
 
 @gluon.jit
-def load_row_tile(tiles, row_tile, exists):
-    """(expert, first row, end of the expert's rows) of a row tile; zeros unless it ``exists``.
-
-    tiles: (expert_of_tile, row_of_tile, end_of_tile).
-    """
-    expert_of_tile, row_of_tile, end_of_tile = tiles
-    expert = gl.load(expert_of_tile + row_tile, mask=exists, other=0)
-    row = gl.load(row_of_tile + row_tile, mask=exists, other=0)
-    end = gl.load(end_of_tile + row_tile, mask=exists, other=0)
-    return expert, row, end
-
-
-@gluon.jit
 def tile_coords(index, row_tiles, column_tiles, tiles, BN: gl.constexpr, BAND: gl.constexpr):
     """(expert, first row, end of the expert's rows, first column) of tile ``index``, see `tile_place`.
 
-    tiles: see `load_row_tile`. An ``index`` past the last tile loads nothing and gives coordinates that must not be
-    used: so a producer can decode one tile ahead, which hides the latency of the loads.
+    tiles: (expert_of_tile, row_of_tile, end_of_tile). An ``index`` past the last tile loads nothing and gives
+    coordinates that must not be used: so a producer can decode one tile ahead, which hides the latency of the loads.
     """
-    row_tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
+    expert_of_tile, row_of_tile, end_of_tile = tiles
+    tile, column_tile = tile_place(index, row_tiles, column_tiles, BAND)
     col = column_tile * BN  # before the loads: after them, two more values spill in an FP8 kernel
-    expert, row, end = load_row_tile(tiles, row_tile, index < row_tiles * column_tiles)
+    exists = index < row_tiles * column_tiles
+    expert = gl.load(expert_of_tile + tile, mask=exists, other=0)
+    row = gl.load(row_of_tile + tile, mask=exists, other=0)
+    end = gl.load(end_of_tile + tile, mask=exists, other=0)
     return expert, row, end, col
 
 
