@@ -90,9 +90,9 @@ def routed_operator(
 
 
 def gemm_flops(flat: Sequence[Any], *multiply_adds: int) -> int:
-    """Of GEMMs with so many multiply-adds per row, and a row for each pair of the plan, masked tokens' included.
+    """Of GEMMs with ``multiply_adds`` per pair of token and expert. Pairs of masked tokens count, too.
 
-    flat: an operator's arguments, of which `RoutedArguments.schema` ends, with shapes for tensors.
+    flat: an operator's last arguments, those of `RoutedArguments.schema` included, with shapes for tensors.
     """
     (pairs,) = flat[_ROW_OF_PAIR]
     return 2 * pairs * sum(multiply_adds)
