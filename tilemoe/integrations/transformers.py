@@ -214,7 +214,10 @@ def _check(module: nn.Module) -> _Weights:
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:
-    tensor = getattr(module, name, None)
+    try:  # no default: to see whether one is needed, torch.compile reads PEFT's property, which caches a real tensor
+        tensor = getattr(module, name)
+    except AttributeError:
+        tensor = None
     if not isinstance(tensor, Tensor):
         raise _refusal(module, f"it has no weight {name}; quantised weights are not computed")
     tensor = _dispatcher_of(module).local_weight(tensor)
