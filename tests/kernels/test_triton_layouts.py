@@ -37,10 +37,8 @@ COMPILED = {
     "down_proj": ("transposed", "bias", "interleaved, transposed, bias"),
     "up_proj_dgrad": ("bias", "transposed"),
 }
-FOR_ALL = (
-    "transposed",
-    "interleaved, transposed, bias",
-)  # what is compiled for the newer GPUs, too, which no one has run
+# What is compiled for the newer GPUs, too, which no one has run.
+FOR_ALL = ("transposed", "interleaved, transposed, bias")
 LAUNCHES = [
     (name, cell, capability)
     for capability in NVIDIA
