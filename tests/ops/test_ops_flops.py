@@ -5,6 +5,8 @@ T tokens · d hidden_size · n intermediate_size · w = 2n gated, n ungated · E
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -69,3 +71,19 @@ def test_adapters() -> None:
         "moe_lora": 2 * T * K * (frozen + adapters),
         "moe_lora_grad": 2 * T * K * (frozen + 2 * adapters + R * N),
     }
+
+
+LAYER = "import torch, tilemoe; layer = tilemoe.MoE(tilemoe.MoEConfig(8, 4, 4, 2))"
+COUNTER = "from torch.utils.flop_counter import FlopCounterMode"
+COUNT = """
+with FlopCounterMode(display=False) as mode:
+    layer(torch.ones(3, 8))
+print(mode.get_flop_counts()["Global"][torch.ops.tilemoe.moe])
+"""
+
+
+@pytest.mark.parametrize("imports", [(LAYER, COUNTER), (COUNTER, LAYER)], ids=["layer first", "counter first"])
+def test_the_order_of_imports_does_not_matter(imports: tuple[str, str]) -> None:
+    code = "\n".join((*imports, COUNT))
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(out) == 2 * 3 * 2 * 8 * 3 * 4

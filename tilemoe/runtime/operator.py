@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
+from tilemoe.runtime.imports import after_import
 from tilemoe.runtime.launch_cache import LaunchCache
 from tilemoe.runtime.tensors import PLAIN
 
@@ -82,7 +82,9 @@ class Operator:
             )
             self.registered.register_fake(self._run_fake)
             if flops is not None:
-                register_flop_formula(getattr(torch.ops.tilemoe, name))(flops)
+                packet = getattr(torch.ops.tilemoe, name)
+                # to import the counter is to import Triton, which a CPU does without
+                after_import("torch.utils.flop_counter", lambda m: m.register_flop_formula(packet)(flops))
 
     def register_autograd(self, backward: Backward, save: Save) -> None:
         """``save(ctx, args, output)`` keeps what ``backward(ctx, *grads)`` needs for the gradients of the first args.
