@@ -59,20 +59,20 @@ def layouts(
     """Every activation with every layout of gate and up, weights in either order, with and without biases."""
     for activation in activations:
         for gate_up in ("concatenated", "interleaved") if activation in GATED else ("concatenated",):
-            for turned in ((), ("w1", "w2")):
+            for transposed in ((), ("w1", "w2")):
                 for bias in (False, True):
-                    spec = Experts(shape, dtype, "random", activation, gate_up, turned, bias)
-                    parts = [activation, gate_up, *(["turned"] if turned else []), *(["bias"] if bias else [])]
-                    yield make(kind, " ".join(parts), spec, dtype)
+                    spec = Experts(shape, dtype, "random", activation, gate_up, transposed, bias)
+                    parts = [activation, gate_up, *(["turned"] if transposed else []), *(["bias"] if bias else [])]
+                    yield make(kind, " ".join(parts), spec, dtype)  # the name seeds the inputs: it stays
 
 
 def of_layouts(dtypes: tuple[torch.dtype, ...]) -> Iterator[Case]:
     for dtype in dtypes:
         some = ("swiglu", "swiglu_oai", "geglu", "gelu") if dtype == FP16 else (*GATED, *UNGATED)
         yield from layouts("layout", SMALL, dtype, some)
-        for turned in ("w1", "w2"):
-            spec = Experts(SMALL, dtype, turned=(turned,))
-            yield make("layout", f"{turned} turned", spec, dtype)
+        for weight in ("w1", "w2"):
+            spec = Experts(SMALL, dtype, transposed=(weight,))
+            yield make("layout", f"{weight} turned", spec, dtype)
         for strides in (
             "rows of x",
             "columns of x",
@@ -90,7 +90,7 @@ def of_routings(dtypes: tuple[torch.dtype, ...]) -> Iterator[Case]:
         for routing in (*ROUTINGS, *PAIRS):
             spec = Experts(SMALL, dtype, routing, bias=True)
             yield make("routing", routing, spec, dtype)
-            other = replace(spec, activation="gelu", turned=("w1", "w2"), bias=False, wanted=())
+            other = replace(spec, activation="gelu", transposed=("w1", "w2"), bias=False, wanted=())
             yield make("routing", f"{routing}, inference", other, dtype)
         for what, shape in COUNTS.items():
             yield make("tokens", what, Experts(shape, dtype, bias=True), dtype)

@@ -81,10 +81,10 @@ def large_cases() -> Iterator[Case]:
 def _experts(dtype: torch.dtype) -> Iterator[Case]:
     for what, shape in LARGE.items():
         plain = Experts(shape, dtype)
-        turned = Experts(shape, dtype, "random", "swiglu_oai", "interleaved", ("w1", "w2"), bias=True)
+        gpt_oss = Experts(shape, dtype, "random", "swiglu_oai", "interleaved", ("w1", "w2"), bias=True)
         yield make("large", what, plain, dtype)
         yield make("large", f"{what}, ungated, bias", replace(plain, activation="relu2", bias=True), dtype)
-        yield make("large", f"{what}, as gpt-oss", turned, dtype)
+        yield make("large", f"{what}, as gpt-oss", gpt_oss, dtype)
         yield make("large", f"{what}, inference", replace(plain, wanted=()), dtype)
         yield make("large", f"{what}, recomputed", replace(plain, options={"recompute": "up_proj"}), dtype)
     shape = LARGE["d=1024 n=512"]
@@ -98,9 +98,9 @@ def _few_tokens(dtype: torch.dtype) -> Iterator[Case]:
     for what, shape in FEW_OF.items():
         for tokens in FEW:
             plain = Experts(replace(shape, tokens=tokens), dtype, wanted=())
-            turned = replace(plain, activation="swiglu_oai", gate_up="interleaved", turned=("w1", "w2"), bias=True)
+            gpt_oss = replace(plain, activation="swiglu_oai", gate_up="interleaved", transposed=("w1", "w2"), bias=True)
             yield make("few", f"{what}, {tokens} tokens", plain, dtype)
-            yield make("few", f"{what}, {tokens} tokens, as gpt-oss", turned, dtype)
+            yield make("few", f"{what}, {tokens} tokens, as gpt-oss", gpt_oss, dtype)
             yield make("few", f"{what}, {tokens} tokens, training", replace(plain, wanted=None), dtype)
 
 

@@ -55,7 +55,7 @@ def autocast(where: Where, dtype: torch.dtype | None) -> AbstractContextManager[
 class Experts:
     """One call of `tilemoe.moe`. ``wanted``: whose gradients are asked for, None for all, () for inference.
 
-    ``turned``: which weights are transposed views. ``options`` go to `tilemoe.moe`. ``spoilt``: see `_spoil`.
+    ``transposed``: which weights are transposed views. ``options`` go to `tilemoe.moe`. ``spoilt``: see `_spoil`.
     ``strides``: of x and the scores, "" where they are contiguous.
     """
 
@@ -64,7 +64,7 @@ class Experts:
     routing: str = "random"
     activation: str = "swiglu"
     gate_up: str = "concatenated"
-    turned: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
     bias: bool = False
     wanted: tuple[str, ...] | None = None
     spoilt: str = ""
@@ -89,7 +89,11 @@ def experts(case: Experts, where: Where) -> Found:
     wanted = tuple(leaves) if case.wanted is None else case.wanted
     for name in wanted:
         leaves[name].requires_grad_()
-    given = {**leaves, **{name: leaves[name].transpose(1, 2) for name in case.turned}, **_with_strides(case, leaves)}
+    given = {
+        **leaves,
+        **{name: leaves[name].transpose(1, 2) for name in case.transposed},
+        **_with_strides(case, leaves),
+    }
     options = {"activation": case.activation, "gate_up": case.gate_up, "kernels": where.kernels, **case.options}
     with torch.set_grad_enabled(bool(wanted)), autocast(where, case.autocast):
         o = tilemoe.moe(**given, plan=routed.plan, **options)
@@ -102,7 +106,7 @@ def experts(case: Experts, where: Where) -> Found:
 
 
 def _operand(source: Source, case: Experts, name: str, shape: tuple[int, ...]) -> Tensor:
-    if name in case.turned:
+    if name in case.transposed:
         shape = (shape[0], shape[2], shape[1])
     scale = {"x": 1.7, "b1": 0.5, "b2": 0.5}.get(name)
     if scale is None:

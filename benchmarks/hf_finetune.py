@@ -6,7 +6,7 @@
 A gpt-oss of two layers with its real widths and random weights, over the bytes of Python's standard library, trained in
 bf16 by Trainer's default optimiser. Every run starts from the same weights and sees the same batches. What two runs of
 the same training may differ by is measured, not assumed: "eager" computes the experts by transformers' own loop,
-"turned" is grouped_mm with the rows of each batch in reverse order, and "fp32" trains the weights in fp32. ``held``:
+"reversed" is grouped_mm with the rows of each batch in reverse order, and "fp32" trains the weights in fp32. ``held``:
 the losses of tilemoe and grouped_mm are no further apart, at most and in the mean square, than some pair of
 transformers' bf16 runs, which round the same products at the same places and so differ by less than bf16 leaves open;
 ``held_in_bf16``: than grouped_mm's and fp32's.
@@ -43,11 +43,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """How a run differs from the others; ``is_turned``: each batch's rows are in reverse order."""
+    """How a run differs from the others; ``is_reversed``: each batch's rows are in reverse order."""
 
     implementation: str
     dtype: torch.dtype = torch.bfloat16
-    is_turned: bool = False
+    is_reversed: bool = False
 
 
 RUNS = MappingProxyType(
@@ -55,7 +55,7 @@ RUNS = MappingProxyType(
         OURS: Run("tilemoe"),
         THEIRS: Run("grouped_mm"),
         "eager": Run("eager"),
-        "turned": Run("grouped_mm", is_turned=True),
+        "reversed": Run("grouped_mm", is_reversed=True),
         EXACT: Run("eager", dtype=torch.float32),
     }
 )
@@ -94,7 +94,7 @@ def train(run: Run, initial: nn.Module, windows: list[dict[str, Tensor]], args: 
             return loss
 
     def collate(rows: Sequence[Any]) -> Mapping[str, Tensor]:
-        return default_data_collator(rows[::-1] if run.is_turned else rows)
+        return default_data_collator(rows[::-1] if run.is_reversed else rows)
 
     losses: list[Tensor] = []
     started: list[float] = []

@@ -40,9 +40,9 @@ _POINTWISE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Cell:
-    """What a layer is asked for. ``turned``: stored as (E, d, w) and (E, n, d), and passed as transposed views."""
+    """What a layer is asked for. ``transposed``: stored as (E, d, w) and (E, n, d), and passed as transposed views."""
 
-    turned: bool = False
+    transposed: bool = False
     gate_up: str = "concatenated"
     bias: bool = False
     activation: str = "swiglu"

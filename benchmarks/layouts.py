@@ -1,7 +1,7 @@
 """What a layout of the weights, a bias or an activation costs in `tilemoe.moe`: GPU time against the plain layer's.
 
     python benchmarks/layouts.py                                   # all sizes, all cells
-    python benchmarks/layouts.py --sizes OLMoE --cells turned,gpt-oss --rounds 3
+    python benchmarks/layouts.py --sizes OLMoE --cells transposed,gpt-oss --rounds 3
     python benchmarks/layouts.py --sizes gpt-oss-20b --kernels gpt-oss
     python benchmarks/layouts.py --report
 
@@ -11,7 +11,7 @@ The plain layer has w1 (E, 2n, d) with rows [gate; up], w2 (E, d, n), no bias, s
 says. Random routing. Every cell is checked first (`layout_gate`) and not timed if it is wrong. Then it runs forward and
 backward in the same rounds as the plain layer, `GROUP` cells at a time; a ratio is the median over the rounds of its
 time over the plain layer's, per FLOP. The leaves are the parameters as they are stored, so a gradient that has to be
-turned is turned within the time that is measured; ``copies`` says whether one is.
+transposed is transposed within the time that is measured; ``copies`` says whether one is.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ CELLS = MappingProxyType(
     {
         PLAIN: Cell(),
         "interleaved": Cell(gate_up="interleaved"),
-        "turned": Cell(turned=True),
-        "turned+interleaved": Cell(turned=True, gate_up="interleaved"),
+        "transposed": Cell(transposed=True),
+        "transposed+interleaved": Cell(transposed=True, gate_up="interleaved"),
         # as transformers stores it
-        "gpt-oss": Cell(turned=True, gate_up="interleaved", bias=True, activation="swiglu_oai"),
+        "gpt-oss": Cell(transposed=True, gate_up="interleaved", bias=True, activation="swiglu_oai"),
         "bias": Cell(bias=True),
-        "turned+bias": Cell(turned=True, bias=True),
+        "transposed+bias": Cell(transposed=True, bias=True),
         "interleaved+bias": Cell(gate_up="interleaved", bias=True),
         **{name: Cell(activation=name) for name in ("geglu", "geglu_tanh", "reglu", "swiglu_oai", "swiglu_clamped")},
         **{name: Cell(activation=name) for name in ("relu2", "gelu", "silu")},
@@ -85,8 +85,8 @@ class Layers:
         d, n, experts = self.shape.hidden_size, self.shape.intermediate_size, self.shape.num_experts
         width = self.width(cell)
         leaves = {"x": self.x, "scores": self.scores}
-        leaves["w1"] = self._parameter("w1", cell.turned, (experts, width, d), d**-0.5)
-        leaves["w2"] = self._parameter("w2", cell.turned, (experts, d, n), n**-0.5)
+        leaves["w1"] = self._parameter("w1", cell.transposed, (experts, width, d), d**-0.5)
+        leaves["w2"] = self._parameter("w2", cell.transposed, (experts, d, n), n**-0.5)
         if cell.bias:
             leaves["b1"] = self._parameter("b1", False, (experts, width), 0.5)
             leaves["b2"] = self._parameter("b2", False, (experts, d), 0.5)
@@ -94,7 +94,7 @@ class Layers:
 
     def run(self, cell: Cell) -> Tensor:
         operands: dict[str, Any] = self.leaves(cell)
-        if cell.turned:
+        if cell.transposed:
             operands |= {name: operands[name].transpose(1, 2) for name in ("w1", "w2")}
         operands |= {"activation": cell.activation, "gate_up": cell.gate_up, "kernels": self.kernels}
         return tilemoe.moe(plan=self.plan, **operands)
@@ -109,9 +109,9 @@ class Layers:
     def _normal(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, device=self._device, dtype=self._dtype)
 
-    def _parameter(self, name: str, turned: bool, sizes: tuple[int, ...], scale: float) -> Tensor:
-        stored = (sizes[0], *sizes[:0:-1]) if turned else sizes
-        key = (name, turned, sizes[1])
+    def _parameter(self, name: str, transposed: bool, sizes: tuple[int, ...], scale: float) -> Tensor:
+        stored = (sizes[0], *sizes[:0:-1]) if transposed else sizes
+        key = (name, transposed, sizes[1])
         if key not in self._weights:
             self._weights[key] = self._normal(*stored).mul_(scale).requires_grad_()
         return self._weights[key]
@@ -126,8 +126,8 @@ def check(layers: Layers, cell: Cell, exact: torch.dtype) -> tuple[Verdict, bool
     copies = any(grad.stride() != leaves[name].stride() for name, grad in grads.items())
 
     def plainly(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        turned = ("w1", "w2") if cell.turned else ()
-        return {name: each.transpose(1, 2) if name in turned else each for name, each in tensors.items()}
+        transposed = ("w1", "w2") if cell.transposed else ()
+        return {name: each.transpose(1, 2) if name in transposed else each for name, each in tensors.items()}
 
     found = {"o": out.detach(), **{f"d{name}": grad for name, grad in plainly(grads).items()}}
     return judge(found, Operands(plainly(leaves), layers.ids, layers.do), cell, exact), copies

@@ -58,7 +58,7 @@ def test_one_expert_per_token_whose_score_is_always_one() -> None:
     assert "drouter is off by inf" in str(gate.problem(replace(contestant, run=run), shape, weights))
 
 
-def test_a_contestant_with_turned_rows_passes_by_its_own_order(weights: peers.Weights) -> None:
+def test_a_contestant_with_permuted_rows_passes_by_its_own_order(weights: peers.Weights) -> None:
     w1 = torch.nn.Parameter(peers.interleaved(weights.w1.detach()))
 
     def run(x: Tensor) -> Tensor:

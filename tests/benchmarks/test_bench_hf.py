@@ -141,7 +141,7 @@ FINETUNE = ("--device", "cpu", "--steps", "4", "--batch", "2", "--sequence", "24
 def test_finetuning_records_runs_and_what_lies_between_them(capsys: pytest.CaptureFixture[str]) -> None:
     hf_finetune.main([*FINETUNE])
     *runs, comparison = record.rows("hf_finetune")
-    assert [row["run"] for row in runs] == ["tilemoe", "grouped_mm", "eager", "turned", "fp32"]
+    assert [row["run"] for row in runs] == ["tilemoe", "grouped_mm", "eager", "reversed", "fp32"]
     assert all(len(row["losses"]) == 4 and row["ms_per_step"] > 0 for row in runs)
     assert len(comparison["apart"]) == 10
     assert comparison["apart"]["tilemoe~grouped_mm"]["max"] < 0.02  # the same weights, the same batches

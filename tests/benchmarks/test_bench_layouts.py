@@ -103,9 +103,9 @@ def test_a_gradient_with_other_strides_is_reported() -> None:
 
 
 def test_rows_and_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
-    layouts.main([*QUICK, "--cells", "plain,turned,gpt-oss,relu2,geglu"])
+    layouts.main([*QUICK, "--cells", "plain,transposed,gpt-oss,relu2,geglu"])
     rows = {row["cell"]: row for row in record.rows("layouts")}
-    assert list(rows) == ["plain", "turned", "gpt-oss", "relu2", "geglu"]
+    assert list(rows) == ["plain", "transposed", "gpt-oss", "relu2", "geglu"]
     for row in rows.values():
         assert row["problem"] is None
         assert row["held"] == (row["ratio_fwd"] <= row["bounds"][0] and row["ratio_bwd"] <= row["bounds"][1])
@@ -135,10 +135,10 @@ def test_kernels_of_a_cell_stand_beside_the_plain_layer_s(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(profiles, "of_kernels", lambda work: [(str(work()), 5.0, 10)])
-    layouts.main([*QUICK, "--kernels", "turned"])
+    layouts.main([*QUICK, "--kernels", "transposed"])
     printed = capsys.readouterr().out
     assert "toy plain: 1.000 ms of kernels a step" in printed
-    assert "toy turned: 1.000 ms of kernels a step" in printed
+    assert "toy transposed: 1.000 ms of kernels a step" in printed
     assert not (record.RESULTS / "layouts.jsonl").exists()
 
 

@@ -46,13 +46,13 @@ def test_nothing_changes_at_first_and_only_adapters_train() -> None:
 
 
 @pytest.mark.parametrize("gate_up", ["interleaved", "concatenated"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_merged_computes_the_same(turned: bool, gate_up: str) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_merged_computes_the_same(transposed: bool, gate_up: str) -> None:
     """Turned: weights that are stored (E, d, w), as gpt-oss has them, stay where they are and as they are stored."""
     moe, x = MoE(replace(CFG, gate_up=gate_up)), tokens()
     moe.reset_parameters(torch.Generator().manual_seed(0))
     nn.init.normal_(moe.experts.b1, 0.0, 0.2, generator=torch.Generator().manual_seed(3))
-    if turned:
+    if transposed:
         for name in ("w1", "w2"):
             stored = getattr(moe.experts, name).detach().transpose(1, 2).contiguous()
             setattr(moe.experts, name, nn.Parameter(stored.transpose(1, 2)))

@@ -384,9 +384,9 @@ def test_interleaved_layers_export_alike(family: str) -> None:
     theirs = transformers_model(family)
     config = config_from_hf(theirs.config.to_dict())
     assert config.moe is not None
-    turned = replace(config, moe=replace(config.moe, gate_up="interleaved"))
+    interleaved = replace(config, moe=replace(config.moe, gate_up="interleaved"))
     exported = []
-    for each in (config, turned):
+    for each in (config, interleaved):
         model = DecoderLM(each)
         model.load_state_dict(our_weights(theirs, each))
         exported.append(to_hf_state_dict(model))

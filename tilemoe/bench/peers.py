@@ -90,12 +90,12 @@ def sonic_moe(shape: MoEShape, weights: Weights) -> Contestant:
     from sonicmoe.functional import moe_TC_softmax_topk_layer
 
     w1 = nn.Parameter(interleaved(weights.w1.detach()))
-    w1_turned, w2_turned = w1.permute(1, 2, 0), weights.w2.permute(1, 2, 0)
+    w1_transposed, w2_transposed = w1.permute(1, 2, 0), weights.w2.permute(1, 2, 0)
     stream = torch.cuda.current_stream().cuda_stream
 
     def run(x: Tensor) -> Tensor:
         out, _, _ = moe_TC_softmax_topk_layer(
-            x, weights.router, w1_turned, None, w2_turned, None, shape.num_experts_per_tok, stream
+            x, weights.router, w1_transposed, None, w2_transposed, None, shape.num_experts_per_tok, stream
         )
         return out
 
