@@ -17,6 +17,8 @@ from helpers import run_python
 import tilemoe
 from tilemoe.cli.main import COMMANDS, main
 from tilemoe.cli.parsing import condense
+from tilemoe.runtime import device
+from tilemoe.train import loop
 
 RECIPE = "the recipe file of the fixtures"
 Run, Fails = Callable[..., tuple[int, str, str]], Callable[..., str]
@@ -126,6 +128,21 @@ def test_eval_takes_other_settings_than_the_trainings(finished: Path, run: Run) 
         assert "note:" not in out
         figures.add(out.splitlines()[0])
     assert len(figures) == 4
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_cpu_without_bf16_trains_and_evaluates_in_fp32(
+    recipe_file: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    for module in (device, loop):
+        monkeypatch.setattr(module, "has_bf16_gemm", lambda device_type: has_bf16)
+    options = ("--train.precision", "bf16", "--train.steps", 6, "--train.out-dir", tmp_path / "run")
+    status, said, _ = run("train", "--recipe", recipe_file, *options)
+    assert status == 0
+    assert ("precision: fp32, because this CPU has no instructions for bf16" in said) != has_bf16
+    evaluate = ("eval", "--checkpoint", tmp_path / "run", "--batches", 2)
+    assert run(*evaluate) == run(*evaluate, "--precision", "bf16" if has_bf16 else "fp32")
+    assert run(*evaluate) != run(*evaluate, "--precision", "fp32" if has_bf16 else "bf16")
 
 
 def test_generate_continues_the_prompt(finished: Path, run: Run) -> None:

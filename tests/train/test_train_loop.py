@@ -315,12 +315,16 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         select_device("cuda")
 
 
-def test_bf16_is_autocast_over_fp32_weights(moe_recipe: Recipe) -> None:
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_bf16_is_autocast_over_fp32_weights_where_the_cpu_has_it(
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    monkeypatch.setattr(loop, "has_bf16_gemm", lambda device_type: has_bf16)
     trainer = trainer_of(replace(moe_recipe, train=replace(moe_recipe.train, precision="bf16")))
     stats = trainer.train_step()
     assert np.isfinite(stats.nats_per_token)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-    assert stats.nats_per_token != trainer_of(moe_recipe).train_step().nats_per_token
+    assert (stats.nats_per_token != trainer_of(moe_recipe).train_step().nats_per_token) == has_bf16
 
 
 def test_a_trainer_trains_on_what_the_sampler_gives(moe_recipe: Recipe) -> None:

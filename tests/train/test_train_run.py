@@ -23,6 +23,7 @@ from tilemoe.config import ParallelConfig, to_dict
 from tilemoe.data import Sampler, prepare
 from tilemoe.data.shards import ShardWriter
 from tilemoe.layers.norm import RMSNorm
+from tilemoe.train import loop
 from tilemoe.train import run as runs
 from tilemoe.train.checkpoints.folder import find_latest, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, build_shared_model
@@ -250,7 +251,15 @@ def trainer_of(recipe: Recipe, shared: bool) -> Trainer:
         (True, "bfloat16", False, torch.bfloat16),
     ],
 )
-def test_bf16(moe_recipe: Recipe, shared: bool, param_dtype: str | None, autocast: bool, normed: torch.dtype) -> None:
+def test_bf16(
+    moe_recipe: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+    param_dtype: str | None,
+    autocast: bool,
+    normed: torch.dtype,
+) -> None:
+    monkeypatch.setattr(loop, "has_bf16_gemm", lambda device_type: True)
     settings = replace(moe_recipe.train, precision="bf16")
     recipe = replace(moe_recipe, train=settings, parallel=ParallelConfig(param_dtype=param_dtype))  # type: ignore[arg-type]
     trainer = trainer_of(recipe, shared)

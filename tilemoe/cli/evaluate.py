@@ -33,7 +33,7 @@ class EvalOptions:
     batches: int = 0  # batches to read; 0: the whole held-out split
     batch_size: int | None = None  # sequences per batch; default: the training's, else 8
     seq_len: int | None = None  # tokens per sequence; default: the training's, else 2048 or the model's longest
-    precision: Literal["fp32", "bf16"] | None = None  # bf16: autocast; default: the training's, else fp32
+    precision: Literal["fp32", "bf16"] | None = None  # bf16: autocast; default: the training's where there is bf16
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
@@ -80,6 +80,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
+    from tilemoe.runtime.device import has_bf16_gemm
     from tilemoe.train.checkpoints.restore import restore
     from tilemoe.train.datasets import prepare_data
     from tilemoe.train.loop import data_fingerprint
@@ -96,7 +97,8 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     is_same_text = settings == replace(trained, batch_size=settings.batch_size, seq_len=seq_len)
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
         print(f"note: {settings.named} changed since training, which may have seen what is held out now")
-    precision = options.precision or recipe.train.precision
+    trained_in = recipe.train.precision if has_bf16_gemm(restored.model.embed.weight.device.type) else "fp32"
+    precision = options.precision or trained_in
     return Subject(restored.checkpoint.path, restored.model, data, settings, precision)
 
 

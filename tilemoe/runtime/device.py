@@ -1,4 +1,4 @@
-"""What a GPU offers to one program of a kernel, and whether Triton's kernels run on it."""
+"""What a GPU offers to one program of a kernel, whether Triton's kernels run on it, and whether a CPU has bf16."""
 
 from __future__ import annotations
 
@@ -51,6 +51,15 @@ def gpu(index: int) -> Device:
     capability = 10 * properties.major + properties.minor if torch.version.hip is None else 0
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return Device(capability, shared, properties.multi_processor_count)
+
+
+@cache
+def has_bf16_gemm(device_type: str) -> bool:
+    """False for a CPU without instructions for bf16, where a bf16 product takes up to 80 times as long as fp32."""
+    if device_type != "cpu":
+        return True
+    # what PyTorch asks before it hands a product to oneDNN
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @cache

@@ -32,6 +32,7 @@ from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.routing.topk import NonFiniteLogitsError
+from tilemoe.runtime.device import has_bf16_gemm
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint
 from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkpoint
 from tilemoe.train.checkpoints.names import list_checkpoints
@@ -104,7 +105,8 @@ class Trainer:
         self._tile = GPU_TILE if moe is None or moe.rounding is None else moe.rounding.tile
         self._peak = peak_flops(device, recipe.train.precision)
         self._frozen_router = recipe.lora is not None and not recipe.lora.train_router
-        self._gathered_in_bf16 = is_shared(model) and recipe.parallel.param_dtype == "bfloat16"
+        gathered_in_bf16 = is_shared(model) and recipe.parallel.param_dtype == "bfloat16"
+        self._wants_autocast = recipe.train.precision == "bf16" and not gathered_in_bf16
         if self._keeps_sums():
             accumulate_grads(model)
 
@@ -113,11 +115,16 @@ class Trainer:
         return self.recipe.train.out_path
 
     def autocast(self) -> AbstractContextManager[object]:
-        """bf16 over fp32 weights. Weights that FSDP gathers in bf16 need none, and from PyTorch 2.12 on their norms
-        would compute, and keep for backward, fp32 copies of all that they normalise.
+        """bf16 over fp32 weights, but fp32 on a CPU without bf16. Weights that FSDP gathers in bf16 need none, and from
+        PyTorch 2.12 on their norms would compute, and keep for backward, fp32 copies of all that they normalise.
         """
-        wanted = self.recipe.train.precision == "bf16" and not self._gathered_in_bf16
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
+        enabled = self._wants_autocast and has_bf16_gemm(self.device.type)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether what is to compute in bf16 computes in fp32, because the CPU has no bf16."""
+        return self._wants_autocast and not has_bf16_gemm(self.device.type)
 
     def _keeps_sums(self) -> bool:
         """Whether experts have gradients of which each micro-batch finds, in fp32, the sum of those before it."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.adamw import adamw
 
+from tilemoe.runtime.device import has_bf16_gemm
 from tilemoe.train.config import OptimConfig
 
 _EPS = 1e-7  # the least norm that is divided by, as torch.optim.Muon's
@@ -25,16 +26,19 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
     """(B, m, n) -> (B, m, n) in bf16: about U V^T of each matrix U S V^T, its singular values near 1.
 
     x / |x|_F, then ``steps`` times ``x <- a x + (b x x^T + c (x x^T)^2) x`` (Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon), on the transpose where m > n, whose products are smaller.
+    https://kellerjordan.github.io/posts/muon), on the transpose where m > n, whose products are smaller. The products
+    are in bf16; in fp32 on a CPU without bf16.
     """
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if is_tall else matrices).bfloat16()
+    if not has_bf16_gemm(x.device.type):
+        x = x.float()
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_EPS)  # not in place: x may be a state
     for _ in range(steps):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+    return (x.mT if is_tall else x).bfloat16()
 
 
 def muon_group(parameters: Sequence[Tensor], config: OptimConfig) -> dict[str, Any]:

@@ -182,6 +182,8 @@ def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> R
     if recipe.train.dense_precision == "fp8":
         projections = choose_projections(trainer.device)
         reporter.say(f"attention's projections: {projections.name}, {projections.reason}")
+    if trainer.lacks_bf16:
+        reporter.say("precision: fp32, because this CPU has no instructions for bf16")
     job = trainer.job
     where = trainer.device.type if job.is_alone else f"{job.world_size} x {trainer.device.type}"
     of_which = "" if recipe.lora is None else f", {trained:,} of them trained,"
