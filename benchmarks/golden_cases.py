@@ -63,7 +63,7 @@ def layouts(
                 for bias in (False, True):
                     spec = Experts(shape, dtype, "random", activation, gate_up, transposed, bias)
                     parts = [activation, gate_up, *(["turned"] if transposed else []), *(["bias"] if bias else [])]
-                    yield make(kind, " ".join(parts), spec, dtype)  # the name seeds the inputs: it stays
+                    yield make(kind, " ".join(parts), spec, dtype)  # "turned": the inputs are drawn from the name
 
 
 def of_layouts(dtypes: tuple[torch.dtype, ...]) -> Iterator[Case]:

@@ -5,12 +5,11 @@ T tokens · d hidden_size · n intermediate_size · w = 2n gated, n ungated · E
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from helpers import run_python
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -84,6 +83,4 @@ print(mode.get_flop_counts()["Global"][torch.ops.tilemoe.moe])
 
 @pytest.mark.parametrize("imports", [(LAYER, COUNTER), (COUNTER, LAYER)], ids=["layer first", "counter first"])
 def test_the_order_of_imports_does_not_matter(imports: tuple[str, str]) -> None:
-    code = "\n".join((*imports, COUNT))
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert int(out) == 2 * 3 * 2 * 8 * 3 * 4
+    assert int(run_python("\n".join((*imports, COUNT)))) == 2 * 3 * 2 * 8 * 3 * 4

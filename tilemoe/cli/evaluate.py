@@ -33,7 +33,7 @@ class EvalOptions:
     batches: int = 0  # batches to read; 0: the whole held-out split
     batch_size: int | None = None  # sequences per batch; default: the training's, else 8
     seq_len: int | None = None  # tokens per sequence; default: the training's, else 2048 or the model's longest
-    precision: Literal["fp32", "bf16"] | None = None  # bf16: autocast; default: the training's where there is bf16
+    precision: Literal["fp32", "bf16"] | None = None  # bf16: autocast; default: the training's if fast here, else fp32
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:

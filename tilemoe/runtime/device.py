@@ -1,4 +1,4 @@
-"""What a GPU offers to one program of a kernel, whether Triton's kernels run on it, and whether a CPU has bf16."""
+"""What a GPU offers to one program of a kernel, whether Triton's kernels run on it, and whether bf16 GEMMs are fast."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ def gpu(index: int) -> Device:
 
 @cache
 def has_bf16_gemm(device_type: str) -> bool:
-    """False for a CPU without instructions for bf16, where a bf16 product takes up to 80 times as long as fp32."""
+    """Whether bf16 GEMMs run at full speed: on a CPU, where PyTorch hands them to oneDNN (docs/lab/cpu.md)."""
     if device_type != "cpu":
         return True
-    # what PyTorch asks before it hands a product to oneDNN
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

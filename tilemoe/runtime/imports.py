@@ -1,4 +1,4 @@
-"""`after_import`: what is to be done once somebody imports a module that is not imported for it."""
+"""`after_import`: a callback that runs when a module is first imported, without importing it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def after_import(name: str, then: Then) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the other finders find, for one module and once; its loader calls ``then`` at the end."""
+    """Finds one module as the other finders do, and has its loader call ``then`` afterwards; it serves once."""
 
     def __init__(self, name: str, then: Then) -> None:
         self.name, self.then = name, then
