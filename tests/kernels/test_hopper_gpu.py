@@ -120,10 +120,11 @@ def test_every_layout(activation: str, bias: bool, transposed: bool, gate_up: st
 def test_tiles_in_bands(backend: TritonBackend, gate_up: str) -> None:
     """All four row GEMMs, of contractions so long and outputs so wide that columns are walked in bands."""
     case = Case(BF16, gate_up=gate_up, hidden_size=2600, intermediate_size=256 * ROW_MAJOR_TILES_OF_B1 + 264)
-    for plan in (random_plan(1500, 5, 2), plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)):
+    three_rows = plan_topk(torch.tensor([[0], [2], [2]]).cuda(), 4)
+    for plan, count in ((random_plan(1500, 5, 2), 5), (three_rows, 4)):  # inference has a kernel for so few rows
         with launches_of_row_gemms() as launches:
             assert_kernels_agree(backend, plan, case, TOLERANCE[BF16])
-        assert len(launches) == 5
+        assert len(launches) == count
         assert all(launch.constants["BAND"] for launch in launches)
 
 
