@@ -20,6 +20,8 @@ from tilemoe.models import huggingface
 from tilemoe.testing import assert_close_to_reference, relative_error
 from tilemoe.train.metrics import METRICS_FILE, TIMING_FIELDS, read_metrics
 
+HANGS = 1200  # seconds after which a process hangs: a guard, not a promise of how long it takes
+
 MODEL = ModelConfig(
     vocab_size=40,
     hidden_size=16,
@@ -85,10 +87,10 @@ def saved_tensors() -> Iterator[list[Tensor]]:
         yield saved
 
 
-def run_python(code: str, *arguments: object, timeout: float = 120) -> str:
+def run_python(code: str, *arguments: object) -> str:
     """What a new interpreter prints that runs ``code``; it must succeed."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -104,7 +106,7 @@ def torchrun(folder: Path, processes: int, *command: object, restarts: int = 0) 
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANGS,
     )
 
 

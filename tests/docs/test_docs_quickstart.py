@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers import write_corpus
+from helpers import HANGS, write_corpus
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "quickstart"
@@ -22,8 +22,6 @@ BLOCK = re.compile(r'^```(\S+)(?: title="(\S+)")?\n(.*?)^```$', re.M | re.S)
 SCRIPTS = {"train_folder.sh", "finetune.sh", "swap_experts.py", "two_processes.py"}
 # Which are not for a test: what installs, demonstrates for minutes or tests; and what another test runs.
 NOT_RUN = ("make ", "pip install", "tilemoe doctor")
-# Seconds after which a block hangs: it takes 10 to 20 by itself, and 235 with its processes stopped most of the time.
-HANGS = 1200
 
 
 class Block(NamedTuple):

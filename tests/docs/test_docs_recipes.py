@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import HANGS
 
 ROOT = Path(__file__).parents[2]
 RECIPE = re.compile(r"^### (.+?)$(.*?)(?=^##|\Z)", re.M | re.S)
@@ -120,6 +121,6 @@ def test_it_applies_and_works(title: str, tmp_path: Path) -> None:
         env={**environment, **more},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr

@@ -1,14 +1,12 @@
 """The seam for backends: what may be registered, and that a layer computes and trains with a user's own."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import raises_one_line
+from helpers import raises_one_line, run_python
 from torch import Tensor
 
 import tilemoe
@@ -212,8 +210,7 @@ def test_a_backend_of_a_narrow_precision_trains_within_its_rounding(compiled: bo
 )
 def test_triton_is_not_imported_by(code: str) -> None:
     code += "\nimport sys\nassert 'triton' not in sys.modules, 'triton was imported'"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
 
 
 def test_without_triton_its_backends_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
