@@ -48,16 +48,16 @@ def rows_launch(
     q, p = weight.data.shape[1:]
     dtype, tile = rows.dtype, rows_tile(p)
     out = rows.data.new_empty(plan.capacity, q, dtype=dtype)
-    left, row_scale = _rows(rows, dtype)
+    left = _pairs(rows.data, dtype)
     right = described(_pairs(weight.data, dtype).unsqueeze(1), [1, 1, tile.block_n, BLOCK_K])
     operands = (right, weight.scale, bias, ragged_descriptor(out, _EPILOGUE_BLOCK), *tiles)
-    sizes = (p // 2, q, *_strides(weight), 0 if bias is None else bias.stride(0))
+    sizes = (p // 2, q, *weight.scale.stride(), 0 if bias is None else bias.stride(0))
     column_tiles = ceil_div(q, tile.block_n)
     grid = persistent_grid(device, tiles.capacity * column_tiles)
     if tile.b_stages:
-        args = (described(left, [WARPGROUP_M, BLOCK_K]), row_scale, *operands, plan.row_start_of_expert, *sizes)
+        args = (described(left, [WARPGROUP_M, BLOCK_K]), rows.scale, *operands, plan.row_start_of_expert, *sizes)
         return hopper_launch(gemm_stationary_kernel, grid, args, {"B_STAGES": tile.b_stages}, tile), out
-    args = (left, row_scale, *operands, *sizes)
+    args = (left, rows.scale, *operands, *sizes)
     return hopper_launch(gemm_rows_kernel, grid, args, {}, tile), out
 
 
@@ -93,9 +93,9 @@ def up_proj_act_launch(
     to_a, to_h = ragged_descriptor(_pairs(a.data, dtype), _EPILOGUE_BLOCK), h_output(h, parts, n) if keep_h else None
     right = described(weight, [1, parts, columns, BLOCK_K])
     column_tiles = ceil_div(width, columns)
-    operands = (*_rows(x, dtype), right, w1.scale, b1, to_a, a.scale, to_h, plan.token_of_row, *tiles)
+    operands = (_pairs(x.data, dtype), x.scale, right, w1.scale, b1, to_a, a.scale, to_h, plan.token_of_row, *tiles)
     bias_stride = 0 if b1 is None else b1.stride(0)
-    sizes = (d // 2, n, *_strides(w1), bias_stride, spec.limit, spec.alpha)
+    sizes = (d // 2, n, *w1.scale.stride(), bias_stride, spec.limit, spec.alpha)
     constants = {**gather_constants("up_proj_act", spec, column_tiles, d), "KEEP_H": keep_h}
     args = (*operands, *sizes)
     return _launch(up_proj_act_kernel, tiles.capacity * column_tiles, args, constants, device), a, h
@@ -119,12 +119,12 @@ def dgrad_dact_launch(
     from_h, to_dh = h_descriptors(h, dh, n, spec)
     outputs = (from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles)
-    sizes = (plan.capacity, d // 2, n, *_strides(w2), spec.limit, spec.alpha)
+    sizes = (plan.capacity, d // 2, n, *w2.scale.stride(), spec.limit, spec.alpha)
     constants = {
         **gather_constants("down_proj_dgrad_dact", spec, column_tiles, d),
         "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP,
     }
-    args = (*_rows(do, h.dtype), right, w2.scale, *outputs, *indices, *sizes)
+    args = (_pairs(do.data, h.dtype), do.scale, right, w2.scale, *outputs, *indices, *sizes)
     launch = _launch(gemm_dgrad_dact_kernel, tiles.capacity * column_tiles, args, constants, device)
     return launch, dh, a_scaled, partial
 
@@ -136,12 +136,3 @@ def _launch(kernel: Any, tiles: int, args: tuple[Any, ...], constants: dict[str,
 def _pairs(data: Tensor, dtype: torch.dtype) -> Tensor:
     """e4m3 (..., p) viewed as (..., p / 2) of a 16-bit dtype, as which the pipeline moves it."""
     return data.view(dtype)
-
-
-def _rows(rows: Operand, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    return _pairs(rows.data, dtype), rows.scale
-
-
-def _strides(weight: Operand) -> tuple[int, ...]:
-    assert weight.scale is not None
-    return weight.scale.stride()

@@ -69,7 +69,6 @@ def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
 def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
     """(launch, values (R, p)): dequantises rows whose data and scales are contiguous along a row."""
     data, scale = rows.data, rows.scale
-    assert scale is not None
     count, width = data.shape
     values = data.new_empty(count, width, dtype=rows.dtype)
     args = (data, scale, values, count, width, data.stride(0), scale.stride(0))
