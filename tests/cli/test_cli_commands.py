@@ -135,7 +135,7 @@ def test_a_cpu_without_bf16_trains_and_evaluates_in_fp32(
     recipe_file: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
     for module in (device, loop):
-        monkeypatch.setattr(module, "has_bf16_gemm", lambda device_type: has_bf16)
+        monkeypatch.setattr(module, "has_fast_gemm", lambda device_type, dtype: has_bf16)
     options = ("--train.precision", "bf16", "--train.steps", 6, "--train.out-dir", tmp_path / "run")
     status, said, _ = run("train", "--recipe", recipe_file, *options)
     assert status == 0

@@ -1,4 +1,5 @@
-"""The two grouped products against a loop in fp64, on every routing, stride order and alignment.
+"""The two grouped products against a loop in fp64, on every routing, stride order and alignment; as on CPUs whose
+16-bit GEMMs are fast, and as on the others.
 
 E experts · R_max row capacity · p, q widths
 """
@@ -20,6 +21,14 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["fast in 16 bits", "slow in 16 bits"])
+def fast_in_16_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_fast_gemm(device_type: str, dtype: torch.dtype) -> bool:
+        return request.param or dtype.itemsize > 2
+
+    monkeypatch.setattr(grouped_module, "has_fast_gemm", has_fast_gemm)
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -126,7 +135,7 @@ def test_grouped_mm_serves_what_it_can(
         return grouped_mm(*args, **kwargs)
 
     monkeypatch.setattr(F, "grouped_mm", count)
-    monkeypatch.setattr(grouped_module, "_compiles_each_shape", lambda t: False)  # as on a GPU
+    monkeypatch.setattr(grouped_module, "_is_16_bit_on_cpu", lambda t: False)  # as on a GPU
     plan = PLANS["random"]
     weight = normal(plan.num_experts, p, q, dtype=dtype)
     for strided in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -164,6 +173,28 @@ def test_large_products_agree_with_the_loop(dtype: torch.dtype) -> None:
         assert relative_error(outer[expert], exact) < ERROR_CAPS[dtype]
 
 
+@pytest.mark.parametrize("fast_in_16_bits", [False], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_slow_products_are_made_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    for plan in PLANS.values():
+        num_rows, index = int(plan.row_start_of_expert[-1]), torch.arange(plan.capacity).flip(0)
+        rows, other = rows_of(plan, 48, dtype), rows_of(plan, 40, dtype, seed=1)
+        weight, bias = normal(plan.num_experts, 48, 40, dtype=dtype), normal(plan.num_experts, 40, dtype=dtype)
+        start = normal(plan.num_experts, 48, 40, dtype=torch.float32)
+        product, outer = torch.zeros(num_rows, 40), torch.zeros(plan.num_experts, 48, 40)
+        for expert, span in spans(plan):
+            product[span] = rows[span].float() @ weight[expert].float()
+            outer[expert] = rows[span].float().T @ other[span].float()
+        biased = product + bias.float()[expert_of_row(plan)[:num_rows].long()]
+        assert torch.equal(rows_times_experts(rows, weight, None, plan)[:num_rows], product.to(dtype))
+        assert torch.equal(rows_times_experts(rows, weight, bias, plan)[:num_rows], biased.to(dtype))
+        assert torch.equal(rows_times_experts(rows[index], weight, None, plan, index)[:num_rows], product.to(dtype))
+        assert torch.equal(outer_per_expert(rows, other, plan), outer.to(dtype))
+        assert torch.equal(outer_per_expert(rows[index], other, plan, left_index=index), outer.to(dtype))
+        assert torch.equal(outer_per_expert(rows, other, plan, out=start.clone()), start + outer)
+
+
+@pytest.mark.parametrize("fast_in_16_bits", [True], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_cpu_gemms_of_16_bit_meet_few_shapes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN compiles a kernel for every shape it has not met: whatever the routing, the row counts must recur."""

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from helpers import raises_one_line
 from tilemoe.config import MoEConfig
 from tilemoe.kernels import choose
 from tilemoe.kernels.choose import choose_experts, choose_lm, choose_rounding, choose_router, select_kernels
-from tilemoe.kernels.experts.base import compute_dtype
+from tilemoe.kernels.experts.base import FLOAT_DTYPES, compute_dtype
 from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, band_tiles, choose_tile, shared_bytes, tile_rows
-from tilemoe.runtime.device import Device
+from tilemoe.runtime.device import Device, has_fast_gemm
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -264,3 +265,18 @@ def test_h_is_read_ahead_where_registers_are_left_for_it() -> None:
 def test_interpreter_takes_the_smallest_tiles() -> None:
     device = Device(90, 1 << 20, 3, interpreted=True)
     assert tile_rows(2, device) == tile_rows(4, device) == 16
+
+
+@pytest.mark.parametrize(("onednn", "bf16", "fp16"), product([True, False], repeat=3))
+def test_only_gemms_in_16_bits_on_a_cpu_may_be_slow(
+    monkeypatch: pytest.MonkeyPatch, onednn: bool, bf16: bool, fp16: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: fp16)
+    is_fast = has_fast_gemm.__wrapped__  # what is cached was asked before
+    fast = {dtype for dtype in FLOAT_DTYPES if is_fast("cpu", dtype)}
+    assert (torch.bfloat16 in fast) == (onednn and bf16)
+    assert (torch.float16 in fast) == (onednn and fp16)
+    assert fast >= {torch.float32, torch.float64}
+    assert all(is_fast("cuda", dtype) for dtype in FLOAT_DTYPES)

@@ -319,7 +319,7 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bf16_is_autocast_over_fp32_weights_where_the_cpu_has_it(
     moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
-    monkeypatch.setattr(loop, "has_bf16_gemm", lambda device_type: has_bf16)
+    monkeypatch.setattr(loop, "has_fast_gemm", lambda device_type, dtype: has_bf16)
     trainer = trainer_of(replace(moe_recipe, train=replace(moe_recipe.train, precision="bf16")))
     stats = trainer.train_step()
     assert np.isfinite(stats.nats_per_token)

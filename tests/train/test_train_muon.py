@@ -119,7 +119,7 @@ def test_singular_values_become_about_one(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], has_bf16: bool
 ) -> None:
     """And the singular vectors stay: U^T O V is diagonal."""
-    monkeypatch.setattr(muon, "has_bf16_gemm", lambda device_type: has_bf16)
+    monkeypatch.setattr(muon, "has_fast_gemm", lambda device_type, dtype: has_bf16)
     matrices = gradients(shape, steps=6).double()
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
     inner = u.mT @ newton_schulz(matrices, CONFIG.muon.ns_coefficients, 5).double() @ vh.mT

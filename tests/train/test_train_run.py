@@ -259,7 +259,7 @@ def test_bf16(
     autocast: bool,
     normed: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(loop, "has_bf16_gemm", lambda device_type: True)
+    monkeypatch.setattr(loop, "has_fast_gemm", lambda device_type, dtype: True)
     settings = replace(moe_recipe.train, precision="bf16")
     recipe = replace(moe_recipe, train=settings, parallel=ParallelConfig(param_dtype=param_dtype))  # type: ignore[arg-type]
     trainer = trainer_of(recipe, shared)

@@ -80,7 +80,9 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
-    from tilemoe.runtime.device import has_bf16_gemm
+    import torch
+
+    from tilemoe.runtime.device import has_fast_gemm
     from tilemoe.train.checkpoints.restore import restore
     from tilemoe.train.datasets import prepare_data
     from tilemoe.train.loop import data_fingerprint
@@ -97,7 +99,8 @@ def _of_checkpoint(folder: Path, options: EvalOptions) -> Subject:
     is_same_text = settings == replace(trained, batch_size=settings.batch_size, seq_len=seq_len)
     if is_same_text and data_fingerprint(data) != state.data_fingerprint:
         print(f"note: {settings.named} changed since training, which may have seen what is held out now")
-    trained_in = recipe.train.precision if has_bf16_gemm(restored.model.embed.weight.device.type) else "fp32"
+    device_type = restored.model.embed.weight.device.type
+    trained_in = recipe.train.precision if has_fast_gemm(device_type, torch.bfloat16) else "fp32"
     precision = options.precision or trained_in
     return Subject(restored.checkpoint.path, restored.model, data, settings, precision)
 

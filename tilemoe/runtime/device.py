@@ -1,4 +1,4 @@
-"""What a GPU offers to one program of a kernel, whether Triton's kernels run on it, and whether bf16 GEMMs are fast."""
+"""What a GPU offers to one program of a kernel, whether Triton's kernels run on it, and which GEMMs are fast."""
 
 from __future__ import annotations
 
@@ -54,11 +54,14 @@ def gpu(index: int) -> Device:
 
 
 @cache
-def has_bf16_gemm(device_type: str) -> bool:
-    """Whether bf16 GEMMs run at full speed: on a CPU, where PyTorch hands them to oneDNN (docs/lab/cpu.md)."""
-    if device_type != "cpu":
+def has_fast_gemm(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether GEMMs run at full speed: in 16 bits on a CPU, where PyTorch hands them to oneDNN (docs/lab/cpu.md)."""
+    if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if not torch.backends.mkldnn.is_available():
+        return False
+    onednn = torch.ops.mkldnn
+    return bool(onednn._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else onednn._is_mkldnn_fp16_supported())
 
 
 @cache

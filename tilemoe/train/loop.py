@@ -32,7 +32,7 @@ from tilemoe.parallel.gradients import clip_gradients
 from tilemoe.perf.hardware import find_gpu
 from tilemoe.routing.balance import sum_over_ranks
 from tilemoe.routing.topk import NonFiniteLogitsError
-from tilemoe.runtime.device import has_bf16_gemm
+from tilemoe.runtime.device import has_fast_gemm
 from tilemoe.train.checkpoints.distributed import PendingCheckpoint
 from tilemoe.train.checkpoints.folder import Checkpoint, TrainState, save_checkpoint
 from tilemoe.train.checkpoints.names import list_checkpoints
@@ -118,13 +118,13 @@ class Trainer:
         """bf16 over fp32 weights, but fp32 on a CPU without bf16. Weights that FSDP gathers in bf16 need none, and from
         PyTorch 2.12 on their norms would compute, and keep for backward, fp32 copies of all that they normalise.
         """
-        enabled = self._wants_autocast and has_bf16_gemm(self.device.type)
+        enabled = self._wants_autocast and has_fast_gemm(self.device.type, torch.bfloat16)
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     @property
     def lacks_bf16(self) -> bool:
         """Whether what is to compute in bf16 computes in fp32, because the CPU has no bf16."""
-        return self._wants_autocast and not has_bf16_gemm(self.device.type)
+        return self._wants_autocast and not has_fast_gemm(self.device.type, torch.bfloat16)
 
     def _keeps_sums(self) -> bool:
         """Whether experts have gradients of which each micro-batch finds, in fp32, the sum of those before it."""

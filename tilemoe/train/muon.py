@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.adamw import adamw
 
-from tilemoe.runtime.device import has_bf16_gemm
+from tilemoe.runtime.device import has_fast_gemm
 from tilemoe.train.config import OptimConfig
 
 _EPS = 1e-7  # the least norm that is divided by, as torch.optim.Muon's
@@ -32,7 +32,7 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if is_tall else matrices).bfloat16()
-    if not has_bf16_gemm(x.device.type):
+    if not has_fast_gemm(x.device.type, x.dtype):
         x = x.float()
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_EPS)  # not in place: x may be a state
     for _ in range(steps):

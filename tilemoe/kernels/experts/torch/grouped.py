@@ -4,7 +4,8 @@ E experts · R_max static row capacity · p, q any widths
 
 `F.grouped_mm` is used where it takes the dtype and the strides: it needs no row count on the host. Elsewhere, and on a
 CPU for 16-bit types and any wgrad, it is a loop over experts, which reads the row counts back. For 16-bit types on a
-CPU oneDNN compiles a kernel for every new shape: the loop's GEMMs are padded by a few rows, to counts that recur
+CPU oneDNN compiles a kernel for every new shape: the loop's GEMMs are padded by a few rows, to counts that recur. Where
+PyTorch does not use oneDNN for them they are very slow: the loop multiplies fp32 copies, and rounds the products once
 (docs/lab/cpu.md).
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tilemoe.kernels.experts.nf4 import Nf4Weight, Weight
 from tilemoe.plan import RoutingPlan, experts_of_rows
+from tilemoe.runtime.device import has_fast_gemm
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_STEP = 16  # rows: few enough to waste little, enough for row counts to recur
@@ -33,23 +35,25 @@ def rows_times_experts(
     rows (R_max, p) sorted by expert, or with index (R_max) any rows, row r being ``rows[index[r]]``; weight (E, p, q)
     of any strides, or in NF4; bias (E, q). Rows past R are left unspecified.
     """
-    compiles_each_shape = _compiles_each_shape(rows)
-    if not isinstance(weight, Nf4Weight) and not compiles_each_shape and _is_groupable(rows) and _is_groupable(weight):
+    if (
+        not isinstance(weight, Nf4Weight)
+        and not _is_16_bit_on_cpu(rows)
+        and _is_groupable(rows)
+        and _is_groupable(weight)
+    ):
         # grouped_mm pads the row stride to 16 bytes where q is not a multiple of that.
         gathered = rows if index is None else rows.index_select(0, index)
         out = F.grouped_mm(gathered, weight, offs=plan.row_start_of_expert[1:]).contiguous()
         return out if bias is None else out.add_(bias.index_select(0, expert_of_row(plan)))
     out = rows.new_empty(plan.capacity, weight.shape[2])
+    compiles_each_shape = _compiles_each_shape(rows)
     for expert, span in expert_spans(plan):
         if compiles_each_shape:
             # The padding rows' results are overwritten by the next experts, or lie past R.
             span = _widened(span, plan)
         rows_e = rows[span] if index is None else rows.index_select(0, index[span])
         matrix = weight.expert(expert, rows.dtype) if isinstance(weight, Nf4Weight) else weight[expert]
-        if bias is None:
-            torch.mm(rows_e, matrix, out=out[span])
-        else:
-            torch.addmm(bias[expert], rows_e, matrix, out=out[span])
+        _multiply(_in_fast_dtype(rows_e), _in_fast_dtype(matrix), None if bias is None else bias[expert], out[span])
     return out
 
 
@@ -77,12 +81,29 @@ def outer_per_expert(
     for expert, span in expert_spans(plan):
         count = span.stop - span.start
         block = _widened(span, plan) if compiles_each_shape else span
-        operands = (_rows(left, left_index, block, count).t(), _rows(right, right_index, block, count))
+        left_e = _in_fast_dtype(_rows(left, left_index, block, count)).t()
+        right_e = _in_fast_dtype(_rows(right, right_index, block, count))
         if out is None:
-            torch.mm(*operands, out=sums[expert])
+            _multiply(left_e, right_e, None, sums[expert])
         else:
-            out[expert].add_(torch.mm(*operands))
+            out[expert].add_(torch.mm(left_e, right_e))
     return sums
+
+
+def _in_fast_dtype(t: Tensor) -> Tensor:
+    """``t``, or an fp32 copy where GEMMs of its dtype are slow; made for one expert at a time, so that it is small."""
+    return t if has_fast_gemm(t.device.type, t.dtype) else t.float()
+
+
+def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = left @ right (+ bias)``, computed in the dtype of left and right and rounded once to out's."""
+    if left.dtype != out.dtype:
+        product = torch.mm(left, right)
+        out.copy_(product if bias is None else product.add_(bias))
+    elif bias is None:
+        torch.mm(left, right, out=out)
+    else:
+        torch.addmm(bias, left, right, out=out)
 
 
 def _rows(rows: Tensor, index: Tensor | None, block: slice, count: int) -> Tensor:
@@ -110,6 +131,10 @@ def _recurring(count: int) -> int:
 
 def _compiles_each_shape(t: Tensor) -> bool:
     """Whether a GEMM of ``t`` runs in oneDNN, which compiles a kernel for each new shape."""
+    return _is_16_bit_on_cpu(t) and has_fast_gemm(t.device.type, t.dtype)
+
+
+def _is_16_bit_on_cpu(t: Tensor) -> bool:
     return t.device.type == "cpu" and t.dtype in (torch.bfloat16, torch.float16)
 
 
