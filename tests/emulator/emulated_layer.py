@@ -32,7 +32,7 @@ OUTPUTS = {
     "gemm_rows_kernel": ("out",),
     "gemm_stationary_kernel": ("out",),
     "gemm_dgrad_dact_kernel": ("dh", "a_scaled", "partial"),
-    "gemm_wgrad_kernel": ("out",),
+    "gemm_wgrad_kernel": ("out", "sums"),
 }
 
 

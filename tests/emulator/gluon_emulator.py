@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_values import Buffer, Descriptor, Int, Pointer, Product, Registers, flat_storage, require
+from gluon_values import Buffer, Descriptor, EitherPointer, Int, Pointer, Product, Registers, flat_storage, require
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -346,6 +346,8 @@ def _bound(of_tensors: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tens
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, Pointer):
+        return EitherPointer(condition, a, b)
     return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
 
 

@@ -18,6 +18,8 @@ INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
 UNGATED = replace(SWIGLU, activation="relu2")
 CLAMPED = replace(SWIGLU, activation="swiglu_oai")
 BIAS = replace(SWIGLU, bias=True, hidden_size=136, intermediate_size=200)
+# Whose db1 takes one more tile of B4.
+SUMS_ALONE = replace(BIAS, hidden_size=128)
 # Too long a contraction of F2 for a stationary weight.
 LONG_BIAS = replace(BIAS, intermediate_size=264)
 
@@ -308,6 +310,23 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "F2 adds the first columns' bias": (LONG_BIAS, ("pingpong_consumer", "col + gl", "gl", NUMBERS)),
     "F2 adds the left half's bias": (
         LONG_BIAS, ("store_block", "j * EPILOGUE_N, EPILOGUE_N", "0, EPILOGUE_N", NUMBERS),
+    ),
+    "A has no ones": (BIAS, ("copy_a", "width_of_a(p, ones)", "p", NUMBERS)),
+    "A has ones for x": (BIAS, ("copy_a", "(columns < p)", "(columns < p - 8)", "before the tensor")),
+    "A has x for ones": (BIAS, ("copy_a", "(columns < p)", "(columns < p + 8)", f"{NUMBERS}|past the tensor")),
+    "no tile of sums alone": (SUMS_ALONE, ("width_of_a", "p + ONES", "p", NUMBERS)),
+    "neither consumer has the sums": (SUMS_ALONE, ("wgrad_consumer", "p + ONES)", "p)", NUMBERS)),
+    "one stage is skipped of all": (
+        SUMS_ALONE, ("wgrad_consumer", "gl.maximum(steps, 1)", "1", f"{PROTOCOL}|{ANOTHER}"),
+    ),
+    "no stage is skipped of none": (
+        SUMS_ALONE, ("wgrad_consumer", "gl.maximum(steps, 1)", "steps", f"{PROTOCOL}|{ANOTHER}"),
+    ),
+    "another row of the product for sums": (BIAS, ("store_sums", "rows == p", "rows == p - 1", NUMBERS)),
+    "another expert's sums": (BIAS, ("store_sums", "expert.to(gl.int64)", "0", NUMBERS)),
+    "one slice's sums for all": (BIAS, ("store_sums", "col + gl.arange", "gl.arange", NUMBERS)),
+    "sums past the last column": (
+        BIAS, ("store_sums", "columns < q", "columns >= 0", f"{NUMBERS}|past the tensor"),
     ),
     "nobody loads the second block of h": (
         INTERLEAVED, ("load_h", "static_range(BLOCKS)", "static_range(1)", "deadlock"),

@@ -93,10 +93,12 @@ class Case:
             "down_proj_wgrad": (do, a, self.transposed, *tail),
             "up_proj_input_grad": (h, w1, *tail),
             "up_proj_wgrad": (x, h, self.transposed, *tail),
+            "up_proj_wgrad_bias_grad": (x, h, self.transposed, *tail),
             "down_proj_bias_grad": (do, s, *tail),
             "up_proj_bias_grad": (h, *tail),
             "add_down_proj_wgrad": (w2.float(), do, a, *tail),
             "add_up_proj_wgrad": (w1.float(), x, h, *tail),
+            "add_up_proj_wgrad_bias_grad": (w1.float(), x, h, *tail),
         }[name]
 
 
@@ -104,8 +106,10 @@ RUNS: dict[str, Callable[..., Any]] = {
     "moe": library.moe_forward, "moe_inference": library.moe_forward, "up_proj": library._up_proj,
     "down_proj_dgrad_dact": library._down_proj_dgrad_dact, "down_proj_wgrad": library._down_proj_wgrad,
     "up_proj_input_grad": library._up_proj_input_grad, "up_proj_wgrad": library._up_proj_wgrad,
+    "up_proj_wgrad_bias_grad": library._up_proj_wgrad_bias_grad,
     "down_proj_bias_grad": library._down_proj_bias_grad, "up_proj_bias_grad": library._up_proj_bias_grad,
     "add_down_proj_wgrad": library._add_down_proj_wgrad, "add_up_proj_wgrad": library._add_up_proj_wgrad,
+    "add_up_proj_wgrad_bias_grad": library._add_up_proj_wgrad_bias_grad,
 }  # fmt: skip
 CASES = {
     "hopper": Case(),

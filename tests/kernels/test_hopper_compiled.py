@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from torch import Tensor
 from triton_checks import turn
 from triton_compile import (
+    Operands,
     assert_items_carry_their_blocks,
     assert_threads_meet_after_tile_info,
     assert_threads_meet_before_tma_stores,
+    bytes_of_copies,
     compile_launch,
     count_loads_of_two_bytes,
     count_spill_loads,
@@ -71,7 +74,19 @@ def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
             for order, of_order in (("", weights), (", column-major", transposed))
             for name, (rows, out) in of_order.items()
         },
+        **{f"up_proj_wgrad, sums{form}": launch for form, launch in sums_launches(of, turn(of.w1)).items()},
     }
+
+
+def sums_launches(of: Operands, turned: Tensor) -> dict[str, Launch]:
+    """B4 that gives db1, too, of either order, stored or added."""
+    sums, launches = torch.zeros(2, of.h.shape[1]), dict[str, Launch]()
+    for order, w1 in (("", of.w1), (", column-major", turned)):
+        out = w1.transpose(1, 2)
+        for form, to in (("", out), (", added", out.float())):
+            adds = to is not out
+            launches[form + order] = host.wgrad_launch("up_proj_wgrad", of.x, of.h, to, of.plan, H200, adds, sums)
+    return launches
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -85,6 +100,8 @@ def test_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert "cp.async.bulk.tensor" in ptx
     assert ("cp.reduce.async.bulk.tensor.3d.global" in ptx) == ("added" in name)
     assert ("cp.async.cg.shared.global" in ptx) == (kernel in GATHERED), "gathers by 16 bytes, and nothing else does"
+    assert bytes_of_copies(ptx) <= {16}
+    assert set(re.findall(r"\bst\.global\S*", ptx)) == ({"st.global.v2.b32"} if "sums" in name else set())
     assert compiled.metadata.shared <= H200.shared_bytes
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get(kernel, 0)
     assert_threads_meet_before_tma_stores(ptx)

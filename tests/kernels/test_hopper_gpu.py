@@ -8,12 +8,21 @@ from unittest import mock
 import pytest
 import torch
 from gpu_layers import never_repeated
-from triton_checks import Case, assert_added_exactly, assert_kernels_agree, random_ids, random_plan, run_kernels
+from triton_checks import (
+    ADDED,
+    Case,
+    assert_added_exactly,
+    assert_kernels_agree,
+    random_ids,
+    random_plan,
+    run_kernels,
+)
 
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, MoEConfig
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
-from tilemoe.kernels.experts.hopper.configs import MAX_CONTRACTION_OF_NARROW
+from tilemoe.kernels.experts.hopper.configs import MAX_CONTRACTION_OF_NARROW, is_faster
+from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton.configs import ROW_MAJOR_TILES_OF_B1
 from tilemoe.ops.moe import moe
@@ -185,8 +194,42 @@ def test_weight_gradients_are_added_exactly(name: str, transposed: bool) -> None
         assert_added_exactly(HopperBackend(), routing.plan, case)
 
 
+# With dh as wide as gpt-oss's B4 is the portable kernel.
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    ("d", "w"), [(2880, 5760), (2880, 1536), (2048, 1536), (2048, 5760)], ids=lambda width: str(width)
+)
+def test_bias_gradient_beside_the_weight_gradient(
+    d: int, w: int, dtype: torch.dtype, transposed: bool, launched: set[str]
+) -> None:
+    """Against fp64, with the same dw1, and the same bits in twenty runs. The last expert is empty."""
+    plan, generator = plan_topk(random_ids(4000, 16, 4), 17), torch.Generator("cuda").manual_seed(0)
+    x, dh = (
+        torch.randn(rows, width, generator=generator, device="cuda").to(dtype)
+        for rows, width in ((plan.num_tokens, d), (plan.capacity, w))
+    )
+    exact = TorchBackend().up_proj_bias_grad(dh.double(), plan)
+    dw1, db1 = HopperBackend().up_proj_wgrad_bias_grad(x, dh, plan, transposed)
+    assert launched == ({"gemm_wgrad_kernel"} if is_faster("up_proj_wgrad", d, w) else set())
+    assert db1.dtype == torch.float32
+    assert float((db1.double() - exact).norm()) <= ADDED * float(exact.norm())
+    assert not bool(db1[16].any())
+    assert not bool(dw1[16].any())
+    assert torch.equal(dw1, HopperBackend().up_proj_wgrad(x, dh, plan, transposed))
+    for _ in range(19):
+        again = HopperBackend().up_proj_wgrad_bias_grad(x, dh, plan, transposed)
+        assert torch.equal(again[0], dw1)
+        assert torch.equal(again[1], db1)
+    total = torch.zeros_like(dw1, dtype=torch.float32)
+    assert torch.equal(HopperBackend().up_proj_wgrad_bias_grad(x, dh, plan, transposed, total)[1], db1)
+    x[plan.token_of_row[0]], dh[0, 5] = torch.nan, torch.nan
+    of_nan = HopperBackend().up_proj_wgrad_bias_grad(x, dh, plan, transposed)[1]
+    assert of_nan.isnan().nonzero().tolist() == [[0, 5]]
+
+
 def test_twenty_runs_are_bit_equal() -> None:
-    plan, case = random_plan(3000, 8, 2), Case(BF16, hidden_size=512, intermediate_size=256)
+    plan, case = random_plan(3000, 8, 2), Case(BF16, bias=True, hidden_size=512, intermediate_size=256)
     first = {name: pair[0] for name, pair in run_kernels(HopperBackend(), plan, case).items()}
     for _ in range(19):
         for name, pair in run_kernels(HopperBackend(), plan, case).items():

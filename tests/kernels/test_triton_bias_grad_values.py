@@ -58,6 +58,12 @@ def assert_bias_grads(plan: RoutingPlan, dtype: torch.dtype, scale: float = 1.0)
             db2[expert] += s[pair].double() * do[token].double()
             ds[pair] = do[token].double() @ b2[expert].double()
     assert_close(TritonBackend().up_proj_bias_grad(dh, plan), db1)
+    for width in (D, D + 8):  # whose ones end a tile, and begin one
+        x = random(plan.num_tokens, width, dtype=dtype)
+        for column_major in (False, True):
+            dw1, beside = TritonBackend().up_proj_wgrad_bias_grad(x, dh, plan, column_major)
+            assert_close(beside, db1)
+            assert torch.equal(dw1, TritonBackend().up_proj_wgrad(x, dh, plan, column_major))
     assert_close(TritonBackend().down_proj_bias_grad(do, s, plan), db2)
     spec, h = activation_spec("relu", "concatenated", None, None), torch.zeros(plan.capacity, N, dtype=dtype)
     assert_close(TritonBackend().down_proj_dgrad_dact(do, given["w2"], b2, h, s, plan, spec)[1], ds)
@@ -109,6 +115,17 @@ def test_any_strides_give_the_same(dtype: torch.dtype) -> None:
         assert torch.equal(
             TritonBackend().down_proj_dgrad_dact(view(do), given["w2"], b2, h, s, plan, spec)[1], expected
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_nan_of_dh_reaches_its_column_and_one_of_x_none(dtype: torch.dtype) -> None:
+    plan = ROUTINGS["random"]
+    x, dh = random(plan.num_tokens, D, dtype=dtype), random(plan.capacity, N, dtype=dtype)
+    x[plan.token_of_row[0]], dh[0, 5] = float("nan"), float("nan")
+    dw1, db1 = TritonBackend().up_proj_wgrad_bias_grad(x, dh, plan)
+    assert bool(dw1.isnan().any())
+    expert = int((plan.row_start_of_expert[1:] > 0).nonzero()[0])  # whose the first row is
+    assert db1.isnan().nonzero().tolist() == [[expert, 5]]
 
 
 def test_scores_of_a_token_that_no_expert_has_change_nothing() -> None:

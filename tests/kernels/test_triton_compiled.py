@@ -12,6 +12,7 @@ import triton
 from triton_compile import (
     MATRIX_UNIT,
     NVIDIA,
+    bytes_of_copies,
     compile_launch,
     compiled_key,
     count_spill_loads,
@@ -34,6 +35,7 @@ GATHERED_BY_REGISTER = {("up_proj_wgrad", 120)}
 SPILLS = {("down_proj_dgrad_dact", 100): 48}
 if not triton.__version__.startswith("3.6."):
     SPILLS |= {("up_proj_act", 90): 4, ("down_proj_dgrad_dact", 90): 16}
+SPILLS_WITH_SUMS = {120: 3}  # of B4 that gives db1, too
 D, N, E, T, K = 1536, 256, 2, 64, 2
 
 
@@ -95,6 +97,28 @@ def test_weight_gradients_of_either_order_leave_by_wide_stores(
         assert not adds or len(re.findall(r"\bld\.global\.v4\.b32", ptx)) >= len(re.findall(r"\bst\.global", ptx))
     assert compiled.metadata.shared <= device.shared_bytes
     assert count_spill_loads(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["stored", "added"])
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_bias_gradient_beside_a_weight_gradient(
+    capability: int, column_major: bool, adds: bool, tmp_path: Path
+) -> None:
+    """The gather takes the ones as it takes x; without sums the kernel has neither."""
+    device, plan = NVIDIA[capability], plan_topk(torch.arange(T * K).view(T, K) % E, E)
+    x, dh = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (T * K, N)))
+    out, sums = empty_weight_grad(dh, (E, D, N), column_major), torch.zeros(E, N)
+    out = out.float() if adds else out
+    with_sums, alone = (
+        compile_launch(host.wgrad_launch("up_proj_wgrad", x, dh, out, plan, device, adds, given), capability)
+        for given in (sums, None)
+    )
+    ptx, ptx_alone = with_sums.asm["ptx"], alone.asm["ptx"]
+    assert ptx.count("cp.async.cg.shared.global") == ptx_alone.count("cp.async.cg.shared.global")
+    assert bytes_of_copies(ptx) == bytes_of_copies(ptx_alone)
+    assert with_sums.metadata.shared <= device.shared_bytes
+    assert count_spill_loads(with_sums, tmp_path) <= SPILLS_WITH_SUMS.get(capability, 0)
 
 
 @pytest.mark.parametrize("name", ["score_grad", "dense_scores", "tile_sums", "expert_sums", "tile_lists"])

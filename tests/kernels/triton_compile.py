@@ -260,8 +260,8 @@ def assert_threads_meet_after_tile_info(ptx: str) -> None:
 
     In the order of the text, where the branches that follow a tile's coordinates lie one after the other.
     """
-    letters = {"st.shared.b32": "w", "ld.shared.b32": "r", "mbarrier.arrive": "a"}
-    found = re.findall(r"^.*?((?:st|ld)\.shared\.b32|bar(?:rier)?(?:\.warp)?\.sync|mbarrier\.arrive)", ptx, re.M)
+    letters = {"st.shared.b32": "w", "ld.shared.b32": "r", "ld.shared.s32": "r", "mbarrier.arrive": "a"}
+    found = re.findall(r"^.*?((?:st|ld)\.shared\.[bs]32|bar(?:rier)?(?:\.warp)?\.sync|mbarrier\.arrive)", ptx, re.M)
     order = "".join(letters.get(instruction, "|") for instruction in found)
     assert "wwww" in order
     assert "rrrr" in order, "the four numbers of tile_info, by each consumer"

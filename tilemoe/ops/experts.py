@@ -106,8 +106,8 @@ def _rows_weight_flops(rows: Any, weight: Any, *rest: Any, **_: Any) -> int:
     return gemm_flops(rest, prod(weight[1:]))
 
 
-def _wgrad_flops(*flat: Any, out_shape: Any, **_: Any) -> int:
-    return gemm_flops(flat, prod(out_shape[1:]))
+def _wgrad_flops(by_token: Any, by_row: Any, *rest: Any, **_: Any) -> int:
+    return gemm_flops(rest, by_token[1] * by_row[1])
 
 
 def without_derived(plan: RoutingPlan) -> RoutingPlan:
@@ -214,13 +214,16 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
         if need_w2:
             dw2 = _wgrad(ctx, 2, w2, down_proj_wgrad, add_down_proj_wgrad, do, a_scaled, *routed)  # B2
         del a_scaled
-        if need_b1:
-            db1 = up_proj_bias_grad(dh, *routed).to(b1.dtype)
-        if need_x:  # before dw1, since dx_rows lives beside every gradient made so far
+        if need_x:  # before dw1 and db1, since dx_rows lives beside every gradient made so far
             dx = up_proj_input_grad(dh, w1, *routed)  # B3 and B5
             _announce(ctx, dx, ds if need_s else None)
-        if need_w1:
+        if need_w1 and need_b1:
+            dw1, db1 = _wgrad_and_bias_grad(ctx, w1, x, dh, *routed)
+        elif need_w1:
             dw1 = _wgrad(ctx, 1, w1, up_proj_wgrad, add_up_proj_wgrad, x, dh, *routed)  # B4
+        elif need_b1:
+            db1 = up_proj_bias_grad(dh, *routed)
+        db1 = None if db1 is None else db1.to(b1.dtype)
     return dx, dw1, dw2, ds if need_s else None, db1, db2
 
 
@@ -240,6 +243,14 @@ def _wgrad(
         return make(by_token, by_row, is_column_major(weight), *routed)
     add(total, by_token, by_row, *routed)
     return None
+
+
+def _wgrad_and_bias_grad(ctx: Any, w1: Tensor, x: Tensor, dh: Tensor, *routed: Any) -> tuple[Tensor | None, Tensor]:
+    """B4 with db1: (dw1 as by `_wgrad`, db1 in the compute dtype)."""
+    total = sum_to_add_to(ctx, 1, w1) if ctx.accumulate else None
+    if total is None:
+        return up_proj_wgrad_bias_grad(x, dh, is_column_major(w1), *routed)
+    return None, add_up_proj_wgrad_bias_grad(total, x, dh, *routed)
 
 
 def _announce(ctx: Any, dx: Tensor, ds: Tensor | None) -> None:
@@ -367,6 +378,26 @@ def _add_up_proj_wgrad(
     return ()
 
 
+def _up_proj_wgrad_bias_grad(
+    x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """B4: (dw1, db1 in the compute dtype)."""
+    return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), column_major)
+
+
+def _up_proj_wgrad_bias_grad_fake(
+    x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return _up_proj_wgrad_fake(x, dh, column_major, plan), _up_proj_bias_grad_fake(dh, plan)
+
+
+def _add_up_proj_wgrad_bias_grad(
+    total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
+) -> Tensor:
+    """B4: db1 in the compute dtype; dw1 is accumulated into ``total``."""
+    return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), is_column_major(total), total)[1]
+
+
 def _down_proj_bias_grad(do: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
     """db2 in the scores' dtype."""
     return backend.down_proj_bias_grad(do, s, without_derived(plan))
@@ -431,6 +462,14 @@ up_proj_wgrad = routed_operator(
     _up_proj_wgrad_fake,
     _wgrad_flops,
 )
+up_proj_wgrad_bias_grad = routed_operator(
+    "up_proj_wgrad_bias_grad",
+    "Tensor x, Tensor dh, bool column_major",
+    "(Tensor, Tensor)",
+    _up_proj_wgrad_bias_grad,
+    _up_proj_wgrad_bias_grad_fake,
+    _wgrad_flops,
+)
 down_proj_bias_grad = routed_operator(
     "down_proj_bias_grad", "Tensor do, Tensor s", "Tensor", _down_proj_bias_grad, _down_proj_bias_grad_fake
 )
@@ -440,6 +479,9 @@ up_proj_bias_grad = routed_operator(
 # Without schema: they are never in a graph, since they write to a leaf's ``.grad``.
 add_down_proj_wgrad = Operator("add_down_proj_wgrad", _add_down_proj_wgrad, arguments=ROUTED, advise=advise)
 add_up_proj_wgrad = Operator("add_up_proj_wgrad", _add_up_proj_wgrad, arguments=ROUTED, advise=advise)
+add_up_proj_wgrad_bias_grad = Operator(
+    "add_up_proj_wgrad_bias_grad", _add_up_proj_wgrad_bias_grad, arguments=ROUTED, advise=advise
+)
 
 BACKWARD_OPS = (
     up_proj,
@@ -448,6 +490,7 @@ BACKWARD_OPS = (
     down_proj_wgrad,
     up_proj_input_grad,
     up_proj_wgrad,
+    up_proj_wgrad_bias_grad,
     down_proj_bias_grad,
     up_proj_bias_grad,
 )

@@ -212,6 +212,15 @@ class Backend(ABC):
     def up_proj_bias_grad(self, dh: Tensor, plan: RoutingPlan) -> Tensor:
         """``db1_e = sum over e's rows r of dh_r`` (E, w) in the compute dtype."""
 
+    def up_proj_wgrad_bias_grad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """B4 where db1 is needed, too: (dw1, db1) as by `up_proj_wgrad` and `up_proj_bias_grad`.
+
+        One kernel may compute both. A NaN in x does not reach db1. db1 is not added to anything.
+        """
+        return self.up_proj_wgrad(x, dh, plan, column_major, out), self.up_proj_bias_grad(dh, plan)
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that tensors of ``dtype`` are accumulated in: fp64 for fp64, else fp32."""

@@ -66,15 +66,22 @@ class HopperBackend(TritonBackend):
         return out
 
     def _weight_grad(
-        self, kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, adds: bool
+        self,
+        kernel: Kernel,
+        by_token: Tensor,
+        by_row: Tensor,
+        out: Tensor,
+        plan: RoutingPlan,
+        adds: bool,
+        sums: Tensor | None = None,
     ) -> None:
         device = _device(kernel, by_row, plan, by_token.shape[1], by_row.shape[1])
         if device is None or not (
             has_aligned_rows(by_token) and can_describe_rows(device, by_row) and _describable_weight(out, device)
         ):
-            super()._weight_grad(kernel, by_token, by_row, out, plan, adds)
+            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
         else:
-            host.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds).run()
+            host.wgrad_launch(kernel, by_token, by_row, out, plan, device, adds, sums).run()
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec

@@ -6,6 +6,8 @@ BM x BN tile of (p, q) · BK k-block: rows of the expert per stage
 Cooperative (see `pipeline`): the producer warp group loads A by cp.async and B by TMA, neither of them K-major; each of
 two consumer warp groups has 64 of a tile's BM rows. Persistent, static scheduler: expert by expert, the gradient's
 shorter side innermost. An expert without rows takes a stage without operands; its gradient is zero.
+
+Where the sums of each expert's rows of B are wanted (db1), A has ONES further columns, of ones: row p of the product.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -41,13 +43,22 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     store_slice,
     zero_accumulator,
 )
+from tilemoe.kernels.experts.triton.gemm_wgrad import ONES as _ONES
+
+ONES = gl.constexpr(_ONES.value)
 
 
 @gluon.jit
-def weight_tile_coords(index, total, p, q, row_start_of_expert, BN: gl.constexpr):
-    """(expert, start and end of its rows, first row and column of the tile in (p, q)); from ``total`` on the last's."""
+def width_of_a(p, sums):
+    """by_token's p columns, and ONES more where there are sums."""
+    return p if sums is None else p + ONES
+
+
+@gluon.jit
+def weight_tile_coords(index, total, width, q, row_start_of_expert, BN: gl.constexpr):
+    """(expert, start and end of its rows, tile's first row and column in (width, q)); from ``total`` on the last's."""
     index = gl.minimum(index, total - 1)
-    row_tiles, column_tiles = gl.cdiv(p, BM), gl.cdiv(q, BN)
+    row_tiles, column_tiles = gl.cdiv(width, BM), gl.cdiv(q, BN)
     tiles = row_tiles * column_tiles
     expert = index // tiles
     start = gl.load(row_start_of_expert + expert)
@@ -61,9 +72,19 @@ def weight_tile_coords(index, total, p, q, row_start_of_expert, BN: gl.constexpr
 
 
 @gluon.jit
+def copy_a(buffer, lines, columns, p, ones):
+    """cp.async of ``columns`` of A, 0 past its last. lines: pointers to by_token's rows. ones: None, or of A's end."""
+    pointers = lines + columns[None, :]
+    if ones is not None:
+        pointers = gl.where((columns < p)[None, :], pointers, ones + (columns - p)[None, :])
+    cp_async(buffer, pointers, mask=(columns < width_of_a(p, ones))[None, :])
+
+
+@gluon.jit
 def wgrad_producer(
     by_token,
     stride_token,
+    ones,
     token_of_row,
     by_row,
     row_start_of_expert,
@@ -81,15 +102,16 @@ def wgrad_producer(
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
     p, stride_token = p // 8 * 8, stride_token // 8 * 8
     a_smem, b_smem, full, _empty = ring
-    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
+    width = width_of_a(p, ones)
+    total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
     rows = gl.arange(0, BK, gl.SliceLayout(1, CP_ASYNC_LAYOUT))
     columns = gl.arange(0, WARPGROUP_M, gl.SliceLayout(0, CP_ASYNC_LAYOUT))
     step = 0
-    expert, start, end, first, col = weight_tile_coords(gl.program_id(0), total, p, q, row_start_of_expert, BN)
+    expert, start, end, first, col = weight_tile_coords(gl.program_id(0), total, width, q, row_start_of_expert, BN)
     token = gl.load(row_pointers(token_of_row, start, end, rows))
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         next_expert, next_start, next_end, next_first, next_col = weight_tile_coords(
-            index + gl.num_programs(0), total, p, q, row_start_of_expert, BN
+            index + gl.num_programs(0), total, width, q, row_start_of_expert, BN
         )
         stage = producer_acquire(ring, step)
         publish_tile(tile_info, stage, expert, first, col, gl.cdiv(end - start, BK))
@@ -99,7 +121,7 @@ def wgrad_producer(
         upper = first + columns
         lower = upper + WARPGROUP_M
         for k in range(start, end, BK):
-            pointers = by_token + (token.to(gl.int64) * stride_token)[:, None]
+            lines = by_token + (token.to(gl.int64) * stride_token)[:, None]
             # Prefetch the next stage's tokens, or the next tile's.
             more = k + BK < end
             row, bound = gl.where(more, k + BK, next_start), gl.where(more, end, next_end)
@@ -108,8 +130,8 @@ def wgrad_producer(
             mbarrier.expect(full.index(stage), by_row.block_type.nbytes)
             place = [RAGGED_EXTENT, end, RAGGED_EXTENT - end + k, col]
             tma_load(by_row, place, full.index(stage), b_smem.index(stage))
-            cp_async(a_smem.index(CONSUMERS * stage), pointers + upper[None, :], mask=(upper < p)[None, :])
-            cp_async(a_smem.index(CONSUMERS * stage + 1), pointers + lower[None, :], mask=(lower < p)[None, :])
+            copy_a(a_smem.index(CONSUMERS * stage), lines, upper, p, ones)
+            copy_a(a_smem.index(CONSUMERS * stage + 1), lines, lower, p, ones)
             producer_commit(ring, step)
             step += 1
         # Without rows the loop has not run, which prefetches the next tile's tokens.
@@ -140,20 +162,38 @@ def add_slice(out, value, expert, row, col, staging, CONSUMER: gl.constexpr, TRA
 
 
 @gluon.jit
+def store_sums(sums, value, expert, row, col, p, q):
+    """Store the product's row p, if ``value`` (WARPGROUP_M, EPILOGUE_N) at (row, col) has it, to the expert's sums."""
+    if (row <= p) & (p < row + WARPGROUP_M):
+        # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it stores two columns at a time.
+        col, q = col // 8 * 8, q // 8 * 8
+        rows = row + gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, value.type.layout))
+        columns = col + gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, value.type.layout))
+        pointers = sums + expert.to(gl.int64) * q + (columns[None, :] + 0 * rows[:, None])
+        gl.store(pointers, value, mask=(rows == p)[:, None] & (columns < q)[None, :])
+
+
+@gluon.jit
 def wgrad_consumer(
-    out, num_experts, p, q, ring, tile_info, staging,
+    out, sums, num_experts, p, q, ring, tile_info, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """Consumer. Epilogue: store or accumulate its 64 rows of the tile, transposed if the output is (E, q, p)."""
-    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
+    """Consumer. Epilogue: store or accumulate its 64 rows of the tile, transposed if the output is (E, q, p).
+
+    TMA clips rows past p, of which the first is stored to ``sums``.
+    """
+    total = num_experts * gl.cdiv(width_of_a(p, sums), BM) * gl.cdiv(q, BN)
     step = 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, first, col, steps = receive_tile(ring, tile_info, step)
+        computes = steps > 0
+        if sums is not None:  # in a tile that begins at row p the second consumer has no rows
+            computes = computes & (first + CONSUMER * WARPGROUP_M < p + ONES)
         acc = zero_accumulator(BN)
-        if steps > 0:
+        if computes:
             acc, step = mma_mainloop(ring, step, steps, False, CONSUMER, BN, False, False)
         else:
-            step = skip_stages(ring, step, 1, False)
+            step = skip_stages(ring, step, 1 if sums is None else gl.maximum(steps, 1), False)
         row = first + CONSUMER * WARPGROUP_M
         left_half, right_half = halves(acc, WARPGROUP_M, BN)
         for i in gl.static_range(2):
@@ -161,6 +201,8 @@ def wgrad_consumer(
             for j in gl.static_range(2):
                 value = left_slice if j == 0 else right_slice
                 slice_col = col + (2 * i + j) * EPILOGUE_N
+                if sums is not None:
+                    store_sums(sums, value, expert, row, slice_col, p, q)
                 if ADDS:
                     add_slice(out, value, expert, row, slice_col, staging, CONSUMER, TRANSPOSED)
                 else:
@@ -185,6 +227,8 @@ def gemm_wgrad_kernel(
     p,
     q,
     stride_token,
+    ones,
+    sums,
     TRANSPOSED: gl.constexpr,
     ADDS: gl.constexpr,
     BN: gl.constexpr,
@@ -195,6 +239,7 @@ def gemm_wgrad_kernel(
     """``out_e = sum over rows r of e of by_token[token_r]^T by_row[r]`` (E, p, q), or (E, q, p) if TRANSPOSED.
 
     Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
+    sums (E, q) fp32, with ones (ONES), or neither: ``sums_e = sum over rows r of e of by_row[r]``, overwritten.
     """
     dtype: gl.constexpr = by_token.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -206,10 +251,10 @@ def gemm_wgrad_kernel(
     tile_info = new_tile_info(STAGES)
     gl.warp_specialize(
         [
-            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED, ADDS)),
-            (wgrad_consumer, (out, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED, ADDS)),
-            (wgrad_producer, (by_token, stride_token, token_of_row, by_row, row_start_of_expert, num_experts, p, q,
-                              ring, tile_info, BN)),
+            (wgrad_consumer, (out, sums, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED, ADDS)),
+            (wgrad_consumer, (out, sums, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED, ADDS)),
+            (wgrad_producer, (by_token, stride_token, ones, token_of_row, by_row, row_start_of_expert, num_experts,
+                              p, q, ring, tile_info, BN)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

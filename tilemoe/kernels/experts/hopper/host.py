@@ -30,7 +30,13 @@ from tilemoe.kernels.experts.hopper.gemm_pingpong import gemm_rows_kernel
 from tilemoe.kernels.experts.hopper.gemm_stationary import gemm_stationary_kernel
 from tilemoe.kernels.experts.hopper.gemm_wgrad import gemm_wgrad_kernel
 from tilemoe.kernels.experts.triton.configs import Kernel, band_tiles
-from tilemoe.kernels.experts.triton.host import act_outputs, dact_outputs, gate_up_layout, split_parts
+from tilemoe.kernels.experts.triton.host import (
+    act_outputs,
+    dact_outputs,
+    gate_up_layout,
+    ones_beside,
+    split_parts,
+)
 from tilemoe.kernels.experts.triton.tiles import TileList
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
@@ -140,19 +146,23 @@ def wgrad_launch(
     plan: RoutingPlan,
     device: Device,
     adds: bool = False,
+    sums: Tensor | None = None,
 ) -> Launch:
     """B2 and B4: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q of out is contiguous.
 
-    adds: out, fp32, is accumulated into instead of overwritten.
+    adds: out, fp32, is accumulated into instead of overwritten. sums: (E, q) fp32, to get each expert's sum of by_row's
+    rows.
     """
     p, q = by_token.shape[1], by_row.shape[1]
+    ones, width = ones_beside(by_token, sums)
     transposed = is_column_major(out)
     tile = TILES[kernel]
     block = [WARPGROUP_M, ADDED_N] if adds else _EPILOGUE_BLOCK
     to = described(out.transpose(1, 2), [1, *block[::-1]]) if transposed else described(out, [1, *block])
     operands = (by_token, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
-    args = (*operands, plan.token_of_row, plan.row_start_of_expert, plan.num_experts, p, q, by_token.stride(0))
-    grid = persistent_grid(device, plan.num_experts * ceil_div(p, tile.block_m) * ceil_div(q, tile.block_n))
+    indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
+    args = (*operands, *indices, p, q, by_token.stride(0), ones, sums)
+    grid = persistent_grid(device, plan.num_experts * ceil_div(width, tile.block_m) * ceil_div(q, tile.block_n))
     return hopper_launch(gemm_wgrad_kernel, grid, args, {"TRANSPOSED": transposed, "ADDS": adds}, tile)
 
 

@@ -105,11 +105,7 @@ class TritonBackend(Backend):
     def up_proj_wgrad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        shape = (plan.num_experts, dh.shape[1], x.shape[1])
-        dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
-        transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
-        self._weight_grad("up_proj_wgrad", x, dh, transposed, plan, adds=out is not None)
-        return dw1
+        return self._up_proj_wgrad(x, dh, plan, column_major, out, None)
 
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
         combine(dx_rows, None, plan, dx)
@@ -125,6 +121,14 @@ class TritonBackend(Backend):
         if plan.capacity == 0:
             return dh.new_zeros(plan.num_experts, dh.shape[1], dtype=torch.float32)
         return bias_grad.up_proj_bias_grad(dh.contiguous(), plan, device)
+
+    def up_proj_wgrad_bias_grad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if x.dtype == torch.float32:  # the tensor cores would round dh to tf32
+            return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
+        db1 = dh.new_empty(plan.num_experts, dh.shape[1], dtype=torch.float32)
+        return self._up_proj_wgrad(x, dh, plan, column_major, out, db1), db1
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
@@ -151,15 +155,44 @@ class TritonBackend(Backend):
         launch.run()
         return out
 
+    def _up_proj_wgrad(
+        self,
+        x: Tensor,
+        dh: Tensor,
+        plan: RoutingPlan,
+        column_major: bool,
+        out: Tensor | None,
+        db1: Tensor | None,
+    ) -> Tensor:
+        shape = (plan.num_experts, dh.shape[1], x.shape[1])
+        dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
+        transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
+        self._weight_grad("up_proj_wgrad", x, dh, transposed, plan, out is not None, db1)
+        return dw1
+
     def _weight_grad(
-        self, kernel: Kernel, by_token: Tensor, by_row: Tensor, out: Tensor, plan: RoutingPlan, adds: bool
+        self,
+        kernel: Kernel,
+        by_token: Tensor,
+        by_row: Tensor,
+        out: Tensor,
+        plan: RoutingPlan,
+        adds: bool,
+        sums: Tensor | None = None,
     ) -> None:
-        """B2 and B4, written (adds: added) to out (E, p, q), from by_token (T, p) and by_row (R_max, q)."""
+        """B2 and B4, written (adds: added) to out (E, p, q), from by_token (T, p) and by_row (R_max, q).
+
+        sums (E, q): of each expert's rows of by_row, written if given.
+        """
         device = _check(by_token, by_token.shape[1], by_row.shape[1])
         if plan.capacity:
-            host.wgrad_launch(kernel, aligned_rows(by_token), by_row.contiguous(), out, plan, device, adds).run()
-        elif not adds:
+            rows = by_row.contiguous()
+            host.wgrad_launch(kernel, aligned_rows(by_token), rows, out, plan, device, adds, sums).run()
+            return
+        if not adds:
             out.zero_()
+        if sums is not None:
+            sums.zero_()
 
 
 def _times_nf4(rows: Tensor, index: Tensor | None, weight: Nf4Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
