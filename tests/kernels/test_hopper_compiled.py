@@ -100,8 +100,9 @@ def test_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert "cp.async.bulk.tensor" in ptx
     assert ("cp.reduce.async.bulk.tensor.3d.global" in ptx) == ("added" in name)
     assert ("cp.async.cg.shared.global" in ptx) == (kernel in GATHERED), "gathers by 16 bytes, and nothing else does"
-    assert bytes_of_copies(ptx) <= {16}
-    assert set(re.findall(r"\bst\.global\S*", ptx)) == ({"st.global.v2.b32"} if "sums" in name else set())
+    if "wgrad" in name:
+        assert bytes_of_copies(ptx) == {16}
+        assert set(re.findall(r"\bst\.global\S*", ptx)) == ({"st.global.v2.b32"} if "sums" in name else set())
     assert compiled.metadata.shared <= H200.shared_bytes
     assert count_spill_loads(compiled, tmp_path) <= SPILLS.get(kernel, 0)
     assert_threads_meet_before_tma_stores(ptx)
