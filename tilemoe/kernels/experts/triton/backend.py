@@ -164,6 +164,7 @@ class TritonBackend(Backend):
         out: Tensor | None,
         db1: Tensor | None,
     ) -> Tensor:
+        """B4, which writes db1 (E, w) fp32, too, if given."""
         shape = (plan.num_experts, dh.shape[1], x.shape[1])
         dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
         transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
