@@ -92,6 +92,29 @@ def test_watching_the_backward_alone_is_enough() -> None:
     assert seen.names == BACKWARD
 
 
+@pytest.mark.parametrize(
+    ("frozen", "operators"),
+    [
+        ((), {"tilemoe::up_proj_wgrad_bias_grad"}),
+        (("b1",), {"tilemoe::up_proj_wgrad"}),
+        (("w1",), {"tilemoe::up_proj_bias_grad"}),
+        (("w1", "b1"), set()),
+    ],
+    ids=str,
+)
+def test_db1_comes_with_dw1_where_both_are_needed(frozen: tuple[str, ...], operators: set[str]) -> None:
+    all_leaves, leaves = leaves_of(PLANS["random"]), leaves_of(PLANS["random"])
+    moe(plan=PLANS["random"], **all_leaves).sum().backward()
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    with Seen() as seen:
+        moe(plan=PLANS["random"], **leaves).sum().backward()
+    others = BACKWARD - {"tilemoe::up_proj_wgrad_bias_grad"}
+    assert seen.names - FORWARD - others == operators
+    for name, leaf in leaves.items():
+        assert_equal(leaf.grad, None if name in frozen else all_leaves[name].grad, name)
+
+
 def test_a_profile_names_the_operators() -> None:
     leaves = leaves_of(PLANS["random"])
     with torch.profiler.profile() as profile:

@@ -82,8 +82,9 @@ def make_shared(config: ParallelConfig, accumulate: bool, backend: str | None = 
 
 
 def counted_adds() -> AbstractContextManager[mock.MagicMock]:
-    """The calls of B4 that add to a sum."""
-    return mock.patch.object(expert_ops, "add_up_proj_wgrad", wraps=expert_ops.add_up_proj_wgrad)
+    """The calls of B4 that add to a sum, of layers with biases."""
+    operator = expert_ops.add_up_proj_wgrad_bias_grad
+    return mock.patch.object(expert_ops, "add_up_proj_wgrad_bias_grad", wraps=operator)
 
 
 def step(model: DecoderLM, config: ParallelConfig) -> dict[str, Tensor]:
