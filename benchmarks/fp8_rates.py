@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilemoe.bench import cases, kernels, peers, record, timing
 from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
-from tilemoe.kernels.experts.triton_fp8.quantize import rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import channels_launch, rows_launch
 from tilemoe.shape import MoEShape
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -44,9 +44,9 @@ def steps(shape: MoEShape) -> dict[str, timing.Step]:
     narrow = kernels.kernel_steps(shape, weights, x, "hopper_fp8", ahead=lambda: None)
     runs = {
         "cublas": cublas(shape.num_rows, shape.hidden_size, shape.width),
-        "quantize x": lambda: rows_launch(x)[0].run(),
-        "quantize dh": lambda: rows_launch(dh)[0].run(),
-        "quantize w1": lambda: weight_launch(w1, (1, 2))[0].run(),
+        "quantize x": lambda: rows_launch(x, x.shape[1])[0].run(),
+        "quantize dh": lambda: rows_launch(dh, dh.shape[1])[0].run(),
+        "quantize w1": lambda: [channels_launch(w)[0].run() for w in (w1, w1.transpose(1, 2))],
     }
     return {
         **{f"{name} bf16": wide[name] for name in GEMMS},

@@ -18,7 +18,7 @@ from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
 from tilemoe.kernels.experts.hopper_fp8 import backend as fp8_backend
-from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
+from tilemoe.kernels.experts.quantize import WEIGHTS, quantize
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.plan import RoutingPlan
@@ -184,7 +184,13 @@ def multiply_bias(args: dict[str, Any], constants: dict[str, Any]) -> None:
 
 
 def quantize_rows(args: dict[str, Any], constants: dict[str, Any]) -> None:
-    found = quantize(args["values"], ROWS)
+    found = quantize(args["values"], (1, args["block_width"]))
+    args["data"].copy_(found.data)
+    args["scale"].copy_(found.scale)
+
+
+def quantize_channels(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    found = quantize(args["weight"], (1, args["p"]))
     args["data"].copy_(found.data)
     args["scale"].copy_(found.scale)
 
@@ -202,5 +208,6 @@ IN_PYTORCH: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "score_grad_kernel": sum_score_grads,
     "bias_products_kernel": multiply_bias,
     "quantize_rows_kernel": quantize_rows,
+    "quantize_channels_kernel": quantize_channels,
     "quantize_weight_kernel": quantize_weight,
 }

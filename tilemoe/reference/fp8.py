@@ -3,8 +3,9 @@
 R rows · d hidden_size · n intermediate_size · w = 2n gated, n ungated
 
 A block's scale is its largest magnitude / 448 in fp32, 1 for a block of zeros. Every value becomes the nearest of
-e4m3's to value * (1 / scale), ties to even, times the scale. Blocks are 1 x 128 of rows, 128 x 128 of a weight. Sums
-are in fp32.
+e4m3's to value * (1 / scale), ties to even, times the scale. Sums are in fp32. Where a product contracts d or w (``h``,
+``da'``, ``dx``), a block is one row of x, do or dh, or all of a weight that makes one column of the product. Where it
+contracts n (``y``), blocks are 1 x 128 of a and 128 x 128 of w2; what ``save="fp8"`` keeps of h has blocks of 1 x 128.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ from torch import Tensor
 _BLOCK, _LARGEST = 128, 448.0
 
 
-def rounded(values: Tensor, rows_of_block: int) -> Tensor:
-    """``values`` (R, p), fp32, rounded to FP8, with one scale for each block of ``rows_of_block`` x 128."""
+def rounded(values: Tensor, rows: int, columns: int) -> Tensor:
+    """``values`` (R, p), fp32, rounded to FP8, with one scale for each block of ``rows`` x ``columns``."""
     out = torch.empty_like(values)
-    for row in range(0, values.shape[0], rows_of_block):
-        for column in range(0, values.shape[1], _BLOCK):
-            place = (slice(row, row + rows_of_block), slice(column, column + _BLOCK))
+    for row in range(0, values.shape[0], rows):
+        for column in range(0, values.shape[1], columns):
+            place = (slice(row, row + rows), slice(column, column + columns))
             block = values[place]
             largest = block.abs().max()
             scale = largest / _LARGEST if largest != 0 else torch.ones_like(largest)
             scale = torch.maximum(scale, torch.full_like(scale, torch.finfo(torch.float32).tiny))
             out[place] = _e4m3(block * (1 / scale)) * scale
     return out
+
+
+def product_by_rows(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows weight^T`` (R, out) of rows (R, in) and weight (out, in), each with one scale per line of ``in``."""
+    width = rows.shape[1]
+    return rounded(rows, 1, width) @ rounded(weight, 1, width).T
 
 
 def _e4m3(values: Tensor) -> Tensor:
@@ -43,24 +50,24 @@ class _UpProj(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor) -> Tensor:
         ctx.save_for_backward(x, w1)
-        return rounded(x, 1) @ rounded(w1, _BLOCK).T
+        return product_by_rows(x, w1)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor]:
         x, w1 = ctx.saved_tensors
-        return rounded(dh, 1) @ rounded(w1, _BLOCK), dh.T @ x
+        return product_by_rows(dh, w1.T), dh.T @ x
 
 
 class _DownProj(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
         ctx.save_for_backward(a, w2, score)
-        return score * (rounded(a, 1) @ rounded(w2, _BLOCK).T)
+        return score * (rounded(a, 1, _BLOCK) @ rounded(w2, _BLOCK, _BLOCK).T)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, w2, score = ctx.saved_tensors
-        da_unscaled = rounded(do, 1) @ rounded(w2, _BLOCK)
+        da_unscaled = product_by_rows(do, w2.T)
         ds = (da_unscaled * a).sum(1, keepdim=True).to(score.dtype)
         return score * da_unscaled, do.T @ (score * a), ds
 
@@ -85,7 +92,7 @@ def down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
 class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
-        return rounded(h, 1)
+        return rounded(h, 1, _BLOCK)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> Tensor:

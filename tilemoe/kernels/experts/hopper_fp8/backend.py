@@ -1,4 +1,4 @@
-"""FP8 on Hopper: F1, F2, B1 and B3 read e4m3 operands with block scales; the rest is the Hopper backend's.
+"""FP8 on Hopper: F1, F2, B1 and B3 read e4m3 operands with scales; the rest is the Hopper backend's.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
@@ -19,10 +19,10 @@ from tilemoe.kernels.experts.base import GemmOperand, Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend
 from tilemoe.kernels.experts.hopper_fp8 import host
-from tilemoe.kernels.experts.quantize import why_not_quantized
+from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
+from tilemoe.kernels.experts.triton_fp8.operands import quantized_blocks, quantized_rows, quantized_weight
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 
@@ -40,7 +40,7 @@ class HopperFp8Backend(HopperBackend):
         return quantized_rows(rows.contiguous())
 
     def weight_operand(self, weight: Tensor, contracted: int) -> Operand:
-        return quantized_weight(weight, contracted)
+        return quantized_weight(weight, contracted, "blocks" if contracted == 2 else "rows")
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
@@ -48,7 +48,8 @@ class HopperFp8Backend(HopperBackend):
         return self._up_proj_act(x, w1, b1, plan, spec, keep_h=False)[0]
 
     def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        return self._rows_times(a, quantized_weight(w2, 2), b2, plan)
+        rows = a if isinstance(a, Operand) else quantized_blocks(a.contiguous(), BLOCK)
+        return self._rows_times(rows, quantized_weight(w2, 2, "blocks"), b2, plan)
 
     def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self.down_proj(a, w2, b2, plan)
@@ -88,7 +89,7 @@ class HopperFp8Backend(HopperBackend):
         if plan.capacity == 0:
             return weight.scale.new_empty(0, weight.data.shape[1], dtype=weight.dtype)
         tiles, device = listed_tiles(plan, host.rows_tile(weight.data.shape[2]).block_m), device_of(weight.data)
-        operand = quantized_rows(rows if isinstance(rows, Operand) else rows.contiguous())
+        operand = rows if isinstance(rows, Operand) else quantized_rows(rows.contiguous())
         bias = None if bias is None else aligned_rows(bias)
         launch, out = host.rows_launch(operand, weight, bias, plan, tiles, device)
         launch.run()

@@ -4,12 +4,13 @@ B1 as in `hopper.gemm_dgrad_dact`.
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 parts = 2 where gate and up are two halves of a tile, else 1 · BM, BN tile · S stages
 
-All four are cooperative: `hopper`'s producer warp group (A and its row scales by cp.async, B by TMA), dynamic scheduler
-and tile order; two consumer warp groups run `mainloop.scaled_mainloop` and an epilogue. F1 quantises a there.
+All four are cooperative: `hopper`'s producer warp group (A by cp.async, B by TMA), dynamic scheduler and tile order;
+two consumer warp groups run a mainloop of `mainloop` and an epilogue. F1 quantises a there.
 
 Operands are e4m3, contiguous along the contraction, seen as half as many elements of the layer's 16-bit dtype: x and
-do (T, d / 2), rows (R_max, in / 2), weight descriptors (E, parts, out, in / 2). Scales are fp32: (., in / 128) of rows,
-(E, out / 128, in / 128) of weights with the strides given. Output descriptors are ragged.
+do (T, d / 2), rows (R_max, in / 2), weight descriptors (E, parts, out, in / 2). Scales are fp32. F1, B1 and B3 have
+one for each row of A and each output column of the weight: (., 1) and (E, out, 1). F2 has block scales, (R_max,
+in / 128) and (E, out / 128, in / 128), the latter with the strides given. Output descriptors are ragged.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -20,15 +21,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import dact_slices
-from tilemoe.kernels.experts.hopper.gemm_gather_act import gather_producer
+from tilemoe.kernels.experts.hopper.gemm_gather_act import gather_producer, load_tile_bias
 from tilemoe.kernels.experts.hopper.pipeline import (
     BK,
     BM,
     CONSUMERS,
     EPILOGUE_N,
+    PAIR_LAYOUT,
     WARPGROUP_M,
     deinterleave,
+    load_bias,
     new_barriers,
+    new_bias_smem,
     new_scheduler_smem,
     new_tile_info,
     receive_tile,
@@ -37,22 +41,24 @@ from tilemoe.kernels.experts.hopper.pipeline import (
 from tilemoe.kernels.experts.hopper_fp8.mainloop import (
     BLOCK,
     add_bias_to_slices,
+    mma_mainloop,
+    row_scale_pointers,
     scale_pointers,
+    scale_slices,
     scaled_mainloop,
     store_quantized,
     store_slices,
-    zero_half,
+    zero_tile,
 )
 from tilemoe.kernels.experts.triton.activations import gated_value, inner
 
 
 @gluon.jit
 def new_ring(weight, dtype: gl.constexpr, STAGES: gl.constexpr):
-    """(ring, row_scale): the pipeline's buffers and mbarriers, and a buffer (S, BM) for each stage's row scales."""
+    """The pipeline's buffers and mbarriers."""
     a_smem = gl.allocate_shared_memory(dtype, [STAGES, BM, BK], gl.NVMMASharedLayout(128, 16, 2))
     b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
-    row_scale = gl.allocate_shared_memory(gl.float32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS)), row_scale
+    return a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS)
 
 
 @gluon.jit
@@ -64,18 +70,25 @@ def new_staging(dtype: gl.constexpr):
 
 @gluon.jit
 def rows_consumer(
-    out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
-    ring, row_scale, tile_info, staging, CONSUMER: gl.constexpr,
+    out, bias, stride_bias, row_scale, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
+    ring, scale_smem, tile_info, staging, CONSUMER: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F2 and B3. Epilogue: add the bias, store."""
+    """Consumer of F2 and B3. Epilogue: scale (SCALES "rows"), add the bias, store. scale_smem: see the kernel."""
     steps = width_in // BK
     step = 0
     expert, row, end, col = receive_tile(ring, tile_info, step)
     while expert >= 0:
         row += CONSUMER * WARPGROUP_M
         if row < end:
-            scales = scale_pointers(weight_scale, expert, col, col + BLOCK, width_out, stride_se, stride_sout)
-            slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, False, CONSUMER)
+            if SCALES == "rows":
+                columns = col + gl.arange(0, 2 * BLOCK, PAIR_LAYOUT)
+                of_columns = load_bias(weight_scale, expert, stride_se, columns, width_out)
+                of_rows = row_scale_pointers(row_scale, None, row, end)
+                acc, of_rows, step = mma_mainloop(ring, of_rows, step, steps, False, CONSUMER)
+                slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
+            else:
+                scales = scale_pointers(weight_scale, expert, col, col + BLOCK, width_out, stride_se, stride_sout)
+                slices, step = scaled_mainloop(ring, scale_smem, scales, stride_sin, step, steps, CONSUMER)
             if bias is not None:
                 slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + BLOCK, width_out)
             store_slices(slices, out, end, row, col, False, staging, CONSUMER)
@@ -103,6 +116,7 @@ def gemm_rows_kernel(
     stride_sout,
     stride_sin,
     stride_bias,
+    SCALES: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -112,17 +126,23 @@ def gemm_rows_kernel(
 
     out (R_max, width_out). width_in counts elements of 16 bits: half the contraction's length.
     """
-    ring, row_scale = new_ring(weight, out.dtype, STAGES)
+    ring = new_ring(weight, out.dtype, STAGES)
     staging = new_staging(out.dtype)
+    if SCALES == "rows":
+        scale_smem = new_bias_smem(BN)
+        row_scale: gl.constexpr = None
+    else:  # the row scales of each stage, beside its A
+        scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        row_scale = (rows_scale, scale_smem)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (rows_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
-                             width_out, ring, row_scale, tile_info, staging, 0)),
-            (rows_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
-                             width_out, ring, row_scale, tile_info, staging, 1)),
-            (gather_producer, (rows, (rows_scale, row_scale), width_in, None, weight, tiles, num_tiles,
+            (rows_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,
+                             width_in, width_out, ring, scale_smem, tile_info, staging, 0, SCALES)),
+            (rows_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,
+                             width_in, width_out, ring, scale_smem, tile_info, staging, 1, SCALES)),
+            (gather_producer, (rows, row_scale, width_in, None, weight, tiles, num_tiles,
                                width_in, width_out, ring, tile_info, scheduler_smem, None, BN, True, 0, True,
                                "none")),
         ],
@@ -170,21 +190,24 @@ def store_act(
 
 @gluon.jit
 def act_consumer(
-    a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in, n, limit, alpha,
-    ring, row_scale, tile_info, staging,
+    a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row, width_in, n, limit, alpha,
+    ring, scale_smem, tile_info, staging,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F1. Epilogue: add the bias, store h (if KEEP_H), quantise and store act(h)."""
+    """Consumer of F1. Epilogue: scale, add the bias, store h (if KEEP_H), quantise and store act(h)."""
     steps = width_in // BK
     step = 0
+    BN: gl.constexpr = 2 * BLOCK
     w = n if GATE_UP == "none" else 2 * n
     apart = n if GATE_UP == "concatenated" else BLOCK  # distance in h's columns from a tile's left half to its right
     expert, row, end, col = receive_tile(ring, tile_info, step)
     while expert >= 0:
         row += CONSUMER * WARPGROUP_M
         if row < end:
-            scales = scale_pointers(weight_scale, expert, col, col + apart, w, stride_se, stride_sout)
-            slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, False, CONSUMER)
+            of_columns = load_tile_bias(weight_scale, expert, stride_se, col, n, BN, True, GATE_UP)
+            of_rows = row_scale_pointers(x_scale, token_of_row, row, end)
+            acc, of_rows, step = mma_mainloop(ring, of_rows, step, steps, False, CONSUMER)
+            slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
             if bias is not None:
                 slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + apart, w)
             tma.store_wait(0)  # of the tile before, whose last store may read the buffer that is written first here
@@ -215,8 +238,6 @@ def up_proj_act_kernel(
     width_in,
     n,
     stride_se,
-    stride_sout,
-    stride_sin,
     stride_bias,
     limit,
     alpha,
@@ -236,19 +257,20 @@ def up_proj_act_kernel(
     dtype: gl.constexpr = x.dtype.element_ty
     COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
     width_out = 2 * n if GATE_UP == "interleaved" else n
-    ring, row_scale = new_ring(weight, dtype, STAGES)
+    ring = new_ring(weight, dtype, STAGES)
+    scale_smem = new_bias_smem(BN)
     staging = new_staging(dtype)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (act_consumer, (a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin,
-                            width_in, n, limit, alpha, ring, row_scale, tile_info, staging, 0, GATE_UP, ACTIVATION,
+            (act_consumer, (a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row,
+                            width_in, n, limit, alpha, ring, scale_smem, tile_info, staging, 0, GATE_UP, ACTIVATION,
                             KEEP_H)),
-            (act_consumer, (a, a_scale, h, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin,
-                            width_in, n, limit, alpha, ring, row_scale, tile_info, staging, 1, GATE_UP, ACTIVATION,
+            (act_consumer, (a, a_scale, h, bias, stride_bias, x_scale, weight_scale, stride_se, token_of_row,
+                            width_in, n, limit, alpha, ring, scale_smem, tile_info, staging, 1, GATE_UP, ACTIVATION,
                             KEEP_H)),
-            (gather_producer, (x, (x_scale, row_scale), width_in, token_of_row, weight, tiles, num_tiles,
+            (gather_producer, (x, None, width_in, token_of_row, weight, tiles, num_tiles,
                                width_in, width_out, ring, tile_info, scheduler_smem, None, COLUMNS, True, BAND, True,
                                GATE_UP)),
         ],
@@ -259,22 +281,24 @@ def up_proj_act_kernel(
 
 @gluon.jit
 def dact_consumer(
-    dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity, width_in, n, limit, alpha,
-    ring, row_scale, tile_info, pairs,
+    dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity, width_in, n, limit, alpha,
+    ring, scale_smem, tile_info, pairs,
     CONSUMER: gl.constexpr, BN: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of B1: as `hopper.gemm_dgrad_dact.dact_consumer`, with the scaled mainloop."""
+    """Consumer of B1: as `hopper.gemm_dgrad_dact.dact_consumer`, with scales."""
     steps = width_in // BK
     step, pending_release = 0, False
-    layout: gl.constexpr = gl.SliceLayout(1, zero_half().type.layout)
+    layout: gl.constexpr = gl.SliceLayout(1, zero_tile().type.layout)
     expert, row, end, col = receive_tile(ring, tile_info, step)
     while expert >= 0:
         first = row + CONSUMER * WARPGROUP_M
         if first < end:
             pair = pairs.index(step % pairs.shape[0]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(layout)
             score = gl.load(s + pair).to(gl.float32)
-            scales = scale_pointers(weight_scale, expert, col, col + BLOCK, n, stride_se, stride_sout)
-            slices, step = scaled_mainloop(ring, row_scale, scales, stride_sin, step, steps, pending_release, CONSUMER)
+            of_columns = load_bias(weight_scale, expert, stride_se, col + gl.arange(0, BN, PAIR_LAYOUT), n)
+            of_rows = row_scale_pointers(do_scale, token_of_row, first, end)
+            acc, of_rows, step = mma_mainloop(ring, of_rows, step, steps, pending_release, CONSUMER)
+            slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
             ds = dact_slices(
                 slices, score, dh, a_scaled, end, first, col, limit, alpha, ring, step,
                 CONSUMER, GATE_UP, ACTIVATION, ROLLED,
@@ -311,8 +335,6 @@ def gemm_dgrad_dact_kernel(
     width_in,
     n,
     stride_se,
-    stride_sout,
-    stride_sin,
     limit,
     alpha,
     ACTIVATION: gl.constexpr,
@@ -328,19 +350,20 @@ def gemm_dgrad_dact_kernel(
 
     width_in is d in elements of 16 bits: d / 2.
     """
-    ring, row_scale = new_ring(weight, do.dtype.element_ty, STAGES)
+    ring = new_ring(weight, do.dtype.element_ty, STAGES)
+    scale_smem = new_bias_smem(BN)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (dact_consumer, (dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity,
-                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 0, BN, GATE_UP, ACTIVATION,
-                             ROLLED)),
-            (dact_consumer, (dh, a_scaled, s, partial, weight_scale, stride_se, stride_sout, stride_sin, capacity,
-                             width_in, n, limit, alpha, ring, row_scale, tile_info, pairs, 1, BN, GATE_UP, ACTIVATION,
-                             ROLLED)),
-            (gather_producer, (do, (do_scale, row_scale), width_in, token_of_row, weight, tiles, num_tiles,
+            (dact_consumer, (dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity,
+                             width_in, n, limit, alpha, ring, scale_smem, tile_info, pairs, 0, BN, GATE_UP,
+                             ACTIVATION, ROLLED)),
+            (dact_consumer, (dh, a_scaled, s, partial, do_scale, weight_scale, stride_se, token_of_row, capacity,
+                             width_in, n, limit, alpha, ring, scale_smem, tile_info, pairs, 1, BN, GATE_UP,
+                             ACTIVATION, ROLLED)),
+            (gather_producer, (do, None, width_in, token_of_row, weight, tiles, num_tiles,
                                width_in, n, ring, tile_info, scheduler_smem, (h, pair_of_row, pairs), BN, True, BAND,
                                True, GATE_UP)),
         ],

@@ -6,7 +6,7 @@ Work items, their order, and B resident in shared memory: as in `hopper.gemm_sta
 producer warp; the two consumer warp groups alternate blocks of 64 rows, but without a barrier that orders them: while
 one applies scales, the tensor cores work for the other. Hence the k-blocks of two blocks must divide the stages
 (`host.rows_tile`), or a consumer would wait for a stage more than one phase ahead, and mbarriers know only a phase's
-parity. Consumers have no registers left to decode work items: the producer does it for them.
+parity. Consumers that apply block scales have no registers left to decode work items: the producer does it for them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -30,9 +30,12 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     BK,
     CONSUMERS,
     EPILOGUE_N,
+    PAIR_LAYOUT,
     WARPGROUP_M,
     consumer_wait,
     halves,
+    load_bias,
+    new_bias_smem,
     new_tile_info,
     producer_acquire,
     publish_tile,
@@ -42,8 +45,11 @@ from tilemoe.kernels.experts.hopper_fp8.mainloop import (
     BLOCK,
     add_bias_to_slices,
     operand,
+    row_scale_pointers,
     scale_pointers,
+    scale_slices,
     zero_half,
+    zero_tile,
 )
 
 STEPS = gl.constexpr(4)  # most k-blocks of the contraction
@@ -68,7 +74,7 @@ def scaled_producer(
     rows, rows_scale, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out, ring, b_ring, row_scale,
     tile_info, BN: gl.constexpr,
 ):  # fmt: skip
-    """Producer, one warp: as `stationary_producer`, and fills row_scale (S, WARPGROUP_M) of each stage.
+    """Producer, one warp: as `stationary_producer`, and fills row_scale (S, WARPGROUP_M) of each stage, unless None.
 
     tile_info of a block: (expert, arrivals and phase of B packed in one number, or -1 after the last block; row, end,
     column).
@@ -86,12 +92,14 @@ def scaled_producer(
             index + gl.num_programs(0), row_tiles, column_tiles, tiles, row_start_of_expert, BN
         )
         for block in range(count):
-            scales = load_row_scales(rows_scale, row, end, steps)
+            if row_scale is not None:
+                scales = load_row_scales(rows_scale, row, end, steps)
             stage = producer_acquire(ring, step)
             publish_tile(tile_info, stage, 8 * expert + 2 * arrivals_of(block, count) + (item & 1), row, end, col)
             for k_block in gl.static_range(STEPS):
                 if k_block < steps:
-                    row_scale.index(producer_acquire(ring, step)).store(scales[k_block])
+                    if row_scale is not None:
+                        row_scale.index(producer_acquire(ring, step)).store(scales[k_block])
                     if block == 0:
                         load_b(weight, expert, k_block, col, b_ring, item, True)
                     load_rows(rows, row, k_block * BK, ring, step)
@@ -142,18 +150,49 @@ def scaled_mainloop_stationary(ring, b_ring, row_scale, weight_scales, stride_in
 
 
 @gluon.jit
+def mma_mainloop_stationary(ring, b_ring, row_scale, step, steps, phase, arrivals):
+    """(unscaled accumulator (WARPGROUP_M, 2 * BLOCK) fp32 of a block's rows, their scales (WARPGROUP_M)).
+
+    row_scale: see `mainloop.row_scale_pointers`. phase, arrivals: as for `scaled_mainloop_stationary`.
+    """
+    a_smem, b_smem, b_full, _b_empty = b_ring
+    _a_smem, _b_smem, _full, empty = ring
+    scale = gl.load(row_scale)
+    acc = zero_tile()
+    for k_block in range(steps):
+        stage = consumer_wait(ring, step)
+        mbarrier.wait(b_full.index(k_block), phase)
+        a, b = operand(a_smem.index(stage), WARPGROUP_M), operand(b_smem.index(k_block), 2 * BLOCK)
+        acc = warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=k_block > 0, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        release_b(b_ring, k_block, arrivals)
+        step += 1
+    return acc, scale
+
+
+@gluon.jit
 def scaled_consumer(
-    out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
-    ring, b_ring, row_scale, tile_info, staging, CONSUMER: gl.constexpr,
+    out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
+    ring, b_ring, scale_smem, tile_info, staging, CONSUMER: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: every other block of the CTA's work items."""
+    """Consumer: every other block of the CTA's work items. scale_smem, SCALES: see `gemm.rows_consumer`."""
     steps = width_in // BK
     step = CONSUMER * steps
     block, row, end, col = receive_tile(ring, tile_info, step)
     while block >= 0:
         expert, arrivals, phase = block // 8, block // 2 % 4, block & 1
-        scales = scale_pointers(weight_scale, expert, col, col + BLOCK, width_out, stride_se, stride_sout)
-        slices = scaled_mainloop_stationary(ring, b_ring, row_scale, scales, stride_sin, step, steps, phase, arrivals)
+        if SCALES == "rows":
+            columns = col + gl.arange(0, 2 * BLOCK, PAIR_LAYOUT)
+            of_columns = load_bias(weight_scale, expert, stride_se, columns, width_out)
+            of_rows = row_scale_pointers(rows_scale, None, row, end)
+            acc, of_rows = mma_mainloop_stationary(ring, b_ring, of_rows, step, steps, phase, arrivals)
+            slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
+        else:
+            scales = scale_pointers(weight_scale, expert, col, col + BLOCK, width_out, stride_se, stride_sout)
+            slices = scaled_mainloop_stationary(
+                ring, b_ring, scale_smem, scales, stride_sin, step, steps, phase, arrivals
+            )
         if bias is not None:
             slices = add_bias_to_slices(slices, bias, expert, stride_bias, col, col + BLOCK, width_out)
         store_columns(slices, out, None, row, end, col, staging, CONSUMER)
@@ -181,6 +220,7 @@ def gemm_stationary_kernel(
     stride_sout,
     stride_sin,
     stride_bias,
+    SCALES: gl.constexpr,
     B_STAGES: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
@@ -191,7 +231,12 @@ def gemm_stationary_kernel(
     gl.static_assert(B_STAGES == STEPS and STAGES >= 2 * STEPS, "see above")
     gl.static_assert(BN == 2 * BLOCK, "two blocks of scales")
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)
-    row_scale = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUP_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if SCALES == "rows":
+        scale_smem = new_bias_smem(BN)
+        row_scale: gl.constexpr = None
+    else:  # the row scales of each stage of A
+        scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUP_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        row_scale = scale_smem
     staging = gl.allocate_shared_memory(
         rows.dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -199,10 +244,10 @@ def gemm_stationary_kernel(
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(
         [
-            (scaled_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
-                               width_out, ring, b_ring, row_scale, tile_info, staging, 0)),
-            (scaled_consumer, (out, bias, stride_bias, weight_scale, stride_se, stride_sout, stride_sin, width_in,
-                               width_out, ring, b_ring, row_scale, tile_info, staging, 1)),
+            (scaled_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,
+                               width_in, width_out, ring, b_ring, scale_smem, tile_info, staging, 0, SCALES)),
+            (scaled_consumer, (out, bias, stride_bias, rows_scale, weight_scale, stride_se, stride_sout, stride_sin,
+                               width_in, width_out, ring, b_ring, scale_smem, tile_info, staging, 1, SCALES)),
             (scaled_producer, (rows, rows_scale, weight, tiles, num_tiles, row_start_of_expert, width_in, width_out,
                                ring, b_ring, row_scale, tile_info, BN)),
         ],

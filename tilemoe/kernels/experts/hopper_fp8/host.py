@@ -21,7 +21,7 @@ from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descrip
 from tilemoe.kernels.experts.hopper.host import gather_constants, h_descriptors, h_output, hopper_launch
 from tilemoe.kernels.experts.hopper_fp8.gemm import gemm_dgrad_dact_kernel, gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
-from tilemoe.kernels.experts.quantize import BLOCK, ROWS
+from tilemoe.kernels.experts.quantize import BLOCK, ROWS, WEIGHTS
 from tilemoe.kernels.experts.triton.host import dact_outputs, split_parts
 from tilemoe.kernels.experts.triton.tiles import TileList
 from tilemoe.plan import RoutingPlan
@@ -54,11 +54,12 @@ def rows_launch(
     sizes = (p // 2, q, *weight.scale.stride(), 0 if bias is None else bias.stride(0))
     column_tiles = ceil_div(q, tile.block_n)
     grid = persistent_grid(device, tiles.capacity * column_tiles)
+    constants = {"SCALES": "blocks" if weight.block == WEIGHTS else "rows"}
     if tile.b_stages:
         args = (described(left, [WARPGROUP_M, BLOCK_K]), rows.scale, *operands, plan.row_start_of_expert, *sizes)
-        return hopper_launch(gemm_stationary_kernel, grid, args, {"B_STAGES": tile.b_stages}, tile), out
+        return hopper_launch(gemm_stationary_kernel, grid, args, {**constants, "B_STAGES": tile.b_stages}, tile), out
     args = (left, rows.scale, *operands, *sizes)
-    return hopper_launch(gemm_rows_kernel, grid, args, {}, tile), out
+    return hopper_launch(gemm_rows_kernel, grid, args, constants, tile), out
 
 
 def rows_tile(width_in: int) -> TileConfig:
@@ -95,7 +96,7 @@ def up_proj_act_launch(
     column_tiles = ceil_div(width, columns)
     operands = (_pairs(x.data, dtype), x.scale, right, w1.scale, b1, to_a, a.scale, to_h, plan.token_of_row, *tiles)
     bias_stride = 0 if b1 is None else b1.stride(0)
-    sizes = (d // 2, n, *w1.scale.stride(), bias_stride, spec.limit, spec.alpha)
+    sizes = (d // 2, n, w1.scale.stride(0), bias_stride, spec.limit, spec.alpha)
     constants = {**gather_constants("up_proj_act", spec, column_tiles, d), "KEEP_H": keep_h}
     args = (*operands, *sizes)
     return _launch(up_proj_act_kernel, tiles.capacity * column_tiles, args, constants, device), a, h
@@ -119,7 +120,7 @@ def dgrad_dact_launch(
     from_h, to_dh = h_descriptors(h, dh, n, spec)
     outputs = (from_h, to_dh, ragged_descriptor(a_scaled, _EPILOGUE_BLOCK), s, partial)
     indices = (plan.token_of_row, plan.pair_of_row, *tiles)
-    sizes = (plan.capacity, d // 2, n, *w2.scale.stride(), spec.limit, spec.alpha)
+    sizes = (plan.capacity, d // 2, n, w2.scale.stride(0), spec.limit, spec.alpha)
     constants = {
         **gather_constants("down_proj_dgrad_dact", spec, column_tiles, d),
         "ROLLED": spec.name in configs.ACTIVATIONS_IN_A_LOOP,

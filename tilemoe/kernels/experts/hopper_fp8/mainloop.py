@@ -1,11 +1,15 @@
-"""What the FP8 kernels add to `hopper.pipeline`: a mainloop that applies block scales, and quantising epilogues.
+"""What the FP8 kernels add to `hopper.pipeline`: mainloops for operands with scales, and quantising epilogues.
 
 BM, BN tile · BK k-block, 128 bytes · S stages
 
-``acc += (row scale x weight scale) * (A B of one k-block)``. Tensor cores accumulate FP8 products with some 14 bits, so
-each k-block's product is scaled and added to an fp32 accumulator by CUDA cores: by one consumer while the tensor cores
-work for the other. A tile is two halves of 128 columns, each within one block of the weight's scales: the product of a
-half takes 64 registers of a thread, beside 128 of the accumulator.
+Scales per row and per column of the product (F1, B1, B3): `mma_mainloop`, which leaves the tensor cores to sum over the
+whole contraction, and `scale_slices`, once for each tile. Tensor cores accumulate FP8 products with some 14 bits: at a
+contraction of 7168 that adds an error of .2%, where rounding the operands has 3.7%.
+
+Block scales (F2): `scaled_mainloop`, ``acc += (row scale x weight scale) * (A B of one k-block)``. The product of each
+k-block is scaled and added to an fp32 accumulator by CUDA cores: by one consumer while the tensor cores work for the
+other. A tile is two halves of 128 columns, each within one block of the weight's scales: the product of a half takes 64
+registers of a thread, beside 128 of the accumulator.
 
 The pipeline moves bytes: for it, two FP8 values of a row are one element of the layer's 16-bit dtype, so that BK is
 that of the 16-bit kernels, whose producer, scheduler and stages serve here. `operand` views a stage as e4m3 again.
@@ -18,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tilemoe.kernels.experts.hopper.gemm_gather_act import load_tokens
 from tilemoe.kernels.experts.hopper.gluon_compat import reinterpret
 from tilemoe.kernels.experts.hopper.pipeline import (
     EPILOGUE_N,
@@ -25,6 +30,7 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     WARPGROUP_M,
     consumer_release_previous,
     consumer_wait,
+    epilogue_slices,
     fence_and_store,
     halves,
     store_slice,
@@ -62,19 +68,16 @@ def scale_pointers(scale, expert, left_column, right_column, width, stride_e, st
 
 
 @gluon.jit
-def scaled_mainloop(ring, row_scale, weight_scales, stride_in, step, steps, pending_release, CONSUMER: gl.constexpr):
+def scaled_mainloop(ring, row_scale, weight_scales, stride_in, step, steps, CONSUMER: gl.constexpr):
     """Returns (this consumer's accumulator as four slices (WARPGROUP_M, EPILOGUE_N) fp32, left to right; next step).
 
     row_scale (S, BM): a scale for each row of a stage. weight_scales: see `scale_pointers`; their stride from one
-    k-block to the next is ``stride_in``. pending_release: as for `pipeline.mma_mainloop`.
+    k-block to the next is ``stride_in``.
     """
     a_smem, b_smem, _full, empty = ring
     left_pointer, right_pointer = weight_scales
     left, right, product = zero_half(), zero_half(), zero_half()
     of_rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
-    if pending_release:
-        tma.store_wait(0)
-        consumer_release_previous(ring, step)
     for k in range(steps):
         # Loaded ahead: needed only when the wgmma is done, which hides the latency.
         left_weight, right_weight = gl.load(left_pointer + k * stride_in), gl.load(right_pointer + k * stride_in)
@@ -93,7 +96,72 @@ def scaled_mainloop(ring, row_scale, weight_scales, stride_in, step, steps, pend
     return halves(left, WARPGROUP_M, BLOCK) + halves(right, WARPGROUP_M, BLOCK), step
 
 
+@gluon.jit
+def zero_tile():
+    """(WARPGROUP_M, 2 * BLOCK) fp32: the accumulator of a whole tile's columns."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK, 32])
+    return gl.zeros([WARPGROUP_M, 2 * BLOCK], gl.float32, layout)
+
+
+@gluon.jit
+def row_scale_pointers(scale, token_of_row, row, end):
+    """Pointers (WARPGROUP_M) to the scales of the rows from ``row`` on; scale (., 1) of what `load_tokens` gathers."""
+    rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, zero_tile().type.layout))
+    return scale + load_tokens(token_of_row, row, end, rows)
+
+
+@gluon.jit
+def issue_mma(ring, step, acc, ACCUMULATE: gl.constexpr, CONSUMER: gl.constexpr):
+    """As `pipeline.issue_mma`, of FP8 operands."""
+    a_smem, b_smem, _full, _empty = ring
+    stage = consumer_wait(ring, step)
+    a = operand(a_smem.index(stage), a_smem.shape[1]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M)
+    b = operand(b_smem.index(stage), 2 * BLOCK).permute([1, 0])
+    return warpgroup_mma(a, b, acc, use_acc=ACCUMULATE, is_async=True)
+
+
+@gluon.jit
+def mma_mainloop(ring, row_scale, step, steps, pending_release, CONSUMER: gl.constexpr):
+    """Returns (unscaled accumulator (WARPGROUP_M, 2 * BLOCK) fp32, the rows' scales (WARPGROUP_M), next step).
+
+    As `pipeline.mma_mainloop`. row_scale: see `row_scale_pointers`.
+    """
+    acc = issue_mma(ring, step, zero_tile(), False, CONSUMER)
+    scale = gl.load(row_scale)  # behind the first wgmma, which hides the load of the tokens; the others hide this one
+    if pending_release:
+        tma.store_wait(0)
+    acc = warpgroup_mma_wait(1, deps=(acc,))  # never blocks: makes acc a value that the loop can carry
+    consumer_release_previous(ring, step, pending_release)
+    for _ in range(1, steps):
+        step += 1
+        acc = issue_mma(ring, step, acc, True, CONSUMER)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        consumer_release_previous(ring, step)
+    step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    consumer_release_previous(ring, step)
+    return acc, scale, step
+
+
 # Epilogue
+
+
+@gluon.jit
+def scale_slices(acc, row_scale, column_scale, buffer):
+    """acc times its rows' scales (WARPGROUP_M) and its columns' (2 * BLOCK), as four slices from left to right.
+
+    The columns' scales pass through ``buffer`` (2 * BLOCK) of shared memory.
+    """
+    first, second, third, fourth = epilogue_slices(acc, 2 * BLOCK)
+    buffer.store(column_scale)
+    rows = gl.convert_layout(row_scale, gl.SliceLayout(1, first.type.layout))[:, None]
+    of_columns: gl.constexpr = gl.SliceLayout(0, first.type.layout)
+    return (
+        first * (rows * buffer.slice(0, EPILOGUE_N).load(of_columns)[None, :]),
+        second * (rows * buffer.slice(EPILOGUE_N, EPILOGUE_N).load(of_columns)[None, :]),
+        third * (rows * buffer.slice(2 * EPILOGUE_N, EPILOGUE_N).load(of_columns)[None, :]),
+        fourth * (rows * buffer.slice(3 * EPILOGUE_N, EPILOGUE_N).load(of_columns)[None, :]),
+    )
 
 
 @gluon.jit

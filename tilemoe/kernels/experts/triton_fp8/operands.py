@@ -6,7 +6,7 @@ E experts
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import WEIGHTS
-from tilemoe.kernels.experts.triton_fp8.quantize import dense_rows_launch, rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import channels_launch, dense_rows_launch, rows_launch, weight_launch
 from tilemoe.runtime.device import gpu
 from tilemoe.runtime.launch_trace import recorder
 from tilemoe.runtime.precompile import withholds_values
@@ -24,13 +24,16 @@ from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
 _MIN_CAPABILITY = 89  # Ada is the first with instructions that multiply e4m3 and convert to it
 
 
+Scales = Literal["rows", "blocks"]
+
+
 class _Kept(NamedTuple):
     """A cache entry: a weight's operands, with its version and address and the stream when they were made."""
 
     version: int
     address: int
     stream: int
-    operands: dict[int, Operand]  # contracted dimension -> operand
+    operands: dict[tuple[int, Scales], Operand]  # (contracted dimension, scales) -> operand
 
 
 # For a single process: an entry lives as long as its weight, and is valid while the version counter is unchanged.
@@ -38,10 +41,13 @@ _KEPT = WeakTensorKeyDictionary()
 
 
 def quantized_rows(rows: Tensor | Operand) -> Operand:
-    """``rows`` (R, p), each row contiguous, quantised; an `Operand` is returned as it is."""
-    if isinstance(rows, Operand):
-        return rows
-    launch, operand = rows_launch(rows)
+    """``rows`` (R, p), each row contiguous, quantised with one scale per row; an `Operand` is returned as it is."""
+    return rows if isinstance(rows, Operand) else quantized_blocks(rows, rows.shape[1])
+
+
+def quantized_blocks(rows: Tensor, width: int) -> Operand:
+    """``rows`` (R, p), each row contiguous, quantised with a scale for each ``width`` elements of a row."""
+    launch, operand = rows_launch(rows, width)
     if rows.shape[0]:
         launch.run()
     return operand
@@ -62,42 +68,47 @@ def why_no_e4m3(device: torch.device) -> str | None:
     return None
 
 
-def quantized_weight(weight: Tensor | Operand, contracted: int) -> Operand:
+def quantized_weight(weight: Tensor | Operand, contracted: int, scales: Scales = "rows") -> Operand:
     """``weight`` (E, p, q) quantised, contiguous along dimension ``contracted``, 1 or 2; an `Operand` as it is.
 
     It is cached until PyTorch's version counter says that the weight was written to, which the optimiser's step
     advances and a write through ``.data`` does not. With several processes it is cached only within
-    `weights_unchanged`. A 16-bit weight that requires a gradient is quantised for both contractions at once.
+    `weights_unchanged`.
     """
     if isinstance(weight, Operand):
         return weight
-    find, watcher = partial(_data_and_scale, contracted=contracted), recorder()
+    find, watcher = partial(_data_and_scale, contracted=contracted, scales=scales), recorder()
     data, scale = find(weight) if watcher is None or _cache(weight) is None else watcher.kept(find, weight)
-    return Operand(data, scale, WEIGHTS, weight.dtype)
+    block = WEIGHTS if scales == "blocks" else (1, weight.shape[2]) if contracted == 2 else (weight.shape[1], 1)
+    return Operand(data, scale, block, weight.dtype)
 
 
-def _data_and_scale(weight: Tensor, contracted: int) -> tuple[Tensor, Tensor]:
+def _data_and_scale(weight: Tensor, contracted: int, scales: Scales) -> tuple[Tensor, Tensor]:
     """(data, scale) of `quantized_weight`, from the cache or quantised now."""
-    cache = _cache(weight)
+    cache, key = _cache(weight), (contracted, scales)
     if cache is None:
-        operand = _quantize(weight, (contracted,))[contracted]
+        operand = _quantize(weight, *key)
         return operand.data, operand.scale
     kept, now = cache.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
     operands = kept.operands if kept is not None and kept[:3] == now else {}
-    if contracted not in operands:
-        both = weight.requires_grad and weight.element_size() == 2
+    if key not in operands:
         # A new dict: a withheld launch has written nothing, and its operands must not get into the cache.
-        operands = operands | _quantize(weight, (1, 2) if both else (contracted,))
+        operands = operands | {key: _quantize(weight, *key)}
         if not withholds_values():
             cache[weight] = _Kept(*now, operands)
-    operand = operands[contracted]
+    operand = operands[key]
     return operand.data, operand.scale
 
 
-def _quantize(weight: Tensor, contracted: tuple[int, ...]) -> dict[int, Operand]:
-    launch, operands = weight_launch(weight, contracted)
+def _quantize(weight: Tensor, contracted: int, scales: Scales) -> Operand:
+    if scales == "blocks":
+        launch, operands = weight_launch(weight, (contracted,))
+        operand = operands[contracted]
+    else:
+        launch, operand = channels_launch(weight if contracted == 2 else weight.transpose(1, 2))
+        operand = operand if contracted == 2 else operand.transposed()
     launch.run()
-    return operands
+    return operand
 
 
 def _stream_of(weight: Tensor) -> int:

@@ -20,7 +20,6 @@ from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import (
     BLOCK,
     LARGEST,
-    ROWS,
     SMALLEST_SCALE,
     WEIGHTS,
     packed_operand,
@@ -34,17 +33,26 @@ _BLOCK = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _ROWS = 32  # rows per CTA: 8 KB of 16-bit values
+_VALUES = 32 * BLOCK
+_CHANNELS = 64
 
 
-def rows_launch(values: Tensor, into: Operand | None = None) -> tuple[Launch, Operand]:
-    """(launch, operand): quantises values (R, p), p a multiple of 128, rows contiguous. into: operand to write to."""
+def rows_launch(values: Tensor, block_width: int = BLOCK, into: Operand | None = None) -> tuple[Launch, Operand]:
+    """(launch, operand): quantises values (R, p), rows contiguous, in blocks of 1 x block_width, which divides p.
+
+    into: the operand to write to.
+    """
     count, width = values.shape
     if into is None:
         data = values.new_empty(count, width, dtype=torch.float8_e4m3fn)
-        into = Operand(data, values.new_empty(count, width // BLOCK, dtype=torch.float32), ROWS, values.dtype)
+        scale = values.new_empty(count, width // block_width, dtype=torch.float32)
+        into = Operand(data, scale, (1, block_width), values.dtype)
     strides = (values.stride(0), into.data.stride(0), into.scale.stride(0))
-    args = (values, into.data, into.scale, count, width, *strides)
-    return launch_of(quantize_rows_kernel, _grid(count, width), args, {"BLOCK_M": _ROWS}), into
+    padded = triton.next_power_of_2(block_width)
+    constants = {"BLOCK_M": max(_VALUES // padded, 1), "BLOCK_P": padded}
+    grid = (ceil_div(count, constants["BLOCK_M"]), width // block_width)
+    args = (values, into.data, into.scale, count, block_width, *strides)
+    return launch_of(quantize_rows_kernel, grid, args, constants), into
 
 
 def pack_rows(rows: Tensor) -> Tensor:
@@ -53,7 +61,7 @@ def pack_rows(rows: Tensor) -> Tensor:
     words = rows.new_empty(rows.shape[0], words_of_row(rows.shape[1]), dtype=torch.int32)
     if rows.shape[0]:
         values = rows if rows.stride(1) == 1 else rows.contiguous()
-        rows_launch(values, packed_operand(words, rows.dtype))[0].run()
+        rows_launch(values, BLOCK, packed_operand(words, rows.dtype))[0].run()
     return words
 
 
@@ -90,6 +98,17 @@ def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, di
     return launch, {dim: Operand(of_dim, scale, WEIGHTS, weight.dtype) for dim, of_dim in data.items()}
 
 
+def channels_launch(weight: Tensor) -> tuple[Launch, Operand]:
+    """(launch, operand): quantises weight (E, q, p) of any strides with a scale for each q; p contiguous in data."""
+    experts, q, p = weight.shape
+    data = weight.new_empty(experts, q, p, dtype=torch.float8_e4m3fn)
+    scale = weight.new_empty(experts, q, 1, dtype=torch.float32)
+    args = (weight, data, scale, q, p, *weight.stride())
+    grid = (ceil_div(q, _CHANNELS), experts)
+    launch = launch_of(quantize_channels_kernel, grid, args, {"BLOCK_Q": _CHANNELS})
+    return launch, Operand(data, scale, (1, p), weight.dtype)
+
+
 def _grid(count: int, width: int) -> tuple[int, int]:
     return ceil_div(count, _ROWS), width // BLOCK
 
@@ -108,14 +127,15 @@ def _rounded(values, scale):
 
 @triton.jit
 def quantize_rows_kernel(
-    values, data, scale, count, width, stride, stride_data, stride_scale, BLOCK_M: tl.constexpr
+    values, data, scale, count, block_width, stride, stride_data, stride_scale,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """values (R, p) -> data (R, p) e4m3 and scale (R, p / 128) fp32; the strides are those of rows."""
+    """values (R, p) -> data (R, p) e4m3 and scale (R, p / block_width) fp32; the strides are those of rows."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
-    column = block * _BLOCK + tl.arange(0, _BLOCK)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    line = row.to(tl.int64)
+    inner = tl.arange(0, BLOCK_P)
+    inside = (row < count)[:, None] & (inner < block_width)[None, :]
+    line, column = row.to(tl.int64), block * block_width + inner
     tile = tl.load(values + line[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale_of_row = _scale_of(tl.max(tl.abs(tile), axis=1), tl.max((tile != tile).to(tl.int32), axis=1))
     tile = _rounded(tile, scale_of_row[:, None])
@@ -158,3 +178,26 @@ def quantize_weight_kernel(weight, data, transposed, scale, p, q, stride_e, stri
     if transposed is not None:
         tl.store(transposed + first + column.to(tl.int64)[:, None] * p + line[None, :], tile.trans())
     tl.store(scale + (expert * (p // _BLOCK) + block_p) * (q // _BLOCK) + block_q, scale_of_block)
+
+
+@triton.jit
+def quantize_channels_kernel(weight, data, scale, q, p, stride_e, stride_q, stride_p, BLOCK_Q: tl.constexpr):
+    """weight (E, q, p) -> data (E, q, p), contiguous, and scale (E, q). Reads each channel twice."""
+    expert = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    step = tl.arange(0, _BLOCK)
+    inside = (channel < q)[:, None]
+    pointers = weight + expert * stride_e + channel.to(tl.int64)[:, None] * stride_q
+    pointers += step.to(tl.int64)[None, :] * stride_p
+    largest = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+    has_nan = tl.zeros((BLOCK_Q,), dtype=tl.int32)
+    for first in range(0, p, _BLOCK):
+        tile = tl.load(pointers + first.to(tl.int64) * stride_p, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(tile), axis=1))
+        has_nan = tl.maximum(has_nan, tl.max((tile != tile).to(tl.int32), axis=1))
+    scale_of_channel = _scale_of(largest, has_nan)
+    out = data + (expert * q + channel)[:, None] * p + step[None, :]
+    for first in range(0, p, _BLOCK):
+        tile = tl.load(pointers + first.to(tl.int64) * stride_p, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + first, _rounded(tile, scale_of_channel[:, None]), mask=inside)
+    tl.store(scale + expert * q + channel, scale_of_channel, mask=channel < q)
