@@ -4,7 +4,7 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R = T K rows
 
-cuBLAS multiplies dense matrices of F1's size, (R, d) by (d, 2n), with the same scales: 1 x 128 and 128 x 128. Rows are
+cuBLAS multiplies dense matrices of F1's size, (R, d) by (d, 2n), with block scales: 1 x 128 and 128 x 128. Rows are
 appended to results/fp8_rates.jsonl, a list for each case.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilemoe.bench import cases, kernels, peers, record, timing
 from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
-from tilemoe.kernels.experts.triton_fp8.quantize import channels_launch, rows_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import row_weight_launch, rows_launch
 from tilemoe.shape import MoEShape
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -46,7 +46,7 @@ def steps(shape: MoEShape) -> dict[str, timing.Step]:
         "cublas": cublas(shape.num_rows, shape.hidden_size, shape.width),
         "quantize x": lambda: rows_launch(x, x.shape[1])[0].run(),
         "quantize dh": lambda: rows_launch(dh, dh.shape[1])[0].run(),
-        "quantize w1": lambda: [channels_launch(w)[0].run() for w in (w1, w1.transpose(1, 2))],
+        "quantize w1": lambda: [row_weight_launch(w)[0].run() for w in (w1, w1.transpose(1, 2))],
     }
     return {
         **{f"{name} bf16": wide[name] for name in GEMMS},

@@ -189,17 +189,15 @@ def quantize_rows(args: dict[str, Any], constants: dict[str, Any]) -> None:
     args["scale"].copy_(found.scale)
 
 
-def quantize_channels(args: dict[str, Any], constants: dict[str, Any]) -> None:
-    found = quantize(args["weight"], (1, args["p"]))
+def quantize_weight_rows(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    found = quantize(args["weight"], (1, args["q"]))
     args["data"].copy_(found.data)
     args["scale"].copy_(found.scale)
 
 
-def quantize_weight(args: dict[str, Any], constants: dict[str, Any]) -> None:
+def quantize_blocks(args: dict[str, Any], constants: dict[str, Any]) -> None:
     found = quantize(args["weight"], WEIGHTS)
-    for name in ("data", "transposed"):
-        if args[name] is not None:
-            args[name].copy_(found.data)
+    args["data"].copy_(found.data)
     args["scale"].copy_(found.scale)
 
 
@@ -208,6 +206,6 @@ IN_PYTORCH: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "score_grad_kernel": sum_score_grads,
     "bias_products_kernel": multiply_bias,
     "quantize_rows_kernel": quantize_rows,
-    "quantize_channels_kernel": quantize_channels,
-    "quantize_weight_kernel": quantize_weight,
+    "quantize_weight_rows_kernel": quantize_weight_rows,
+    "quantize_blocks_kernel": quantize_blocks,
 }

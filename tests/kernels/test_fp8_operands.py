@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -21,30 +21,32 @@ from tilemoe.config import ParallelConfig
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize
 from tilemoe.kernels.experts.triton_fp8 import operands
-from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight
+from tilemoe.kernels.experts.triton_fp8.operands import block_weight, quantized_rows, row_weight, scales_of
 from tilemoe.parallel.fsdp import begin_micro_batch, micro_batches
 from tilemoe.runtime.weight_cache import weights_unchanged
 from tilemoe.testing import assert_equal
 
 
-class _Launch:
-    def run(self) -> None:
-        """What the launch would write is there already."""
-
-
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The contractions of each launch that quantises a weight."""
-    found = list[tuple[int, ...]]()
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Scales and contraction of each launch that quantises a weight."""
+    found = list[tuple[str, int]]()
 
-    def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[_Launch, dict[int, Operand]]:
-        found.append(tuple(contracted))
-        quantized = quantize(weight.detach(), WEIGHTS)
-        transposed = quantize(weight.detach().transpose(1, 2), WEIGHTS).transposed()
-        return _Launch(), {dim: {1: transposed, 2: quantized}[dim] for dim in contracted}
+    def by_torch(weight: Tensor, scales: str, contracted: int) -> Operand:
+        found.append((scales, contracted))
+        return _exact(weight.detach(), scales, contracted)
 
-    monkeypatch.setattr(operands, "weight_launch", weight_launch)
+    monkeypatch.setattr(operands, "_quantize", by_torch)
     return found
+
+
+def _exact(weight: Tensor, scales: str, contracted: int) -> Operand:
+    if contracted == 1:
+        return _exact(weight.transpose(1, 2), scales, 2).transposed()
+    return quantize(weight, WEIGHTS if scales == "blocks" else (1, weight.shape[2]))
+
+
+Launched = list[tuple[str, int]]
 
 
 def a_weight(requires_grad: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
@@ -55,99 +57,80 @@ def is_same(left: Operand, right: Operand) -> bool:
     return left.data is right.data and left.scale is right.scale
 
 
-def test_a_trained_weight_is_quantised_once_for_both_contractions(launched: list[tuple[int, ...]]) -> None:
+def test_a_weight_is_quantised_once_for_each_use(launched: Launched) -> None:
     weight = a_weight()
-    first, second = quantized_weight(weight, 2), quantized_weight(weight, 1)
-    assert launched == [(1, 2)]
-    assert is_same(quantized_weight(weight, 2), first)
-    assert is_same(quantized_weight(weight, 1), second)
-    assert launched == [(1, 2)]
+    first, second, third = row_weight(weight, 2), row_weight(weight, 1), block_weight(weight)
+    assert launched == [("rows", 2), ("rows", 1), ("blocks", 2)]
+    assert is_same(row_weight(weight, 2), first), "another use does not put it away"
+    assert is_same(row_weight(weight, 1), second)
+    assert is_same(block_weight(weight), third)
+    assert len(launched) == 3
+    assert [scales_of(operand) for operand in (first, second.transposed(), third)] == ["rows", "rows", "blocks"]
     assert first.data.is_contiguous()
     assert second.data.transpose(1, 2).is_contiguous()
-    assert_equal(first.dense(torch.float32), second.dense(torch.float32))
+    assert third.data.is_contiguous()
 
 
-@pytest.mark.parametrize(("requires_grad", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
-def test_a_frozen_or_fp32_weight_is_quantised_for_what_is_asked(
-    requires_grad: bool, dtype: torch.dtype, launched: list[tuple[int, ...]]
-) -> None:
-    weight = a_weight(requires_grad, dtype)
-    first = quantized_weight(weight, 2)
-    assert launched == [(2,)]
-    second = quantized_weight(weight, 1)
-    assert launched == [(2,), (1,)]
-    assert is_same(quantized_weight(weight, 2), first), "the other contraction does not put it away"
-    assert is_same(quantized_weight(weight, 1), second)
-    assert launched == [(2,), (1,)]
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_what_a_compiling_call_makes_is_not_kept(
-    requires_grad: bool, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_compiling_call_makes_is_not_kept(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its launches are withheld, so its memory is uninitialised. The same where another operand is kept already."""
-    weight = a_weight(requires_grad)
+    weight = a_weight()
     for dim in (2, 1):
         monkeypatch.setattr(operands, "withholds_values", lambda: True)
-        withheld = quantized_weight(weight, dim)
+        withheld = row_weight(weight, dim)
         monkeypatch.setattr(operands, "withholds_values", lambda: False)
-        kept = quantized_weight(weight, dim)
-        assert is_same(quantized_weight(weight, dim), kept)
-        assert (dim == 1 and requires_grad) or not is_same(kept, withheld)
-    assert launched == ([(1, 2)] * 2 if requires_grad else [(2,), (2,), (1,), (1,)])
+        kept = row_weight(weight, dim)
+        assert is_same(row_weight(weight, dim), kept)
+        assert not is_same(kept, withheld)
+    assert launched == [("rows", 2)] * 2 + [("rows", 1)] * 2
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_an_update_in_place_renews_both(requires_grad: bool, launched: list[tuple[int, ...]]) -> None:
-    weight = a_weight(requires_grad)
-    before = [quantized_weight(weight, dim) for dim in (1, 2)]
-    count = len(launched)
+def test_an_update_in_place_renews_all(launched: Launched) -> None:
+    weight = a_weight()
+    before = [row_weight(weight, 1), row_weight(weight, 2), block_weight(weight)]
     with torch.no_grad():
         weight.mul_(-2)
-    after = [quantized_weight(weight, dim) for dim in (1, 2)]
-    assert len(launched) == 2 * count
+    after = [row_weight(weight, 1), row_weight(weight, 2), block_weight(weight)]
+    assert len(launched) == 6
     for old, new in zip(before, after, strict=True):
         assert_equal(new.dense(torch.float32), -2 * old.dense(torch.float32))
 
 
-def test_an_optimiser_step_renews(launched: list[tuple[int, ...]]) -> None:
+def test_an_optimiser_step_renews(launched: Launched) -> None:
     weight = a_weight()
-    before = quantized_weight(weight, 2)
+    before = row_weight(weight, 2)
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=1.0).step()
-    assert_equal(quantized_weight(weight, 2).data.float(), quantize(weight.detach(), WEIGHTS).data.float())
-    assert not is_same(quantized_weight(weight, 2), before)
-    assert launched == [(1, 2)] * 2
+    assert_equal(row_weight(weight, 2).data.float(), quantize(weight.detach(), (1, 256)).data.float())
+    assert not is_same(row_weight(weight, 2), before)
+    assert len(launched) == 2
 
 
-def test_other_memory_renews(launched: list[tuple[int, ...]]) -> None:
+def test_other_memory_renews(launched: Launched) -> None:
     """`.data = ` leaves the version counter, not the address."""
     weight = a_weight()
-    quantized_weight(weight, 2)
+    row_weight(weight, 2)
     version = weight._version
     weight.data = torch.randn_like(weight)
     assert weight._version == version
-    assert_equal(quantized_weight(weight, 2).data.float(), quantize(weight.detach(), WEIGHTS).data.float())
-    assert launched == [(1, 2)] * 2
+    assert_equal(row_weight(weight, 2).data.float(), quantize(weight.detach(), (1, 256)).data.float())
+    assert len(launched) == 2
 
 
-def test_another_stream_does_not_read_what_one_is_making(
-    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_stream_does_not_read_what_one_is_making(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = a_weight()
-    first = quantized_weight(weight, 2)
+    first = row_weight(weight, 2)
     monkeypatch.setattr(operands, "_stream_of", lambda weight: 7)
-    assert not is_same(quantized_weight(weight, 2), first)
-    assert launched == [(1, 2)] * 2
-    assert is_same(quantized_weight(weight, 2), quantized_weight(weight, 2))
-    assert launched == [(1, 2)] * 2
+    assert not is_same(row_weight(weight, 2), first)
+    assert len(launched) == 2
+    assert is_same(row_weight(weight, 2), row_weight(weight, 2))
+    assert len(launched) == 2
 
 
-def test_two_weights_of_equal_values_are_apart(launched: list[tuple[int, ...]]) -> None:
+def test_two_weights_of_equal_values_are_apart(launched: Launched) -> None:
     weight = a_weight()
     other = nn.Parameter(weight.detach().clone())
-    assert not is_same(quantized_weight(weight, 2), quantized_weight(other, 2))
-    assert launched == [(1, 2)] * 2
+    assert not is_same(row_weight(weight, 2), row_weight(other, 2))
+    assert len(launched) == 2
 
 
 def of_no_leaf() -> Tensor:
@@ -160,57 +143,55 @@ def of_inference() -> Tensor:
 
 
 @pytest.mark.parametrize("make", [of_no_leaf, of_inference])
-def test_what_has_no_counter_of_its_own_is_not_kept(
-    make: Callable[[], Tensor], launched: list[tuple[int, ...]]
-) -> None:
+def test_what_has_no_counter_of_its_own_is_not_kept(make: Callable[[], Tensor], launched: Launched) -> None:
     weight = make()
-    assert not is_same(quantized_weight(weight, 2), quantized_weight(weight, 2))
-    quantized_weight(weight, 1)
-    assert launched == [(2,), (2,), (1,)]
+    assert not is_same(row_weight(weight, 2), row_weight(weight, 2))
+    row_weight(weight, 1)
+    assert launched == [("rows", 2), ("rows", 2), ("rows", 1)]
     assert weight not in operands._KEPT
 
 
-def test_nothing_is_kept_among_processes(launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_among_processes(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may change the weight, which the version counter does not tell; nor is what was kept given."""
     weight = a_weight()
-    before = quantized_weight(weight, 2)
+    before = row_weight(weight, 2)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    assert not is_same(quantized_weight(weight, 2), before)
-    quantized_weight(weight, 2)
-    assert launched == [(1, 2), (2,), (2,)]
+    assert not is_same(row_weight(weight, 2), before)
+    row_weight(weight, 2)
+    assert len(launched) == 3
 
 
-def test_what_stands_is_kept_among_processes(launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_is_kept_among_processes(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = a_weight()
-    before = quantized_weight(weight, 2)
+    before = row_weight(weight, 2)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with weights_unchanged():
-        first, second = quantized_weight(weight, 2), quantized_weight(weight, 1)
+        first, second = row_weight(weight, 2), row_weight(weight, 1)
         assert not is_same(first, before), "of the time before there were processes"
-        assert is_same(quantized_weight(weight, 2), first)
-        assert is_same(quantized_weight(weight, 1), second)
-        assert launched == [(1, 2)] * 2
+        assert is_same(row_weight(weight, 2), first)
+        assert is_same(row_weight(weight, 1), second)
+        assert len(launched) == 3
         data = weakref.ref(second.data)
     del first, second
     gc.collect()
     assert data() is None
     with weights_unchanged():
-        quantized_weight(weight, 1)
-    assert launched == [(1, 2)] * 3
+        row_weight(weight, 1)
+    assert len(launched) == 4
 
 
 class _Products(torch.autograd.Function):
-    """x (T,q) times weight (E,p,q) of both FP8 operands, as F2 and B1 read them."""
+    """x (T,q) times weight (E,p,q) of two FP8 operands, as F1 and B3 read them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.einsum("tq,epq->tp", x, quantized_weight(weight, 2).dense(x.dtype))
+        return torch.einsum("tq,epq->tp", x, row_weight(weight, 2).dense(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        dx = torch.einsum("tp,epq->tq", grads[0], quantized_weight(weight, 1).dense(x.dtype))
+        dx = torch.einsum("tp,epq->tq", grads[0], row_weight(weight, 1).dense(x.dtype))
         return dx, torch.einsum("tp,tq->pq", grads[0], x).expand_as(weight).contiguous()
 
 
@@ -223,9 +204,9 @@ class _Layer(nn.Module):
         return torch.as_tensor(_Products.apply(x, self.weight))
 
 
-@pytest.mark.parametrize(("between", "a_step"), [("nothing", 6), ("weights", 1), ("weights_and_gradients", 1)])
-def test_a_weight_that_fsdp_gathers_is_quantised_once_a_step(
-    between: Literal["nothing", "weights", "weights_and_gradients"], a_step: int, launched: list[tuple[int, ...]]
+@pytest.mark.parametrize(("between", "a_step"), [("nothing", 6), ("weights", 2), ("weights_and_gradients", 2)])
+def test_a_weight_that_fsdp_gathers_is_quantised_once_a_step_for_each_use(
+    between: Literal["nothing", "weights", "weights_and_gradients"], a_step: int, launched: Launched
 ) -> None:
     """In a step of three micro-batches whose gathers PyTorch's version counter does not tell of."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -244,7 +225,7 @@ def test_a_weight_that_fsdp_gathers_is_quantised_once_a_step(
                     x = torch.ones(4, 256, dtype=torch.bfloat16, requires_grad=True)
                     o = model(x)
                     o.backward(torch.ones_like(o))
-                    assert_equal(o, torch.einsum("tq,epq->tp", x, quantize(values, WEIGHTS).dense(x.dtype)))
+                    assert_equal(o, torch.einsum("tq,epq->tp", x, quantize(values, (1, 256)).dense(x.dtype)))
             assert len(launched) == a_step
             optimizer.step()
             optimizer.zero_grad()
@@ -252,22 +233,20 @@ def test_a_weight_that_fsdp_gathers_is_quantised_once_a_step(
         dist.destroy_process_group()
 
 
-def test_nothing_is_kept_of_a_launch_that_is_withheld(
-    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_kept_of_a_launch_that_is_withheld(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """A precompilation launches nothing: what it gets holds no values."""
     weight = a_weight()
     with monkeypatch.context() as patch:
         patch.setattr(operands, "withholds_values", lambda: True)
-        quantized_weight(weight, 2)
-    quantized_weight(weight, 2)
-    quantized_weight(weight, 2)
-    assert launched == [(1, 2), (1, 2)]
+        row_weight(weight, 2)
+    row_weight(weight, 2)
+    row_weight(weight, 2)
+    assert len(launched) == 2
 
 
-def test_operands_end_with_their_weight(launched: list[tuple[int, ...]]) -> None:
+def test_operands_end_with_their_weight(launched: Launched) -> None:
     weight = a_weight()
-    data = [weakref.ref(quantized_weight(weight, dim).data) for dim in (1, 2)]
+    data = [weakref.ref(row_weight(weight, dim).data) for dim in (1, 2)]
     gc.collect()
     assert all(of_dim() is not None for of_dim in data)
     del weight
@@ -275,19 +254,20 @@ def test_operands_end_with_their_weight(launched: list[tuple[int, ...]]) -> None
     assert all(of_dim() is None for of_dim in data)
 
 
-def test_a_renewal_frees_what_was_kept(launched: list[tuple[int, ...]]) -> None:
+def test_a_renewal_frees_what_was_kept(launched: Launched) -> None:
     weight = a_weight()
-    data = weakref.ref(quantized_weight(weight, 2).data)
+    data = weakref.ref(row_weight(weight, 2).data)
     with torch.no_grad():
         weight.zero_()
-    quantized_weight(weight, 2)
+    row_weight(weight, 2)
     gc.collect()
     assert data() is None
 
 
-def test_operands_pass_as_they_are(launched: list[tuple[int, ...]]) -> None:
+def test_operands_pass_as_they_are(launched: Launched) -> None:
     operand = quantize(torch.randn(2, 128, 256), WEIGHTS)
-    assert quantized_weight(operand, 2) is operand
+    assert block_weight(operand) is operand
+    assert row_weight(operand, 2) is operand
     rows = quantize(torch.randn(3, 256), ROWS)
     assert quantized_rows(rows) is rows
     assert launched == []

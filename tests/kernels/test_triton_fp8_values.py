@@ -25,7 +25,13 @@ from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton_fp8 import backend as fp8_backend
 from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
 from tilemoe.kernels.experts.triton_fp8.operands import dequantized_rows
-from tilemoe.kernels.experts.triton_fp8.quantize import pack_rows, rows_launch, unpack_rows, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import (
+    block_weight_launch,
+    pack_rows,
+    row_weight_launch,
+    rows_launch,
+    unpack_rows,
+)
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, hostile_routings, make_inputs
@@ -53,18 +59,29 @@ def quantized_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, PyTorch quantises."""
     if INTERPRETED:
         monkeypatch.setattr(fp8_backend, "quantized_rows", _rows)
-        monkeypatch.setattr(fp8_backend, "quantized_weight", _weight)
+        monkeypatch.setattr(fp8_backend, "quantized_blocks", _blocks)
+        monkeypatch.setattr(fp8_backend, "row_weight", _row_weight)
+        monkeypatch.setattr(fp8_backend, "block_weight", _block_weight)
 
 
 def _rows(values: Tensor | Operand) -> Operand:
-    return values if isinstance(values, Operand) else quantize(values, ROWS)
+    return values if isinstance(values, Operand) else quantize(values, (1, values.shape[1]))
 
 
-def _weight(weight: Tensor | Operand, contracted: int) -> Operand:
+def _blocks(values: Tensor, width: int) -> Operand:
+    return quantize(values, (1, width))
+
+
+def _row_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     if isinstance(weight, Operand):
         return weight
-    found = quantize(weight, WEIGHTS)
-    return found if contracted == 2 else quantize(weight.transpose(1, 2), WEIGHTS).transposed()
+    if contracted == 1:
+        return _row_weight(weight.transpose(1, 2), 2).transposed()
+    return quantize(weight, (1, weight.shape[2]))
+
+
+def _block_weight(weight: Tensor | Operand) -> Operand:
+    return weight if isinstance(weight, Operand) else quantize(weight, WEIGHTS)
 
 
 def plan_named(name: str) -> RoutingPlan:
@@ -78,8 +95,8 @@ def assert_quantized(operand: Operand, values: Tensor, block: tuple[int, int]) -
     found, right = operand.data.float(), expected.data.float()
     differs = ~((found == right) | (found.isnan() & right.isnan()))
     if INTERPRETED:
-        divided = values.float() / scale.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-        is_tie = (divided - found).abs() == (divided - right).abs()
+        scaled = values.float() * (1 / scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+        is_tie = (scaled - found).abs() == (scaled - right).abs()
         differs &= ~is_tie & ~((found * 2 == right) & (right.abs().frexp()[0] == 0.5))
     assert not differs.any()
 
@@ -167,21 +184,50 @@ def test_a_layer_that_keeps_h_in_fp8(precision: str) -> None:
     assert_equal(dw1, ks.up_proj_wgrad(x, dh, plan))
 
 
+@pytest.mark.parametrize("width", [128, 384])
+@pytest.mark.parametrize("count", [1, 33])
+def test_whole_rows_are_quantized(count: int, width: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(count, width, device=DEVICE).to(DTYPE)
+    values[0] = 0
+    launch, found = rows_launch(values, width)
+    launch.run()
+    assert_quantized(found, values, (1, width))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-def test_weights_are_quantized_once_for_both_contractions(transposed: bool) -> None:
+def test_weights_are_quantized(transposed: bool) -> None:
+    """In blocks, and by rows and columns: to contiguous data, whatever strides the weight has."""
     torch.manual_seed(0)
     weight = torch.randn(2, D, N, device=DEVICE).to(DTYPE)
     weight[1, :128] = 0
-    launch, found = weight_launch(turn(weight) if transposed else weight, (1, 2))
-    launch.run()
-    assert_quantized(found[2], weight, WEIGHTS)
-    assert_equal(found[1].data.float(), found[2].data.float())
-    assert found[1].data.transpose(1, 2).is_contiguous()
-    assert found[2].data.is_contiguous()
-    for contracted in (1, 2):
-        launch, alone = weight_launch(weight, (contracted,))
+    given = turn(weight) if transposed else weight
+    for launch_of, values, block in (
+        (block_weight_launch, given, WEIGHTS),
+        (row_weight_launch, given, (1, N)),
+        (row_weight_launch, given.transpose(1, 2), (1, D)),
+        (row_weight_launch, given[:, :, :128].transpose(1, 2)[:, :100], (1, D)),
+    ):
+        launch, found = launch_of(values)
         launch.run()
-        assert_equal(alone[contracted].data.float(), found[contracted].data.float())
+        assert found.data.is_contiguous()
+        assert_quantized(found, values, block)
+
+
+def test_a_weight_that_is_not_finite() -> None:
+    weight = torch.ones(2, D, N, device=DEVICE, dtype=DTYPE)
+    weight[0, 3, 5], weight[1, 130, 7] = float("nan"), -float("inf")
+    for launch_of, values, block in (
+        (block_weight_launch, weight, WEIGHTS),
+        (row_weight_launch, weight, (1, N)),
+        (row_weight_launch, weight.transpose(1, 2), (1, D)),
+    ):
+        launch, found = launch_of(values)
+        launch.run()
+        expected = quantize(values, block).dense(torch.float32)
+        dense = found.dense(torch.float32)
+        assert_equal(dense.isfinite(), expected.isfinite())
+        assert_equal(dense[expected.isfinite()], expected[expected.isfinite()])
 
 
 @pytest.mark.usefixtures("quantized_by_torch")

@@ -3,7 +3,7 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 x and do are quantised once per token (not per row), a in F1's epilogue, dh once for B3; weights are quantised and
-cached by `quantized_weight`.
+cached by `triton_fp8.operands`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilemoe.kernels.experts.hopper_fp8 import host
 from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.experts.triton_fp8.operands import quantized_blocks, quantized_rows, quantized_weight
+from tilemoe.kernels.experts.triton_fp8.operands import block_weight, quantized_blocks, quantized_rows, row_weight
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
 
@@ -40,7 +40,7 @@ class HopperFp8Backend(HopperBackend):
         return quantized_rows(rows.contiguous())
 
     def weight_operand(self, weight: Tensor, contracted: int) -> Operand:
-        return quantized_weight(weight, contracted, "blocks" if contracted == 2 else "rows")
+        return block_weight(weight) if contracted == 2 else row_weight(weight, 1)
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
@@ -49,13 +49,13 @@ class HopperFp8Backend(HopperBackend):
 
     def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         rows = a if isinstance(a, Operand) else quantized_blocks(a.contiguous(), BLOCK)
-        return self._rows_times(rows, quantized_weight(w2, 2, "blocks"), b2, plan)
+        return self._rows_times(rows, block_weight(w2), b2, plan)
 
     def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
         return self.down_proj(a, w2, b2, plan)
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
-        return self._rows_times(dh, quantized_weight(w1, 1).transposed(), None, plan)
+        return self._rows_times(dh, row_weight(w1, 1).transposed(), None, plan)
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
@@ -64,7 +64,7 @@ class HopperFp8Backend(HopperBackend):
             return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
         device = _device(do)
         tiles = listed_tiles(plan, host.TILE.block_m)
-        do, weight = aligned_rows(do), quantized_weight(w2, 1).transposed()
+        do, weight = aligned_rows(do), row_weight(w2, 1).transposed()
         launch, dh, a_scaled, partial = host.dgrad_dact_launch(
             quantized_rows(do), weight, h.contiguous(), s, plan, tiles, spec, device
         )
@@ -78,7 +78,7 @@ class HopperFp8Backend(HopperBackend):
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
         device = _device(x)
         tiles = listed_tiles(plan, host.TILE.block_m)
-        operands = (quantized_rows(aligned_rows(x)), quantized_weight(w1, 2))
+        operands = (quantized_rows(aligned_rows(x)), row_weight(w1, 2))
         bias = None if b1 is None else aligned_rows(b1)
         launch, a, h = host.up_proj_act_launch(*operands, bias, plan, tiles, spec, keep_h, device)
         launch.run()

@@ -21,9 +21,10 @@ from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descrip
 from tilemoe.kernels.experts.hopper.host import gather_constants, h_descriptors, h_output, hopper_launch
 from tilemoe.kernels.experts.hopper_fp8.gemm import gemm_dgrad_dact_kernel, gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
-from tilemoe.kernels.experts.quantize import BLOCK, ROWS, WEIGHTS
+from tilemoe.kernels.experts.quantize import BLOCK, ROWS
 from tilemoe.kernels.experts.triton.host import dact_outputs, split_parts
 from tilemoe.kernels.experts.triton.tiles import TileList
+from tilemoe.kernels.experts.triton_fp8.operands import scales_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
@@ -54,7 +55,7 @@ def rows_launch(
     sizes = (p // 2, q, *weight.scale.stride(), 0 if bias is None else bias.stride(0))
     column_tiles = ceil_div(q, tile.block_n)
     grid = persistent_grid(device, tiles.capacity * column_tiles)
-    constants = {"SCALES": "blocks" if weight.block == WEIGHTS else "rows"}
+    constants = {"SCALES": scales_of(weight)}
     if tile.b_stages:
         args = (described(left, [WARPGROUP_M, BLOCK_K]), rows.scale, *operands, plan.row_start_of_expert, *sizes)
         return hopper_launch(gemm_stationary_kernel, grid, args, {**constants, "B_STAGES": tile.b_stages}, tile), out

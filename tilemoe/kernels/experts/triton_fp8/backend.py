@@ -1,4 +1,4 @@
-"""FP8 in Triton: F1, F2, B1 and B3 read e4m3 operands with block scales; the rest is the Triton backend's.
+"""FP8 in Triton: F1, F2, B1 and B3 read e4m3 operands with scales; the rest is the Triton backend's.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
@@ -16,12 +16,19 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import GemmOperand, Operand
-from tilemoe.kernels.experts.quantize import why_not_quantized
+from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.triton import host
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.experts.triton_fp8 import gemm
-from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows, quantized_weight, why_no_e4m3
+from tilemoe.kernels.experts.triton_fp8.operands import (
+    block_weight,
+    quantized_blocks,
+    quantized_rows,
+    row_weight,
+    scales_of,
+    why_no_e4m3,
+)
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
@@ -46,7 +53,7 @@ class TritonFp8Backend(TritonBackend):
         return quantized_rows(rows.contiguous())
 
     def weight_operand(self, weight: Tensor, contracted: int) -> Operand:
-        return quantized_weight(weight, contracted)
+        return block_weight(weight) if contracted == 2 else row_weight(weight, 1)
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
@@ -57,10 +64,11 @@ class TritonFp8Backend(TritonBackend):
         return self.down_proj(a, w2, b2, plan)
 
     def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        return _rows_times(a, quantized_weight(w2, 2), b2, plan)
+        rows = a if isinstance(a, Operand) else quantized_blocks(a, BLOCK)
+        return _rows_times(rows, block_weight(w2), b2, plan)
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
-        return _rows_times(dh, quantized_weight(w1, 1).transposed(), None, plan)
+        return _rows_times(quantized_rows(dh), row_weight(w1, 1).transposed(), None, plan)
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
@@ -72,9 +80,9 @@ class TritonFp8Backend(TritonBackend):
         do, h, (tile_m, tile_n) = aligned_rows(do), h.contiguous(), _tile(_ACT_TILE, device)
         tiles = listed_tiles(plan, tile_m)
         dh, a_scaled, partial = host.dact_outputs(h, s, plan, n, n // tile_n)
-        operands, strides = _operands(quantized_rows(do), quantized_weight(w2, 1).transposed())
+        operands, strides = _operands(quantized_rows(do), row_weight(w2, 1).transposed())
         indices = (plan.token_of_row, plan.pair_of_row, *tiles)
-        sizes = (plan.capacity, d, n, *strides, spec.limit, spec.alpha)
+        sizes = (plan.capacity, d, n, *strides[:4], spec.limit, spec.alpha)
         constants = {**host.activation_constants(spec, do.dtype), "BLOCK_M": tile_m, "BLOCK_N": tile_n}
         _launch(
             gemm.dgrad_dact_kernel,
@@ -95,9 +103,9 @@ class TritonFp8Backend(TritonBackend):
         tile_m, tile_n = _tile(_ACT_TILE, device)
         tiles = listed_tiles(plan, tile_m)
         a, h = host.act_outputs(x, plan, spec, n, keep_h)
-        operands, strides = _operands(quantized_rows(aligned_rows(x)), quantized_weight(w1, 2))
+        operands, strides = _operands(quantized_rows(aligned_rows(x)), row_weight(w1, 2))
         bias_strides = (0, 0) if b1 is None else b1.stride()
-        sizes = (d, n, *strides, *bias_strides, spec.limit, spec.alpha)
+        sizes = (d, n, *strides[:4], *bias_strides, spec.limit, spec.alpha)
         constants = {
             **host.activation_constants(spec, x.dtype),
             "HAS_BIAS": b1 is not None,
@@ -115,7 +123,7 @@ class TritonFp8Backend(TritonBackend):
         return a, h
 
 
-def _rows_times(rows: GemmOperand, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+def _rows_times(rows: Operand, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
     """F2 and B3: out (R_max, width_out) = rows (R_max, width_in) times weight (E, width_out, width_in) transposed."""
     width_out, width_in = weight.data.shape[1:]
     out = weight.scale.new_empty(plan.capacity, width_out, dtype=weight.dtype)
@@ -124,10 +132,15 @@ def _rows_times(rows: GemmOperand, weight: Operand, bias: Tensor | None, plan: R
     device = device_of(out)
     tile_m, tile_n = _tile(_TILE, device)
     tiles = listed_tiles(plan, tile_m)
-    operands, strides = _operands(quantized_rows(rows), weight)
+    operands, strides = _operands(rows, weight)
     bias_strides = (0, 0) if bias is None else bias.stride()
     args = (*operands, bias, out, *tiles, width_in, width_out, *strides, *bias_strides)
-    constants = {"HAS_BIAS": bias is not None, "BLOCK_M": tile_m, "BLOCK_N": tile_n}
+    constants = {
+        "SCALES": scales_of(weight),
+        "HAS_BIAS": bias is not None,
+        "BLOCK_M": tile_m,
+        "BLOCK_N": tile_n,
+    }
     _launch(gemm.rows_kernel, args, constants, tiles.capacity * (width_out // tile_n), device)
     return out
 

@@ -15,7 +15,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.quantize import WEIGHTS
-from tilemoe.kernels.experts.triton_fp8.quantize import channels_launch, dense_rows_launch, rows_launch, weight_launch
+from tilemoe.kernels.experts.triton_fp8.quantize import (
+    block_weight_launch,
+    dense_rows_launch,
+    row_weight_launch,
+    rows_launch,
+)
 from tilemoe.runtime.device import gpu
 from tilemoe.runtime.launch_trace import recorder
 from tilemoe.runtime.precompile import withholds_values
@@ -33,7 +38,7 @@ class _Kept(NamedTuple):
     version: int
     address: int
     stream: int
-    operands: dict[tuple[int, Scales], Operand]  # (contracted dimension, scales) -> operand
+    operands: dict[tuple[Scales, int], Operand]  # (scales, contracted dimension) -> operand
 
 
 # For a single process: an entry lives as long as its weight, and is valid while the version counter is unchanged.
@@ -68,45 +73,64 @@ def why_no_e4m3(device: torch.device) -> str | None:
     return None
 
 
-def quantized_weight(weight: Tensor | Operand, contracted: int, scales: Scales = "rows") -> Operand:
-    """``weight`` (E, p, q) quantised, contiguous along dimension ``contracted``, 1 or 2; an `Operand` as it is.
+def row_weight(weight: Tensor | Operand, contracted: int) -> Operand:
+    """``weight`` (E, p, q) with a scale for each line along dimension ``contracted``, 1 or 2, and contiguous along it.
+
+    For F1, B1 and B3. Cached as `_cached` says; an `Operand` is returned as it is.
+    """
+    if isinstance(weight, Operand):
+        return weight
+    block = (1, weight.shape[2]) if contracted == 2 else (weight.shape[1], 1)
+    return _cached(weight, "rows", contracted, block)
+
+
+def block_weight(weight: Tensor | Operand) -> Operand:
+    """``weight`` (E, p, q) with a scale for each 128 x 128, contiguous: for F2. Cached as `_cached` says."""
+    return weight if isinstance(weight, Operand) else _cached(weight, "blocks", 2, WEIGHTS)
+
+
+def scales_of(weight: Operand) -> Scales:
+    """Which of `row_weight` and `block_weight` made it."""
+    return "blocks" if weight.block == WEIGHTS else "rows"
+
+
+def _cached(weight: Tensor, scales: Scales, contracted: int, block: tuple[int, int]) -> Operand:
+    """``weight`` quantised in blocks of ``block``.
 
     It is cached until PyTorch's version counter says that the weight was written to, which the optimiser's step
     advances and a write through ``.data`` does not. With several processes it is cached only within
     `weights_unchanged`.
     """
-    if isinstance(weight, Operand):
-        return weight
-    find, watcher = partial(_data_and_scale, contracted=contracted, scales=scales), recorder()
+    find, watcher = partial(_data_and_scale, scales=scales, contracted=contracted), recorder()
     data, scale = find(weight) if watcher is None or _cache(weight) is None else watcher.kept(find, weight)
-    block = WEIGHTS if scales == "blocks" else (1, weight.shape[2]) if contracted == 2 else (weight.shape[1], 1)
     return Operand(data, scale, block, weight.dtype)
 
 
-def _data_and_scale(weight: Tensor, contracted: int, scales: Scales) -> tuple[Tensor, Tensor]:
-    """(data, scale) of `quantized_weight`, from the cache or quantised now."""
-    cache, key = _cache(weight), (contracted, scales)
+def _data_and_scale(weight: Tensor, scales: Scales, contracted: int) -> tuple[Tensor, Tensor]:
+    """(data, scale) from the cache, or quantised now."""
+    cache, key = _cache(weight), (scales, contracted)
     if cache is None:
-        operand = _quantize(weight, *key)
+        operand = _quantize(weight, scales, contracted)
         return operand.data, operand.scale
     kept, now = cache.get(weight), (weight._version, weight.data_ptr(), _stream_of(weight))
     operands = kept.operands if kept is not None and kept[:3] == now else {}
     if key not in operands:
         # A new dict: a withheld launch has written nothing, and its operands must not get into the cache.
-        operands = operands | {key: _quantize(weight, *key)}
+        operands = operands | {key: _quantize(weight, scales, contracted)}
         if not withholds_values():
             cache[weight] = _Kept(*now, operands)
     operand = operands[key]
     return operand.data, operand.scale
 
 
-def _quantize(weight: Tensor, contracted: int, scales: Scales) -> Operand:
+def _quantize(weight: Tensor, scales: Scales, contracted: int) -> Operand:
     if scales == "blocks":
-        launch, operands = weight_launch(weight, (contracted,))
-        operand = operands[contracted]
+        launch, operand = block_weight_launch(weight)
+    elif contracted == 2:
+        launch, operand = row_weight_launch(weight)
     else:
-        launch, operand = channels_launch(weight if contracted == 2 else weight.transpose(1, 2))
-        operand = operand if contracted == 2 else operand.transposed()
+        launch, transposed = row_weight_launch(weight.transpose(1, 2))
+        operand = transposed.transposed()
     launch.run()
     return operand
 

@@ -1,15 +1,13 @@
 """`tilemoe.kernels.experts.quantize` on a GPU: ``data = e4m3(value / scale)``, ``scale`` = largest of the block / 448.
 
-E experts · R rows · blocks of 1 x 128 (rows), of 128 x 128 (weights)
+E experts · R rows · blocks of 1 x 128 or whole rows (rows), of 128 x 128 or whole rows (weights)
 
-Memory-bound and not persistent: a CTA quantises 32 blocks of rows, or one block of a weight, which it may write
-twice, contiguous along either dimension. Also the way back, and rows packed with their scales into int32 words.
+Memory-bound and not persistent: a CTA quantises 4096 values of rows, one block or 64 rows of a weight. Also the way
+back, and rows packed with their scales into int32 words.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -34,7 +32,7 @@ _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _ROWS = 32  # rows per CTA: 8 KB of 16-bit values
 _VALUES = 32 * BLOCK
-_CHANNELS = 64
+_LINES = 64  # rows of a weight per CTA
 
 
 def rows_launch(values: Tensor, block_width: int = BLOCK, into: Operand | None = None) -> tuple[Launch, Operand]:
@@ -83,30 +81,29 @@ def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
     return launch_of(dequantize_rows_kernel, _grid(count, width), args, {"BLOCK_M": _ROWS}), values
 
 
-def weight_launch(weight: Tensor, contracted: Sequence[int]) -> tuple[Launch, dict[int, Operand]]:
-    """(launch, operands): quantises weight (E, p, q) of any strides, p and q multiples of 128.
-
-    operands: for each dimension in ``contracted``, 1 or 2, an operand (E, p, q) that is contiguous along it.
-    """
+def block_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
+    """(launch, operand): quantises weight (E, p, q) of any strides in blocks of 128 x 128, to contiguous data."""
     experts, p, q = weight.shape
     scale = weight.new_empty(experts, p // BLOCK, q // BLOCK, dtype=torch.float32)
-    data = {2: weight.new_empty(experts, p, q, dtype=torch.float8_e4m3fn)} if 2 in contracted else {}
-    if 1 in contracted:
-        data[1] = weight.new_empty(experts, q, p, dtype=torch.float8_e4m3fn).transpose(1, 2)
-    args = (weight, data.get(2), data.get(1), scale, p, q, *weight.stride())
-    launch = launch_of(quantize_weight_kernel, (q // BLOCK, p // BLOCK, experts), args, {}, num_warps=8)
-    return launch, {dim: Operand(of_dim, scale, WEIGHTS, weight.dtype) for dim, of_dim in data.items()}
+    data = weight.new_empty(experts, p, q, dtype=torch.float8_e4m3fn)
+    grid = (q // BLOCK, p // BLOCK, experts)
+    launch = launch_of(quantize_blocks_kernel, grid, (weight, data, scale, p, q, *weight.stride()), {}, num_warps=8)
+    return launch, Operand(data, scale, WEIGHTS, weight.dtype)
 
 
-def channels_launch(weight: Tensor) -> tuple[Launch, Operand]:
-    """(launch, operand): quantises weight (E, q, p) of any strides with a scale for each q; p contiguous in data."""
-    experts, q, p = weight.shape
-    data = weight.new_empty(experts, q, p, dtype=torch.float8_e4m3fn)
-    scale = weight.new_empty(experts, q, 1, dtype=torch.float32)
-    args = (weight, data, scale, q, p, *weight.stride())
-    grid = (ceil_div(q, _CHANNELS), experts)
-    launch = launch_of(quantize_channels_kernel, grid, args, {"BLOCK_Q": _CHANNELS})
-    return launch, Operand(data, scale, (1, p), weight.dtype)
+def row_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
+    """(launch, operand): quantises weight (E, p, q) of any strides with a scale for each of E x p rows, to contiguous
+    data.
+    """
+    experts, p, q = weight.shape
+    if weight.is_contiguous():  # rows that a CTA can hold are read once
+        launch, rows = rows_launch(weight.flatten(0, 1), q)
+        return launch, Operand(rows.data.view(experts, p, q), rows.scale.view(experts, p, 1), (1, q), weight.dtype)
+    data = weight.new_empty(experts, p, q, dtype=torch.float8_e4m3fn)
+    scale = weight.new_empty(experts, p, 1, dtype=torch.float32)
+    args = (weight, data, scale, p, q, *weight.stride())
+    launch = launch_of(quantize_weight_rows_kernel, (ceil_div(p, _LINES), experts), args, {"BLOCK_P": _LINES})
+    return launch, Operand(data, scale, (1, q), weight.dtype)
 
 
 def _grid(count: int, width: int) -> tuple[int, int]:
@@ -157,47 +154,38 @@ def dequantize_rows_kernel(data, scale, values, count, width, stride_data, strid
 
 
 @triton.jit
-def quantize_weight_kernel(weight, data, transposed, scale, p, q, stride_e, stride_p, stride_q):
-    """weight (E, p, q) -> data (E, p, q), ``transposed``, the same as (E, q, p), and scale (E, p / 128, q / 128).
-
-    Either of data and transposed may be None.
-    """
+def quantize_blocks_kernel(weight, data, scale, p, q, stride_e, stride_p, stride_q):
+    """weight (E, p, q) -> data (E, p, q) and scale (E, p / 128, q / 128)."""
     block_q, block_p, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    line = block_p * _BLOCK + tl.arange(0, _BLOCK)
+    line = (block_p * _BLOCK + tl.arange(0, _BLOCK)).to(tl.int64)
     column = block_q * _BLOCK + tl.arange(0, _BLOCK)
-    base = weight + expert * stride_e
-    tile = tl.load(base + line.to(tl.int64)[:, None] * stride_p + column.to(tl.int64)[None, :] * stride_q).to(
-        tl.float32
-    )
+    pointers = weight + expert * stride_e + line[:, None] * stride_p + column.to(tl.int64)[None, :] * stride_q
+    tile = tl.load(pointers).to(tl.float32)
     has_nan = tl.max(tl.max((tile != tile).to(tl.int32), axis=1), axis=0)
     scale_of_block = _scale_of(tl.max(tl.max(tl.abs(tile), axis=1), axis=0), has_nan)
-    tile = _rounded(tile, scale_of_block)
-    first = expert * p * q
-    if data is not None:
-        tl.store(data + first + line.to(tl.int64)[:, None] * q + column[None, :], tile)
-    if transposed is not None:
-        tl.store(transposed + first + column.to(tl.int64)[:, None] * p + line[None, :], tile.trans())
+    tl.store(data + expert * p * q + line[:, None] * q + column[None, :], _rounded(tile, scale_of_block))
     tl.store(scale + (expert * (p // _BLOCK) + block_p) * (q // _BLOCK) + block_q, scale_of_block)
 
 
 @triton.jit
-def quantize_channels_kernel(weight, data, scale, q, p, stride_e, stride_q, stride_p, BLOCK_Q: tl.constexpr):
-    """weight (E, q, p) -> data (E, q, p), contiguous, and scale (E, q). Reads each channel twice."""
+def quantize_weight_rows_kernel(weight, data, scale, p, q, stride_e, stride_p, stride_q, BLOCK_P: tl.constexpr):
+    """weight (E, p, q) -> data (E, p, q) and scale (E, p). A CTA reads its rows twice: for scales, then to round."""
     expert = tl.program_id(1).to(tl.int64)
-    channel = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     step = tl.arange(0, _BLOCK)
-    inside = (channel < q)[:, None]
-    pointers = weight + expert * stride_e + channel.to(tl.int64)[:, None] * stride_q
-    pointers += step.to(tl.int64)[None, :] * stride_p
-    largest = tl.zeros((BLOCK_Q,), dtype=tl.float32)
-    has_nan = tl.zeros((BLOCK_Q,), dtype=tl.int32)
-    for first in range(0, p, _BLOCK):
-        tile = tl.load(pointers + first.to(tl.int64) * stride_p, mask=inside, other=0.0).to(tl.float32)
+    inside = (row < p)[:, None]
+    pointers = weight + expert * stride_e + row.to(tl.int64)[:, None] * stride_p
+    pointers += step.to(tl.int64)[None, :] * stride_q
+    stride_block = tl.cast(stride_q, tl.int64) * _BLOCK
+    largest = tl.zeros((BLOCK_P,), dtype=tl.float32)
+    has_nan = tl.zeros((BLOCK_P,), dtype=tl.int32)
+    for block in range(q // _BLOCK):
+        tile = tl.load(pointers + block * stride_block, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(tile), axis=1))
         has_nan = tl.maximum(has_nan, tl.max((tile != tile).to(tl.int32), axis=1))
-    scale_of_channel = _scale_of(largest, has_nan)
-    out = data + (expert * q + channel)[:, None] * p + step[None, :]
-    for first in range(0, p, _BLOCK):
-        tile = tl.load(pointers + first.to(tl.int64) * stride_p, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + first, _rounded(tile, scale_of_channel[:, None]), mask=inside)
-    tl.store(scale + expert * q + channel, scale_of_channel, mask=channel < q)
+    scale_of_row = _scale_of(largest, has_nan)
+    out = data + (expert * p + row)[:, None] * q + step[None, :]
+    for block in range(q // _BLOCK):
+        tile = tl.load(pointers + block * stride_block, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + block * _BLOCK, _rounded(tile, scale_of_row[:, None]), mask=inside)
+    tl.store(scale + expert * p + row, scale_of_row, mask=row < p)
