@@ -97,7 +97,9 @@ def assert_quantized(operand: Operand, values: Tensor, block: tuple[int, int]) -
     if INTERPRETED:
         scaled = values.float() * (1 / scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
         is_tie = (scaled - found).abs() == (scaled - right).abs()
-        differs &= ~is_tie & ~((found * 2 == right) & (right.abs().frexp()[0] == 0.5))
+        is_halved = (found * 2 == right) & (right.abs().frexp()[0] == 0.5)
+        is_subnormal = (right.abs() == 2**-6) & (found.abs() == 7 * 2**-9)  # the carry to the least normal value
+        differs &= ~is_tie & ~is_halved & ~is_subnormal
     assert not differs.any()
 
 
