@@ -25,6 +25,8 @@ MATRIX_UNIT = {
     120: r"mma\.sync\S*\.e4m3\.e4m3\.f32",
 }
 T, D, N, E = 256, 1024, 512, 4
+# Bytes of stack that B1's epilogue may spill to; ptxas gives swiglu_oai's mainloop more of sm_120's registers.
+STACK, STACK_OF_OAI_ON_120 = 64, 80
 
 
 @pytest.mark.parametrize("capability", GPUS)
@@ -49,10 +51,12 @@ def test_compiled(activation: str, gate_up: str, capability: int, tmp_path: Path
     of_fp8 = [launch for launch in launches if "triton_fp8" in launch.kernel.fn.__module__]
     names = {launch.kernel.fn.__name__ for launch in of_fp8}
     gemms = {"up_proj_act_kernel", "rows_kernel", "dgrad_dact_kernel"}
-    assert names == gemms | {"quantize_rows_kernel", "quantize_weight_kernel", "dequantize_rows_kernel"}
+    quantizing = {"quantize_rows_kernel", "quantize_blocks_kernel", "quantize_weight_rows_kernel"}
+    assert names == gemms | quantizing | {"dequantize_rows_kernel"}
     for launch, compiled in compile_launches(of_fp8, capability):
         name, ptx = launch.kernel.fn.__name__, compiled.asm["ptx"]
-        assert stack_bytes(compiled, tmp_path) <= (64 if name == "dgrad_dact_kernel" else 0), name
+        stack = STACK_OF_OAI_ON_120 if (activation, capability) == ("swiglu_oai", 120) else STACK
+        assert stack_bytes(compiled, tmp_path) <= (stack if name == "dgrad_dact_kernel" else 0), name
         assert compiled.metadata.shared <= GPUS[capability].shared_bytes, name
         if name in gemms:
             assert re.search(MATRIX_UNIT[capability], ptx), name

@@ -41,8 +41,9 @@ def contract(
         left = tl.load(left_pointers + block * _BLOCK)
         right = tl.load(right_pointers + block * _BLOCK)
         acc = tl.dot(left, right.T, acc)
-    column_scale = tl.load(weight_scale + expert.to(tl.int64) * stride_se + columns * stride_sout)
-    return acc * (tl.load(row_scale + line)[:, None] * column_scale[None, :])
+    of_columns = weight_scale + expert.to(tl.int64) * stride_se
+    column_scale = tl.load(of_columns + (col + tl.arange(0, BLOCK_N)) * stride_sout)
+    return acc * tl.load(row_scale + line)[:, None] * column_scale[None, :]
 
 
 @triton.jit
@@ -163,11 +164,11 @@ def dgrad_dact_kernel(
         rows = row + tl.arange(0, BLOCK_M)
         # Clamped: rows past the expert's end repeat its last one, and are not stored.
         line = tl.minimum(rows, end - 1)
+        score = tl.load(s + tl.load(pair_of_row + line)).to(tl.float32)
         da = contract(
             do, do_scale, tl.load(token_of_row + line), weight, weight_scale, expert, col, d, stride_we, stride_wout,
             stride_se, stride_sout, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        score = tl.load(s + tl.load(pair_of_row + line)).to(tl.float32)
         gate, up = load_h(h, end, row, col, n, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
         ds = dact_epilogue(
             da, gate, up, score, dh, a_scaled, row, end, col, n, limit, alpha,
