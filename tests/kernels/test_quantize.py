@@ -20,15 +20,17 @@ from tilemoe.kernels.experts.quantize import (
 )
 from tilemoe.reference import fp8
 
+WHOLE_ROW, WHOLE_COLUMN = (1, 300), (130, 1)
 
-@pytest.mark.parametrize("block", [ROWS, WEIGHTS])
+
+@pytest.mark.parametrize("block", [ROWS, WEIGHTS, WHOLE_ROW, WHOLE_COLUMN])
 @pytest.mark.parametrize("magnitude", [1.0, 1e30, 1e-30, 1e-40], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 128), (130, 300)], ids=str)
 def test_values_are_the_oracles(block: tuple[int, int], magnitude: float, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     values = magnitude * torch.randn(shape) * torch.exp(3 * torch.randn(shape))
     found = quantize(values, block).dense(torch.float32)
-    torch.testing.assert_close(found, fp8.rounded(values, block[0]), rtol=0, atol=0)
+    torch.testing.assert_close(found, fp8.rounded(values, *block), rtol=0, atol=0)
 
 
 def test_all_values_of_e4m3_stay() -> None:
@@ -113,12 +115,13 @@ def test_rounded_rows_are_quantised_to_the_same(dtype: torch.dtype, sample: int)
     assert ((codes[0] != codes[1]).any(1)).double().mean() < 0.005
 
 
+@pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("magnitude", [1.0, 1e30, 1e-30], ids=str)
-def test_rounded_rows_of_fp32_are_quantised_to_the_same(magnitude: float) -> None:
+def test_rounded_rows_of_fp32_are_quantised_to_the_same(magnitude: float, width: int) -> None:
     torch.manual_seed(0)
     rows = magnitude * torch.randn(20000, 256) * torch.exp(3 * torch.randn(20000, 256))
-    first = quantize(rows, ROWS)
-    again = quantize(first.dense(torch.float32), ROWS)
+    first = quantize(rows, (1, width))
+    again = quantize(first.dense(torch.float32), (1, width))
     assert torch.equal(again.scale, first.scale)
     assert torch.equal(again.data.view(torch.uint8), first.data.view(torch.uint8))
 
@@ -126,25 +129,27 @@ def test_rounded_rows_of_fp32_are_quantised_to_the_same(magnitude: float) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_packed_rows(count: int, dtype: torch.dtype) -> None:
-    """A byte for each value and four for each 128; what they hold is the oracle's."""
+    """A byte for each value and four for each row; what they hold is the oracle's, and does not change again."""
     torch.manual_seed(0)
-    rows = torch.randn(count, 384).to(dtype)
+    rows = (torch.randn(count, 384) * torch.exp(torch.randn(count, 384))).to(dtype)
     words = pack_rows(rows)
     assert words.dtype == torch.int32
-    assert words.nbytes == count * (384 + 4 * 3)
-    found, expected = packed_operand(words, dtype), quantize(rows, ROWS)
+    assert words.nbytes == count * (384 + 4)
+    found, expected = packed_operand(words, dtype), quantize(rows, (1, 384))
+    assert found.block == expected.block
     assert torch.equal(found.scale, expected.scale)
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(unpack_rows(words, dtype), fp8.rounded(rows.float(), 1).to(dtype))
+    unpacked = unpack_rows(words, dtype)
+    assert torch.equal(unpacked, fp8.rounded(rows.float(), 1, 384).to(dtype))
+    assert torch.equal(pack_rows(unpacked), words)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_in_its_packed_block(bad: float) -> None:
+def test_what_is_not_finite_stays_in_its_packed_row(bad: float) -> None:
     rows = torch.ones(2, 256)
     rows[0, 130] = bad
     found = unpack_rows(pack_rows(rows), torch.float32)
-    assert found[0, 130].isnan()
-    assert (found[0, :128] == 1).all()
+    assert found[0].isnan().all()
     assert (found[1] == 1).all()
 
 

@@ -59,14 +59,12 @@ def test_kernels_compile(ranks: int, dtype: torch.dtype, capability: int, tmp_pa
     assert own <= names, "a kernel is left out"
 
 
-@pytest.mark.parametrize("width", [768, 2048])
-def test_rows_that_are_quantised(width: int, tmp_path: Path) -> None:
-    """Lines of int32 words; 16 bytes at a time where d is a multiple of 2048."""
-    found = launches(NVIDIA[90], plans()[0], 4, torch.int32, width=words_of_row(width))
+def test_rows_that_are_quantised(tmp_path: Path) -> None:
+    """Lines of int32 words; a word at a time, since no line but the first begins at a multiple of 16 bytes."""
+    found = launches(NVIDIA[90], plans()[0], 4, torch.int32, width=words_of_row(2048))
     copies = [launch for launch in found if launch.kernel is exchange.copy_tokens_kernel]
     ((_, compiled),) = compile_launches(copies, 90)
     assert stack_bytes(compiled, tmp_path) == 0
-    assert ("ld.global.v4.b32" in compiled.asm["ptx"]) == (width == 2048)
     assert not re.search(r"ld\.global\S*\.b(8|16)\s", compiled.asm["ptx"])
 
 

@@ -105,13 +105,15 @@ def assert_quantized(operand: Operand, values: Tensor, block: tuple[int, int]) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE], ids=str)
 @pytest.mark.parametrize("count", [1, 33, 64])
-def test_rows_are_quantized(count: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("block_width", [128, 192, 384])
+def test_rows_are_quantized(block_width: int, count: int, dtype: torch.dtype) -> None:
+    """Blocks of widths that are no power of two among them, and a row that begins with zeros."""
     torch.manual_seed(0)
-    values = (torch.randn(count, D + 8, device=DEVICE) * torch.rand(count, 1, device=DEVICE).exp()).to(dtype)[:, :D]
+    values = (torch.randn(count, 392, device=DEVICE) * torch.rand(count, 1, device=DEVICE).exp()).to(dtype)[:, :384]
     values[0, :128] = 0
-    launch, found = rows_launch(values)
+    launch, found = rows_launch(values, block_width)
     launch.run()
-    assert_quantized(found, values, ROWS)
+    assert_quantized(found, values, (1, block_width))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE], ids=str)
@@ -125,7 +127,7 @@ def test_rows_are_packed(width: int, count: int, dtype: torch.dtype) -> None:
     for values in (rows, rows.contiguous(), torch.randn(count, 1, device=DEVICE).to(dtype).expand(count, width)):
         words, expected = pack_rows(values), by_torch.pack_rows(values)
         assert (words.shape, words.dtype) == (expected.shape, torch.int32)
-        assert_quantized(packed_operand(words, dtype), values, ROWS)
+        assert_quantized(packed_operand(words, dtype), values, (1, width))
         assert_equal(unpack_rows(expected, dtype), by_torch.unpack_rows(expected, dtype))
 
 
@@ -139,26 +141,28 @@ def test_packed_rows_that_are_not_finite() -> None:
         assert_equal(found[expected.isfinite()], expected[expected.isfinite()])
 
 
-def test_rows_that_are_not_finite() -> None:
-    values = torch.ones(3, D, device=DEVICE)
+@pytest.mark.parametrize("block_width", [128, D])
+def test_rows_that_are_not_finite(block_width: int) -> None:
+    values = torch.ones(4, D, device=DEVICE)
     values[0, 5], values[1, 130], values[2, 131] = float("nan"), float("inf"), -float("inf")
-    launch, found = rows_launch(values)
+    launch, found = rows_launch(values, block_width)
     launch.run()
-    found_values = found.data.float() * found.scale.repeat_interleave(128, 1)
-    expected = quantize(values, ROWS).dense(torch.float32)
+    found_values = found.data.float() * found.scale.repeat_interleave(block_width, 1)
+    expected = quantize(values, (1, block_width)).dense(torch.float32)
     assert_equal(found_values.isfinite(), expected.isfinite())
     assert_equal(found_values[expected.isfinite()], expected[expected.isfinite()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 33])
-def test_rows_are_made_again(count: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("block_width", [128, D])
+def test_rows_are_made_again(block_width: int, count: int, dtype: torch.dtype) -> None:
     """To the bit; each of e4m3's 256 values is in a row, but the interpreter's NaN is a number."""
     torch.manual_seed(0)
     codes = torch.arange(256).where((torch.arange(256) % 128 < 127) | (not INTERPRETED), 0)
     data = codes.to(torch.uint8).view(torch.float8_e4m3fn).expand(count, D).contiguous()
-    scale = torch.rand(count, D // 128).exp() / 8
-    kept = Operand(data.to(DEVICE), scale.to(DEVICE), ROWS, dtype)
+    scale = torch.rand(count, D // block_width).exp() / 8
+    kept = Operand(data.to(DEVICE), scale.to(DEVICE), (1, block_width), dtype)
     found, expected = dequantized_rows(kept), kept.dense(dtype)
     assert found.dtype == dtype
     assert_equal(found.isnan(), expected.isnan())

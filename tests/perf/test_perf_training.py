@@ -102,7 +102,7 @@ def test_reached_by_hand() -> None:
 
 def test_there_in_fp8_and_back_in_bf16() -> None:
     """Of a token that has an expert on both of two processes, one of which is its own: x, o, do and dx cross once."""
-    moe, of_a_token = MoEConfig(256, 128, 2, 2), 2 * (256 + 2 * 4) + 2 * 512
+    moe, of_a_token = MoEConfig(256, 128, 2, 2), 2 * (256 + 4) + 2 * 512
     assert exchange_bytes(moe, 10, 2, "fp8") == 10 * of_a_token
     assert exchange_bytes(moe, 10, 2) == 10 * 4 * 512
 

@@ -27,7 +27,7 @@ class Sent:
     tokens                 how many copies of tokens go from each rank to each
     pairs                  how many (token, expert) pairs go from each rank to each
     transport              sends them there and back
-    precision              in what x and do are sent: "bf16", their own dtype, or "fp8", e4m3 with scales of 1 x 128
+    precision              in what x and do are sent: "bf16", their own dtype, or "fp8", e4m3 with a scale per token
     """
 
     token_of_copy: Tensor

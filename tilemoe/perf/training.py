@@ -33,7 +33,7 @@ USABLE = 0.9  # of a GPU's memory: the rest is the driver's, NCCL's and what the
 LINK_SHARE = 370 / 450  # of a stated link that a GPU read from its peers (results/expert_parallel.jsonl, docs/lab)
 LOSS_CHUNK_BYTES = 1 << 29  # tilemoe/models/loss.py
 MOST_GPUS, COMPARED = 1 << 14, 8
-_BF16, _FP32, _E4M3 = 2, 4, 1 + 4 / 128
+_BF16, _FP32 = 2, 4
 _DAY = 86400
 
 
@@ -157,12 +157,13 @@ def reached(moe: MoEConfig, processes: int) -> float:
 def exchange_bytes(moe: MoEConfig, tokens: int, processes: int, dtype: str = "bf16") -> float:
     """Bytes that a GPU sends in a layer's forward and backward: there, back, and both again; none to itself.
 
-    A token crosses once to each process that holds any of its experts; there in a byte a value and a scale of four for
-    128 where ``dtype`` is "fp8", back in bf16.
+    A token crosses once to each process that holds any of its experts; there in a byte a value and a scale of four
+    where ``dtype`` is "fp8", back in bf16.
     """
     remote = reached(moe, processes) * (processes - 1) / processes
-    there = _E4M3 if dtype == "fp8" else _BF16
-    return 2 * (there + _BF16) * moe.hidden_size * tokens * remote
+    back = _BF16 * moe.hidden_size
+    there = moe.hidden_size + _FP32 if dtype == "fp8" else back
+    return 2 * (there + back) * tokens * remote
 
 
 def _block_parameters(setup: Setup) -> tuple[int, int]:

@@ -97,7 +97,7 @@ class Backend(ABC):
 
     name: ClassVar[str]  # by which it is registered
     # One of `tilemoe.config.PRECISIONS`, for the GEMMs' operands. With "fp8", x and do are also exchanged between
-    # processes in e4m3, in blocks of 1 x 128.
+    # processes in e4m3, with one scale per token.
     precision: ClassVar[str] = "bf16"
     # Whether `up_proj`, `down_proj` and `up_proj_dgrad` take an `Nf4Weight`. Used with precision "bf16" only.
     reads_nf4: ClassVar[bool] = False

@@ -1,9 +1,9 @@
-"""Quantisation to FP8 (e4m3) with block scales, in PyTorch: ``value = data * scale``.
+"""Quantisation to FP8 (e4m3) with one scale per block, in PyTorch: ``value = data * scale``.
 
-Activations and gradients have a scale for each 128 elements of a row, weights for each 128 x 128, so that a weight and
-its transpose share their scales. A scale is the block's largest magnitude / 448 in fp32, so that the largest value maps
-to 448; 1 for a block of zeros. ``data`` is ``value * (1 / scale)``, the inverse and the product in fp32, rounded to
-nearest, ties to even. A NaN or an infinity makes its block NaN.
+For F1, B1 and B3 a block is a row of x, do or dh, or all of a weight that makes one column of the product; for F2 it is
+1 x 128 of a or 128 x 128 of w2. h is kept in blocks of 1 x 128. A scale is the block's largest magnitude / 448 in fp32,
+so that the largest value maps to 448; 1 for a block of zeros. ``data`` is ``value * (1 / scale)``, the inverse and the
+product in fp32, rounded to nearest, ties to even. A NaN or an infinity makes its block NaN.
 
 Quantising is idempotent: values that were quantised, multiplied back and rounded to their dtype give the same ``data``
 and scales again, since the block's largest value is reproduced exactly and e4m3 is coarser than the dtype. Exception:
@@ -40,16 +40,16 @@ def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
 
 
 def words_of_row(width: int) -> int:
-    """int32 words that a row of ``width`` values, a multiple of 128, takes with its scales: 33 / 128 of ``width``."""
-    return width // 4 + width // BLOCK
+    """int32 words that a row of ``width`` values, a multiple of 4, takes with its scale."""
+    return width // 4 + 1
 
 
 def pack_rows(rows: Tensor) -> Tensor:
-    """Quantise rows (R, p), p a multiple of 128, to int32 words (R, `words_of_row`), which any collective can exchange.
+    """Quantise rows (R, p), p a multiple of 4, to int32 words (R, `words_of_row`), which any collective can exchange.
 
-    A row is p bytes of data, then its scales.
+    A row is p bytes of data, then its scale in fp32.
     """
-    operand = quantize(rows, ROWS)
+    operand = quantize(rows, (1, rows.shape[1]))
     return torch.cat((operand.data.view(torch.int32), operand.scale.view(torch.int32)), dim=1)
 
 
@@ -59,10 +59,10 @@ def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def packed_operand(words: Tensor, dtype: torch.dtype) -> Operand:
-    """Rows (R, p) as an operand whose data and scales are views of ``words``, in the format of `pack_rows`."""
-    width = words.shape[1] * BLOCK // words_of_row(BLOCK)
+    """Rows (R, p) as an operand whose data and scales (R, 1) are views of ``words``, in the format of `pack_rows`."""
+    width = 4 * (words.shape[1] - 1)
     data = words.view(torch.float8_e4m3fn)[:, :width]
-    return Operand(data, words.view(torch.float32)[:, width // 4 :], ROWS, dtype)
+    return Operand(data, words.view(torch.float32)[:, width // 4 :], (1, width), dtype)
 
 
 def quantize_rows(rows: Tensor) -> Operand:

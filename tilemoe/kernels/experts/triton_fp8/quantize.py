@@ -38,14 +38,14 @@ _LINES = 64  # rows of a weight per CTA
 def rows_launch(values: Tensor, block_width: int = BLOCK, into: Operand | None = None) -> tuple[Launch, Operand]:
     """(launch, operand): quantises values (R, p), rows contiguous, in blocks of 1 x block_width, which divides p.
 
-    into: the operand to write to.
+    into: the operand to write to, its rows whole words apart.
     """
     count, width = values.shape
     if into is None:
         data = values.new_empty(count, width, dtype=torch.float8_e4m3fn)
         scale = values.new_empty(count, width // block_width, dtype=torch.float32)
         into = Operand(data, scale, (1, block_width), values.dtype)
-    strides = (values.stride(0), into.data.stride(0), into.scale.stride(0))
+    strides = (values.stride(0), into.data.stride(0) // 4, into.scale.stride(0))
     padded = triton.next_power_of_2(block_width)
     constants = {"BLOCK_M": max(_VALUES // padded, 1), "BLOCK_P": padded}
     grid = (ceil_div(count, constants["BLOCK_M"]), width // block_width)
@@ -59,7 +59,7 @@ def pack_rows(rows: Tensor) -> Tensor:
     words = rows.new_empty(rows.shape[0], words_of_row(rows.shape[1]), dtype=torch.int32)
     if rows.shape[0]:
         values = rows if rows.stride(1) == 1 else rows.contiguous()
-        rows_launch(values, BLOCK, packed_operand(words, rows.dtype))[0].run()
+        rows_launch(values, values.shape[1], packed_operand(words, rows.dtype))[0].run()
     return words
 
 
@@ -73,12 +73,13 @@ def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
-    """(launch, values (R, p)): dequantises rows whose data and scales are contiguous along a row."""
+    """(launch, values (R, p)): dequantises rows in blocks of 1 x b, b a multiple of 128, contiguous along a row."""
     data, scale = rows.data, rows.scale
     count, width = data.shape
     values = data.new_empty(count, width, dtype=rows.dtype)
-    args = (data, scale, values, count, width, data.stride(0), scale.stride(0))
-    return launch_of(dequantize_rows_kernel, _grid(count, width), args, {"BLOCK_M": _ROWS}), values
+    args = (data, scale, values, count, width, rows.block[1], data.stride(0) // 4, scale.stride(0))
+    grid = (ceil_div(count, _ROWS), width // BLOCK)
+    return launch_of(dequantize_rows_kernel, grid, args, {"BLOCK_M": _ROWS}), values
 
 
 def block_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
@@ -106,10 +107,6 @@ def row_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
     return launch, Operand(data, scale, (1, q), weight.dtype)
 
 
-def _grid(count: int, width: int) -> tuple[int, int]:
-    return ceil_div(count, _ROWS), width // BLOCK
-
-
 @triton.jit
 def _scale_of(largest, has_nan):
     scale = tl.where(largest == 0, 1.0, tl.maximum(largest / _LARGEST, _SMALLEST_SCALE))
@@ -124,10 +121,13 @@ def _rounded(values, scale):
 
 @triton.jit
 def quantize_rows_kernel(
-    values, data, scale, count, block_width, stride, stride_data, stride_scale,
+    values, data, scale, count, block_width, stride, stride_words, stride_scale,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """values (R, p) -> data (R, p) e4m3 and scale (R, p / block_width) fp32; the strides are those of rows."""
+    """values (R, p) -> data (R, p) e4m3 and scale (R, p / block_width) fp32.
+
+    The strides are those of rows, data's in words, so that the compiler knows that it may write four values at once.
+    """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
     inner = tl.arange(0, BLOCK_P)
@@ -136,20 +136,22 @@ def quantize_rows_kernel(
     tile = tl.load(values + line[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     scale_of_row = _scale_of(tl.max(tl.abs(tile), axis=1), tl.max((tile != tile).to(tl.int32), axis=1))
     tile = _rounded(tile, scale_of_row[:, None])
-    tl.store(data + line[:, None] * stride_data + column[None, :], tile, mask=inside)
+    tl.store(data + line[:, None] * (4 * stride_words) + column[None, :], tile, mask=inside)
     tl.store(scale + line * stride_scale + block, scale_of_row, mask=row < count)
 
 
 @triton.jit(do_not_specialize=["count"])
-def dequantize_rows_kernel(data, scale, values, count, width, stride_data, stride_scale, BLOCK_M: tl.constexpr):
-    """data (R, p) and scale (R, p / 128) -> values (R, p), contiguous; the strides are those of rows."""
+def dequantize_rows_kernel(
+    data, scale, values, count, width, block_width, stride_words, stride_scale, BLOCK_M: tl.constexpr
+):
+    """data (R, p) and scale (R, p / block_width) -> values (R, p), contiguous; strides as in `quantize_rows_kernel`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    block = tl.program_id(1)
-    column = block * _BLOCK + tl.arange(0, _BLOCK)
+    first = tl.program_id(1) * _BLOCK
+    column = first + tl.arange(0, _BLOCK)
     inside = (row < count)[:, None] & (column < width)[None, :]
     line = row.to(tl.int64)
-    tile = tl.load(data + line[:, None] * stride_data + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    tile *= tl.load(scale + line * stride_scale + block, mask=row < count, other=0.0)[:, None]
+    tile = tl.load(data + line[:, None] * (4 * stride_words) + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    tile *= tl.load(scale + line * stride_scale + first // block_width, mask=row < count, other=0.0)[:, None]
     tl.store(values + line[:, None] * width + column[None, :], tile.to(values.dtype.element_ty), mask=inside)
 
 
