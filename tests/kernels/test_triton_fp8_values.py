@@ -1,8 +1,8 @@
 """The FP8 kernels in Triton's interpreter and on a GPU, against the torch backend of the same precision.
 
 The interpreter rounds to e4m3 without a carry into the exponent, where what should become a power of two from below
-becomes half of it, and ties away from zero. So there the GEMMs read what PyTorch has quantised, and the kernels that
-quantise are held to all other values.
+becomes half of it (7 / 8 of 2^-6, the smallest that is normal), and ties away from zero. So there the GEMMs read what
+PyTorch has quantised, and the kernels that quantise are held to all other values.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max row capacity
 """
@@ -107,7 +107,6 @@ def assert_quantized(operand: Operand, values: Tensor, block: tuple[int, int]) -
 @pytest.mark.parametrize("count", [1, 33, 64])
 @pytest.mark.parametrize("block_width", [128, 192, 384])
 def test_rows_are_quantized(block_width: int, count: int, dtype: torch.dtype) -> None:
-    """Blocks of widths that are no power of two among them, and a row that begins with zeros."""
     torch.manual_seed(0)
     values = (torch.randn(count, 392, device=DEVICE) * torch.rand(count, 1, device=DEVICE).exp()).to(dtype)[:, :384]
     values[0, :128] = 0
