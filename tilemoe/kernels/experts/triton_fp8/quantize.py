@@ -30,8 +30,7 @@ from tilemoe.runtime.launch import Launch, ceil_div
 _BLOCK = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-_ROWS = 32  # rows per CTA: 8 KB of 16-bit values
-_VALUES = 32 * BLOCK
+_VALUES = 32 * BLOCK  # of rows, per CTA: 8 KB in 16 bits
 _LINES = 64  # rows of a weight per CTA
 
 
@@ -78,8 +77,9 @@ def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
     count, width = data.shape
     values = data.new_empty(count, width, dtype=rows.dtype)
     args = (data, scale, values, count, width, rows.block[1], data.stride(0) // 4, scale.stride(0))
-    grid = (ceil_div(count, _ROWS), width // BLOCK)
-    return launch_of(dequantize_rows_kernel, grid, args, {"BLOCK_M": _ROWS}), values
+    block_m = _VALUES // BLOCK
+    grid = (ceil_div(count, block_m), width // BLOCK)
+    return launch_of(dequantize_rows_kernel, grid, args, {"BLOCK_M": block_m}), values
 
 
 def block_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
