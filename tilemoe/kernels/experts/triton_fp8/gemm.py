@@ -40,7 +40,7 @@ def contract(
     for block in range(width_in // _BLOCK):
         left = tl.load(left_pointers + block * _BLOCK)
         right = tl.load(right_pointers + block * _BLOCK)
-        acc = tl.dot(left, right.T, acc)
+        acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=_BLOCK)  # Hopper's sums are fp32 only where asked for
     of_columns = weight_scale + expert.to(tl.int64) * stride_se
     column_scale = tl.load(of_columns + (col + tl.arange(0, BLOCK_N)) * stride_sout)
     return acc * tl.load(row_scale + line)[:, None] * column_scale[None, :]
