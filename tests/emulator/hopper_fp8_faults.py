@@ -14,6 +14,7 @@ from hopper_faults import (
     NUMBERS,
     PROTOCOL,
     PUBLISHED,
+    RELEASE_PENDING,
     SOONER,
     TAKE,
     UNFINISHED,
@@ -26,37 +27,46 @@ SWIGLU = Case(torch.float16, hidden_size=384, intermediate_size=256)
 INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
 UNGATED = replace(SWIGLU, activation="relu2")
 BIAS = replace(SWIGLU, bias=True)
-# Too long a contraction of F2 for a stationary weight.
+# No contraction of F2 and B3 for a stationary weight, and two tiles of columns, one of them of a half.
+LONG = replace(UNGATED, intermediate_size=384)
 LONG_BIAS = replace(BIAS, intermediate_size=640)
-# As many steps as stages: a tile begins where the one before did.
-FOUR_STEPS = replace(SWIGLU, hidden_size=512)
+# One step of F1 for each of five tiles of columns: the consumers' tiles differ.
+SHORT = replace(SWIGLU, hidden_size=128, intermediate_size=640)
+# Three tiles of B1, of two steps and four slices each.
+WIDE = replace(SWIGLU, hidden_size=256, intermediate_size=640)
 
 RELEASE = "mbarrier.arrive(empty.index(stage), count=1)"
 WAIT = "product = warpgroup_mma_wait(0, deps=(product,))"
 COPY = "cp_async(scale_smem.index(stage), first_scale + k // BK)"
 TOKENS = "scale_token = load_tokens(token_of_row, next_row, next_end, gl.arange(0, BM, THREAD_LAYOUT))"
 MAINLOOP, F1, F2 = "scaled_mainloop", "hopper_fp8.gemm.act_consumer", "rows_consumer"
+MMA, ISSUE = "hopper_fp8.mainloop.mma_mainloop", "hopper_fp8.mainloop.issue_mma"
+B3, ROWS_KERNEL = F2, "hopper_fp8.gemm.gemm_rows_kernel"
 B1, STORE_ACT = "hopper_fp8.gemm.dact_consumer", "hopper_fp8.gemm.store_act"
 LAST_WAIT = "ring, tile_info, step)\n    tma.store_wait(0)"
 OF_ROWS = "row_scale.index(stage).slice(CONSUMER * WARPGROUP_M"
+WAIT_IN_LOOP = "(1, deps=(acc,))\n        consumer_release_previous(ring, step)"
+LAST_RELEASE = "(0, deps=(acc,))\n    consumer_release_previous(ring, step)"
+BUFFER, ANOTHER_EXPERT = "scale_smem.index(CONSUMER)", ("weight_scale, expert", "weight_scale, 0 * expert")
 FAULTS: dict[str, tuple[Case, Fault]] = {
-    "nobody copies the rows' scales": (SWIGLU, ("load_gathered", COPY, "pass", NUMBERS)),
-    "the rows' scales in another stage": (SWIGLU, ("load_gathered", COPY, COPY.replace("stage", "0"), NUMBERS)),
-    "the rows' scales of the first step": (SWIGLU, ("load_gathered", COPY, COPY.replace(" + k // BK", ""), NUMBERS)),
+    # Of F2, with block scales.
+    "nobody copies the rows' scales": (LONG, ("load_gathered", COPY, "pass", NUMBERS)),
+    "the rows' scales in another stage": (LONG, ("load_gathered", COPY, COPY.replace("stage", "0"), NUMBERS)),
+    "the rows' scales of the first step": (LONG, ("load_gathered", COPY, COPY.replace(" + k // BK", ""), NUMBERS)),
     "the rows' scales of the step before": (
-        SWIGLU, ("load_gathered", COPY, COPY.replace("k // BK", "gl.maximum(k // BK - 1, 0)"), NUMBERS),
+        LONG, ("load_gathered", COPY, COPY.replace("k // BK", "gl.maximum(k // BK - 1, 0)"), NUMBERS),
     ),
-    "the rows' scales of the tile before": (SWIGLU, ("gather_producer", TOKENS, "pass", NUMBERS)),
+    "the rows' scales of the tile before": (LONG, ("gather_producer", TOKENS, "pass", NUMBERS)),
     "the first row's scale": (
-        SWIGLU, ("gather_producer", TOKENS, TOKENS.replace("gl.arange", "0 * gl.arange"), NUMBERS),
+        LONG, ("gather_producer", TOKENS, TOKENS.replace("gl.arange", "0 * gl.arange"), NUMBERS),
     ),
-    "another stage's scales": (SWIGLU, (MAINLOOP, OF_ROWS, OF_ROWS.replace("stage", "(stage + 3) % 4"), NUMBERS)),
-    "the first consumer's scales": (SWIGLU, (MAINLOOP, OF_ROWS, OF_ROWS.replace("CONSUMER", "0"), NUMBERS)),
-    "the left half's weight scale": (SWIGLU, (MAINLOOP, "scale * right_weight", "scale * left_weight", NUMBERS)),
-    "the right half's weight scale": (SWIGLU, (MAINLOOP, "scale * left_weight", "scale * right_weight", NUMBERS)),
-    "the weight scale of the first step": (SWIGLU, (MAINLOOP, "left_pointer + k * stride_in", "left_pointer", NUMBERS)),
+    "another stage's scales": (LONG, (MAINLOOP, OF_ROWS, OF_ROWS.replace("stage", "(stage + 3) % 4"), NUMBERS)),
+    "the first consumer's scales": (LONG, (MAINLOOP, OF_ROWS, OF_ROWS.replace("CONSUMER", "0"), NUMBERS)),
+    "the left half's weight scale": (LONG, (MAINLOOP, "scale * right_weight", "scale * left_weight", NUMBERS)),
+    "the right half's weight scale": (LONG, (MAINLOOP, "scale * left_weight", "scale * right_weight", NUMBERS)),
+    "the weight scale of the first step": (LONG, (MAINLOOP, "left_pointer + k * stride_in", "left_pointer", NUMBERS)),
     "the weight scale of the next step": (
-        SWIGLU,
+        LONG,
         (MAINLOOP, "right_pointer + k * stride_in", "right_pointer + (k + 1) % steps * stride_in", NUMBERS),
     ),
     "another expert's weight scale": (SWIGLU, ("scale_pointers", "scale + expert", "scale + 0 * expert", NUMBERS)),
@@ -67,25 +77,90 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
         SWIGLU, ("scale_pointers", "gl.minimum(right_column // BLOCK, width // BLOCK - 1)", "right_column // BLOCK",
                  "outside the tensor"),
     ),
-    "gate's weight scale for up": (SWIGLU, (F1, "col + apart, w, stride_se", "col, w, stride_se", NUMBERS)),
-    "the next columns' weight scale for up": (
-        SWIGLU, (F1, 'n if GATE_UP == "concatenated" else BLOCK', "BLOCK", NUMBERS),
+    "F2 copies no rows' scales": (
+        LONG, (ROWS_KERNEL, "row_scale = (rows_scale, scale_smem)", "row_scale = None", NUMBERS),
     ),
-    "a stage is read before it is full": (SWIGLU, (MAINLOOP, WAIT_FULL, TAKE, SOONER)),
-    "a stage is released before its second product": (
-        FOUR_STEPS, (MAINLOOP, f"{WAIT}\n        {RELEASE}", f"{RELEASE}\n        {WAIT}", NUMBERS),
+    "F2 reads a stage before it is full": (LONG, (MAINLOOP, WAIT_FULL, TAKE, SOONER)),
+    "F2 releases a stage before its second product": (
+        LONG, (MAINLOOP, f"{WAIT}\n        {RELEASE}", f"{RELEASE}\n        {WAIT}", NUMBERS),
     ),
-    "a stage is not released": (SWIGLU, (MAINLOOP, RELEASE, "pass", "deadlock")),
-    "a stage is released twice": (SWIGLU, (MAINLOOP, RELEASE, f"{RELEASE}; {RELEASE}", PROTOCOL)),
-    "a step is not counted": (SWIGLU, (MAINLOOP, "        step += 1", "        pass", f"{PROTOCOL}|{ANOTHER}")),
-    "the left half twice": (SWIGLU, (MAINLOOP, "b.slice(BLOCK, BLOCK)", "b.slice(0, BLOCK)", NUMBERS)),
-    "the first consumer's rows": (
-        SWIGLU, (MAINLOOP, "a_smem.shape[1]).slice(CONSUMER", "a_smem.shape[1]).slice(0", NUMBERS),
+    "F2 releases no stage": (LONG, (MAINLOOP, RELEASE, "pass", "deadlock")),
+    "F2 releases a stage twice": (LONG, (MAINLOOP, RELEASE, f"{RELEASE}; {RELEASE}", PROTOCOL)),
+    "F2 does not count a step": (LONG, (MAINLOOP, "        step += 1", "        pass", f"{PROTOCOL}|{ANOTHER}")),
+    "the left half twice": (LONG, (MAINLOOP, "b.slice(BLOCK, BLOCK)", "b.slice(0, BLOCK)", NUMBERS)),
+    "the first consumer's rows for F2": (
+        LONG, (MAINLOOP, "a_smem.shape[1]).slice(CONSUMER", "a_smem.shape[1]).slice(0", NUMBERS),
+    ),
+    # With scales by row and by column: F1, B1 and B3.
+    "a stage is read before it is full": (SWIGLU, (ISSUE, WAIT_FULL, TAKE, f"{SOONER}|{NUMBERS}")),
+    "a stage is released with its product in flight": (
+        SWIGLU, (MMA, WAIT_IN_LOOP, WAIT_IN_LOOP.replace("(1,", "(2,"), NUMBERS),
+    ),
+    "a stage is not released": (SWIGLU, (MMA, WAIT_IN_LOOP, WAIT_IN_LOOP.partition("\n")[0], "deadlock")),
+    "the last stage is not released": (SWIGLU, (MMA, LAST_RELEASE, LAST_RELEASE.partition("\n")[0], "deadlock")),
+    "a stage is released that nobody holds": (
+        SWIGLU, (MMA, RELEASE_PENDING, RELEASE_PENDING.replace("pending_release", "True"), PROTOCOL),
     ),
     "a pending release is forgotten": (
-        SWIGLU, (MAINLOOP, "consumer_release_previous(ring, step)", "pass", "deadlock"),
+        SWIGLU, (MMA, RELEASE_PENDING, RELEASE_PENDING.replace("pending_release", "False"), "deadlock"),
     ),
-    "a stage is released while a tile is stored from it": (SWIGLU, (MAINLOOP, "tma.store_wait(0)", "pass", NUMBERS)),
+    "a stage is released while a tile is stored from it": (SWIGLU, (MMA, "tma.store_wait(0)", "pass", NUMBERS)),
+    "a step is not counted": (SWIGLU, (MMA, "        step += 1", "        pass", f"{SOONER}|{ANOTHER}")),
+    "the last step is not counted": (SWIGLU, (MMA, "    step += 1\n    acc", "    acc", f"{SOONER}|{ANOTHER}")),
+    "the first consumer's rows": (
+        SWIGLU, (ISSUE, "a_smem.shape[1]).slice(CONSUMER", "a_smem.shape[1]).slice(0", NUMBERS),
+    ),
+    "one row's scale for all": (SWIGLU, ("row_scale_pointers", "end, rows)", "end, 0 * rows)", NUMBERS)),
+    "the scales of the first rows": (
+        SWIGLU, ("row_scale_pointers", "load_tokens(token_of_row, row", "load_tokens(token_of_row, 0", NUMBERS),
+    ),
+    "the first consumer's row scales for F1": (
+        SWIGLU, (F1, "token_of_row, row, end", "token_of_row, row - CONSUMER * WARPGROUP_M, end", NUMBERS),
+    ),
+    "the first consumer's row scales for B1": (
+        SWIGLU, (B1, "token_of_row, first, end", "token_of_row, row, end", NUMBERS),
+    ),
+    "the first consumer's row scales for B3": (
+        LONG, (B3, "None, row, end", "None, row - CONSUMER * WARPGROUP_M, end", NUMBERS),
+    ),
+    "F1 gathers no row scales": (SWIGLU, (F1, "x_scale, token_of_row", "x_scale, None", NUMBERS)),
+    "B1 gathers no row scales": (SWIGLU, (B1, "do_scale, token_of_row", "do_scale, None", NUMBERS)),
+    "another expert's column scales for F1": (SWIGLU, (F1, *ANOTHER_EXPERT, NUMBERS)),
+    "another expert's column scales for B1": (SWIGLU, (B1, *ANOTHER_EXPERT, NUMBERS)),
+    "another expert's column scales for B3": (
+        LONG, (B3, "load_bias(weight_scale, expert", "load_bias(weight_scale, 0 * expert", NUMBERS),
+    ),
+    "the first columns' scales for F1": (SWIGLU, (F1, "stride_se, col,", "stride_se, 0,", NUMBERS)),
+    "the first columns' scales for B1": (LONG, (B1, "col + gl.arange", "gl.arange", NUMBERS)),
+    "the first columns' scales for B3": (LONG, (B3, "col + gl.arange", "gl.arange", NUMBERS)),
+    "gate's column scales for up": (SWIGLU, ("load_tile_bias", " + column // RUN % 2 * n", "", NUMBERS)),
+    "the next columns' scales for up": (SWIGLU, (F1, "BN, True, GATE_UP", 'BN, True, "none"', NUMBERS)),
+    "column scales past the last of B1": (LONG, (B1, "PAIR_LAYOUT), n)", "PAIR_LAYOUT), 2 * n)", "past the tensor")),
+    "column scales past the last of B3": (
+        LONG, (B3, "columns, width_out)", "columns, 2 * width_out)", "past the tensor"),
+    ),
+    "nobody passes on the columns' scales": (SWIGLU, ("scale_slices", "buffer.store(column_scale)", "pass", NUMBERS)),
+    "both consumers pass columns' scales on in one place": (SHORT, (F1, BUFFER, "scale_smem.index(0)", NUMBERS)),
+    **{
+        f"the {slice} slice without its rows' scales": (
+            SWIGLU, ("scale_slices", f"{slice} * (rows * ", f"{slice} * (", NUMBERS),
+        )
+        for slice in ("first", "second", "third", "fourth")
+    },
+    "the first slice's column scales for the second": (
+        SWIGLU, ("scale_slices", "buffer.slice(EPILOGUE_N,", "buffer.slice(0,", NUMBERS),
+    ),
+    "the first slice's column scales for the third": (
+        SWIGLU, ("scale_slices", "buffer.slice(2 * EPILOGUE_N,", "buffer.slice(0,", NUMBERS),
+    ),
+    "the third slice's column scales for the fourth": (
+        SWIGLU, ("scale_slices", "buffer.slice(3 * EPILOGUE_N,", "buffer.slice(2 * EPILOGUE_N,", NUMBERS),
+    ),
+    "B3 copies row scales with each stage": (
+        LONG,
+        (ROWS_KERNEL, "row_scale: gl.constexpr = None", "row_scale = (rows_scale, scale_smem)", "past the tensor"),
+    ),
+    # Of all.
     "rows are loaded past the expert's end": (
         LONG_BIAS, ("load_tokens", "gl.minimum(row + rows, end - 1)", "row + rows", "past the tensor"),
     ),
@@ -102,7 +177,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "B1 ends before its stores": (SWIGLU, (B1, "tma.store_wait(0)", "pass", UNFINISHED)),
     "B1 has no pending release": (SWIGLU, (B1, "pending_release = True", "pass", "deadlock")),
     "B1 releases what is not pending": (
-        SWIGLU, (B1, "            pending_release = False", "            pass", EITHER),
+        WIDE, (B1, "            pending_release = False", "            pass", EITHER),
     ),
     "B1 skips no slices": (SWIGLU, (B1, "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}")),
     "the largest of half a block": (SWIGLU, ("largest_of", "range(1, len(parts))", "range(0)", NUMBERS)),
@@ -126,6 +201,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "nobody adds the bias": (BIAS, (F1, "slices = add_bias", "_ = add_bias", NUMBERS)),
     "F2 adds no bias": (LONG_BIAS, (F2, "slices = add_bias", "_ = add_bias", NUMBERS)),
     "another expert's bias": (BIAS, ("hopper_fp8.mainloop.add_bias", "bias + expert", "bias + 0 * expert", NUMBERS)),
+    "the next columns' bias for up": (BIAS, (F1, 'n if GATE_UP == "concatenated" else BLOCK', "BLOCK", NUMBERS)),
     "the gate's bias for up": (BIAS, (F1, "stride_bias, col, col + apart", "stride_bias, col, col", NUMBERS)),
     "one slice's bias twice": (
         BIAS, ("add_bias_to_slices", "stride, left_column + EPILOGUE_N", "stride, left_column", NUMBERS),
@@ -144,6 +220,9 @@ PUBLISH = "publish_tile(tile_info, stage, 8 * expert"
 ROW_SCALE = "row_scale.index(producer_acquire(ring, step))"
 SECOND = "product = warpgroup_mma(a, b.slice(BLOCK, BLOCK).permute([1, 0]), product, use_acc=False, is_async=True)"
 B_FULL = "mbarrier.wait(b_full.index(k_block), phase)"
+BY_ROWS = "hopper_fp8.gemm_stationary.mma_mainloop_stationary"
+STATIONARY_KERNEL = "hopper_fp8.gemm_stationary.gemm_stationary_kernel"
+WAIT_OF_ROWS = "acc = warpgroup_mma_wait(0, deps=(acc,))"
 LOOKED_UP = "left_pointer + k_block * stride_in", "right_pointer + k_block * stride_in"
 OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     "scales past the expert's end": (
@@ -234,5 +313,35 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
         STATIONARY, (KEPT, "stride_bias, col, col + BLOCK", "stride_bias, col, col", NUMBERS),
     ),
     "nobody adds the bias": (STATIONARY, (KEPT, "slices = add_bias", "_ = add_bias", NUMBERS)),
+    "F2's producer stores no row scales": (
+        STATIONARY, (STATIONARY_KERNEL, "row_scale = scale_smem", "row_scale = None", NUMBERS),
+    ),
+    "B3's producer stores row scales": (
+        STATIONARY,
+        (STATIONARY_KERNEL, "row_scale: gl.constexpr = None", "row_scale = scale_smem", "what the buffer holds"),
+    ),
+    "B3 reads A before it is there": (STATIONARY, (BY_ROWS, WAIT_FULL, TAKE, f"{SOONER}|{NUMBERS}")),
+    "B3 reads B before it is there": (STATIONARY, (BY_ROWS, B_FULL, "pass", EITHER)),
+    "B3 reads B's first slice, always": (STATIONARY, (BY_ROWS, "b_smem.index(k_block)", "b_smem.index(0)", NUMBERS)),
+    "B3's second product forgets the first": (STATIONARY, (BY_ROWS, "k_block > 0", "k_block > 1", NUMBERS)),
+    "B3 forgets all products but the last": (STATIONARY, (BY_ROWS, "use_acc=k_block > 0", "use_acc=False", NUMBERS)),
+    "B3 does not count a step": (STATIONARY, (BY_ROWS, "step += 1", "pass", PUBLISHED)),
+    "B3 releases a stage before its product": (
+        OF_FOUR, (BY_ROWS, f"{WAIT_OF_ROWS}\n        {RELEASE}", f"{RELEASE}\n        {WAIT_OF_ROWS}", NUMBERS),
+    ),
+    "B3 releases no stage": (STATIONARY, (BY_ROWS, RELEASE, "pass", "deadlock")),
+    "B3 releases a stage twice": (STATIONARY, (BY_ROWS, RELEASE, f"{RELEASE}; {RELEASE}", PUBLISHED)),
+    "B3 does not release B": (STATIONARY, (BY_ROWS, "release_b(b_ring, k_block, arrivals)", "pass", "deadlock")),
+    "B3 releases B's first slice for all": (
+        STATIONARY, (BY_ROWS, "release_b(b_ring, k_block,", "release_b(b_ring, 0,", EITHER),
+    ),
+    "B3's scales of the first rows": (STATIONARY, (KEPT, "(rows_scale, None, row", "(rows_scale, None, 0", NUMBERS)),
+    "another expert's column scales": (
+        STATIONARY, (KEPT, "load_bias(weight_scale, expert", "load_bias(weight_scale, 0 * expert", NUMBERS),
+    ),
+    "the first columns' scales": (STATIONARY, (KEPT, "col + gl.arange", "gl.arange", NUMBERS)),
+    "column scales past the last": (
+        STATIONARY, (KEPT, "columns, width_out)", "columns, 2 * width_out)", "past the tensor"),
+    ),
     "it ends before its stores": (STATIONARY, (KEPT, "tma.store_wait(0)", "pass", UNFINISHED)),
 }  # fmt: skip
