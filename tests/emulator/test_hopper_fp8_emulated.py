@@ -168,12 +168,12 @@ def test_tiles_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_columns_of_a_quantised_weight(transposed: bool, columns: slice) -> None:
     """F2 and B3 a slice of d at a time, of operands that are quantised once for all slices."""
     plan = plan_of(65, 0, 130, 40)
-    given = make_inputs(plan, 640, 128, dtype=torch.float16, bias=True)
+    given = make_inputs(plan, 640, 256, dtype=torch.float16, bias=True)
     w1, w2, b2 = given["w1"], given["w2"], given["b2"][:, columns]
     w1, w2 = (turn(w1), turn(w2)) if transposed else (w1, w2)
-    a, dh = (torch.randn(plan.capacity, width).half() for width in (128, 256))
+    a, dh = (torch.randn(plan.capacity, width).half() for width in (256, 512))
     with emulated() as launches:
-        y = KERNELS.down_proj_inference(KERNELS.rows_operand(a), KERNELS.weight_operand(w2, 2)[:, columns], b2, plan)
+        y = KERNELS.down_proj_inference(quantize(a, ROWS), KERNELS.weight_operand(w2, 2)[:, columns], b2, plan)
         dx_rows = KERNELS.up_proj_dgrad(KERNELS.rows_operand(dh), KERNELS.weight_operand(w1, 1)[:, :, columns], plan)
     assert gluon_kernels(launches) == {"gemm_stationary_kernel"}
     exact_y = EXACT.down_proj(a.float(), w2[:, columns].float(), b2.float(), plan)
