@@ -222,7 +222,7 @@ SECOND = "product = warpgroup_mma(a, b.slice(BLOCK, BLOCK).permute([1, 0]), prod
 B_FULL = "mbarrier.wait(b_full.index(k_block), phase)"
 BY_ROWS = "hopper_fp8.gemm_stationary.mma_mainloop_stationary"
 STATIONARY_KERNEL = "hopper_fp8.gemm_stationary.gemm_stationary_kernel"
-WAIT_OF_ROWS = "acc = warpgroup_mma_wait(0, deps=(acc,))"
+OF_STEP = "hopper_fp8.gemm_stationary.issue_mma_stationary"
 LOOKED_UP = "left_pointer + k_block * stride_in", "right_pointer + k_block * stride_in"
 OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     "scales past the expert's end": (
@@ -320,20 +320,26 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
         STATIONARY,
         (STATIONARY_KERNEL, "row_scale: gl.constexpr = None", "row_scale = scale_smem", "what the buffer holds"),
     ),
-    "B3 reads A before it is there": (STATIONARY, (BY_ROWS, WAIT_FULL, TAKE, f"{SOONER}|{NUMBERS}")),
-    "B3 reads B before it is there": (STATIONARY, (BY_ROWS, B_FULL, "pass", EITHER)),
-    "B3 reads B's first slice, always": (STATIONARY, (BY_ROWS, "b_smem.index(k_block)", "b_smem.index(0)", NUMBERS)),
-    "B3's second product forgets the first": (STATIONARY, (BY_ROWS, "k_block > 0", "k_block > 1", NUMBERS)),
-    "B3 forgets all products but the last": (STATIONARY, (BY_ROWS, "use_acc=k_block > 0", "use_acc=False", NUMBERS)),
-    "B3 does not count a step": (STATIONARY, (BY_ROWS, "step += 1", "pass", PUBLISHED)),
-    "B3 releases a stage before its product": (
-        OF_FOUR, (BY_ROWS, f"{WAIT_OF_ROWS}\n        {RELEASE}", f"{RELEASE}\n        {WAIT_OF_ROWS}", NUMBERS),
+    "B3 reads A before it is there": (STATIONARY, (OF_STEP, WAIT_FULL, TAKE, f"{SOONER}|{NUMBERS}")),
+    "B3 reads B before it is there": (STATIONARY, (OF_STEP, B_FULL, "pass", EITHER)),
+    "B3 reads B's first slice, always": (STATIONARY, (OF_STEP, "b_smem.index(k_block)", "b_smem.index(0)", NUMBERS)),
+    "B3 forgets all products but the last": (
+        STATIONARY, (BY_ROWS, "phase, acc, True)", "phase, acc, False)", "forgets others in flight"),
     ),
-    "B3 releases no stage": (STATIONARY, (BY_ROWS, RELEASE, "pass", "deadlock")),
-    "B3 releases a stage twice": (STATIONARY, (BY_ROWS, RELEASE, f"{RELEASE}; {RELEASE}", PUBLISHED)),
-    "B3 does not release B": (STATIONARY, (BY_ROWS, "release_b(b_ring, k_block, arrivals)", "pass", "deadlock")),
+    "B3 does not count a step": (
+        STATIONARY, (BY_ROWS, "range(1, steps):\n        step += 1", "range(1, steps):\n        pass", EITHER),
+    ),
+    "B3 releases a stage before its product": (
+        OF_FOUR, (BY_ROWS, f"acc = warpgroup_mma_wait{LAST_RELEASE}",
+                  "consumer_release_previous(ring, step)\n    acc = warpgroup_mma_wait(0, deps=(acc,))", NUMBERS),
+    ),
+    "B3 releases no stage": (STATIONARY, (BY_ROWS, WAIT_IN_LOOP, WAIT_IN_LOOP.partition("\n")[0], "deadlock")),
+    "B3 releases a stage twice": (
+        STATIONARY, (BY_ROWS, WAIT_IN_LOOP, f"{WAIT_IN_LOOP}; consumer_release_previous(ring, step)", PUBLISHED),
+    ),
+    "B3 does not release B": (STATIONARY, (BY_ROWS, "release_b(b_ring, steps - 1, arrivals)", "pass", "deadlock")),
     "B3 releases B's first slice for all": (
-        STATIONARY, (BY_ROWS, "release_b(b_ring, k_block,", "release_b(b_ring, 0,", EITHER),
+        STATIONARY, (BY_ROWS, "release_b(b_ring, k_block - 1,", "release_b(b_ring, 0,", EITHER),
     ),
     "B3's scales of the first rows": (STATIONARY, (KEPT, "(rows_scale, None, row", "(rows_scale, None, 0", NUMBERS)),
     "another expert's column scales": (

@@ -32,6 +32,7 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     EPILOGUE_N,
     PAIR_LAYOUT,
     WARPGROUP_M,
+    consumer_release_previous,
     consumer_wait,
     halves,
     load_bias,
@@ -150,24 +151,34 @@ def scaled_mainloop_stationary(ring, b_ring, row_scale, weight_scales, stride_in
 
 
 @gluon.jit
+def issue_mma_stationary(ring, b_ring, step, k_block, phase, acc, ACCUMULATE: gl.constexpr):
+    """As `mainloop.issue_mma`, of a streamed k-block of A and a resident one of B."""
+    a_smem, b_smem, b_full, _b_empty = b_ring
+    stage = consumer_wait(ring, step)
+    mbarrier.wait(b_full.index(k_block), phase)
+    a, b = operand(a_smem.index(stage), WARPGROUP_M), operand(b_smem.index(k_block), 2 * BLOCK)
+    return warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=ACCUMULATE, is_async=True)
+
+
+@gluon.jit
 def mma_mainloop_stationary(ring, b_ring, row_scale, step, steps, phase, arrivals):
     """(unscaled accumulator (WARPGROUP_M, 2 * BLOCK) fp32 of a block's rows, their scales (WARPGROUP_M)).
 
     row_scale: see `mainloop.row_scale_pointers`. phase, arrivals: as for `scaled_mainloop_stationary`.
     """
-    a_smem, b_smem, b_full, _b_empty = b_ring
-    _a_smem, _b_smem, _full, empty = ring
     scale = gl.load(row_scale)
-    acc = zero_tile()
-    for k_block in range(steps):
-        stage = consumer_wait(ring, step)
-        mbarrier.wait(b_full.index(k_block), phase)
-        a, b = operand(a_smem.index(stage), WARPGROUP_M), operand(b_smem.index(k_block), 2 * BLOCK)
-        acc = warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=k_block > 0, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        release_b(b_ring, k_block, arrivals)
+    acc = issue_mma_stationary(ring, b_ring, step, 0, phase, zero_tile(), False)
+    acc = warpgroup_mma_wait(1, deps=(acc,))  # as in `mainloop.mma_mainloop`
+    for k_block in range(1, steps):
         step += 1
+        acc = issue_mma_stationary(ring, b_ring, step, k_block, phase, acc, True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        consumer_release_previous(ring, step)
+        release_b(b_ring, k_block - 1, arrivals)
+    step += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    consumer_release_previous(ring, step)
+    release_b(b_ring, steps - 1, arrivals)
     return acc, scale
 
 
