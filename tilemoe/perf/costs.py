@@ -53,7 +53,7 @@ def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
     """Kernel to cost, in the order they run; `FORWARD` writes h, as training does.
 
     ``precision`` "fp8": what F1, F2, B1 and B3 read has a byte an element, and x, do and dh are read and written once
-    more to be quantised (docs/fp8.md); their scales, a byte for 32 elements, are not counted. Weights count as kept.
+    more to be quantised (docs/fp8.md); their scales are not counted. Weights count as kept.
     """
     tokens, d, n = shape.num_tokens, shape.hidden_size, shape.intermediate_size
     rows, w, size = shape.num_rows, shape.width, shape.element_bytes

@@ -3,7 +3,7 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 x and do are quantised once per token (not per row), a in every call of F2 (one for each slice of d), dh once; weights
-are quantised and cached by `quantized_weight`.
+are quantised and cached by `operands`.
 """
 
 from __future__ import annotations

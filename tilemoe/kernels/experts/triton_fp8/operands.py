@@ -59,7 +59,7 @@ def quantized_blocks(rows: Tensor, width: int) -> Operand:
 
 
 def dequantized_rows(rows: Operand) -> Tensor:
-    """The inverse of `quantized_rows`: values (R, p) in the dtype that was quantised."""
+    """Values (R, p) of what `quantized_rows` or `quantized_blocks` made, in the dtype that was quantised."""
     launch, values = dense_rows_launch(rows)
     if values.shape[0]:
         launch.run()
