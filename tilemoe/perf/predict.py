@@ -13,7 +13,8 @@ f, b  TFLOP/s and TB/s of a kind of kernel: a byte that hides behind products co
 Choosing experts and planning take launches and a time for each logit (T E) and for each pair (R).
 
 Fitted on an H200 by benchmarks/fit_planner.py, which says on which cases; on another GPU f and b are scaled by what the
-makers state, and nobody has checked them ("spec").
+makers state, and nobody has checked them ("spec"). Those of GEMMs in FP8 are from an H100, whose SMs and power limit are
+the H200's, and count as an H200's.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ RATES = MappingProxyType(
         "router": Rate(938.5, 5.286),
         "route": Rate(215.2, 12.17),
         "route_grad": Rate(276.1, 61.43),
-        "fp8 gather_act": Rate(1051, 4.694),
-        "fp8 rows": Rate(1060, 5.681),
-        "fp8 dgrad_dact": Rate(946.2, 6.018),
+        "fp8 gather_act": Rate(1156, 6.685),
+        "fp8 rows": Rate(1223, 5.75),
+        "fp8 dgrad_dact": Rate(1200, 4.349),
     }
 )
 
