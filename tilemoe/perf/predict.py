@@ -13,8 +13,8 @@ f, b  TFLOP/s and TB/s of a kind of kernel: a byte that hides behind products co
 Choosing experts and planning take launches and a time for each logit (T E) and for each pair (R).
 
 Fitted on an H200 by benchmarks/fit_planner.py, which says on which cases; on another GPU f and b are scaled by what the
-makers state, and nobody has checked them ("spec"). Those of GEMMs in FP8 are from an H100, whose SMs and power limit are
-the H200's, and count as an H200's.
+makers state, and nobody has checked them ("spec"). Those of GEMMs in FP8 are from an H100, which has the H200's SMs and
+power limit, and count as an H200's.
 """
 
 from __future__ import annotations
