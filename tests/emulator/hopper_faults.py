@@ -291,17 +291,18 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "F1 stores half a tile": (UNGATED, ("store_act", "BN if GATE", "BN // 2 if GATE", NUMBERS)),
     "nobody adds the bias": (BIAS, ("act_consumer", "acc += broadcast", "broadcast", NUMBERS)),
     "the bias of another expert": (BIAS, ("act_consumer", "bias(bias, expert", "bias(bias, 0 * expert", NUMBERS)),
-    "the bias of the first columns": (BIAS, ("load_tile_bias", "inside = col +", "inside =", NUMBERS)),
-    "the bias of the gate twice": (BIAS, ("load_tile_bias", "// RUN % 2", "// RUN % 1", NUMBERS)),
+    "the bias of the first columns": (BIAS, ("load_tile_columns", "inside = col +", "inside =", NUMBERS)),
+    "the bias of the gate twice": (BIAS, ("load_tile_columns", "// RUN % 2", "// RUN % 1", NUMBERS)),
     "the bias of halves for parts": (
-        replace(BIAS, transposed=True), ("load_tile_bias", "BN // 2 if B_K_MAJOR else EPILOGUE_N", "BN // 2", NUMBERS),
+        replace(BIAS, transposed=True),
+        ("load_tile_columns", "BN // 2 if B_K_MAJOR else EPILOGUE_N", "BN // 2", NUMBERS),
     ),
     "the bias past the last column": (
         replace(BIAS, gate_up="interleaved"),
-        ("load_bias", ", mask=column < width, other=0.0", "", "past the tensor"),
+        ("load_columns", ", mask=column < width, other=0.0", "", "past the tensor"),
     ),
     "no bias past half of h": (
-        replace(BIAS, gate_up="interleaved"), ("load_tile_bias", "col + column, 2 * n", "col + column, n", NUMBERS),
+        replace(BIAS, gate_up="interleaved"), ("load_tile_columns", "col + column, 2 * n", "col + column, n", NUMBERS),
     ),
     "F2 publishes another expert": (
         LONG_BIAS, ("pingpong_producer", "4 * expert + count", "4 * next_expert + count", NUMBERS),

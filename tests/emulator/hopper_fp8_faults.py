@@ -128,12 +128,12 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "another expert's column scales for F1": (SWIGLU, (F1, *ANOTHER_EXPERT, NUMBERS)),
     "another expert's column scales for B1": (SWIGLU, (B1, *ANOTHER_EXPERT, NUMBERS)),
     "another expert's column scales for B3": (
-        LONG, (B3, "load_bias(weight_scale, expert", "load_bias(weight_scale, 0 * expert", NUMBERS),
+        LONG, (B3, "load_columns(weight_scale, expert", "load_columns(weight_scale, 0 * expert", NUMBERS),
     ),
     "the first columns' scales for F1": (SWIGLU, (F1, "stride_se, col,", "stride_se, 0,", NUMBERS)),
     "the first columns' scales for B1": (LONG, (B1, "col + gl.arange", "gl.arange", NUMBERS)),
     "the first columns' scales for B3": (LONG, (B3, "col + gl.arange", "gl.arange", NUMBERS)),
-    "gate's column scales for up": (SWIGLU, ("load_tile_bias", " + column // RUN % 2 * n", "", NUMBERS)),
+    "gate's column scales for up": (SWIGLU, ("load_tile_columns", " + column // RUN % 2 * n", "", NUMBERS)),
     "the next columns' scales for up": (SWIGLU, (F1, "BN, True, GATE_UP", 'BN, True, "none"', NUMBERS)),
     "column scales past the last of B1": (LONG, (B1, "PAIR_LAYOUT), n)", "PAIR_LAYOUT), 2 * n)", "past the tensor")),
     "column scales past the last of B3": (
@@ -343,7 +343,7 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     ),
     "B3's scales of the first rows": (STATIONARY, (KEPT, "(rows_scale, None, row", "(rows_scale, None, 0", NUMBERS)),
     "another expert's column scales": (
-        STATIONARY, (KEPT, "load_bias(weight_scale, expert", "load_bias(weight_scale, 0 * expert", NUMBERS),
+        STATIONARY, (KEPT, "load_columns(weight_scale, expert", "load_columns(weight_scale, 0 * expert", NUMBERS),
     ),
     "the first columns' scales": (STATIONARY, (KEPT, "col + gl.arange", "gl.arange", NUMBERS)),
     "column scales past the last": (

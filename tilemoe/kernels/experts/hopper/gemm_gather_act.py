@@ -32,10 +32,10 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     broadcast_bias,
     deinterleave,
     epilogue_slices,
-    load_bias,
+    load_columns,
     mma_mainloop,
     new_barriers,
-    new_bias_smem,
+    new_column_smem,
     new_scheduler_smem,
     new_tile_info,
     producer_acquire,
@@ -203,8 +203,8 @@ def gather_producer(
 
 
 @gluon.jit
-def load_tile_bias(bias, expert, stride, col, n, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr):
-    """(BN) of b1 (E, w) in the order of a tile's columns, distributed over the threads; zero past the last column."""
+def load_tile_columns(values, expert, stride, col, n, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr):
+    """(BN) of ``values`` (E, w) in the order of a tile's columns, as by `load_columns`; zero past the last column."""
     column = gl.arange(0, BN, PAIR_LAYOUT)
     if GATE_UP == "concatenated":
         RUN: gl.constexpr = BN // 2 if B_K_MAJOR else EPILOGUE_N  # columns of gate before as many of up
@@ -215,7 +215,7 @@ def load_tile_bias(bias, expert, stride, col, n, BN: gl.constexpr, B_K_MAJOR: gl
         column, width = col + column, 2 * n
     else:
         column, width = col + column, n
-    return load_bias(bias, expert, stride, column, width)
+    return load_columns(values, expert, stride, column, width)
 
 
 @gluon.jit
@@ -288,7 +288,7 @@ def act_consumer(
         row += CONSUMER * WARPGROUP_M
         if row < end:
             if bias is not None:
-                of_tile = load_tile_bias(bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
+                of_tile = load_tile_columns(bias, expert, stride_bias, col, n, BN, B_K_MAJOR, GATE_UP)
             acc, step = mma_mainloop(ring, step, steps, False, CONSUMER, BN, True, B_K_MAJOR)
             if bias is not None:
                 acc += broadcast_bias(of_tile, bias_smem.index(CONSUMER), acc)
@@ -344,7 +344,7 @@ def up_proj_act_kernel(
     b_smem = gl.allocate_shared_memory(dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     staging = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, WARPGROUP_M, EPILOGUE_N], swizzled)
     ring = (a_smem, b_smem, new_barriers(STAGES, 2), new_barriers(STAGES, CONSUMERS))
-    bias_smem = new_bias_smem(BN)
+    bias_smem = new_column_smem(BN)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(

@@ -35,9 +35,9 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     consumer_release_previous,
     consumer_wait,
     halves,
-    load_bias,
+    load_columns,
     new_barriers,
-    new_bias_smem,
+    new_column_smem,
     new_tile_info,
     producer_acquire,
     publish_tile,
@@ -192,7 +192,7 @@ def pingpong_consumer(
         expert, count = expert_and_count // 4, expert_and_count % 4
         bias_of_tile = None
         if bias is not None:
-            of_tile = load_bias(bias, expert, stride_bias, col + gl.arange(0, BN, THREAD_LAYOUT), width_out)
+            of_tile = load_columns(bias, expert, stride_bias, col + gl.arange(0, BN, THREAD_LAYOUT), width_out)
         if count == 3:
             acc0, acc1, acc2, step = mma_mainloop_blocks(
                 ring, step, steps, mma_order.index(1 - CONSUMER), 3, BN, B_K_MAJOR
@@ -247,7 +247,7 @@ def gemm_rows_kernel(
     staging = gl.allocate_shared_memory(
         rows.dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2)
     )
-    bias_smem = new_bias_smem(BN)
+    bias_smem = new_column_smem(BN)
     mma_order = new_barriers(CONSUMERS, 1)
     ring = (a_smem, b_smem, new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     tiles = (expert_of_tile, row_of_tile, end_of_tile)

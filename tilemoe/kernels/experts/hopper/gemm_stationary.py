@@ -34,9 +34,9 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     consumer_release_previous,
     consumer_wait,
     epilogue_slices,
-    load_bias,
+    load_columns,
     new_barriers,
-    new_bias_smem,
+    new_column_smem,
     producer_acquire,
     store_slice,
     tile_coords,
@@ -206,7 +206,7 @@ def stationary_consumer(
         if bias is not None:
             bias_of_item = bias_smem.index(CONSUMER)
             columns = col + gl.arange(0, BN, PAIR_LAYOUT)
-            bias_of_item.store(load_bias(bias, expert, stride_bias, columns, width_out).to(gl.float32))
+            bias_of_item.store(load_columns(bias, expert, stride_bias, columns, width_out).to(gl.float32))
         for block in range((before + CONSUMER) & 1, count, CONSUMERS):
             mbarrier.wait(mma_order.index(CONSUMER), phase)
             phase ^= 1
@@ -248,7 +248,7 @@ def gemm_stationary_kernel(
     staging = gl.allocate_shared_memory(
         rows.dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2)
     )
-    bias_smem = new_bias_smem(BN)
+    bias_smem = new_column_smem(BN)
     mma_order = new_barriers(CONSUMERS, 1)
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
     gl.warp_specialize(

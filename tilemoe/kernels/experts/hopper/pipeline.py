@@ -355,19 +355,19 @@ def deinterleave(value, N: gl.constexpr):
 
 
 @gluon.jit
-def load_bias(bias, expert, stride, column, width):
-    """The entries ``column`` of an expert's bias, zero past ``width``, in registers of the warp group.
+def load_columns(values, expert, stride, column, width):
+    """The entries ``column`` of ``values`` (E, width) of an expert, a bias or scales, in the warp group's registers.
 
-    To be issued before a tile's mainloop, which hides the load.
+    Zero past ``width``. To be issued before a tile's mainloop, which hides the load.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8.
     stride, width = stride // 8 * 8, width // 8 * 8
-    return gl.load(bias + expert.to(gl.int64) * stride + column, mask=column < width, other=0.0)
+    return gl.load(values + expert.to(gl.int64) * stride + column, mask=column < width, other=0.0)
 
 
 @gluon.jit
-def new_bias_smem(BN: gl.constexpr):
-    """(CONSUMERS, BN) fp32 of shared memory, through which each consumer broadcasts a tile's bias to its threads."""
+def new_column_smem(BN: gl.constexpr):
+    """(CONSUMERS, BN) fp32 of shared memory, through which each consumer broadcasts a tile's columns' values."""
     return gl.allocate_shared_memory(gl.float32, [CONSUMERS, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 

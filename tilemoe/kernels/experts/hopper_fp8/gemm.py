@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tilemoe.kernels.experts.hopper.gemm_dgrad_dact import dact_slices
-from tilemoe.kernels.experts.hopper.gemm_gather_act import gather_producer, load_tile_bias
+from tilemoe.kernels.experts.hopper.gemm_gather_act import gather_producer, load_tile_columns
 from tilemoe.kernels.experts.hopper.pipeline import (
     BK,
     BM,
@@ -30,9 +30,9 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     PAIR_LAYOUT,
     WARPGROUP_M,
     deinterleave,
-    load_bias,
+    load_columns,
     new_barriers,
-    new_bias_smem,
+    new_column_smem,
     new_scheduler_smem,
     new_tile_info,
     receive_tile,
@@ -82,7 +82,7 @@ def rows_consumer(
         if row < end:
             if SCALES == "rows":
                 columns = col + gl.arange(0, 2 * BLOCK, PAIR_LAYOUT)
-                of_columns = load_bias(weight_scale, expert, stride_se, columns, width_out)
+                of_columns = load_columns(weight_scale, expert, stride_se, columns, width_out)
                 of_rows = row_scale_pointers(row_scale, None, row, end)
                 acc, of_rows, step = mma_mainloop(ring, of_rows, step, steps, False, CONSUMER)
                 slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
@@ -129,7 +129,7 @@ def gemm_rows_kernel(
     ring = new_ring(weight, out.dtype, STAGES)
     staging = new_staging(out.dtype)
     if SCALES == "rows":
-        scale_smem = new_bias_smem(BN)
+        scale_smem = new_column_smem(BN)
         row_scale: gl.constexpr = None
     else:  # the row scales of each stage, beside its A
         scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -204,7 +204,7 @@ def act_consumer(
     while expert >= 0:
         row += CONSUMER * WARPGROUP_M
         if row < end:
-            of_columns = load_tile_bias(weight_scale, expert, stride_se, col, n, BN, True, GATE_UP)
+            of_columns = load_tile_columns(weight_scale, expert, stride_se, col, n, BN, True, GATE_UP)
             of_rows = row_scale_pointers(x_scale, token_of_row, row, end)
             acc, of_rows, step = mma_mainloop(ring, of_rows, step, steps, False, CONSUMER)
             slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
@@ -258,7 +258,7 @@ def up_proj_act_kernel(
     COLUMNS: gl.constexpr = BN // 2 if GATE_UP == "concatenated" else BN
     width_out = 2 * n if GATE_UP == "interleaved" else n
     ring = new_ring(weight, dtype, STAGES)
-    scale_smem = new_bias_smem(BN)
+    scale_smem = new_column_smem(BN)
     staging = new_staging(dtype)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     tiles = (expert_of_tile, row_of_tile, end_of_tile)
@@ -295,7 +295,7 @@ def dact_consumer(
         if first < end:
             pair = pairs.index(step % pairs.shape[0]).slice(CONSUMER * WARPGROUP_M, WARPGROUP_M).load(layout)
             score = gl.load(s + pair).to(gl.float32)
-            of_columns = load_bias(weight_scale, expert, stride_se, col + gl.arange(0, BN, PAIR_LAYOUT), n)
+            of_columns = load_columns(weight_scale, expert, stride_se, col + gl.arange(0, BN, PAIR_LAYOUT), n)
             of_rows = row_scale_pointers(do_scale, token_of_row, first, end)
             acc, of_rows, step = mma_mainloop(ring, of_rows, step, steps, pending_release, CONSUMER)
             slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
@@ -351,7 +351,7 @@ def gemm_dgrad_dact_kernel(
     width_in is d in elements of 16 bits: d / 2.
     """
     ring = new_ring(weight, do.dtype.element_ty, STAGES)
-    scale_smem = new_bias_smem(BN)
+    scale_smem = new_column_smem(BN)
     tile_info, scheduler_smem = new_tile_info(STAGES), new_scheduler_smem()
     pairs = gl.allocate_shared_memory(gl.int32, [STAGES, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = (expert_of_tile, row_of_tile, end_of_tile)

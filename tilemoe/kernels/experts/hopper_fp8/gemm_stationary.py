@@ -35,8 +35,8 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     consumer_release_previous,
     consumer_wait,
     halves,
-    load_bias,
-    new_bias_smem,
+    load_columns,
+    new_column_smem,
     new_tile_info,
     producer_acquire,
     publish_tile,
@@ -195,7 +195,7 @@ def scaled_consumer(
         expert, arrivals, phase = block // 8, block // 2 % 4, block & 1
         if SCALES == "rows":
             columns = col + gl.arange(0, 2 * BLOCK, PAIR_LAYOUT)
-            of_columns = load_bias(weight_scale, expert, stride_se, columns, width_out)
+            of_columns = load_columns(weight_scale, expert, stride_se, columns, width_out)
             of_rows = row_scale_pointers(rows_scale, None, row, end)
             acc, of_rows = mma_mainloop_stationary(ring, b_ring, of_rows, step, steps, phase, arrivals)
             slices = scale_slices(acc, of_rows, of_columns, scale_smem.index(CONSUMER))
@@ -243,7 +243,7 @@ def gemm_stationary_kernel(
     gl.static_assert(BN == 2 * BLOCK, "two blocks of scales")
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)
     if SCALES == "rows":
-        scale_smem = new_bias_smem(BN)
+        scale_smem = new_column_smem(BN)
         row_scale: gl.constexpr = None
     else:  # the row scales of each stage of A
         scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, WARPGROUP_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
