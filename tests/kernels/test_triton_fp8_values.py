@@ -117,7 +117,7 @@ def test_rows_are_quantized(block_width: int, count: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 33, 64])
-@pytest.mark.parametrize("width", [128, 384])
+@pytest.mark.parametrize("width", [128, 132, 384])
 def test_rows_are_packed(width: int, count: int, dtype: torch.dtype) -> None:
     """As lines of words, of any strides; and what PyTorch has packed is unpacked to the bit."""
     torch.manual_seed(0)

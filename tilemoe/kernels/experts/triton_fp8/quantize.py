@@ -72,13 +72,13 @@ def unpack_rows(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_rows_launch(rows: Operand) -> tuple[Launch, Tensor]:
-    """(launch, values (R, p)): dequantises rows in blocks of 1 x b, b a multiple of 128, contiguous along a row."""
+    """(launch, values (R, p)): dequantises contiguous rows with a scale per row, or per multiple of 128."""
     data, scale = rows.data, rows.scale
     count, width = data.shape
     values = data.new_empty(count, width, dtype=rows.dtype)
     args = (data, scale, values, count, width, rows.block[1], data.stride(0) // 4, scale.stride(0))
     block_m = _VALUES // BLOCK
-    grid = (ceil_div(count, block_m), width // BLOCK)
+    grid = (ceil_div(count, block_m), ceil_div(width, BLOCK))
     return launch_of(dequantize_rows_kernel, grid, args, {"BLOCK_M": block_m}), values
 
 
