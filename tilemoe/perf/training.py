@@ -77,7 +77,7 @@ def memory_parts(setup: Setup, sequences: int) -> dict[str, int]:
     copies = _BF16 * (root + block if is_block_repeated else parameters)
     if setup.is_sharded:
         copies = _BF16 * (root + 2 * block) + _FP32 * block  # the next block is prefetched, one's gradient is reduced
-    if setup.dtype == "fp8":  # both layouts of a byte each: of all blocks where they are kept, of one where not
+    if setup.dtype == "fp8":  # both copies, of a byte each: of all blocks where they are kept, of one where not
         layers = 1 if setup.gpus > 1 or is_block_repeated else _moe_layers(setup)
         copies += 2 * layers * experts
     return {

@@ -28,7 +28,6 @@ from tilemoe.runtime.weight_cache import cache_of_unchanged_weights
 
 _MIN_CAPABILITY = 89  # Ada is the first with instructions that multiply e4m3 and convert to it
 
-
 Scales = Literal["rows", "blocks"]
 
 

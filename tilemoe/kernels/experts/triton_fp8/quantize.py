@@ -2,8 +2,8 @@
 
 E experts · R rows · blocks of 1 x 128 or whole rows (rows), of 128 x 128 or whole rows (weights)
 
-Memory-bound and not persistent: a CTA quantises 4096 values of rows, one block or 64 rows of a weight. Also the way
-back, and rows packed with their scales into int32 words.
+Memory-bound and not persistent: a CTA quantises 4096 values of rows, or one longer block of a row; one block or 64
+rows of a weight. Also the way back, and rows packed with their scales into int32 words.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
