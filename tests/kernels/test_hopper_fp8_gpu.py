@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LIMITS = {BF16: 3e-3, FP16: 1e-3}
-LIMITS_OF_17408 = {BF16: 4.5e-3}  # a contraction that long, which tensor cores sum to .36%: measured 4.0e-3
+LIMITS_OF_17408 = {BF16: 4.5e-3}  # a contraction that long: 4.0e-3 measured, the output's rounding 1.7e-3 of it
 LAYOUTS = [(name, "concatenated") for name in sorted(GATED_ACTIVATIONS | UNGATED_ACTIVATIONS)]
 LAYOUTS += [(name, "interleaved") for name in sorted(GATED_ACTIVATIONS)]
 T, D, N, E, K = 777, 512, 384, 8, 2

@@ -12,6 +12,7 @@ from triton_compile import KB, NVIDIA, compile_launches, recorded_launches, stac
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.quantize import words_of_row
 from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
+from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows
 from tilemoe.kernels.experts.triton_fp8.quantize import pack_rows, unpack_rows
 from tilemoe.ops import experts
 from tilemoe.routing.build import plan_topk
@@ -84,3 +85,13 @@ def test_rows_that_cross_between_processes(dtype: torch.dtype, capability: int, 
         assert stack_bytes(compiled, tmp_path) == 0
         assert re.search(rf"{wide}\.global\.v4\.b32", compiled.asm["ptx"])
         assert not re.search(r"(ld|st)\.global\S*\.b(8|16)\s", compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("width", [1536, 7168, 28672])
+def test_whole_rows_are_held_in_registers(width: int, capability: int, tmp_path: Path) -> None:
+    with recorded_launches(GPUS[capability]) as launches:
+        quantized_rows(torch.zeros(T, width, dtype=torch.bfloat16))
+    ((_, compiled),) = compile_launches(launches, capability)
+    assert stack_bytes(compiled, tmp_path) == 0
+    assert re.search(r"ld\.global\.v4\.b32", compiled.asm["ptx"])

@@ -55,7 +55,8 @@ class HopperFp8Backend(HopperBackend):
         return self.down_proj(a, w2, b2, plan)
 
     def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
-        return self._rows_times(dh, row_weight(w1, 1).transposed(), None, plan)
+        rows = dh if isinstance(dh, Operand) else quantized_rows(dh.contiguous())
+        return self._rows_times(rows, row_weight(w1, 1).transposed(), None, plan)
 
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
@@ -84,14 +85,14 @@ class HopperFp8Backend(HopperBackend):
         launch.run()
         return a, h
 
-    def _rows_times(self, rows: GemmOperand, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
+    def _rows_times(self, rows: Operand, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
         """F2 and B3: out (R_max, q), rows (R_max, p) times weight (E, q, p) transposed, which is contiguous along p."""
         if plan.capacity == 0:
             return weight.scale.new_empty(0, weight.data.shape[1], dtype=weight.dtype)
         tiles, device = listed_tiles(plan, host.rows_tile(weight.data.shape[2]).block_m), device_of(weight.data)
-        operand = rows if isinstance(rows, Operand) else quantized_rows(rows.contiguous())
+        assert rows.block[1] == weight.block[1], "as many scales along the contraction"
         bias = None if bias is None else aligned_rows(bias)
-        launch, out = host.rows_launch(operand, weight, bias, plan, tiles, device)
+        launch, out = host.rows_launch(rows, weight, bias, plan, tiles, device)
         launch.run()
         return out
 

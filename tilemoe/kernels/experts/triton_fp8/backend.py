@@ -129,6 +129,7 @@ def _rows_times(rows: Operand, weight: Operand, bias: Tensor | None, plan: Routi
     out = weight.scale.new_empty(plan.capacity, width_out, dtype=weight.dtype)
     if plan.capacity == 0:
         return out
+    assert rows.block[1] == weight.block[1], "as many scales along the contraction"
     device = device_of(out)
     tile_m, tile_n = _tile(_TILE, device)
     tiles = listed_tiles(plan, tile_m)

@@ -31,6 +31,7 @@ _BLOCK = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _VALUES = 32 * BLOCK  # of rows, per CTA: 8 KB in 16 bits
+_MOST_VALUES_OF_4_WARPS = 16384  # beyond, registers spill
 _LINES = 64  # rows of a weight per CTA
 
 
@@ -49,7 +50,8 @@ def rows_launch(values: Tensor, block_width: int = BLOCK, into: Operand | None =
     constants = {"BLOCK_M": max(_VALUES // padded, 1), "BLOCK_P": padded}
     grid = (ceil_div(count, constants["BLOCK_M"]), width // block_width)
     args = (values, into.data, into.scale, count, block_width, *strides)
-    return launch_of(quantize_rows_kernel, grid, args, constants), into
+    num_warps = 8 if padded > _MOST_VALUES_OF_4_WARPS else 4
+    return launch_of(quantize_rows_kernel, grid, args, constants, num_warps=num_warps), into
 
 
 def pack_rows(rows: Tensor) -> Tensor:
