@@ -56,7 +56,7 @@ WGMMA = r"wgmma\.mma_async\.sync\.aligned\.(\w+\.f32\.e4m3\.e4m3)"
 BLOCKS, ROWS = "m64n128k32.f32.e4m3.e4m3", "m64n256k32.f32.e4m3.e4m3"
 COPIES = {"F2": {16, 4}, "B1": {16, 4}}  # bytes: F2's row scales and B1's indices of pairs are copied one by one
 # Instructions of a mainloop with scales by row, which waits, multiplies and arrives; and of B as well as of A.
-LONGEST_STEP, LONGEST_STATIONARY_STEP = 59, 64
+LONGEST_STEP, LONGEST_STATIONARY_STEP = 59, 64 if IS_3_6 else 66
 
 
 def gemm_launches(case: Case, dtype: torch.dtype) -> dict[str, Launch]:
