@@ -263,7 +263,7 @@ OF_STATIONARY: dict[str, Fault] = {
     ),
     "the consumers stay with an item": ("stationary_consumer", "index + gl.num_programs(0)", "index", PUBLISHED),
     "a chunk's first rows, always": ("stationary_consumer", "first + block * WARPGROUP_M", "first", "stored twice"),
-    "another expert's bias": ("stationary_consumer", "load_columns(bias, expert", "load_columns(bias, 0 * expert", NUMBERS),
+    "another expert's bias": ("stationary_consumer", "columns(bias, expert", "columns(bias, 0 * expert", NUMBERS),
     "the first columns' bias": ("stationary_consumer", "col + gl.arange", "gl.arange", NUMBERS),
     "the consumers share a bias": ("stationary_consumer", "bias_smem.index(CONSUMER)", "bias_smem.index(0)", NUMBERS),
     "it ends before its stores": ("stationary_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
@@ -290,7 +290,7 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "F1 stores the slope": (UNGATED, ("store_act", "value, _slope", "_slope, value", NUMBERS)),
     "F1 stores half a tile": (UNGATED, ("store_act", "BN if GATE", "BN // 2 if GATE", NUMBERS)),
     "nobody adds the bias": (BIAS, ("act_consumer", "acc += broadcast", "broadcast", NUMBERS)),
-    "the bias of another expert": (BIAS, ("act_consumer", "load_tile_columns(bias, expert", "load_tile_columns(bias, 0 * expert", NUMBERS)),
+    "the bias of another expert": (BIAS, ("act_consumer", "columns(bias, expert", "columns(bias, 0 * expert", NUMBERS)),
     "the bias of the first columns": (BIAS, ("load_tile_columns", "inside = col +", "inside =", NUMBERS)),
     "the bias of the gate twice": (BIAS, ("load_tile_columns", "// RUN % 2", "// RUN % 1", NUMBERS)),
     "the bias of halves for parts": (
