@@ -53,7 +53,7 @@ FAULTS: dict[str, Fault] = {
     "a stage is released with its wgmma in flight": (
         "mma_mainloop", WAIT.format(1) + RELEASE_IN_LOOP, WAIT.format(2) + RELEASE_IN_LOOP, NUMBERS,
     ),
-    "a stage is released that nobody holds": (
+    "a stage is released though no release is pending": (
         "mma_mainloop", RELEASE_PENDING, "consumer_release_previous(ring, step, True)", PROTOCOL,
     ),
     "a pending release is forgotten": (

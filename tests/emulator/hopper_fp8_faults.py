@@ -98,7 +98,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     ),
     "a stage is not released": (SWIGLU, (MMA, WAIT_IN_LOOP, WAIT_IN_LOOP.partition("\n")[0], "deadlock")),
     "the last stage is not released": (SWIGLU, (MMA, LAST_RELEASE, LAST_RELEASE.partition("\n")[0], "deadlock")),
-    "a stage is released that nobody holds": (
+    "a stage is released though no release is pending": (
         SWIGLU, (MMA, RELEASE_PENDING, RELEASE_PENDING.replace("pending_release", "True"), PROTOCOL),
     ),
     "a pending release is forgotten": (
