@@ -2,6 +2,8 @@
 
     python benchmarks/fp8_quality.py run --recipe single-gpu-100m --corpus FOLDER --precisions bf16,fp8 --seeds 3
     python benchmarks/fp8_quality.py run --recipe fp8-smoke --seeds 3        (minutes on a CPU)
+    python benchmarks/fp8_quality.py forks --recipe single-gpu-100m --corpus FOLDER --precisions bf16,bf16,fp8,fp8 \\
+        --steps 350 --fork-at 250
     python benchmarks/fp8_quality.py table
     python benchmarks/fp8_quality.py curves --recipe single-gpu
 
@@ -9,6 +11,10 @@ A recipe is one of the package's or of benchmarks/recipes. The runs of a seed st
 same batches; each is evaluated along the way, in its own precision. At its end the gradients of two sequences are
 compared to those of fp32 with the same weights: 1 minus the cosine, of each layer's experts and router. Each finished
 run is appended to results/fp8_quality.jsonl; those that are there are not repeated.
+
+``forks`` trains once, in bf16, up to a step, and from there on once for each precision given: the branches start from
+equal weights and optimiser states, and see the same batches. So they differ less than runs do that differ from their
+first step. A precision given twice shows by how much they differ anyway. Rows go to results/fp8_forks.jsonl.
 
 ``curves`` reads results/end_to_end.jsonl, whose runs may be as long as a real one: a run there that was told
 ``--model.moe.precision fp8 --train.dense-precision fp8`` beside the one that was not, all else being the same. Whether
@@ -18,6 +24,7 @@ its corpus is, too, shows in ``corpus_digest``; older rows describe theirs in wo
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 from collections.abc import Iterator
@@ -36,7 +43,7 @@ from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.evaluate import evaluate
 from tilemoe.train.loop import Trainer
 
-NAME = "fp8_quality"
+NAME, FORKS = "fp8_quality", "fp8_forks"
 OPTIONS = ("--model.moe.precision", "--train.dense-precision")  # of `tilemoe train`, in the order of `PRECISIONS`
 POINTS = 10  # evaluations of a run
 COMPARED = 2  # sequences whose gradients are compared: fp32 keeps a square of attention's weights for each head
@@ -55,13 +62,7 @@ def measure(recipe: Recipe, device: torch.device) -> Row:
     data = prepared(recipe.data)
     torch.manual_seed(recipe.train.seed)
     trainer = Trainer(recipe, build_model(recipe, device), data, device)
-    trainer.model.train()
-    curve = []
-    for step in range(1, recipe.train.steps + 1):
-        trainer.train_step()
-        if step * POINTS % recipe.train.steps < POINTS:
-            curve.append([step, round(heldout_loss(trainer, recipe), 6)])
-            print(*curve[-1], flush=True)
+    curve = trained(trainer, recipe.train.steps)
     return {
         "heldout_nats": curve[-1][1],
         "curve": curve,
@@ -70,8 +71,22 @@ def measure(recipe: Recipe, device: torch.device) -> Row:
     }
 
 
-def heldout_loss(trainer: Trainer, recipe: Recipe) -> float:
+def trained(trainer: Trainer, until: int) -> list[list[float]]:
+    """Train up to the step ``until``: [step, held-out nats/token] at `POINTS` of the recipe's steps."""
+    curve = []
+    steps = trainer.recipe.train.steps
+    trainer.model.train()
+    while trainer.step < until:
+        trainer.train_step()
+        if trainer.step * POINTS % steps < POINTS:
+            curve.append([trainer.step, round(heldout_loss(trainer), 6)])
+            print(*curve[-1], flush=True)
+    return curve
+
+
+def heldout_loss(trainer: Trainer) -> float:
     """Nats/token over ``eval_batches``."""
+    recipe = trainer.recipe
     found = evaluate(
         trainer.model,
         prepared(recipe.data).heldout,
@@ -141,6 +156,43 @@ def run(args: argparse.Namespace) -> None:
             print(json.dumps(row), flush=True)
 
 
+def forks(args: argparse.Namespace) -> None:
+    """A run in `PLAIN` up to ``fork_at``, then a branch for each precision given, all from equal states."""
+    device = select_device(args.device)
+    base = recipe_of(args.recipe, args.steps)
+    base = replace(base, data=replace(base.data, corpus=args.corpus or base.data.corpus))
+    if not 0 < args.fork_at < base.train.steps:
+        raise ValueError(f"--fork-at must lie within the run's {base.train.steps} steps, got {args.fork_at}")
+    precisions = args.precisions.split(",")
+    data = prepared(base.data)
+    torch.manual_seed(base.train.seed)
+    recipe = in_precision(base, PLAIN)
+    trunk = Trainer(recipe, build_model(recipe, device), data, device)
+    before = trained(trunk, args.fork_at)
+    weights, states = on_cpu(trunk.model.state_dict()), on_cpu(trunk.optimizer.state_dict())
+    del trunk
+    for precision in precisions:
+        recipe = in_precision(base, precision)
+        branch = Trainer(recipe, build_model(recipe, device), data, device)
+        branch.model.load_state_dict(weights)
+        branch.optimizer.load_state_dict(copy.deepcopy(states))
+        branch.step = args.fork_at
+        curve = trained(branch, recipe.train.steps)
+        where = {"recipe": args.recipe, "seed": base.train.seed, "steps": base.train.steps, "fork_at": args.fork_at}
+        row = {**where, "precision": precision, "before": before, "curve": curve}
+        record.append(FORKS, [{**row, "corpus_digest": branch.data_fingerprint}])
+        del branch
+
+
+def on_cpu(state: Any) -> Any:
+    """A copy of nested dicts and lists, with their tensors on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: on_cpu(value) for key, value in state.items()}
+    return [on_cpu(value) for value in state] if isinstance(state, list) else state
+
+
 def table(args: argparse.Namespace) -> None:
     """Markdown: the last held-out loss over the seeds, FP8's against the plain run's of its seed, gradients off."""
     rows = [row for row in record.rows(NAME) if row["recipe"] == args.recipe]
@@ -195,15 +247,16 @@ def above(ratio: float, name: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["run", "table", "curves"])
+    parser.add_argument("what", choices=["run", "forks", "table", "curves"])
     parser.add_argument("--recipe", default="fp8-smoke")
     parser.add_argument("--corpus", help="in place of the recipe's, as data.corpus")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), help="commas between")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="in place of the recipe's")
+    parser.add_argument("--fork-at", type=int, default=0, help="the step up to which branches are one run")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args(argv)
-    {"run": run, "table": table, "curves": curves}[args.what](args)
+    {"run": run, "forks": forks, "table": table, "curves": curves}[args.what](args)
 
 
 if __name__ == "__main__":

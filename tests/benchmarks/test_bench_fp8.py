@@ -48,6 +48,21 @@ def test_runs_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{gap:+.3f}%" in lines[3]
 
 
+def test_branches_go_on_where_the_run_was() -> None:
+    common = ["--recipe", "small", "--device", "cpu", "--precisions"]
+    fp8_quality.main(["run", *common, "bf16", "--seeds", "1"])
+    fp8_quality.main(["forks", *common, "bf16,fp8", "--fork-at", "12"])
+    (whole,) = record.rows("fp8_quality")
+    plain, quantised = record.rows("fp8_forks")
+    assert [row["precision"] for row in (plain, quantised)] == ["bf16", "fp8"]
+    assert plain["before"] == quantised["before"] == whole["curve"][:6]
+    assert plain["curve"] == whole["curve"][6:]
+    assert [step for step, _ in quantised["curve"]] == [14, 16, 18, 20]
+    assert plain["curve"] != quantised["curve"]
+    with pytest.raises(ValueError, match="fork-at"):
+        fp8_quality.main(["forks", *common, "bf16", "--fork-at", "20"])
+
+
 def end_to_end(digest: str, heldout: float, *options: str) -> dict[str, object]:
     curve = {"heldout": [[10, 2.0, 0.5, False], [20, heldout, 0.4, True]]}
     arguments = ["--train.seed", "3", *options, "--optim.lr", "1e-3"]
