@@ -143,7 +143,7 @@ FAULTS: dict[str, Fault] = {
     "B1 skips no slices": ("dact_consumer", "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}"),
     "B1 counts one slice": ("dact_consumer", "step += BN // EPILOGUE_N", "step += 1", f"{SOONER}|{ANOTHER}"),
     "B1 ends before its stores": ("dact_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
-    "B2 overwrites a slice": ("wgrad_consumer", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "B2 overwrites a slice": ("store_gradient", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
     "B2 ends before its stores": ("wgrad_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
 }  # fmt: skip
 # Of a gradient that is added to a sum.

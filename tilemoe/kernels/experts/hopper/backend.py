@@ -47,7 +47,7 @@ class HopperBackend(TritonBackend):
             listed_tiles(plan, tile_rows(x.element_size(), following), tile_of("down_proj", n).block_m)
         device = _device("up_proj_act", x, plan, d, n)
         weight = split_parts(w1, spec).transpose(2, 3)
-        if device is None or not (has_aligned_rows(x) and _describable_weight(weight, device)):
+        if device is None or not (has_aligned_rows(x) and describable_weight(weight, device)):
             return super()._up_proj_act(x, w1, b1, plan, spec, keep_h)
         tiles = listed_tiles(plan, TILES["up_proj_act"].block_m)
         launch, a, h = host.up_proj_act_launch(x, w1, _aligned_bias(b1), plan, tiles, spec, keep_h, device)
@@ -58,7 +58,7 @@ class HopperBackend(TritonBackend):
         if isinstance(weight, Nf4Weight):
             return super()._rows(kernel, rows, weight, bias, plan)
         device = _device(kernel, rows, plan, *weight.shape[1:])
-        if device is None or not (can_describe_rows(device, rows) and _describable_weight(weight, device)):
+        if device is None or not (can_describe_rows(device, rows) and describable_weight(weight, device)):
             return super()._rows(kernel, rows, weight, bias, plan)
         tiles = listed_tiles(plan, tile_of(kernel, weight.shape[1]).block_m)
         launch, out = host.rows_launch(kernel, rows, weight, _aligned_bias(bias), plan, tiles, device)
@@ -77,7 +77,7 @@ class HopperBackend(TritonBackend):
     ) -> None:
         device = _device(kernel, by_row, plan, by_token.shape[1], by_row.shape[1])
         if device is None or not (
-            has_aligned_rows(by_token) and can_describe_rows(device, by_row) and _describable_weight(out, device)
+            has_aligned_rows(by_token) and can_describe_rows(device, by_row) and describable_weight(out, device)
         ):
             super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
         else:
@@ -88,7 +88,7 @@ class HopperBackend(TritonBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = _device("down_proj_dgrad_dact", do, plan, *w2.shape[1:])
         if device is None or not (
-            has_aligned_rows(do) and _describable_weight(w2, device) and can_describe_rows(device, h)
+            has_aligned_rows(do) and describable_weight(w2, device) and can_describe_rows(device, h)
         ):
             return super().down_proj_dgrad_dact(do, w2, b2, h, s, plan, spec)
         tile_m = TILES["down_proj_dgrad_dact"].block_m
@@ -116,6 +116,6 @@ def _aligned_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else aligned_rows(bias)
 
 
-def _describable_weight(weight: Tensor, device: Device) -> bool:
+def describable_weight(weight: Tensor, device: Device) -> bool:
     """Whether a TMA descriptor can be made of a weight (E, ..., in, out), with in or out contiguous."""
     return can_describe(weight, device) or can_describe(weight.transpose(-2, -1), device)

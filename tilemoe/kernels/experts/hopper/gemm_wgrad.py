@@ -27,6 +27,7 @@ from tilemoe.kernels.experts.hopper.pipeline import (
     EPILOGUE_N,
     RAGGED_EXTENT,
     WARPGROUP_M,
+    epilogue_slices,
     fence_and_store,
     halves,
     mma_mainloop,
@@ -162,6 +163,24 @@ def add_slice(out, value, expert, row, col, staging, CONSUMER: gl.constexpr, TRA
 
 
 @gluon.jit
+def store_gradient(
+    out, value, expert, row, col, staging, i: gl.constexpr,
+    CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
+):  # fmt: skip
+    """Start the TMA store, or reduce-add, of the ``i``-th slice (WARPGROUP_M, EPILOGUE_N) of a tile's gradient."""
+    if ADDS:
+        add_slice(out, value, expert, row, col, staging, CONSUMER, TRANSPOSED)
+    else:
+        tma.store_wait(1)
+        buffer = staging.index(2 * CONSUMER + i % 2)
+        if TRANSPOSED:
+            buffer.permute([1, 0]).store(value.to(out.dtype))
+            fence_and_store(out, [expert, col, row], buffer)
+        else:
+            store_slice(out, [expert, row, col], value, buffer)
+
+
+@gluon.jit
 def store_sums(sums, value, expert, row, col, p, q):
     """Store the product's row p, if ``value`` (WARPGROUP_M, EPILOGUE_N) at (row, col) has it, to the expert's sums."""
     if (row <= p) & (p < row + WARPGROUP_M):
@@ -195,24 +214,11 @@ def wgrad_consumer(
         else:
             step = skip_stages(ring, step, 1 if sums is None else gl.maximum(steps, 1), False)
         row = first + CONSUMER * WARPGROUP_M
-        left_half, right_half = halves(acc, WARPGROUP_M, BN)
-        for i in gl.static_range(2):
-            left_slice, right_slice = halves(left_half if i == 0 else right_half, WARPGROUP_M, BN // 2)
-            for j in gl.static_range(2):
-                value = left_slice if j == 0 else right_slice
-                slice_col = col + (2 * i + j) * EPILOGUE_N
-                if sums is not None:
-                    store_sums(sums, value, expert, row, slice_col, p, q)
-                if ADDS:
-                    add_slice(out, value, expert, row, slice_col, staging, CONSUMER, TRANSPOSED)
-                else:
-                    tma.store_wait(1)
-                    buffer = staging.index(2 * CONSUMER + j)
-                    if TRANSPOSED:
-                        buffer.permute([1, 0]).store(value.to(out.dtype))
-                        fence_and_store(out, [expert, slice_col, row], buffer)
-                    else:
-                        store_slice(out, [expert, row, slice_col], value, buffer)
+        slices = epilogue_slices(acc, BN)
+        for i in gl.static_range(4):
+            if sums is not None:
+                store_sums(sums, slices[i], expert, row, col + i * EPILOGUE_N, p, q)
+            store_gradient(out, slices[i], expert, row, col + i * EPILOGUE_N, staging, i, CONSUMER, TRANSPOSED, ADDS)
     tma.store_wait(0)
 
 

@@ -155,10 +155,8 @@ def wgrad_launch(
     """
     p, q = by_token.shape[1], by_row.shape[1]
     ones, width = ones_beside(by_token, sums)
-    transposed = is_column_major(out)
     tile = TILES[kernel]
-    block = [WARPGROUP_M, ADDED_N] if adds else _EPILOGUE_BLOCK
-    to = described(out.transpose(1, 2), [1, *block[::-1]]) if transposed else described(out, [1, *block])
+    to, transposed = gradient_descriptor(out, adds)
     operands = (by_token, ragged_descriptor(by_row, [BLOCK_K, tile.block_n]), to)
     indices = (plan.token_of_row, plan.row_start_of_expert, plan.num_experts)
     args = (*operands, *indices, p, q, by_token.stride(0), ones, sums)
@@ -167,6 +165,14 @@ def wgrad_launch(
 
 
 # Shared with the FP8 kernels
+
+
+def gradient_descriptor(out: Tensor, adds: bool) -> tuple[Any, bool]:
+    """(descriptor of a gradient (E, p, q), p or q contiguous, to store or add a slice of a tile; is it transposed)."""
+    block = [WARPGROUP_M, ADDED_N] if adds else _EPILOGUE_BLOCK
+    if is_column_major(out):
+        return described(out.transpose(1, 2), [1, *block[::-1]]), True
+    return described(out, [1, *block]), False
 
 
 def hopper_launch(

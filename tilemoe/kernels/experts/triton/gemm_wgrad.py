@@ -84,7 +84,7 @@ def gemm_wgrad_kernel(
         slices = column_slices(acc, BLOCK_M, BLOCK_N, SLICES)
         for i in tl.static_range(SLICES):
             at = (expert, first, col + i * slice_width)
-            _store_gradient(out, slices[i], at, p, q, TRANSPOSED, ADDS, USE_TMA, BLOCK_M, slice_width)
+            store_gradient(out, slices[i], at, p, q, TRANSPOSED, ADDS, USE_TMA, BLOCK_M, slice_width)
         if sums is not None:
             for i in tl.static_range(SLICES):
                 at = (expert, first, col + i * slice_width)
@@ -105,7 +105,7 @@ def _store_sums(sums, value, at, p, q, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
-def _store_gradient(
+def store_gradient(
     out, value, at, p, q,
     TRANSPOSED: tl.constexpr, ADDS: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
