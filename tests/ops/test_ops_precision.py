@@ -15,6 +15,8 @@ from torch import Tensor
 import tilemoe
 from tilemoe import reference
 from tilemoe.activations import REGISTRY
+from tilemoe.kernels.experts import quantize
+from tilemoe.plan import experts_of_rows
 from tilemoe.testing import relative_error
 
 T, D, N, E, K = 96, 256, 128, 8, 2
@@ -107,6 +109,62 @@ def test_weight_gradients_have_operands_as_they_are() -> None:
         assert relative_error(found[name], expected[name]) < 1e-6, name
     for name in ("o", "x"):
         assert relative_error(found[name], expected[name]) > 1e-3, name
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These layers count as wide enough for weight gradients in FP8."""
+    monkeypatch.setattr(quantize, "WGRAD_WIDTHS", (D, N))
+    monkeypatch.setattr("tilemoe.reference.fp8._WIDE", (D, N))
+
+
+def test_the_oracle_and_the_layer_agree_on_what_is_wide() -> None:
+    assert quantize.WGRAD_WIDTHS == reference.fp8._WIDE
+    d, q = quantize.WGRAD_WIDTHS
+    assert quantize.quantizes_wgrad(d, q)
+    assert not quantize.quantizes_wgrad(d - 1, q)
+    assert not quantize.quantizes_wgrad(d, q - 1)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"activation": "relu2", "bias": True}, {"activation": "swiglu_oai", "bias": True, "gate_up": "interleaved"},
+], ids=str)  # fmt: skip
+def test_wide_weight_gradients_are_the_oracles(wide: None, options: dict[str, Any]) -> None:
+    layer = Layer(**options)
+    expected = layer(reference.moe, precision="fp8")
+    found = layer(tilemoe.moe, precision="fp8")
+    assert_agree(found, expected)
+    for name in ("w1", "w2"):  # weights as a transposed view of (E, in, out)
+        setattr(layer, name, getattr(layer, name).transpose(1, 2).contiguous().transpose(1, 2))
+    assert_agree(layer(tilemoe.moe, precision="fp8"), found)
+
+
+def test_error_budget_of_wide_weight_gradients(wide: None) -> None:
+    layer = Layer(torch.bfloat16)
+    exact, found = layer(reference.moe), layer(tilemoe.moe, precision="fp8")
+    for name in ("w1", "w2"):
+        assert 0.05 < relative_error(found[name], exact[name]) < 0.08, name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_weight_gradients_of_its_experts_alone(wide: None, bad: float) -> None:
+    layer = Layer()
+    layer.x[5, 3] = bad
+    found = layer(tilemoe.moe, precision="fp8")
+    rows = (layer.plan.token_of_row == 5).nonzero()
+    experts = experts_of_rows(layer.plan.row_start_of_expert, rows).flatten()
+    for name in ("w1", "w2"):
+        broken = found[name].isnan().flatten(1).any(1).nonzero().flatten()
+        assert torch.equal(broken, experts.long()), name
+
+
+def test_a_wide_weight_gradient_of_an_expert_without_rows(wide: None) -> None:
+    layer = Layer()
+    layer.plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64) + torch.arange(K), E)
+    layer.x[7] = 0
+    found = layer(tilemoe.moe, precision="fp8")
+    assert (found["w1"][K:] == 0).all()
+    assert_agree(found, layer(reference.moe, precision="fp8"))
 
 
 def test_twice_the_same_bits() -> None:

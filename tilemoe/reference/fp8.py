@@ -6,6 +6,7 @@ A block's scale is its largest magnitude / 448 in fp32, 1 for a block of zeros. 
 e4m3's to value * (1 / scale), ties to even, times the scale. Sums are in fp32. Where a product contracts d or w (``h``,
 ``da'``, ``dx``), a block is one row of x, do or dh, or all of a weight that makes one column of the product. Where it
 contracts n (``y``), blocks are 1 x 128 of a and 128 x 128 of w2; what ``save="fp8"`` keeps of h has blocks of 1 x 128.
+Weight gradients contract the expert's rows: see `weight_grad`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 _BLOCK, _LARGEST = 128, 448.0
+_WIDE = (4096, 1536)  # d, and w or n, from which on a weight gradient's operands are rounded, too
 
 
 def rounded(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -24,18 +26,34 @@ def rounded(values: Tensor, rows: int, columns: int) -> Tensor:
     for row in range(0, values.shape[0], rows):
         for column in range(0, values.shape[1], columns):
             place = (slice(row, row + rows), slice(column, column + columns))
-            block = values[place]
-            largest = block.abs().max()
-            scale = largest / _LARGEST if largest != 0 else torch.ones_like(largest)
-            scale = torch.maximum(scale, torch.full_like(scale, torch.finfo(torch.float32).tiny))
-            out[place] = _e4m3(block * (1 / scale)) * scale
+            scale = scale_of(values[place])
+            out[place] = _e4m3(values[place] * (1 / scale)) * scale
     return out
+
+
+def scale_of(block: Tensor) -> Tensor:
+    """The scale of all of ``block``."""
+    largest = block.abs().max()
+    scale = largest / _LARGEST if largest != 0 else torch.ones_like(largest)
+    return torch.maximum(scale, torch.full_like(scale, torch.finfo(torch.float32).tiny))
 
 
 def product_by_rows(rows: Tensor, weight: Tensor) -> Tensor:
     """``rows weight^T`` (R, out) of rows (R, in) and weight (out, in), each with one scale per line of ``in``."""
     width = rows.shape[1]
     return rounded(rows, 1, width) @ rounded(weight, 1, width).T
+
+
+def weight_grad(by_token: Tensor, by_row: Tensor) -> Tensor:
+    """``by_token^T by_row`` (d, q) of x or do (R, d) and of dh or a (R, q), rounded in wide layers only.
+
+    A row of by_token is divided by its scale and rounded; the same row of by_row is multiplied by that scale, and then
+    rounded, all of by_row with one scale.
+    """
+    if by_token.shape[0] == 0 or by_token.shape[1] < _WIDE[0] or by_row.shape[1] < _WIDE[1]:
+        return by_token.T @ by_row
+    scales = torch.stack([scale_of(row) for row in by_token]).unsqueeze(1)
+    return _e4m3(by_token * (1 / scales)).T @ rounded(by_row * scales, *by_row.shape)
 
 
 def _e4m3(values: Tensor) -> Tensor:
@@ -55,7 +73,7 @@ class _UpProj(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor]:
         x, w1 = ctx.saved_tensors
-        return product_by_rows(dh, w1.T), dh.T @ x
+        return product_by_rows(dh, w1.T), weight_grad(x, dh).T
 
 
 class _DownProj(torch.autograd.Function):
@@ -69,13 +87,13 @@ class _DownProj(torch.autograd.Function):
         a, w2, score = ctx.saved_tensors
         da_unscaled = product_by_rows(do, w2.T)
         ds = (da_unscaled * a).sum(1, keepdim=True).to(score.dtype)
-        return score * da_unscaled, do.T @ (score * a), ds
+        return score * da_unscaled, weight_grad(do, score * a), ds
 
 
 def up_proj(x: Tensor, w1: Tensor) -> Tensor:
     """``h = x w1^T`` (R, w) of one expert, x (R, d) and w1 (w, d) rounded; fp32.
 
-    ``dx = dh w1`` of dh and w1 rounded; ``dw1 = dh^T x`` as they are.
+    ``dx = dh w1`` of dh and w1 rounded; ``dw1 = dh^T x`` by `weight_grad`.
     """
     return _UpProj.apply(x, w1)
 
@@ -83,8 +101,8 @@ def up_proj(x: Tensor, w1: Tensor) -> Tensor:
 def down_proj(a: Tensor, w2: Tensor, score: Tensor) -> Tensor:
     """``score a w2^T`` (R, d) of one expert, a (R, n) and w2 (d, n) rounded, score (R, 1); fp32.
 
-    ``da' = do w2`` of do and w2 rounded; ``da = score da'``, ``dscore = <da', a>``, ``dw2 = do^T (score a)`` as they
-    are.
+    ``da' = do w2`` of do and w2 rounded; ``da = score da'``, ``dscore = <da', a>``, ``dw2 = do^T (score a)`` by
+    `weight_grad`.
     """
     return _DownProj.apply(a, w2, score)
 

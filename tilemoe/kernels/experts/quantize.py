@@ -1,9 +1,10 @@
 """Quantisation to FP8 (e4m3) with one scale per block, in PyTorch: ``value = data * scale``.
 
 For F1, B1 and B3 a block is a row of x, do or dh, or all of a weight that makes one column of the product; for F2 it is
-1 x 128 of a or 128 x 128 of w2. h is kept in blocks of 1 x 128. A scale is the block's largest magnitude / 448 in fp32,
-so that the largest value maps to 448; 1 for a block of zeros. ``data`` is ``value * (1 / scale)``, the inverse and the
-product in fp32, rounded to nearest, ties to even. A NaN or an infinity makes its block NaN.
+1 x 128 of a or 128 x 128 of w2; for B2 and B4, where `quantizes_wgrad`, a row of x or do, and an expert's rows of dh or
+a_scaled, multiplied by their tokens' scales. h is kept in blocks of 1 x 128. A scale is the block's largest magnitude
+/ 448 in fp32, so that the largest value maps to 448; 1 for a block of zeros. ``data`` is ``value * (1 / scale)``, the
+inverse and the product in fp32, rounded to nearest, ties to even. A NaN or an infinity makes its block NaN.
 
 Quantising is idempotent: values that were quantised, multiplied back and rounded to their dtype give the same ``data``
 and scales again, since the block's largest value is reproduced exactly and e4m3 is coarser than the dtype. Exception:
@@ -24,6 +25,9 @@ from tilemoe.kernels.experts.torch.activations import row_blocks
 BLOCK = FP8_BLOCK
 ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
 LARGEST = 448.0  # of e4m3
+# Widths, of the gathered operand and of the other, from which on a weight gradient is faster with FP8 operands: each of
+# its operands has to be copied, transposed, which takes time in proportion to p + q, where the GEMM's is to p * q.
+WGRAD_WIDTHS = (4096, 1536)
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # a smaller scale would be subnormal in fp32, and lose precision
 
 
@@ -37,6 +41,11 @@ def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
     scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
     data = (blocks * (1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :p, :q]
     return Operand(data.contiguous(), scale.view(*batch, rows, columns), block, values.dtype)
+
+
+def quantizes_wgrad(by_token: int, by_row: int) -> bool:
+    """Whether B2 and B4 read FP8: by_token, the width of x or do, and by_row, that of dh or a_scaled."""
+    return by_token >= WGRAD_WIDTHS[0] and by_row >= WGRAD_WIDTHS[1]
 
 
 def words_of_row(width: int) -> int:

@@ -5,8 +5,9 @@ It computes what the FP8 kernels do, but for the order of sums, and is no faster
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 F1, B1 and B3 read operands with one scale for each row of x, do and dh, and one for each output column of the weight;
-F2 with one for each 1 x 128 of a and each 128 x 128 of w2 (`kernels.experts.quantize`). Weight gradients (B2, B4) and
-bias gradients read x, a, do and dh unquantised, and h is kept unquantised.
+F2 with one for each 1 x 128 of a and each 128 x 128 of w2 (`kernels.experts.quantize`). Of wide layers B2 and B4 read
+the quantised x and do, and dh and a_scaled with one scale per expert; other weight gradients and the bias gradients
+read x, a, do and dh unquantised, and h is kept unquantised.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
 from tilemoe.kernels.experts.base import GemmOperand
-from tilemoe.kernels.experts.quantize import ROWS, WEIGHTS, quantize, why_not_quantized
+from tilemoe.kernels.experts.quantize import (
+    LARGEST,
+    ROWS,
+    SMALLEST_SCALE,
+    WEIGHTS,
+    quantize,
+    quantizes_wgrad,
+    why_not_quantized,
+)
 from tilemoe.kernels.experts.torch.backend import TorchBackend, rows_dot_bias, rows_to_pairs
+from tilemoe.kernels.experts.torch.grouped import expert_of_row
 from tilemoe.plan import RoutingPlan
 
 
@@ -61,6 +71,22 @@ class TorchFp8Backend(TorchBackend):
         """B3: dx_rows (R_max, d), or a slice of d if w1 is one; its width is a multiple of 128."""
         return super().up_proj_dgrad(_rows(dh), _weight(w1, 1), plan).to(dh.dtype)
 
+    def down_proj_wgrad(
+        self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """B2: dw2 (E, d, n), or ``out``."""
+        operands = _wgrad_operands(do, a_scaled, plan)
+        dw2 = super().down_proj_wgrad(*operands, plan, column_major, out)
+        return dw2 if out is not None else dw2.to(do.dtype)
+
+    def up_proj_wgrad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """B4: dw1 (E, w, d), or ``out``."""
+        operands = _wgrad_operands(x, dh, plan)
+        dw1 = super().up_proj_wgrad(*operands, plan, column_major, out)
+        return dw1 if out is not None else dw1.to(x.dtype)
+
 
 def _rows(rows: Tensor) -> Tensor:
     """Rows (R, p) after a round trip through FP8 with a scale for each row."""
@@ -75,6 +101,24 @@ def _weight(weight: Tensor, contracted: int) -> Tensor:
 def _dense(values: Tensor, block: tuple[int, int]) -> Tensor:
     """``values`` after a round trip through FP8, in fp32."""
     return quantize(values, block).dense(torch.float32)
+
+
+def _wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
+    """(x or do (T, p), dh or a_scaled (R_max, q)) as B2 and B4 multiply them: unchanged, or after quantising, in fp32.
+
+    A token's scale is not multiplied back into its row but into its rows of the other operand, which are quantised
+    after that, with one scale for each expert.
+    """
+    if not quantizes_wgrad(by_token.shape[1], by_row.shape[1]):
+        return by_token, by_row
+    tokens = quantize(by_token, (1, by_token.shape[1]))
+    rows = by_row.float() * tokens.scale.index_select(0, plan.token_of_row)
+    rows[torch.arange(plan.capacity, device=rows.device) >= plan.row_start_of_expert[-1]] = 0  # of no expert
+    expert = expert_of_row(plan).long()
+    largest = rows.new_zeros(plan.num_experts).scatter_reduce_(0, expert, rows.abs().amax(1), "amax")
+    scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))[expert].unsqueeze(1)
+    data = (rows * (1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return tokens.data.float(), data.float() * scale
 
 
 def _fp32(bias: Tensor | None) -> Tensor | None:
