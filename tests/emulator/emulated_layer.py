@@ -18,7 +18,7 @@ from tilemoe.kernels.experts.hopper import backend as hopper_backend
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
 from tilemoe.kernels.experts.hopper_fp8 import backend as fp8_backend
-from tilemoe.kernels.experts.quantize import WEIGHTS, quantize
+from tilemoe.kernels.experts.quantize import BLOCK, LARGEST, WEIGHTS, quantize
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.kernels.experts.triton import backend as triton_backend
 from tilemoe.plan import RoutingPlan
@@ -33,6 +33,7 @@ OUTPUTS = {
     "gemm_stationary_kernel": ("out",),
     "gemm_dgrad_dact_kernel": ("dh", "a_scaled", "partial"),
     "gemm_wgrad_kernel": ("out", "sums"),
+    "gemm_transposed_kernel": ("out",),
 }
 
 
@@ -201,6 +202,42 @@ def quantize_blocks(args: dict[str, Any], constants: dict[str, Any]) -> None:
     args["scale"].copy_(found.scale)
 
 
+def row_tiles(args: dict[str, Any]) -> Iterator[tuple[int, int, slice, Tensor, slice]]:
+    """(number, expert, rows, their tokens, place along the rows of transposed operands) of each row tile."""
+    start = args.get("row_start_of_expert")
+    for tile in range(int(args["num_tiles"][0])):
+        row, end = int(args["row_of_tile"][tile]), int(args["end_of_tile"][tile])
+        rows = slice(row, min(row + BLOCK, end))
+        expert = -1 if start is None else int(args["expert_of_tile"][tile])
+        first = 0 if start is None else int(start[expert])
+        place = (first // BLOCK + expert + (row - first) // BLOCK) * BLOCK
+        yield tile, expert, rows, args["token_of_row"][rows].long(), slice(place, place + BLOCK)
+
+
+def gather_transposed(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    for _, _, rows, tokens, place in row_tiles(args):
+        args["out"][:, place] = 0
+        args["out"][:, place.start : place.start + rows.stop - rows.start] = args["data"][tokens].T
+
+
+def largest_of_tiles(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    for tile, _, rows, tokens, _ in row_tiles(args):
+        args["largest"][tile] = (args["rows"][rows].float() * args["token_scale"][tokens]).abs().max()
+
+
+def quantize_transposed(args: dict[str, Any], constants: dict[str, Any]) -> None:
+    start = args["row_start_of_expert"]
+    for tile, expert, rows, tokens, place in row_tiles(args):
+        first = tile - (rows.start - int(start[expert])) // BLOCK
+        largest = args["largest"][first : first - (int(start[expert]) - int(start[expert + 1])) // BLOCK].max()
+        scale = largest / LARGEST if largest else torch.ones(())
+        args["scale"][expert] = scale
+        values = args["rows"][rows].float() * args["token_scale"][tokens] * (1 / scale)
+        args["data"][:, place] = 0
+        count = rows.stop - rows.start
+        args["data"][:, place.start : place.start + count] = values.clamp(-LARGEST, LARGEST).T.to(torch.float8_e4m3fn)
+
+
 IN_PYTORCH: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "tile_lists_kernel": list_tiles,
     "score_grad_kernel": sum_score_grads,
@@ -208,4 +245,7 @@ IN_PYTORCH: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "quantize_rows_kernel": quantize_rows,
     "quantize_weight_rows_kernel": quantize_weight_rows,
     "quantize_blocks_kernel": quantize_blocks,
+    "gather_transposed_kernel": gather_transposed,
+    "largest_of_tiles_kernel": largest_of_tiles,
+    "quantize_transposed_kernel": quantize_transposed,
 }

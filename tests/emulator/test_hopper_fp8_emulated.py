@@ -17,6 +17,7 @@ from emulated_layer import (
     plan_of,
     with_outputs,
 )
+from fp8_checks import assert_wgrads_agree
 from hopper_faults import Fault
 from hopper_fp8_faults import FAULTS, OF_STATIONARY, SWIGLU
 from torch import Tensor
@@ -36,7 +37,15 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 
 LIMIT = 3e-4  # RMS-relative: fp16 rounds by 2.1e-4
 LIMIT_OF_QUANTIZED = 2e-3  # one value of 10 000 that is rounded the other way, by a step, is 7e-4
-KERNELS, EXACT = HopperFp8Backend(), TorchFp8Backend()
+
+
+class WithoutBiasGrads(HopperFp8Backend):
+    """The bias gradients are the portable kernels', which other tests have."""
+
+    up_proj_bias_grad = TorchFp8Backend.up_proj_bias_grad
+
+
+KERNELS, EXACT = WithoutBiasGrads(), TorchFp8Backend()
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=128)}
 # Widths, multiples of 128, not all of 256: half a tile of columns to three; from one step to more than stages.
 SIZES = ((256, 128), (384, 256), (640, 640), (128, 384))
@@ -180,6 +189,28 @@ def test_columns_of_a_quantised_weight(transposed: bool, columns: slice) -> None
     assert_close("y", y[:195].float(), exact_y[:195])
     exact_dx_rows = EXACT.up_proj_dgrad(dh.float(), w1[:, :, columns].float(), plan)
     assert_close("dx_rows", dx_rows[:195].float(), exact_dx_rows[:195])
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("index", range(len(ENDS)))
+def test_wide_weight_gradients(all_wgrads_in_fp8: None, index: int, column_major: bool) -> None:
+    with emulated(ctas=1 + index % 3, seed=index) as launches:
+        assert_wgrads_agree(KERNELS, plan_of(*ENDS[index]), *SIZES[index], column_major, torch.float16, LIMIT)
+    assert gluon_kernels(launches) == {"gemm_transposed_kernel"}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_wide_weight_gradients_of_hostile_routings(all_wgrads_in_fp8: None, name: str) -> None:
+    with emulated(seed=1):
+        assert_wgrads_agree(KERNELS, ROUTINGS[name], 128, 384, False, torch.float16, LIMIT)
+
+
+def test_a_gradient_that_tma_cannot_describe_takes_the_portable_kernel(all_wgrads_in_fp8: None) -> None:
+    plan, by_token = plan_of(65, 0, 130, 40), torch.randn(235, 128).half()
+    total = torch.zeros(3 * 128 * 128 + 1)[1:].view(3, 128, 128)
+    with emulated() as launches, pytest.raises(KeyError, match="wgrad_kernel"):  # which nothing emulates
+        KERNELS.down_proj_wgrad(by_token, torch.randn(235, 128).half(), plan, False, total)
+    assert not gluon_kernels(launches)
 
 
 @cache

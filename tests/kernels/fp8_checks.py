@@ -6,6 +6,7 @@ T tokens · d hidden_size · n intermediate_size · R rows
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from triton_checks import turn
 
 from tilemoe.activations import activation_spec
-from tilemoe.kernels.experts.base import Backend, Operand
+from tilemoe.kernels.experts.base import Backend, Operand, is_column_major
+from tilemoe.kernels.experts.quantize import BLOCK, quantize
 from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
+from tilemoe.kernels.experts.triton_fp8.wgrad import WgradOperands
 from tilemoe.plan import RoutingPlan
 from tilemoe.testing import make_inputs, relative_error
 
@@ -68,3 +71,50 @@ def assert_gemms_agree(ours: Backend, plan: RoutingPlan, case: Fp8Case, limits: 
     compare("dx_rows", ours.up_proj_dgrad(dh, w1, plan), exact.up_proj_dgrad(dh, w1, plan))
     operands = ours.rows_operand(dh), ours.weight_operand(w1, 1)[:, :, half]
     compare("columns of dx_rows", ours.up_proj_dgrad(*operands, plan), exact.up_proj_dgrad(dh, w1[:, :, half], plan))
+
+
+def assert_wgrads_agree(
+    ours: Backend, plan: RoutingPlan, d: int, width: int, column_major: bool, dtype: torch.dtype, limit: float
+) -> None:
+    """B2 and B4, written and added to what is there, with db1 and without, to ``limit``; all in FP8."""
+    torch.manual_seed(0)
+    by_token = torch.randn(plan.num_tokens, d, device=plan.device).to(dtype)
+    by_row = torch.randn(plan.capacity, width, device=plan.device).to(dtype)
+    by_token *= torch.rand(plan.num_tokens, 1, device=plan.device).to(dtype)  # scales of tokens differ
+    exact = TorchFp8Backend()
+    expected = exact.down_proj_wgrad(by_token.float(), by_row.float(), plan)
+    before = torch.randn_like(expected)
+    total = turn(before) if column_major else before.clone()
+    dw2 = ours.down_proj_wgrad(by_token, by_row, plan, column_major)
+    dw1_beside, db1 = ours.up_proj_wgrad_bias_grad(by_token, by_row, plan, column_major)
+    assert ours.down_proj_wgrad(by_token, by_row, plan, column_major, total) is total
+    found = {
+        "dw2": dw2,
+        "dw1": ours.up_proj_wgrad(by_token, by_row, plan, column_major).transpose(1, 2),
+        "dw1 beside db1": dw1_beside.transpose(1, 2),
+        "dw2, added": total - before,
+    }
+    for name, value in found.items():
+        assert value.shape == expected.shape, name
+        assert name == "dw2, added" or is_column_major(value) == (column_major != name.startswith("dw1")), name
+        assert not bool(value[plan.rows_per_expert == 0].any()), f"{name} of an expert without rows"
+        assert not expected.any() or relative_error(value, expected) < limit, name
+    right = exact.up_proj_bias_grad(by_row.float(), plan)
+    assert not right.any() or relative_error(db1, right) < 1e-3, "db1"
+
+
+def transposed_by_torch(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> WgradOperands:
+    """What `wgrad_operands` makes, expert by expert; zeros where it leaves what was there."""
+    tokens, starts = quantize(by_token, (1, by_token.shape[1])), plan.row_start_of_expert.tolist()
+    room = (-(-plan.capacity // BLOCK) + plan.num_experts) * BLOCK
+    left, right = (torch.zeros(t.shape[1], room, device=t.device) for t in (by_token, by_row))
+    scale = torch.ones(plan.num_experts, device=by_row.device)
+    for expert, (start, end) in enumerate(pairwise(starts)):
+        if end > start:
+            token = plan.token_of_row[start:end].long()
+            rows = quantize(by_row[start:end].float() * tokens.scale[token], (end - start, by_row.shape[1]))
+            first = (start // BLOCK + expert) * BLOCK
+            left[:, first : first + end - start] = tokens.data[token].float().T
+            right[:, first : first + end - start] = rows.data.float().T
+            scale[expert] = rows.scale.squeeze()
+    return WgradOperands(left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn), scale)

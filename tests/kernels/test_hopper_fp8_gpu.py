@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_checks import Fp8Case, assert_gemms_agree
+from fp8_checks import Fp8Case, assert_gemms_agree, assert_wgrads_agree
 from torch import Tensor
 
 import tilemoe
 from tilemoe import reference
 from tilemoe.config import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
+from tilemoe.kernels.experts.quantize import WGRAD_WIDTHS
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, hostile_routings, relative_error
 
@@ -70,6 +71,28 @@ def test_tiles_in_bands() -> None:
     plan = plan_topk(torch.rand(300, 4, device="cuda").topk(2, 1).indices, 4)
     case = Fp8Case("swiglu", "concatenated", False, False, BF16, 1152, 8704)
     assert_gemms_agree(HopperFp8Backend(), plan, case, LIMITS_OF_17408)
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_wide_weight_gradients(all_wgrads_in_fp8: None, dtype: torch.dtype, column_major: bool) -> None:
+    for routing in hostile_routings(tile=128, device="cuda"):
+        assert_wgrads_agree(HopperFp8Backend(), routing.plan, D, 640, column_major, dtype, LIMITS[dtype])
+
+
+def test_a_wide_layer() -> None:
+    """The same bits at each call, compiled, recorded and repeated; gradients are the torch backend's."""
+    cfg = tilemoe.MoEConfig(*WGRAD_WIDTHS, E, K, precision="fp8", expert_bias=True)
+    layers = []
+    for kernels in (None, "torch_fp8"):
+        torch.manual_seed(0)
+        layers.append(tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels))
+    x = torch.randn(T, cfg.hidden_size, device="cuda", dtype=BF16)
+    first = step(layers[0], x)
+    for _ in range(3):
+        assert_equal(step(layers[0], x), first)
+    for value, right in zip(first, step(layers[1], x), strict=True):
+        assert relative_error(value, right) < 0.02
 
 
 def test_it_is_chosen_here() -> None:

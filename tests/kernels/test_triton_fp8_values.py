@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from fp8_checks import Fp8Case, assert_gemms_agree
+from fp8_checks import Fp8Case, assert_gemms_agree, assert_wgrads_agree, transposed_by_torch
 from torch import Tensor
 from triton_checks import turn
 
@@ -20,8 +20,9 @@ import tilemoe
 from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts import quantize as by_torch
 from tilemoe.kernels.experts.base import Operand
-from tilemoe.kernels.experts.quantize import WEIGHTS, packed_operand, quantize
+from tilemoe.kernels.experts.quantize import BLOCK, WEIGHTS, packed_operand, quantize
 from tilemoe.kernels.experts.registry import backend_named
+from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.experts.triton_fp8 import backend as fp8_backend
 from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
 from tilemoe.kernels.experts.triton_fp8.operands import dequantized_rows
@@ -32,6 +33,7 @@ from tilemoe.kernels.experts.triton_fp8.quantize import (
     rows_launch,
     unpack_rows,
 )
+from tilemoe.kernels.experts.triton_fp8.wgrad import gather_launch, largest_launch, quantize_launch, wgrad_operands
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import assert_equal, hostile_routings, make_inputs
@@ -62,6 +64,7 @@ def quantized_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fp8_backend, "quantized_blocks", _blocks)
         monkeypatch.setattr(fp8_backend, "row_weight", _row_weight)
         monkeypatch.setattr(fp8_backend, "block_weight", _block_weight)
+        monkeypatch.setattr(fp8_backend, "wgrad_operands", transposed_by_torch)
 
 
 def _rows(values: Tensor | Operand) -> Operand:
@@ -92,10 +95,15 @@ def assert_quantized(operand: Operand, values: Tensor, block: tuple[int, int]) -
     """To the bit what `quantize` gives; interpreted, but for ties and what should be a power of two."""
     expected, scale = quantize(values, block), operand.scale
     assert_equal(scale, expected.scale)
-    found, right = operand.data.float(), expected.data.float()
+    scaled = values.float() * (1 / scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    assert_rounded(operand.data, expected.data, scaled)
+
+
+def assert_rounded(data: Tensor, expected: Tensor, scaled: Tensor) -> None:
+    """``data`` is what PyTorch has made of the values ``scaled``; interpreted, but for the same cases."""
+    found, right = data.float(), expected.float()
     differs = ~((found == right) | (found.isnan() & right.isnan()))
     if INTERPRETED:
-        scaled = values.float() * (1 / scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
         is_tie = (scaled - found).abs() == (scaled - right).abs()
         is_halved = (found * 2 == right) & (right.abs().frexp()[0] == 0.5)
         is_subnormal = (right.abs() == 2**-6) & (found.abs() == 7 * 2**-9)  # the carry to the least normal value
@@ -237,6 +245,53 @@ def test_gemms_are_those_of_the_torch_backend(case: tuple[str, str, bool, bool, 
 def test_hostile_routings(name: str) -> None:
     case = Fp8Case(*CASES[ROUTINGS.index(name) % len(CASES)])
     assert_gemms_agree(TritonFp8Backend(), plan_named(name), case, LIMITS)
+
+
+@pytest.mark.usefixtures("quantized_by_torch", "all_wgrads_in_fp8")
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_wide_weight_gradients(name: str, column_major: bool) -> None:
+    assert_wgrads_agree(TritonFp8Backend(), plan_named(name), D, N, column_major, DTYPE, LIMITS[DTYPE])
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_operands_of_weight_gradients(name: str) -> None:
+    """Gathered tokens and quantised rows, transposed; each expert's place along the rows is its own."""
+    torch.manual_seed(0)
+    plan = plan_named(name)
+    by_token, by_row = torch.randn(plan.num_tokens, D, device=DEVICE), torch.rand(plan.capacity, N, device=DEVICE)
+    by_token *= 0.1 + torch.rand(plan.num_tokens, 1, device=DEVICE)
+    by_row += 0.1  # nothing becomes subnormal, which the interpreter rounds otherwise
+    if not plan.capacity:
+        return
+    tokens, tiles = quantize(by_token, (1, D)), listed_tiles(plan, BLOCK)
+    gather, left = gather_launch(tokens.data, plan, tiles)
+    find, largest = largest_launch(by_row, tokens.scale, plan, tiles)
+    quantize_rows, right, scale = quantize_launch(by_row, tokens.scale, largest, plan, tiles)
+    for launch in (gather, find, quantize_rows):
+        launch.run()
+    expected, starts = transposed_by_torch(by_token, by_row, plan), plan.row_start_of_expert[:-1].tolist()
+    for expert, (start, count) in enumerate(zip(starts, plan.rows_per_expert.tolist(), strict=True)):
+        first = (start // BLOCK + expert) * BLOCK
+        place = slice(first, first - -count // BLOCK * BLOCK)
+        assert_equal(left[:, place].float(), expected.by_token[:, place].float())
+        if count:
+            assert_equal(scale[expert], expected.scale[expert])
+            rows = torch.zeros(place.stop - first, N, device=DEVICE)
+            token = plan.token_of_row[start : start + count].long()
+            rows[:count] = by_row[start : start + count] * tokens.scale[token] * (1 / scale[expert])
+            assert_rounded(right[:, place], expected.by_row[:, place], rows.T)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["token", "row"])
+def test_what_is_not_finite_makes_its_experts_scale_nan(where: str, bad: float) -> None:
+    plan = plan_topk(torch.arange(8, device=DEVICE)[:, None] % 4, 4)
+    by_token, by_row = torch.ones(8, D, device=DEVICE), torch.ones(8, N, device=DEVICE)
+    broken = int(plan.token_of_row[3]) if where == "token" else 3
+    (by_token if where == "token" else by_row)[broken, 7] = bad
+    scale = wgrad_operands(by_token, by_row, plan).scale
+    assert_equal(scale.isfinite(), torch.tensor([True, False, True, True], device=DEVICE))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter computes the same way each time")

@@ -18,18 +18,27 @@ from tilemoe.kernels.experts.base import Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.configs import BLOCK_K, EPILOGUE_N, WARPGROUP_M, TileConfig
 from tilemoe.kernels.experts.hopper.descriptors import described, ragged_descriptor
-from tilemoe.kernels.experts.hopper.host import gather_constants, h_descriptors, h_output, hopper_launch
+from tilemoe.kernels.experts.hopper.host import (
+    gather_constants,
+    gradient_descriptor,
+    h_descriptors,
+    h_output,
+    hopper_launch,
+)
 from tilemoe.kernels.experts.hopper_fp8.gemm import gemm_dgrad_dact_kernel, gemm_rows_kernel, up_proj_act_kernel
 from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
+from tilemoe.kernels.experts.hopper_fp8.gemm_wgrad import gemm_transposed_kernel
 from tilemoe.kernels.experts.quantize import BLOCK, ROWS
 from tilemoe.kernels.experts.triton.host import dact_outputs, split_parts
 from tilemoe.kernels.experts.triton.tiles import TileList
 from tilemoe.kernels.experts.triton_fp8.operands import scales_of
+from tilemoe.kernels.experts.triton_fp8.wgrad import WgradOperands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
 from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
-TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel but the weight-stationary one
+TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel but the following two
+WGRAD = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 240, 32)
 STATIONARY = TileConfig(configs.STATIONARY_M, 2 * BLOCK, 8, 232, 40, 4)
 _EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
 
@@ -129,6 +138,17 @@ def dgrad_dact_launch(
     args = (_pairs(do.data, h.dtype), do.scale, right, w2.scale, *outputs, *indices, *sizes)
     launch = _launch(gemm_dgrad_dact_kernel, tiles.capacity * column_tiles, args, constants, device)
     return launch, dh, a_scaled, partial
+
+
+def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
+    """B2 and B4: out (E, p, q), p or q contiguous; adds: out, fp32, is accumulated into instead of overwritten."""
+    p, q = operands.by_token.shape[0], operands.by_row.shape[0]
+    left, right = (_pairs(data, torch.bfloat16) for data in (operands.by_token, operands.by_row))
+    to, transposed = gradient_descriptor(out, adds)
+    described_operands = (described(left, [WGRAD.block_m, BLOCK_K]), described(right, [WGRAD.block_n, BLOCK_K]))
+    args = (*described_operands, operands.scale, to, plan.row_start_of_expert, plan.num_experts, p, q)
+    grid = persistent_grid(device, plan.num_experts * ceil_div(p, WGRAD.block_m) * ceil_div(q, WGRAD.block_n))
+    return hopper_launch(gemm_transposed_kernel, grid, args, {"TRANSPOSED": transposed, "ADDS": adds}, WGRAD)
 
 
 def _launch(kernel: Any, tiles: int, args: tuple[Any, ...], constants: dict[str, Any], device: Device) -> Launch:

@@ -1,4 +1,4 @@
-"""FP8 in Triton: F1, F2, B1 and B3 read e4m3 operands with scales; the rest is the Triton backend's.
+"""FP8 in Triton: F1, F2, B1, B3, and B2 and B4 of wide layers, read e4m3 operands; the rest is the Triton backend's.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import GemmOperand, Operand
-from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
+from tilemoe.kernels.experts.base import Backend, GemmOperand, Operand
+from tilemoe.kernels.experts.quantize import BLOCK, quantizes_wgrad, why_not_quantized
 from tilemoe.kernels.experts.triton import host
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, score_grad
+from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
 from tilemoe.kernels.experts.triton_fp8 import gemm
 from tilemoe.kernels.experts.triton_fp8.operands import (
@@ -29,6 +30,7 @@ from tilemoe.kernels.experts.triton_fp8.operands import (
     scales_of,
     why_no_e4m3,
 )
+from tilemoe.kernels.experts.triton_fp8.wgrad import wgrad_launch, wgrad_operands
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
@@ -92,6 +94,30 @@ class TritonFp8Backend(TritonBackend):
             device,
         )
         return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
+
+    def up_proj_wgrad_bias_grad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if quantizes_wgrad(x.shape[1], dh.shape[1]):  # what B4 reads of dh is rounded, db1 is not
+            return Backend.up_proj_wgrad_bias_grad(self, x, dh, plan, column_major, out)
+        return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
+
+    def _weight_grad(
+        self,
+        kernel: Kernel,
+        by_token: Tensor,
+        by_row: Tensor,
+        out: Tensor,
+        plan: RoutingPlan,
+        adds: bool,
+        sums: Tensor | None = None,
+    ) -> None:
+        if plan.capacity == 0 or not quantizes_wgrad(by_token.shape[1], by_row.shape[1]):
+            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
+            return
+        assert sums is None, "`up_proj_wgrad_bias_grad` asks for none"
+        operands = wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan)
+        wgrad_launch(operands, out, plan, device_of(by_row), adds).run()
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool

@@ -110,13 +110,13 @@ def row_weight_launch(weight: Tensor) -> tuple[Launch, Operand]:
 
 
 @triton.jit
-def _scale_of(largest, has_nan):
+def scale_for(largest, has_nan):
     scale = tl.where(largest == 0, 1.0, tl.maximum(largest / _LARGEST, _SMALLEST_SCALE))
     return tl.where(has_nan > 0, float("nan"), scale)  # tl.max and tl.maximum drop NaN
 
 
 @triton.jit
-def _rounded(values, scale):
+def rounded(values, scale):
     """e4m3 of ``values * (1 / scale)``, clamped: the product may round to more than 448, for which e4m3 has NaN."""
     return tl.clamp(values * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, tl.PropagateNan.ALL).to(tl.float8e4nv)
 
@@ -136,8 +136,8 @@ def quantize_rows_kernel(
     inside = (row < count)[:, None] & (inner < block_width)[None, :]
     line, column = row.to(tl.int64), block * block_width + inner
     tile = tl.load(values + line[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale_of_row = _scale_of(tl.max(tl.abs(tile), axis=1), tl.max((tile != tile).to(tl.int32), axis=1))
-    tile = _rounded(tile, scale_of_row[:, None])
+    scale_of_row = scale_for(tl.max(tl.abs(tile), axis=1), tl.max((tile != tile).to(tl.int32), axis=1))
+    tile = rounded(tile, scale_of_row[:, None])
     tl.store(data + line[:, None] * (4 * stride_words) + column[None, :], tile, mask=inside)
     tl.store(scale + line * stride_scale + block, scale_of_row, mask=row < count)
 
@@ -166,8 +166,8 @@ def quantize_blocks_kernel(weight, data, scale, p, q, stride_e, stride_p, stride
     pointers = weight + expert * stride_e + line[:, None] * stride_p + column.to(tl.int64)[None, :] * stride_q
     tile = tl.load(pointers).to(tl.float32)
     has_nan = tl.max(tl.max((tile != tile).to(tl.int32), axis=1), axis=0)
-    scale_of_block = _scale_of(tl.max(tl.max(tl.abs(tile), axis=1), axis=0), has_nan)
-    tl.store(data + expert * p * q + line[:, None] * q + column[None, :], _rounded(tile, scale_of_block))
+    scale_of_block = scale_for(tl.max(tl.max(tl.abs(tile), axis=1), axis=0), has_nan)
+    tl.store(data + expert * p * q + line[:, None] * q + column[None, :], rounded(tile, scale_of_block))
     tl.store(scale + (expert * (p // _BLOCK) + block_p) * (q // _BLOCK) + block_q, scale_of_block)
 
 
@@ -187,9 +187,9 @@ def quantize_weight_rows_kernel(weight, data, scale, p, q, stride_e, stride_p, s
         tile = tl.load(pointers + block * stride_block, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(tile), axis=1))
         has_nan = tl.maximum(has_nan, tl.max((tile != tile).to(tl.int32), axis=1))
-    scale_of_row = _scale_of(largest, has_nan)
+    scale_of_row = scale_for(largest, has_nan)
     out = data + (expert * p + row)[:, None] * q + step[None, :]
     for block in range(q // _BLOCK):
         tile = tl.load(pointers + block * stride_block, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + block * _BLOCK, _rounded(tile, scale_of_row[:, None]), mask=inside)
+        tl.store(out + block * _BLOCK, rounded(tile, scale_of_row[:, None]), mask=inside)
     tl.store(scale + expert * p + row, scale_of_row, mask=row < p)

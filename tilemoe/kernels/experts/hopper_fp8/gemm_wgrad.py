@@ -1,0 +1,123 @@
+"""B2 and B4 with FP8 operands, ``out_e = A_e^T B_e`` contracted over the expert's rows, from transposed copies.
+
+E experts · p, q widths of A and B · L room along the rows, as laid out by `triton_fp8.wgrad` · BM x BN tile of (p, q)
+BK k-block: 128 rows, as 64 elements of 16 bits
+
+Cooperative (see `hopper.pipeline`), both operands K-major and by TMA: one warp is the producer. Tile order, epilogue
+and what an expert without rows takes are those of `hopper.gemm_wgrad`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tilemoe.kernels.experts.hopper.gemm_wgrad import store_gradient, weight_tile_coords
+from tilemoe.kernels.experts.hopper.gluon_compat import tma_load
+from tilemoe.kernels.experts.hopper.pipeline import (
+    BK,
+    BM,
+    CONSUMERS,
+    EPILOGUE_N,
+    WARPGROUP_M,
+    epilogue_slices,
+    new_barriers,
+    new_tile_info,
+    producer_acquire,
+    publish_tile,
+    receive_tile,
+    skip_stages,
+)
+from tilemoe.kernels.experts.hopper_fp8.mainloop import BLOCK, mma_mainloop, zero_tile
+
+
+@gluon.jit
+def transposed_producer(
+    by_token, by_row, row_start_of_expert, num_experts, p, q, ring, tile_info, BN: gl.constexpr
+):  # fmt: skip
+    """Producer, one warp: stages of 128 rows of A, by_token (p, L / 2), and of B, by_row (q, L / 2).
+
+    tile_info: (expert, first row and column of the tile, number of stages); 0 comes in a stage without operands.
+    """
+    a_smem, b_smem, full, _empty = ring
+    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, start, end, first, col = weight_tile_coords(index, total, p, q, row_start_of_expert, BN)
+        steps = gl.cdiv(end - start, BLOCK)
+        place = (start // BLOCK + expert) * BK  # as `triton_fp8.wgrad.first_block`
+        stage = producer_acquire(ring, step)
+        publish_tile(tile_info, stage, expert, first, col, steps)
+        if steps == 0:
+            mbarrier.arrive(full.index(stage), count=1)
+            step += 1
+        for k in range(steps):
+            stage = producer_acquire(ring, step)
+            mbarrier.expect(full.index(stage), by_token.block_type.nbytes + by_row.block_type.nbytes)
+            tma_load(by_token, [first, place + k * BK], full.index(stage), a_smem.index(stage))
+            tma_load(by_row, [col, place + k * BK], full.index(stage), b_smem.index(stage))
+            step += 1
+
+
+@gluon.jit
+def transposed_consumer(
+    out, scale, num_experts, p, q, ring, tile_info, staging,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
+):  # fmt: skip
+    """Consumer. Epilogue: multiply by the expert's scale, then as `hopper.gemm_wgrad.wgrad_consumer`."""
+    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
+    rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, zero_tile().type.layout))
+    step = 0
+    for _ in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, col, steps = receive_tile(ring, tile_info, step)
+        acc = zero_tile()
+        if steps > 0:
+            acc, of_rows, step = mma_mainloop(ring, scale + expert + 0 * rows, step, steps, False, CONSUMER)
+            acc *= of_rows[:, None]
+        else:
+            step = skip_stages(ring, step, 1, False)
+        row = first + CONSUMER * WARPGROUP_M
+        slices = epilogue_slices(acc, BN)
+        for i in gl.static_range(4):
+            store_gradient(out, slices[i], expert, row, col + i * EPILOGUE_N, staging, i, CONSUMER, TRANSPOSED, ADDS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_transposed_kernel(
+    by_token,
+    by_row,
+    scale,
+    out,
+    row_start_of_expert,
+    num_experts,
+    p,
+    q,
+    TRANSPOSED: gl.constexpr,
+    ADDS: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """by_token (p, L / 2) and by_row (q, L / 2) of 16 bits, scale (E) -> out (E, p, q), or (E, q, p) if TRANSPOSED.
+
+    Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
+    """
+    staged: gl.constexpr = gl.NVMMASharedLayout(128, 32 if ADDS else 16, 2)
+    a_smem = gl.allocate_shared_memory(by_token.dtype, [STAGES, BM, BK], by_token.layout)
+    b_smem = gl.allocate_shared_memory(by_row.dtype, [STAGES, BN, BK], by_row.layout)
+    staging = gl.allocate_shared_memory(out.dtype, [2 * CONSUMERS] + out.block_shape[1:], staged)  # noqa: RUF005
+    ring = (a_smem, b_smem, new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS))
+    tile_info = new_tile_info(STAGES)
+    gl.warp_specialize(
+        [
+            (transposed_consumer, (out, scale, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED, ADDS)),
+            (transposed_consumer, (out, scale, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED, ADDS)),
+            (transposed_producer, (by_token, by_row, row_start_of_expert, num_experts, p, q, ring, tile_info, BN)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,211 @@
+"""B2 and B4 with FP8 operands, ``out_e = A_e^T B_e``: the operands' transposed copies, and the portable GEMM.
+
+T tokens · E experts · R_max static row capacity · p, q widths of A (gathered: x or do) and B (dh or a_scaled)
+C capacity of the list of row tiles · L = C * 128 room along the rows
+
+Tensor cores read 8-bit operands contiguous along the contraction, here an expert's rows. So both operands are copied:
+A's quantised tokens as they are, gathered and transposed, (p, L); B times its tokens' scales, quantised with one scale
+per expert and transposed, (q, L). An expert's rows take whole blocks of 128, from `first_block` on, zeros past its
+last. So the GEMM scales nothing but its result, by the expert's scale.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemoe.kernels.experts.base import is_column_major
+from tilemoe.kernels.experts.quantize import BLOCK
+from tilemoe.kernels.experts.triton.gemm_wgrad import store_gradient
+from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
+from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows
+from tilemoe.kernels.experts.triton_fp8.quantize import rounded, scale_for
+from tilemoe.kernels.launching import launch_of
+from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.device import Device
+from tilemoe.runtime.launch import Launch, persistent_grid
+
+_BLOCK = tl.constexpr(BLOCK)
+_TILE = 128  # BM and BN of the portable GEMM
+
+
+class WgradOperands(NamedTuple):
+    """by_token (p, L) and by_row (q, L), e4m3; scale (E) fp32, unspecified for an expert without rows."""
+
+    by_token: Tensor
+    by_row: Tensor
+    scale: Tensor
+
+
+def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> WgradOperands:
+    """Of by_token (T, p), its rows contiguous, and by_row (R_max, q), contiguous; p and q are multiples of 128."""
+    tokens, tiles = quantized_rows(by_token), listed_tiles(plan, BLOCK)
+    gather, left = gather_launch(tokens.data, plan, tiles)
+    largest, per_tile = largest_launch(by_row, tokens.scale, plan, tiles)
+    quantize, right, scale = quantize_launch(by_row, tokens.scale, per_tile, plan, tiles)
+    for launch in (gather, largest, quantize):
+        launch.run()
+    return WgradOperands(left, right, scale)
+
+
+def gather_launch(data: Tensor, plan: RoutingPlan, tiles: TileList) -> tuple[Launch, Tensor]:
+    """(launch, tokens (p, L) e4m3): each row's token of data (T, p), transposed."""
+    out = data.new_empty(data.shape[1], tiles.capacity * BLOCK)
+    indices = (plan.token_of_row, plan.row_start_of_expert, *tiles)
+    args = (data.view(torch.uint8), out.view(torch.uint8), *indices, data.shape[1], tiles.capacity)
+    grid = (data.shape[1] // BLOCK, tiles.capacity)
+    return launch_of(gather_transposed_kernel, grid, args, {}, num_warps=8), out
+
+
+def largest_launch(rows: Tensor, scale: Tensor, plan: RoutingPlan, tiles: TileList) -> tuple[Launch, Tensor]:
+    """(launch, largest (C) fp32): of each row tile, the largest magnitude of rows (R_max, q) times scale (T, 1)."""
+    largest = scale.new_empty(tiles.capacity)
+    args = (rows, scale, largest, plan.token_of_row, *tiles[1:], rows.shape[1])
+    return launch_of(largest_of_tiles_kernel, (tiles.capacity,), args, {}), largest
+
+
+def quantize_launch(
+    rows: Tensor, token_scale: Tensor, largest: Tensor, plan: RoutingPlan, tiles: TileList
+) -> tuple[Launch, Tensor, Tensor]:
+    """(launch, data (q, L) e4m3, scale (E)): rows (R_max, q) times token_scale (T, 1), quantised and transposed."""
+    data = rows.new_empty(rows.shape[1], tiles.capacity * BLOCK, dtype=torch.float8_e4m3fn)
+    scale = largest.new_empty(plan.num_experts)
+    indices = (plan.token_of_row, plan.row_start_of_expert, *tiles)
+    args = (rows, token_scale, largest, data, scale, *indices, rows.shape[1], tiles.capacity)
+    grid = (rows.shape[1] // BLOCK, tiles.capacity)
+    return launch_of(quantize_transposed_kernel, grid, args, {}, num_warps=4), data, scale
+
+
+def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
+    """The portable GEMM: out (E, p, q), dense with p or q contiguous; adds: out, fp32, is accumulated into."""
+    by_token, by_row, scale = operands
+    p, q = by_token.shape[0], by_row.shape[0]
+    transposed = is_column_major(out)
+    to = out.transpose(1, 2) if transposed else out
+    args = (by_token, by_row, scale, to, plan.row_start_of_expert, plan.num_experts, p, q, by_token.shape[1] // BLOCK)
+    constants = {"TRANSPOSED": transposed, "ADDS": adds, "BLOCK_M": _TILE, "BLOCK_N": _TILE}
+    grid = persistent_grid(device, plan.num_experts * (p // _TILE) * (q // _TILE))
+    return launch_of(wgrad_kernel, grid, args, constants, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def first_block(start, expert):
+    """The first block of 128 along the rows that an expert has, whose rows begin at ``start``.
+
+    Experts do not overlap: ceil(count / 128) blocks never reach ``(start + count) // 128 + 1`` blocks further.
+    """
+    return start // _BLOCK + expert
+
+
+@triton.jit
+def gather_transposed_kernel(
+    data, out, token_of_row, row_start_of_expert, expert_of_tile, row_of_tile, end_of_tile, num_tiles, width, capacity,
+):  # fmt: skip
+    """data (T, p) -> out (p, L), bytes; a CTA moves 128 columns of a row tile."""
+    tile = tl.program_id(1)
+    if tile < tl.load(num_tiles):
+        expert, first = tl.load(expert_of_tile + tile), tl.load(row_of_tile + tile)
+        row = first + tl.arange(0, _BLOCK)
+        inside = row < tl.load(end_of_tile + tile)
+        token = tl.load(token_of_row + row, mask=inside, other=0).to(tl.int64)
+        column = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+        values = tl.load(data + token[:, None] * width + column[None, :], mask=inside[:, None], other=0)
+        start = tl.load(row_start_of_expert + expert)
+        _store_transposed(out, values, start, expert, first, column, capacity)
+
+
+@triton.jit
+def _store_transposed(out, values, start, expert, first, column, capacity):
+    """``values`` (128, 128) of the rows from ``first`` on to out (., L) at ``column``, transposed."""
+    block = first_block(start, expert) + (first - start) // _BLOCK
+    line = out + column.to(tl.int64)[:, None] * (capacity * _BLOCK)
+    tl.store(line + block * _BLOCK + tl.arange(0, _BLOCK)[None, :], tl.trans(values))
+
+
+@triton.jit
+def largest_of_tiles_kernel(rows, token_scale, largest, token_of_row, row_of_tile, end_of_tile, num_tiles, width):
+    """rows (R_max, q), token_scale (T) -> largest (C): NaN if one of the tile's products is."""
+    tile = tl.program_id(0)
+    if tile < tl.load(num_tiles):
+        row = tl.load(row_of_tile + tile) + tl.arange(0, _BLOCK)
+        inside = row < tl.load(end_of_tile + tile)
+        pointers = rows + row.to(tl.int64)[:, None] * width + tl.arange(0, _BLOCK)[None, :]
+        of_row = tl.zeros((_BLOCK,), dtype=tl.float32)
+        has_nan = tl.zeros((_BLOCK,), dtype=tl.int32)
+        for block in range(width // _BLOCK):
+            values = tl.load(pointers + block * _BLOCK, mask=inside[:, None], other=0.0).to(tl.float32)
+            of_row = tl.maximum(of_row, tl.max(tl.abs(values), axis=1))
+            has_nan = tl.maximum(has_nan, tl.max((values != values).to(tl.int32), axis=1))
+        token = tl.load(token_of_row + row, mask=inside, other=0)
+        of_row *= tl.load(token_scale + token, mask=inside, other=0.0)
+        bad = tl.max(tl.maximum(has_nan, (of_row != of_row).to(tl.int32)), axis=0)
+        tl.store(largest + tile, tl.where(bad > 0, float("nan"), tl.max(of_row, axis=0)))
+
+
+@triton.jit
+def quantize_transposed_kernel(
+    rows, token_scale, largest, data, scale, token_of_row, row_start_of_expert,
+    expert_of_tile, row_of_tile, end_of_tile, num_tiles, width, capacity,
+):  # fmt: skip
+    """rows (R_max, q), token_scale (T), largest (C) -> data (q, L), scale (E)."""
+    tile = tl.program_id(1)
+    if tile < tl.load(num_tiles):
+        expert, first, end = tl.load(expert_of_tile + tile), tl.load(row_of_tile + tile), tl.load(end_of_tile + tile)
+        start = tl.load(row_start_of_expert + expert)
+        first_tile = tile - (first - start) // _BLOCK
+        of_expert = _scale_of_expert(largest, first_tile, tl.cdiv(end - start, _BLOCK))
+        tl.store(scale + expert, of_expert, mask=(tile == first_tile) & (tl.program_id(0) == 0))
+        row = first + tl.arange(0, _BLOCK)
+        inside = row < end
+        token = tl.load(token_of_row + row, mask=inside, other=0)
+        factor = tl.load(token_scale + token, mask=inside, other=0.0)
+        column = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+        pointers = rows + row.to(tl.int64)[:, None] * width + column[None, :]
+        values = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32) * factor[:, None]
+        _store_transposed(data, rounded(values, of_expert), start, expert, first, column, capacity)
+
+
+@triton.jit
+def _scale_of_expert(largest, first_tile, tiles):
+    """The scale of an expert from what its ``tiles`` tiles have as their largest magnitudes."""
+    most, has_nan = 0.0, 0
+    for at in range(0, tiles, _BLOCK):
+        index = at + tl.arange(0, _BLOCK)
+        found = tl.load(largest + first_tile + index, mask=index < tiles, other=0.0)
+        most = tl.maximum(most, tl.max(found, axis=0))
+        has_nan = tl.maximum(has_nan, tl.max((found != found).to(tl.int32), axis=0))
+    return scale_for(most, has_nan)
+
+
+@triton.jit
+def wgrad_kernel(
+    by_token, by_row, scale, out, row_start_of_expert, num_experts, p, q, capacity,
+    TRANSPOSED: tl.constexpr, ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """by_token (p, L), by_row (q, L), scale (E) -> out (E, p, q), or (E, q, p) if TRANSPOSED; else as
+    `triton.gemm_wgrad`. BM and BN divide p and q.
+    """
+    row_tiles = p // BLOCK_M
+    tiles = row_tiles * (q // BLOCK_N)
+    step = tl.arange(0, _BLOCK)
+    for index in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
+        expert = index // tiles
+        first = index % row_tiles * BLOCK_M
+        col = index % tiles // row_tiles * BLOCK_N
+        start = tl.load(row_start_of_expert + expert)
+        end = tl.load(row_start_of_expert + expert + 1)
+        place = first_block(start, expert) * _BLOCK + step[None, :]
+        along, columns = (first + tl.arange(0, BLOCK_M)).to(tl.int64), (col + tl.arange(0, BLOCK_N)).to(tl.int64)
+        left_pointers = by_token + along[:, None] * (capacity * _BLOCK) + place
+        right_pointers = by_row + columns[:, None] * (capacity * _BLOCK) + place
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for block in range(tl.cdiv(end - start, _BLOCK)):
+            left, right = tl.load(left_pointers + block * _BLOCK), tl.load(right_pointers + block * _BLOCK)
+            acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=_BLOCK)  # as in `gemm.contract`
+        acc *= tl.load(scale + expert, mask=end > start, other=0.0)
+        store_gradient(out, acc, (expert, first, col), p, q, TRANSPOSED, ADDS, False, BLOCK_M, BLOCK_N)
