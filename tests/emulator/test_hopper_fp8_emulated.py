@@ -205,6 +205,14 @@ def test_wide_weight_gradients_of_hostile_routings(all_wgrads_in_fp8: None, name
         assert_wgrads_agree(KERNELS, ROUTINGS[name], 128, 384, False, torch.float16, LIMIT)
 
 
+def test_wide_weight_gradients_in_slices(all_wgrads_in_fp8: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilemoe.kernels.experts.triton_fp8.wgrad.SLICE", 256)
+    with emulated() as launches:
+        assert_wgrads_agree(KERNELS, plan_of(65, 0, 130, 40), 640, 128, False, torch.float16, LIMIT)
+    of_gemms = [launch.args["first_of_slice"] for launch in launches if launch.kernel.is_gluon()]
+    assert of_gemms == 4 * [0, 256, 512]
+
+
 def test_a_gradient_that_tma_cannot_describe_takes_the_portable_kernel(all_wgrads_in_fp8: None) -> None:
     plan, by_token = plan_of(65, 0, 130, 40), torch.randn(235, 128).half()
     total = torch.zeros(3 * 128 * 128 + 1)[1:].view(3, 128, 128)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from fp8_checks import Fp8Case, assert_gemms_agree, assert_wgrads_agree, transposed_by_torch
+from fp8_checks import Fp8Case, assert_gemms_agree, assert_wgrads_agree, transposed_by_torch, whole_transposed_by_torch
 from torch import Tensor
 from triton_checks import turn
 
@@ -265,12 +265,13 @@ def test_operands_of_weight_gradients(name: str) -> None:
     if not plan.capacity:
         return
     tokens, tiles = quantize(by_token, (1, D)), listed_tiles(plan, BLOCK)
-    gather, left = gather_launch(tokens.data, plan, tiles)
+    left = tokens.data.new_empty(D, tiles.capacity * BLOCK)
+    gather = gather_launch(tokens.data, left, plan, tiles)
     find, largest = largest_launch(by_row, tokens.scale, plan, tiles)
     quantize_rows, right, scale = quantize_launch(by_row, tokens.scale, largest, plan, tiles)
     for launch in (gather, find, quantize_rows):
         launch.run()
-    expected, starts = transposed_by_torch(by_token, by_row, plan), plan.row_start_of_expert[:-1].tolist()
+    expected, starts = whole_transposed_by_torch(by_token, by_row, plan), plan.row_start_of_expert[:-1].tolist()
     for expert, (start, count) in enumerate(zip(starts, plan.rows_per_expert.tolist(), strict=True)):
         first = (start // BLOCK + expert) * BLOCK
         place = slice(first, first - -count // BLOCK * BLOCK)
@@ -290,7 +291,8 @@ def test_what_is_not_finite_makes_its_experts_scale_nan(where: str, bad: float) 
     by_token, by_row = torch.ones(8, D, device=DEVICE), torch.ones(8, N, device=DEVICE)
     broken = int(plan.token_of_row[3]) if where == "token" else 3
     (by_token if where == "token" else by_row)[broken, 7] = bad
-    scale = wgrad_operands(by_token, by_row, plan).scale
+    (operands,) = wgrad_operands(by_token, by_row, plan)
+    scale = operands.scale
     assert_equal(scale.isfinite(), torch.tensor([True, False, True, True], device=DEVICE))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _BLOCK, _LARGEST = 128, 448.0
-_WIDE = (4096, 1536)  # d, and w or n, from which on a weight gradient's operands are rounded, too
+_WIDE = (1024, 2048 * 2048)  # a weight gradient's operands are rounded, too, if it has such sides, and so many elements
 
 
 def rounded(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -50,7 +50,8 @@ def weight_grad(by_token: Tensor, by_row: Tensor) -> Tensor:
     A row of by_token is divided by its scale and rounded; the same row of by_row is multiplied by that scale, and then
     rounded, all of by_row with one scale.
     """
-    if by_token.shape[0] == 0 or by_token.shape[1] < _WIDE[0] or by_row.shape[1] < _WIDE[1]:
+    sides = by_token.shape[1], by_row.shape[1]
+    if by_token.shape[0] == 0 or min(sides) < _WIDE[0] or sides[0] * sides[1] < _WIDE[1]:
         return by_token.T @ by_row
     scales = torch.stack([scale_of(row) for row in by_token]).unsqueeze(1)
     return _e4m3(by_token * (1 / scales)).T @ rounded(by_row * scales, *by_row.shape)

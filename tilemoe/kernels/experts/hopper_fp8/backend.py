@@ -96,9 +96,9 @@ class HopperFp8Backend(HopperBackend):
             return
         assert sums is None, "`up_proj_wgrad_bias_grad` asks for none"
         device = _device(by_row)
-        operands = wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan)
         launch = host.wgrad_launch if describable_weight(out, device) else wgrad_launch
-        launch(operands, out, plan, device, adds).run()
+        for operands in wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan):
+            launch(operands, out, plan, device, adds).run()
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool

@@ -1,7 +1,7 @@
 """B2 and B4 with FP8 operands, ``out_e = A_e^T B_e`` contracted over the expert's rows, from transposed copies.
 
-E experts · p, q widths of A and B · L room along the rows, as laid out by `triton_fp8.wgrad` · BM x BN tile of (p, q)
-BK k-block: 128 rows, as 64 elements of 16 bits
+E experts · p, q widths of A and B · c width of a slice of A · L room along the rows, laid out by `triton_fp8.wgrad`
+BM x BN tile of (c, q) · BK k-block: 128 rows, as 64 elements of 16 bits
 
 Cooperative (see `hopper.pipeline`), both operands K-major and by TMA: one warp is the producer. Tile order, epilogue
 and what an expert without rows takes are those of `hopper.gemm_wgrad`.
@@ -35,17 +35,17 @@ from tilemoe.kernels.experts.hopper_fp8.mainloop import BLOCK, mma_mainloop, zer
 
 @gluon.jit
 def transposed_producer(
-    by_token, by_row, row_start_of_expert, num_experts, p, q, ring, tile_info, BN: gl.constexpr
+    by_token, by_row, row_start_of_expert, num_experts, width, q, ring, tile_info, BN: gl.constexpr
 ):  # fmt: skip
-    """Producer, one warp: stages of 128 rows of A, by_token (p, L / 2), and of B, by_row (q, L / 2).
+    """Producer, one warp: stages of 128 rows of A, by_token (c, L / 2), and of B, by_row (q, L / 2).
 
     tile_info: (expert, first row and column of the tile, number of stages); 0 comes in a stage without operands.
     """
     a_smem, b_smem, full, _empty = ring
-    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
+    total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, start, end, first, col = weight_tile_coords(index, total, p, q, row_start_of_expert, BN)
+        expert, start, end, first, col = weight_tile_coords(index, total, width, q, row_start_of_expert, BN)
         steps = gl.cdiv(end - start, BLOCK)
         place = (start // BLOCK + expert) * BK  # as `triton_fp8.wgrad.first_block`
         stage = producer_acquire(ring, step)
@@ -63,11 +63,11 @@ def transposed_producer(
 
 @gluon.jit
 def transposed_consumer(
-    out, scale, num_experts, p, q, ring, tile_info, staging,
+    out, scale, num_experts, first_of_slice, width, q, ring, tile_info, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """Consumer. Epilogue: multiply by the expert's scale, then as `hopper.gemm_wgrad.wgrad_consumer`."""
-    total = num_experts * gl.cdiv(p, BM) * gl.cdiv(q, BN)
+    total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
     rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, zero_tile().type.layout))
     step = 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -78,7 +78,7 @@ def transposed_consumer(
             acc *= of_rows[:, None]
         else:
             step = skip_stages(ring, step, 1, False)
-        row = first + CONSUMER * WARPGROUP_M
+        row = first_of_slice + first + CONSUMER * WARPGROUP_M
         slices = epilogue_slices(acc, BN)
         for i in gl.static_range(4):
             store_gradient(out, slices[i], expert, row, col + i * EPILOGUE_N, staging, i, CONSUMER, TRANSPOSED, ADDS)
@@ -93,7 +93,8 @@ def gemm_transposed_kernel(
     out,
     row_start_of_expert,
     num_experts,
-    p,
+    first_of_slice,
+    width,
     q,
     TRANSPOSED: gl.constexpr,
     ADDS: gl.constexpr,
@@ -102,7 +103,8 @@ def gemm_transposed_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """by_token (p, L / 2) and by_row (q, L / 2) of 16 bits, scale (E) -> out (E, p, q), or (E, q, p) if TRANSPOSED.
+    """by_token (c, L / 2) and by_row (q, L / 2) of 16 bits, scale (E) -> ``width`` = c rows, from first_of_slice on,
+    of out (E, p, q), or columns of (E, q, p) if TRANSPOSED.
 
     Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
     """
@@ -114,9 +116,11 @@ def gemm_transposed_kernel(
     tile_info = new_tile_info(STAGES)
     gl.warp_specialize(
         [
-            (transposed_consumer, (out, scale, num_experts, p, q, ring, tile_info, staging, 0, BN, TRANSPOSED, ADDS)),
-            (transposed_consumer, (out, scale, num_experts, p, q, ring, tile_info, staging, 1, BN, TRANSPOSED, ADDS)),
-            (transposed_producer, (by_token, by_row, row_start_of_expert, num_experts, p, q, ring, tile_info, BN)),
+            (transposed_consumer, (out, scale, num_experts, first_of_slice, width, q, ring, tile_info, staging, 0,
+                                   BN, TRANSPOSED, ADDS)),
+            (transposed_consumer, (out, scale, num_experts, first_of_slice, width, q, ring, tile_info, staging, 1,
+                                   BN, TRANSPOSED, ADDS)),
+            (transposed_producer, (by_token, by_row, row_start_of_expert, num_experts, width, q, ring, tile_info, BN)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

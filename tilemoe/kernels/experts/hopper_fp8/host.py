@@ -141,13 +141,14 @@ def dgrad_dact_launch(
 
 
 def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
-    """B2 and B4: out (E, p, q), p or q contiguous; adds: out, fp32, is accumulated into instead of overwritten."""
-    p, q = operands.by_token.shape[0], operands.by_row.shape[0]
+    """B2 and B4: a slice of out (E, p, q), p or q contiguous; adds: out, fp32, is accumulated into."""
+    width, q = operands.by_token.shape[0], operands.by_row.shape[0]
     left, right = (_pairs(data, torch.bfloat16) for data in (operands.by_token, operands.by_row))
     to, transposed = gradient_descriptor(out, adds)
     described_operands = (described(left, [WGRAD.block_m, BLOCK_K]), described(right, [WGRAD.block_n, BLOCK_K]))
-    args = (*described_operands, operands.scale, to, plan.row_start_of_expert, plan.num_experts, p, q)
-    grid = persistent_grid(device, plan.num_experts * ceil_div(p, WGRAD.block_m) * ceil_div(q, WGRAD.block_n))
+    sizes = (plan.num_experts, operands.first, width, q)
+    args = (*described_operands, operands.scale, to, plan.row_start_of_expert, *sizes)
+    grid = persistent_grid(device, plan.num_experts * ceil_div(width, WGRAD.block_m) * ceil_div(q, WGRAD.block_n))
     return hopper_launch(gemm_transposed_kernel, grid, args, {"TRANSPOSED": transposed, "ADDS": adds}, WGRAD)
 
 

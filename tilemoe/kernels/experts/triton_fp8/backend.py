@@ -116,8 +116,8 @@ class TritonFp8Backend(TritonBackend):
             super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
             return
         assert sums is None, "`up_proj_wgrad_bias_grad` asks for none"
-        operands = wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan)
-        wgrad_launch(operands, out, plan, device_of(by_row), adds).run()
+        for operands in wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan):
+            wgrad_launch(operands, out, plan, device_of(by_row), adds).run()
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool

@@ -1,17 +1,19 @@
 """B2 and B4 with FP8 operands, ``out_e = A_e^T B_e``: the operands' transposed copies, and the portable GEMM.
 
 T tokens · E experts · R_max static row capacity · p, q widths of A (gathered: x or do) and B (dh or a_scaled)
-C capacity of the list of row tiles · L = C * 128 room along the rows
+C capacity of the list of row tiles · L = C * 128 room along the rows · c width of a slice of A's columns
 
 Tensor cores read 8-bit operands contiguous along the contraction, here an expert's rows. So both operands are copied:
-A's quantised tokens as they are, gathered and transposed, (p, L); B times its tokens' scales, quantised with one scale
-per expert and transposed, (q, L). An expert's rows take whole blocks of 128, from `first_block` on, zeros past its
-last. So the GEMM scales nothing but its result, by the expert's scale.
+A's quantised tokens as they are, gathered and transposed, (c, L), one slice of columns after the other to bound the
+memory; B times its tokens' scales, quantised with one scale per expert and transposed, (q, L). An expert's rows take
+whole blocks of 128, from `first_block` on, zeros past its last. So the GEMM scales nothing but its result, by the
+expert's scale.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,34 +34,45 @@ from tilemoe.runtime.launch import Launch, persistent_grid
 
 _BLOCK = tl.constexpr(BLOCK)
 _TILE = 128  # BM and BN of the portable GEMM
+SLICE = 2048  # columns of A whose gathered copy exists at a time
 
 
 class WgradOperands(NamedTuple):
-    """by_token (p, L) and by_row (q, L), e4m3; scale (E) fp32, unspecified for an expert without rows."""
+    """For A's columns from ``first`` on: by_token (c, L) and by_row (q, L), e4m3; scale (E), unspecified for an expert
+    without rows.
+    """
 
+    first: int
     by_token: Tensor
     by_row: Tensor
     scale: Tensor
 
 
-def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> WgradOperands:
-    """Of by_token (T, p), its rows contiguous, and by_row (R_max, q), contiguous; p and q are multiples of 128."""
+def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[WgradOperands]:
+    """Of each slice of by_token (T, p), rows contiguous, and of by_row (R_max, q), contiguous; p and q divide by 128.
+
+    A slice overwrites the one before it: its GEMM has to be launched first.
+    """
     tokens, tiles = quantized_rows(by_token), listed_tiles(plan, BLOCK)
-    gather, left = gather_launch(tokens.data, plan, tiles)
-    largest, per_tile = largest_launch(by_row, tokens.scale, plan, tiles)
-    quantize, right, scale = quantize_launch(by_row, tokens.scale, per_tile, plan, tiles)
-    for launch in (gather, largest, quantize):
-        launch.run()
-    return WgradOperands(left, right, scale)
+    find, largest = largest_launch(by_row, tokens.scale, plan, tiles)
+    quantize, right, scale = quantize_launch(by_row, tokens.scale, largest, plan, tiles)
+    find.run()
+    quantize.run()
+    p = by_token.shape[1]
+    left = tokens.data.new_empty(min(p, SLICE), tiles.capacity * BLOCK)
+    for first in range(0, p, SLICE):
+        columns = tokens.data[:, first : first + SLICE]
+        of_slice = left[: columns.shape[1]]
+        gather_launch(columns, of_slice, plan, tiles).run()
+        yield WgradOperands(first, of_slice, right, scale)
 
 
-def gather_launch(data: Tensor, plan: RoutingPlan, tiles: TileList) -> tuple[Launch, Tensor]:
-    """(launch, tokens (p, L) e4m3): each row's token of data (T, p), transposed."""
-    out = data.new_empty(data.shape[1], tiles.capacity * BLOCK)
+def gather_launch(data: Tensor, out: Tensor, plan: RoutingPlan, tiles: TileList) -> Launch:
+    """Each row's token of data (T, c), e4m3, transposed, to out (c, L)."""
     indices = (plan.token_of_row, plan.row_start_of_expert, *tiles)
-    args = (data.view(torch.uint8), out.view(torch.uint8), *indices, data.shape[1], tiles.capacity)
-    grid = (data.shape[1] // BLOCK, tiles.capacity)
-    return launch_of(gather_transposed_kernel, grid, args, {}, num_warps=8), out
+    columns = data.shape[1] // BLOCK
+    args = (data.view(torch.uint8), out.view(torch.uint8), *indices, columns, data.stride(0), tiles.capacity)
+    return launch_of(gather_transposed_kernel, (tiles.capacity * columns,), args, {}, num_warps=8)
 
 
 def largest_launch(rows: Tensor, scale: Tensor, plan: RoutingPlan, tiles: TileList) -> tuple[Launch, Tensor]:
@@ -76,20 +89,21 @@ def quantize_launch(
     data = rows.new_empty(rows.shape[1], tiles.capacity * BLOCK, dtype=torch.float8_e4m3fn)
     scale = largest.new_empty(plan.num_experts)
     indices = (plan.token_of_row, plan.row_start_of_expert, *tiles)
-    args = (rows, token_scale, largest, data, scale, *indices, rows.shape[1], tiles.capacity)
-    grid = (rows.shape[1] // BLOCK, tiles.capacity)
-    return launch_of(quantize_transposed_kernel, grid, args, {}, num_warps=4), data, scale
+    columns = rows.shape[1] // BLOCK
+    args = (rows, token_scale, largest, data, scale, *indices, columns, tiles.capacity)
+    return launch_of(quantize_transposed_kernel, (tiles.capacity * columns,), args, {}), data, scale
 
 
 def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
-    """The portable GEMM: out (E, p, q), dense with p or q contiguous; adds: out, fp32, is accumulated into."""
-    by_token, by_row, scale = operands
-    p, q = by_token.shape[0], by_row.shape[0]
+    """The portable GEMM: a slice of out (E, p, q), dense, p or q contiguous; adds: out, fp32, is accumulated into."""
+    first, by_token, by_row, scale = operands
+    width, q = by_token.shape[0], by_row.shape[0]
     transposed = is_column_major(out)
     to = out.transpose(1, 2) if transposed else out
-    args = (by_token, by_row, scale, to, plan.row_start_of_expert, plan.num_experts, p, q, by_token.shape[1] // BLOCK)
+    sizes = (plan.num_experts, first, width, out.shape[1], q, by_token.shape[1] // BLOCK)
     constants = {"TRANSPOSED": transposed, "ADDS": adds, "BLOCK_M": _TILE, "BLOCK_N": _TILE}
-    grid = persistent_grid(device, plan.num_experts * (p // _TILE) * (q // _TILE))
+    grid = persistent_grid(device, plan.num_experts * (width // _TILE) * (q // _TILE))
+    args = (by_token, by_row, scale, to, plan.row_start_of_expert, *sizes)
     return launch_of(wgrad_kernel, grid, args, constants, num_warps=8, num_stages=3)
 
 
@@ -102,19 +116,20 @@ def first_block(start, expert):
     return start // _BLOCK + expert
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def gather_transposed_kernel(
-    data, out, token_of_row, row_start_of_expert, expert_of_tile, row_of_tile, end_of_tile, num_tiles, width, capacity,
+    data, out, token_of_row, row_start_of_expert, expert_of_tile, row_of_tile, end_of_tile, num_tiles,
+    columns, stride, capacity,
 ):  # fmt: skip
-    """data (T, p) -> out (p, L), bytes; a CTA moves 128 columns of a row tile."""
-    tile = tl.program_id(1)
+    """data (T, c) -> out (c, L), bytes; a CTA moves 128 of 128 * ``columns`` columns of a row tile."""
+    tile = tl.program_id(0) // columns
     if tile < tl.load(num_tiles):
         expert, first = tl.load(expert_of_tile + tile), tl.load(row_of_tile + tile)
         row = first + tl.arange(0, _BLOCK)
         inside = row < tl.load(end_of_tile + tile)
         token = tl.load(token_of_row + row, mask=inside, other=0).to(tl.int64)
-        column = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
-        values = tl.load(data + token[:, None] * width + column[None, :], mask=inside[:, None], other=0)
+        column = tl.program_id(0) % columns * _BLOCK + tl.arange(0, _BLOCK)
+        values = tl.load(data + token[:, None] * stride + column[None, :], mask=inside[:, None], other=0)
         start = tl.load(row_start_of_expert + expert)
         _store_transposed(out, values, start, expert, first, column, capacity)
 
@@ -147,25 +162,25 @@ def largest_of_tiles_kernel(rows, token_scale, largest, token_of_row, row_of_til
         tl.store(largest + tile, tl.where(bad > 0, float("nan"), tl.max(of_row, axis=0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def quantize_transposed_kernel(
     rows, token_scale, largest, data, scale, token_of_row, row_start_of_expert,
-    expert_of_tile, row_of_tile, end_of_tile, num_tiles, width, capacity,
+    expert_of_tile, row_of_tile, end_of_tile, num_tiles, columns, capacity,
 ):  # fmt: skip
-    """rows (R_max, q), token_scale (T), largest (C) -> data (q, L), scale (E)."""
-    tile = tl.program_id(1)
+    """rows (R_max, q), token_scale (T), largest (C) -> data (q, L), scale (E); a CTA has 128 columns of a row tile."""
+    tile, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
     if tile < tl.load(num_tiles):
         expert, first, end = tl.load(expert_of_tile + tile), tl.load(row_of_tile + tile), tl.load(end_of_tile + tile)
         start = tl.load(row_start_of_expert + expert)
         first_tile = tile - (first - start) // _BLOCK
         of_expert = _scale_of_expert(largest, first_tile, tl.cdiv(end - start, _BLOCK))
-        tl.store(scale + expert, of_expert, mask=(tile == first_tile) & (tl.program_id(0) == 0))
+        tl.store(scale + expert, of_expert, mask=(tile == first_tile) & (column_tile == 0))
         row = first + tl.arange(0, _BLOCK)
         inside = row < end
         token = tl.load(token_of_row + row, mask=inside, other=0)
         factor = tl.load(token_scale + token, mask=inside, other=0.0)
-        column = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
-        pointers = rows + row.to(tl.int64)[:, None] * width + column[None, :]
+        column = column_tile * _BLOCK + tl.arange(0, _BLOCK)
+        pointers = rows + row.to(tl.int64)[:, None] * (columns * _BLOCK) + column[None, :]
         values = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32) * factor[:, None]
         _store_transposed(data, rounded(values, of_expert), start, expert, first, column, capacity)
 
@@ -182,15 +197,15 @@ def _scale_of_expert(largest, first_tile, tiles):
     return scale_for(most, has_nan)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def wgrad_kernel(
-    by_token, by_row, scale, out, row_start_of_expert, num_experts, p, q, capacity,
+    by_token, by_row, scale, out, row_start_of_expert, num_experts, first_of_slice, width, p, q, capacity,
     TRANSPOSED: tl.constexpr, ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """by_token (p, L), by_row (q, L), scale (E) -> out (E, p, q), or (E, q, p) if TRANSPOSED; else as
-    `triton.gemm_wgrad`. BM and BN divide p and q.
+    """by_token (c, L), by_row (q, L), scale (E) -> ``width`` = c rows, from first_of_slice on, of out (E, p, q), or
+    columns of (E, q, p) if TRANSPOSED; else as `triton.gemm_wgrad`. BM and BN divide c and q.
     """
-    row_tiles = p // BLOCK_M
+    row_tiles = width // BLOCK_M
     tiles = row_tiles * (q // BLOCK_N)
     step = tl.arange(0, _BLOCK)
     for index in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
@@ -208,4 +223,4 @@ def wgrad_kernel(
             left, right = tl.load(left_pointers + block * _BLOCK), tl.load(right_pointers + block * _BLOCK)
             acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=_BLOCK)  # as in `gemm.contract`
         acc *= tl.load(scale + expert, mask=end > start, other=0.0)
-        store_gradient(out, acc, (expert, first, col), p, q, TRANSPOSED, ADDS, False, BLOCK_M, BLOCK_N)
+        store_gradient(out, acc, (expert, first_of_slice + first, col), p, q, TRANSPOSED, ADDS, False, BLOCK_M, BLOCK_N)
