@@ -3,7 +3,7 @@
     python benchmarks/fp8_quality.py run --recipe single-gpu-100m --corpus FOLDER --precisions bf16,fp8 --seeds 3
     python benchmarks/fp8_quality.py run --recipe fp8-smoke --seeds 3        (minutes on a CPU)
     python benchmarks/fp8_quality.py forks --recipe single-gpu-100m --corpus FOLDER --precisions bf16,bf16,fp8,fp8 \\
-        --steps 350 --fork-at 250
+        --steps 350 --fork-at 250 --seeds 1
     python benchmarks/fp8_quality.py table
     python benchmarks/fp8_quality.py curves --recipe single-gpu
 
@@ -12,9 +12,9 @@ same batches; each is evaluated along the way, in its own precision. At its end 
 compared to those of fp32 with the same weights: 1 minus the cosine, of each layer's experts and router. Each finished
 run is appended to results/fp8_quality.jsonl; those that are there are not repeated.
 
-``forks`` trains once, in bf16, up to a step, and from there on once for each precision given: the branches start from
-equal weights and optimiser states, and see the same batches. So they differ less than runs do that differ from their
-first step. A precision given twice shows by how much they differ anyway. Rows go to results/fp8_forks.jsonl.
+``forks`` trains each seed once, in bf16, up to a step, and from there on once for each precision given: branches start
+from equal weights and optimiser states, and see the same batches. So they differ less than whole runs do. A precision
+given twice shows by how much they differ anyway. Rows go to results/fp8_forks.jsonl.
 
 ``curves`` reads results/end_to_end.jsonl, whose runs may be as long as a real one: a run there that was told
 ``--model.moe.precision fp8 --train.dense-precision fp8`` beside the one that was not, all else being the same. Whether
@@ -59,9 +59,8 @@ def variant(recipe: Recipe, precision: str, seed: int) -> Recipe:
 
 def measure(recipe: Recipe, device: torch.device) -> Row:
     """One run: [step, held-out nats/token] along it, and what its gradients are off at the end."""
-    data = prepared(recipe.data)
     torch.manual_seed(recipe.train.seed)
-    trainer = Trainer(recipe, build_model(recipe, device), data, device)
+    trainer = new_trainer(recipe, device)
     curve = trained(trainer, recipe.train.steps)
     return {
         "heldout_nats": curve[-1][1],
@@ -69,6 +68,10 @@ def measure(recipe: Recipe, device: torch.device) -> Row:
         "gradients_off": gradients_off(trainer, recipe),
         "corpus_digest": trainer.data_fingerprint,
     }
+
+
+def new_trainer(recipe: Recipe, device: torch.device) -> Trainer:
+    return Trainer(recipe, build_model(recipe, device), prepared(recipe.data), device)
 
 
 def trained(trainer: Trainer, until: int) -> list[list[float]]:
@@ -135,10 +138,14 @@ def recipe_of(name: str, steps: int) -> Recipe:
     return replace(recipe, train=replace(recipe.train, steps=steps)) if steps else recipe
 
 
+def base_of(args: argparse.Namespace) -> Recipe:
+    base = recipe_of(args.recipe, args.steps)
+    return replace(base, data=replace(base.data, corpus=args.corpus or base.data.corpus))
+
+
 def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
     """Every run, seed by seed, so that what is there can be compared."""
-    base = recipe_of(args.recipe, args.steps)
-    base = replace(base, data=replace(base.data, corpus=args.corpus or base.data.corpus))
+    base = base_of(args)
     for seed in range(args.seeds):
         for precision in args.precisions.split(","):
             what = (args.recipe, precision, seed, base.train.steps)
@@ -157,31 +164,26 @@ def run(args: argparse.Namespace) -> None:
 
 
 def forks(args: argparse.Namespace) -> None:
-    """A run in `PLAIN` up to ``fork_at``, then a branch for each precision given, all from equal states."""
-    device = select_device(args.device)
-    base = recipe_of(args.recipe, args.steps)
-    base = replace(base, data=replace(base.data, corpus=args.corpus or base.data.corpus))
+    """Of each seed a run in `PLAIN` up to ``fork_at``, then a branch for each precision given."""
+    device, base = select_device(args.device), base_of(args)
     if not 0 < args.fork_at < base.train.steps:
         raise ValueError(f"--fork-at must lie within the run's {base.train.steps} steps, got {args.fork_at}")
-    precisions = args.precisions.split(",")
-    data = prepared(base.data)
-    torch.manual_seed(base.train.seed)
-    recipe = in_precision(base, PLAIN)
-    trunk = Trainer(recipe, build_model(recipe, device), data, device)
-    before = trained(trunk, args.fork_at)
-    weights, states = on_cpu(trunk.model.state_dict()), on_cpu(trunk.optimizer.state_dict())
-    del trunk
-    for precision in precisions:
-        recipe = in_precision(base, precision)
-        branch = Trainer(recipe, build_model(recipe, device), data, device)
-        branch.model.load_state_dict(weights)
-        branch.optimizer.load_state_dict(copy.deepcopy(states))
-        branch.step = args.fork_at
-        curve = trained(branch, recipe.train.steps)
-        where = {"recipe": args.recipe, "seed": base.train.seed, "steps": base.train.steps, "fork_at": args.fork_at}
-        row = {**where, "precision": precision, "before": before, "curve": curve}
-        record.append(FORKS, [{**row, "corpus_digest": branch.data_fingerprint}])
-        del branch
+    for seed in range(args.seeds):
+        recipes = {precision: variant(base, precision, seed) for precision in {PLAIN, *args.precisions.split(",")}}
+        torch.manual_seed(seed)
+        trunk = new_trainer(recipes[PLAIN], device)
+        before = trained(trunk, args.fork_at)
+        weights, states = on_cpu(trunk.model.state_dict()), on_cpu(trunk.optimizer.state_dict())
+        del trunk
+        for precision in args.precisions.split(","):
+            branch = new_trainer(recipes[precision], device)
+            branch.model.load_state_dict(weights)
+            branch.optimizer.load_state_dict(copy.deepcopy(states))
+            branch.step = args.fork_at
+            row = dict(zip(KEY, (args.recipe, precision, seed, base.train.steps), strict=True))
+            row |= {"fork_at": args.fork_at, "before": before, "curve": trained(branch, base.train.steps)}
+            record.append(FORKS, [{**row, "corpus_digest": branch.data_fingerprint}])
+            del branch
 
 
 def on_cpu(state: Any) -> Any:

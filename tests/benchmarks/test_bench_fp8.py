@@ -49,8 +49,8 @@ def test_runs_and_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_branches_go_on_where_the_run_was() -> None:
-    common = ["--recipe", "small", "--device", "cpu", "--precisions"]
-    fp8_quality.main(["run", *common, "bf16", "--seeds", "1"])
+    common = ["--recipe", "small", "--device", "cpu", "--seeds", "1", "--precisions"]
+    fp8_quality.main(["run", *common, "bf16"])
     fp8_quality.main(["forks", *common, "bf16,fp8", "--fork-at", "12"])
     (whole,) = record.rows("fp8_quality")
     plain, quantised = record.rows("fp8_forks")
