@@ -351,3 +351,72 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     ),
     "it ends before its stores": (STATIONARY, (KEPT, "tma.store_wait(0)", "pass", UNFINISHED)),
 }  # fmt: skip
+
+# Of a weight gradient: B2's last slice of columns.
+TRANSPOSES, GRADIENT, WGRAD_KERNEL = "transposed_producer", "transposed_consumer", "gemm_transposed_kernel"
+ACQUIRE, FIRST_BLOCK = "stage = producer_acquire(ring, step)", "(start // BLOCK + expert)"
+STEPS = "gl.cdiv(end - start, BLOCK)"
+A_PLACE, B_PLACE = "[first, place + k * BK]", "[col, place + k * BK]"
+LOAD_A = f"tma_load(by_token, {A_PLACE}, full.index(stage), a_smem.index(stage))"
+LOAD_B = f"tma_load(by_row, {B_PLACE}, full.index(stage), b_smem.index(stage))"
+BYTES = "by_token.block_type.nbytes + by_row.block_type.nbytes"
+ARRIVE_EMPTY = "mbarrier.arrive(full.index(stage), count=1)"
+OF_WGRAD: dict[str, Fault] = {
+    "tile_info before the stage is free": (
+        TRANSPOSES, f"{ACQUIRE}\n        publish", f"stage = {TAKE}\n        publish", PUBLISHED,
+    ),
+    "a stage is filled while it is read": (
+        TRANSPOSES, f"{ACQUIRE}\n            mbarrier", f"stage = {TAKE}\n            mbarrier", PROTOCOL,
+    ),
+    "no tile is published": (
+        TRANSPOSES, "publish_tile(tile_info, stage, expert, first, col, steps)", "pass", PUBLISHED,
+    ),
+    "a stage without operands does not arrive": (TRANSPOSES, ARRIVE_EMPTY, "pass", "deadlock"),
+    "a stage without operands arrives twice": (TRANSPOSES, ARRIVE_EMPTY, f"{ARRIVE_EMPTY}; {ARRIVE_EMPTY}", PROTOCOL),
+    "a stage without operands is not counted": (
+        TRANSPOSES, "            step += 1\n        for", "            pass\n        for", PROTOCOL,
+    ),
+    "other stages are not counted": (
+        TRANSPOSES, "b_smem.index(stage))\n            step += 1", "b_smem.index(stage))", PROTOCOL,
+    ),
+    "the producer leaves out half a tile": (TRANSPOSES, "gl.cdiv(q, BN)", "(q // BN)", "deadlock"),
+    "an expert's first block without the expert": (TRANSPOSES, FIRST_BLOCK, "(start // BLOCK)", NUMBERS),
+    "an expert's first block without its rows": (TRANSPOSES, FIRST_BLOCK, "expert", NUMBERS),
+    "the block after an expert's first": (TRANSPOSES, "BLOCK + expert)", "BLOCK + expert + 1)", NUMBERS),
+    "an expert's first block rounded up": (TRANSPOSES, "start // BLOCK +", "gl.cdiv(start, BLOCK) +", NUMBERS),
+    "no last, ragged block": (TRANSPOSES, STEPS, "((end - start) // BLOCK)", NUMBERS),
+    "a block for an expert without rows": (TRANSPOSES, STEPS, "((end - start) // BLOCK + 1)", NUMBERS),
+    "the first rows of A": (TRANSPOSES, A_PLACE, A_PLACE.replace("first", "0"), NUMBERS),
+    "the first rows of B": (TRANSPOSES, B_PLACE, B_PLACE.replace("col", "0"), NUMBERS),
+    "one block of A for all": (TRANSPOSES, A_PLACE, "[first, place]", NUMBERS),
+    "one block of B for all": (TRANSPOSES, B_PLACE, "[col, place]", NUMBERS),
+    "fewer bytes than come": (TRANSPOSES, BYTES, "by_token.block_type.nbytes", "more bytes"),
+    "more bytes than come": (TRANSPOSES, BYTES, f"2 * {BYTES}", "deadlock"),
+    "A is not loaded": (TRANSPOSES, LOAD_A, "pass", "deadlock"),
+    "B is not loaded": (TRANSPOSES, LOAD_B, "pass", "deadlock"),
+    "A in the first stage, always": (TRANSPOSES, "a_smem.index(stage)", "a_smem.index(0)", NUMBERS),
+    "B in the first stage, always": (TRANSPOSES, "b_smem.index(stage)", "b_smem.index(0)", NUMBERS),
+    "the consumers leave out half a tile": (GRADIENT, "gl.cdiv(q, BN)", "(q // BN)", "deadlock"),
+    "an expert without rows has the tile before's sum": (GRADIENT, "        acc = zero_tile()\n", "", NUMBERS),
+    "an expert without rows is multiplied": (GRADIENT, "if steps > 0", "if steps >= 0", NUMBERS),
+    "the stage without operands is not released": (GRADIENT, "step, 1, False", "step, 0, False", PUBLISHED),
+    "two stages without operands are released": (GRADIENT, "step, 1, False", "step, 2, False", PROTOCOL),
+    "a stage before the one without operands is pending": (GRADIENT, "step, 1, False", "step, 1, True", PROTOCOL),
+    "a stage before a tile's is pending": (GRADIENT, "steps, False", "steps, True", PROTOCOL),
+    "skipping a stage is not counted": (GRADIENT, "step = skip_stages", "_ = skip_stages", PUBLISHED),
+    "a tile's steps are not counted": (GRADIENT, "of_rows, step = ", "of_rows, _ = ", PROTOCOL),
+    "the first consumer's rows of A": (GRADIENT, "False, CONSUMER)", "False, 0)", NUMBERS),
+    "nobody scales": (GRADIENT, "acc *= of_rows[:, None]", "pass", NUMBERS),
+    "the first expert's scale": (GRADIENT, "scale + expert", "scale + 0 * expert", NUMBERS),
+    "the next expert's scale": (GRADIENT, "scale + expert", "scale + expert + 1", "past the tensor"),
+    "a slice where the first is": (GRADIENT, "first_of_slice + first", "first", NUMBERS),
+    "the first consumer's rows of the gradient": (GRADIENT, "CONSUMER * WARPGROUP_M", "0", "stored twice"),
+    "a slice's columns for all": (GRADIENT, "col + i * EPILOGUE_N", "col", "stored twice"),
+    "the left slice for all": (GRADIENT, "slices[i]", "slices[0]", NUMBERS),
+    "the consumers' slices in one place": (GRADIENT, "i, CONSUMER", "i, 0", f"{FENCE}|{NUMBERS}"),
+    "it ends before its stores": (GRADIENT, "    tma.store_wait(0)", "", UNFINISHED),
+    "two arrivals fill a stage": (WGRAD_KERNEL, "new_barriers(STAGES, 1)", "new_barriers(STAGES, 2)", "deadlock"),
+    "one consumer releases a stage": (
+        WGRAD_KERNEL, "new_barriers(STAGES, CONSUMERS)", "new_barriers(STAGES, 1)", PROTOCOL,
+    ),
+}  # fmt: skip

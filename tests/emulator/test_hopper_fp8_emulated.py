@@ -19,7 +19,7 @@ from emulated_layer import (
 )
 from fp8_checks import assert_wgrads_agree
 from hopper_faults import Fault
-from hopper_fp8_faults import FAULTS, OF_STATIONARY, SWIGLU
+from hopper_fp8_faults import FAULTS, OF_STATIONARY, OF_WGRAD, SWIGLU
 from torch import Tensor
 from triton_checks import Case, choose_bands, turn
 
@@ -60,6 +60,7 @@ CASES = [
 ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 3), (192, 0, 128, 2), (193, 1, 0)]
 OF_FAULTS = (130, 0, 66, 2, 5)
 OF_STATIONARY_FAULTS = (66, 0, 1100, 194, 130, 2, 0)  # two work items of one expert; no row past the last
+OF_WGRAD_FAULTS = (130, 0, 580, 66, 5)  # of one expert, more steps than stages
 
 
 def kernels_of(case: Case) -> set[str]:
@@ -229,11 +230,26 @@ def recorded(case: Case, counts: tuple[int, ...] = OF_FAULTS) -> list[Recorded]:
     return with_outputs(launches)
 
 
-def assert_agree_with_a_fault(case: Case, fault: Fault, counts: tuple[int, ...] = OF_FAULTS) -> None:
+@cache
+def recorded_wgrad() -> list[Recorded]:
+    """B2's launch for the last slice on one CTA, and what it wrote, which is right; NaN for the slice before it."""
+    plan, width = plan_of(*OF_WGRAD_FAULTS), 640
+    torch.manual_seed(0)
+    by_token, by_row = torch.randn(plan.num_tokens, width).half(), torch.randn(plan.capacity, width).half()
+    exact = EXACT.down_proj_wgrad(by_token.float(), by_row.float(), plan)
+    with pytest.MonkeyPatch.context() as patch, emulated(ctas=1) as launches:
+        patch.setattr("tilemoe.kernels.experts.triton_fp8.wgrad.SLICE", 384)
+        assert_close("dw2", KERNELS.down_proj_wgrad(by_token, by_row, plan).float(), exact)
+    last, outputs = with_outputs(launches)[-1]  # the launch before it would now read this one's slice of A
+    outputs["out"][:, : last.args["first_of_slice"]] = torch.nan
+    return [(last, outputs)]
+
+
+def assert_agree_with_a_fault(fault: Fault, recorded_launches: list[Recorded]) -> None:
     """With loads that come late, which shows a missing wait; then with sooner ones, which overwrite what is in use."""
     function, text, instead, _ = fault
     name = function.rpartition(".")[2]
-    launches = [found for found in recorded(case, counts) if name in functions_of(found[0].kernel)]
+    launches = [found for found in recorded_launches if name in functions_of(found[0].kernel)]
     assert launches, f"no kernel calls {function}"
     for late, found in product((0.9, 0.3), launches):
         assert not (errors := errors_with({function: (text, instead)}, late, *found)), errors
@@ -242,17 +258,26 @@ def assert_agree_with_a_fault(case: Case, fault: Fault, counts: tuple[int, ...] 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name: str) -> None:
     case, fault = FAULTS[name]
+    launches = recorded(case)
     with pytest.raises(AssertionError, match=fault[-1]):
-        assert_agree_with_a_fault(case, fault)
+        assert_agree_with_a_fault(fault, launches)
 
 
 @pytest.mark.parametrize("name", OF_STATIONARY)
 def test_faults_of_a_stationary_weight_are_caught(name: str) -> None:
     case, fault = OF_STATIONARY[name]
+    launches = recorded(case, OF_STATIONARY_FAULTS)
     with pytest.raises(AssertionError, match=fault[-1]):
-        assert_agree_with_a_fault(case, fault, OF_STATIONARY_FAULTS)
+        assert_agree_with_a_fault(fault, launches)
 
 
-def test_without_a_fault_nothing_is_caught() -> None:
-    for late, found in product((0.9, 0.3), recorded(SWIGLU)):
+@pytest.mark.parametrize("name", OF_WGRAD)
+def test_faults_of_weight_gradients_are_caught(all_wgrads_in_fp8: None, name: str) -> None:
+    fault, launches = OF_WGRAD[name], recorded_wgrad()
+    with pytest.raises(AssertionError, match=fault[-1]):
+        assert_agree_with_a_fault(fault, launches)
+
+
+def test_without_a_fault_nothing_is_caught(all_wgrads_in_fp8: None) -> None:
+    for late, found in product((0.9, 0.3), recorded(SWIGLU) + recorded_wgrad()):
         assert not errors_with({}, late, *found)
