@@ -27,7 +27,8 @@ from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.hopper.configs import SHARED_BYTES
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
 from tilemoe.kernels.experts.hopper_fp8.gemm_stationary import gemm_stationary_kernel
-from tilemoe.kernels.experts.hopper_fp8.host import STATIONARY, TILE
+from tilemoe.kernels.experts.hopper_fp8.gemm_wgrad import gemm_transposed_kernel
+from tilemoe.kernels.experts.hopper_fp8.host import STATIONARY, TILE, WGRAD
 from tilemoe.kernels.experts.quantize import BLOCK
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
@@ -147,6 +148,13 @@ def assert_tiles_begin_without_zeros(code: str) -> None:
     assert len(re.findall("CS2R", code)) < 64, "an accumulator is filled with zeros"
 
 
+def assert_zeros_only_without_rows(code: str) -> None:
+    """Where an expert may have no rows: the zeros that stand for its product lie past the instructions of a product."""
+    order = "".join("m" if text == "QGMMA" else "z" for text in re.findall("QGMMA|CS2R", code))
+    assert re.fullmatch("(m{8}z{1,64}){2}", order), "by each consumer; two of 128 registers at a time"
+    assert len(re.findall("QGMMA.* RZ, !UPT ;", code)) == 2
+
+
 def spill_loads(code: str) -> int:
     return len(re.findall(r"\bLDL", code))
 
@@ -185,7 +193,7 @@ def test_kernels(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_registers_of_three_warpgroups_fit() -> None:
-    for tile in (TILE, STATIONARY):
+    for tile in (TILE, STATIONARY, WGRAD):
         assert 256 * tile.consumer_registers + 128 * tile.producer_registers <= 65536
         assert tile.consumer_registers % 8 == tile.producer_registers % 8 == 0
 
@@ -232,4 +240,36 @@ def stationary_launch(contraction: int, name: str) -> Launch:
         else:
             kernels.down_proj(rows, rows.new_zeros(E, D, contraction), bias, plan)
     (launch,) = (launch for launch in launches if launch.kernel is gemm_stationary_kernel)
+    return launch
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "added"])
+@pytest.mark.parametrize("column_major", [False, True], ids=["", "column-major"])
+def test_wide_weight_gradients(all_wgrads_in_fp8: None, column_major: bool, adds: bool, tmp_path: Path) -> None:
+    compiled = compile_launch(wgrad_launch(column_major, adds), 90)
+    ptx, code = str(compiled.asm["ptx"]), machine_code(compiled, tmp_path)
+    assert set(re.findall(WGMMA, ptx)) == {ROWS}
+    assert re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", ptx)
+    assert ("cp.reduce.async.bulk.tensor.3d.global" in ptx) == adds
+    assert "cp.async.c" not in ptx
+    assert compiled.metadata.shared <= H200.shared_bytes
+    assert spill_loads(code) == 0
+    assert not re.search(r"\(C75\d\d\)", ptxas_messages(compiled, 90, tmp_path)), "it waits for each wgmma"
+    assert_threads_meet_before_tma_stores(ptx)
+    assert_threads_meet_after_tile_info(ptx)
+    assert_threads_meet_after_products(ptx)
+    loops = mainloops(code)
+    assert len(loops) == 2, "one for each consumer"
+    assert_only_multiplies(loops)
+    assert_zeros_only_without_rows(code)
+
+
+def wgrad_launch(column_major: bool, adds: bool) -> Launch:
+    kernels, plan = HopperFp8Backend(), plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
+    do, a_scaled = (torch.zeros(rows, width, dtype=torch.bfloat16) for rows, width in ((T, D), (plan.capacity, N)))
+    total = torch.zeros(E, N, D).transpose(1, 2) if column_major else torch.zeros(E, D, N)
+    with recorded_launches(H200) as launches:
+        kernels.down_proj_wgrad(do, a_scaled, plan, column_major, total if adds else None)
+    (launch,) = (launch for launch in launches if launch.kernel is gemm_transposed_kernel)
+    assert (launch.constants["TRANSPOSED"], launch.constants["ADDS"]) == (column_major, adds)
     return launch
