@@ -34,7 +34,7 @@ STACK, STACK_OF_OAI_ON_120 = 64, 80
 @pytest.mark.parametrize(
     ("activation", "gate_up"), [("swiglu", "concatenated"), ("swiglu_oai", "interleaved"), ("relu2", "concatenated")]
 )
-def test_compiled(activation: str, gate_up: str, capability: int, tmp_path: Path) -> None:
+def test_compiled(all_wgrads_in_fp8: None, activation: str, gate_up: str, capability: int, tmp_path: Path) -> None:
     spec = activation_spec(activation, gate_up, None, None)
     plan = plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
     tail, w = (plan, spec, TritonFp8Backend()), spec.width_factor * N
@@ -43,17 +43,21 @@ def test_compiled(activation: str, gate_up: str, capability: int, tmp_path: Path
         return torch.zeros(shape, dtype=torch.bfloat16)
 
     x, w1, w2, h, s = made(T, D), made(E, w, D), made(E, D, N), made(plan.capacity, w), torch.zeros(plan.num_pairs)
+    a_scaled = made(plan.capacity, N)
     with recorded_launches(GPUS[capability]) as launches:
         experts.moe_forward(x, w1, w2, s, made(E, w), made(E, D), "full", False, *tail)
         kept = experts.moe_forward(x, w1, w2, s, None, None, "fp8", False, *tail)[1:]
         experts._dequantize_h(*kept, torch.bfloat16, *tail)
         experts._down_proj_dgrad_dact(x, w2, None, h, s, *tail)
+        experts._down_proj_wgrad(x, a_scaled, False, *tail)
         experts._up_proj_input_grad(h, w1, *tail)
+        experts._up_proj_wgrad(x, h, False, *tail)
     of_fp8 = [launch for launch in launches if "triton_fp8" in launch.kernel.fn.__module__]
     names = {launch.kernel.fn.__name__ for launch in of_fp8}
-    gemms = {"up_proj_act_kernel", "rows_kernel", "dgrad_dact_kernel"}
+    gemms = {"up_proj_act_kernel", "rows_kernel", "dgrad_dact_kernel", "wgrad_kernel"}
     quantizing = {"quantize_rows_kernel", "quantize_blocks_kernel", "quantize_weight_rows_kernel"}
-    assert names == gemms | quantizing | {"dequantize_rows_kernel"}
+    transposing = {"largest_of_tiles_kernel", "quantize_transposed_kernel", "gather_transposed_kernel"}
+    assert names == gemms | quantizing | transposing | {"dequantize_rows_kernel"}
     for launch, compiled in compile_launches(of_fp8, capability):
         name, ptx = launch.kernel.fn.__name__, compiled.asm["ptx"]
         stack = STACK_OF_OAI_ON_120 if (activation, capability) == ("swiglu_oai", 120) else STACK
@@ -68,7 +72,7 @@ def test_compiled(activation: str, gate_up: str, capability: int, tmp_path: Path
             assert not re.search(r"ld\.global\S*\.b8\s", ptx), "an element at a time"
         else:
             assert re.search(r"ld\.global\.v4\.b32", ptx), name
-            assert re.search(r"st\.global\.v4\.b32", ptx), name
+            assert name == "largest_of_tiles_kernel" or re.search(r"st\.global\.v4\.b32", ptx), name
 
 
 @pytest.mark.parametrize("capability", GPUS)
