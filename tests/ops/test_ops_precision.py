@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import tilemoe
-from tilemoe import reference
+from tilemoe import config, reference
 from tilemoe.activations import REGISTRY
-from tilemoe.kernels.experts import quantize
 from tilemoe.plan import experts_of_rows
 from tilemoe.testing import relative_error
 
@@ -114,16 +113,16 @@ def test_weight_gradients_have_operands_as_they_are() -> None:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """These layers count as wide enough for weight gradients in FP8."""
-    monkeypatch.setattr(quantize, "WIDE", (N, D * N))
+    monkeypatch.setattr(config, "FP8_WIDE", (N, D * N))
     monkeypatch.setattr("tilemoe.reference.fp8._WIDE", (N, D * N))
 
 
 def test_the_oracle_and_the_layer_agree_on_what_is_wide() -> None:
-    assert quantize.WIDE == reference.fp8._WIDE
+    assert config.FP8_WIDE == reference.fp8._WIDE
     for widths in ((2048, 2048), (4096, 1024), (1024, 4096)):
-        assert quantize.quantizes_wgrad(*widths)
+        assert config.quantizes_wgrad(*widths)
     for widths in ((2048, 1920), (1920, 2048), (8192, 896), (896, 8192)):
-        assert not quantize.quantizes_wgrad(*widths)
+        assert not config.quantizes_wgrad(*widths)
 
 
 @pytest.mark.parametrize("options", [

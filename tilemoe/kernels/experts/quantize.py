@@ -25,9 +25,6 @@ from tilemoe.kernels.experts.torch.activations import row_blocks
 BLOCK = FP8_BLOCK
 ROWS, WEIGHTS = (1, BLOCK), (BLOCK, BLOCK)
 LARGEST = 448.0  # of e4m3
-# Least width of an operand, and least product of both, for which a weight gradient is faster with FP8 operands: these
-# have to be copied, transposed, in a time that grows with the sum of the widths, the GEMM's with their product.
-WIDE = (1024, 2048 * 2048)
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # a smaller scale would be subnormal in fp32, and lose precision
 
 
@@ -41,11 +38,6 @@ def quantize(values: Tensor, block: tuple[int, int]) -> Operand:
     scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
     data = (blocks * (1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :p, :q]
     return Operand(data.contiguous(), scale.view(*batch, rows, columns), block, values.dtype)
-
-
-def quantizes_wgrad(by_token: int, by_row: int) -> bool:
-    """Whether B2 or B4 reads FP8: by_token, the width of x or do, and by_row, that of dh or a_scaled."""
-    return min(by_token, by_row) >= WIDE[0] and by_token * by_row >= WIDE[1]
 
 
 def words_of_row(width: int) -> int:

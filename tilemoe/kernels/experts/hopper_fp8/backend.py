@@ -15,11 +15,12 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.config import quantizes_wgrad
 from tilemoe.kernels.experts.base import Backend, GemmOperand, Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend, describable_weight
 from tilemoe.kernels.experts.hopper_fp8 import host
-from tilemoe.kernels.experts.quantize import BLOCK, quantizes_wgrad, why_not_quantized
+from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.kernels.experts.triton.tiles import listed_tiles

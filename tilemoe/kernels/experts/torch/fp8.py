@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.config import quantizes_wgrad
 from tilemoe.kernels.experts.base import GemmOperand
 from tilemoe.kernels.experts.quantize import (
     LARGEST,
@@ -25,7 +26,6 @@ from tilemoe.kernels.experts.quantize import (
     SMALLEST_SCALE,
     WEIGHTS,
     quantize,
-    quantizes_wgrad,
     why_not_quantized,
 )
 from tilemoe.kernels.experts.torch.backend import TorchBackend, rows_dot_bias, rows_to_pairs

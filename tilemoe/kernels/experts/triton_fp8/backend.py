@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
+from tilemoe.config import quantizes_wgrad
 from tilemoe.kernels.experts.base import Backend, GemmOperand, Operand
-from tilemoe.kernels.experts.quantize import BLOCK, quantizes_wgrad, why_not_quantized
+from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.triton import host
 from tilemoe.kernels.experts.triton.backend import TritonBackend, aligned_rows, score_grad
 from tilemoe.kernels.experts.triton.configs import Kernel
