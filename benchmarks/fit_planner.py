@@ -9,13 +9,14 @@ prints them; tests/perf holds the modules to them, and their predictions to what
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from tilemoe.bench import cases, record
+from tilemoe.perf.costs import is_in_fp8
 from tilemoe.perf.hardware import GPUS
 from tilemoe.perf.predict import KINDS, LAUNCH_MS, LAUNCHES, LAYER_BACKWARD, LAYER_FORWARD, Rate, amounts, step_ms
 from tilemoe.perf.styles import SCATTERMOE_RATES, scattermoe
@@ -24,6 +25,7 @@ from tilemoe.shape import MoEShape
 # Narrow and wide experts, few and many, small and large d. The other cases are for the test.
 FITTED = ("7B-n256", "Qwen3-Next", "Qwen3-235B", "30B-n256")
 FITTED_IN_FP8 = ("Qwen3-Next", "Qwen3-235B", "30B-n256")
+FITTED_WGRADS = ("Qwen3-235B", "DeepSeek-V3, 32 experts", "d 4096, n 1024")  # in FP8
 SCATTERMOE_COMMIT = "8c0611873664"  # whose rows are of all seven cases on one machine
 Point = tuple[float, float, float]  # two amounts, and the milliseconds beyond the launch
 
@@ -46,22 +48,38 @@ def fit() -> dict[str, Rate]:
     times = {
         key: row["ms"]["median"] for key, row in record.latest("kernels", "sustained", None, "case", "kernel").items()
     }
-    found = {kind: _rate(steps, "bf16", times, "{}", FITTED) for kind, steps in KINDS.items()}
+    found = {
+        kind: _rate("bf16", ((step, cases.MAIN[name], times[name, step]) for name in FITTED for step in steps))
+        for kind, steps in KINDS.items()
+    }
     fp8 = {
         key: row["ms"]["median"] for key, row in record.latest("fp8_rates", "sustained", None, "case", "step").items()
     }
-    kinds = ("gather_act", "rows", "dgrad_dact")
-    return found | {f"fp8 {kind}": _rate(KINDS[kind], "fp8", fp8, "{} fp8", FITTED_IN_FP8) for kind in kinds}
+    for kind in ("gather_act", "rows", "dgrad_dact"):
+        of_kind = ((step, cases.MAIN[name], fp8[name, f"{step} fp8"]) for name in FITTED_IN_FP8 for step in KINDS[kind])
+        found[f"fp8 {kind}"] = _rate("fp8", of_kind)
+    wgrads = ((step, *timed) for (name, step), timed in fp8_wgrads().items() if name in FITTED_WGRADS)
+    return found | {"fp8 wgrad": _rate("fp8", wgrads)}
 
 
-def _rate(
-    steps: Iterable[str], dtype: str, times: Mapping[tuple[Any, ...], float], label: str, names: Iterable[str]
-) -> Rate:
-    points = []
-    for name in names:
-        for step in steps:
-            milliseconds = times[name, label.format(step)] - LAUNCH_MS * LAUNCHES.get(step, 1)
-            points.append((*amounts(step, cases.MAIN[name], GPUS["H200"], dtype), milliseconds))
+def fp8_wgrads() -> dict[tuple[str, str], tuple[MoEShape, float]]:
+    """(case, step) to shape and milliseconds, with quantising, of the weight gradients that are in FP8."""
+    found = {}
+    for row in record.rows("kernel_variants"):
+        if row["what"] == "FP8 weight gradients":
+            shape = MoEShape(**{field.name: row[field.name] for field in fields(MoEShape)})
+            for step, name in (("down_proj_wgrad", "B2 fp8"), ("up_proj_wgrad", "B4 fp8")):
+                if is_in_fp8(step, shape):
+                    found[row["case"], step] = shape, row["ms"][name]
+    return found
+
+
+def _rate(dtype: str, times: Iterable[tuple[str, MoEShape, float]]) -> Rate:
+    """Of steps, shapes and milliseconds."""
+    points = [
+        (*amounts(step, shape, GPUS["H200"], dtype), milliseconds - LAUNCH_MS * LAUNCHES.get(step, 1))
+        for step, shape, milliseconds in times
+    ]
     return Rate(*(1 / cost if cost else math.inf for cost in solve(points)))
 
 

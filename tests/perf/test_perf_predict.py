@@ -24,6 +24,7 @@ from tilemoe.perf.predict import (
     costs,
     is_measured,
     layer_ms,
+    operand_dtype,
     step_ms,
 )
 from tilemoe.shape import MoEShape
@@ -86,6 +87,15 @@ def test_a_layer_s_time_is_near_the_recorded_one(row: dict[str, Any], dtype: str
     forward, backward = layer_ms(shape_of(row), H200, dtype)
     assert forward == pytest.approx(row["forward_ms"]["median"], rel=WITHIN)
     assert backward == pytest.approx(row["backward_ms"]["median"], rel=WITHIN)
+
+
+def test_wide_weight_gradients_in_fp8_are_near_the_recorded_ones() -> None:
+    recorded = fit_planner.fp8_wgrads()
+    assert len(recorded) == 11
+    assert ("OLMoE", "down_proj_wgrad") not in recorded  # 2048 x 1024
+    for (_, step), (shape, milliseconds) in recorded.items():
+        assert operand_dtype(step, shape, "fp8") == "fp8"
+        assert step_ms(step, shape, H200, "fp8") == pytest.approx(milliseconds, rel=0.05)
 
 
 @pytest.mark.parametrize("row", EXPERTS.values(), ids=[size for (size,) in EXPERTS])

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilemoe.config import quantizes_wgrad
 from tilemoe.perf.hardware import Ceilings
 from tilemoe.shape import MoEShape
 
 FORWARD = ("up_proj_act", "down_proj", "combine")
 BACKWARD = ("down_proj_dgrad_dact", "down_proj_wgrad", "up_proj_dgrad", "up_proj_wgrad", "combine_grad")
-IN_FP8 = ("up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_dgrad")  # of a layer in FP8; the others are not
+IN_FP8 = ("up_proj_act", "down_proj", "down_proj_dgrad_dact", "up_proj_dgrad")  # of a layer in FP8 of any width
 _INDEX_BYTES = 4  # of an entry of the plan
 _SCORE_BYTES = 4
 BALANCED = 0.1  # of the ridge: ceilings move by more from one machine and clock to another
@@ -49,19 +50,24 @@ class Cost:
         return "memory" if self.intensity < ceilings.ridge else "arithmetic"
 
 
+def is_in_fp8(step: str, shape: MoEShape) -> bool:
+    """Whether a step's products are in FP8 in a layer that is: those of `IN_FP8`, and wide weight gradients."""
+    by_row = {"down_proj_wgrad": shape.intermediate_size, "up_proj_wgrad": shape.width}.get(step, 0)
+    return step in IN_FP8 or quantizes_wgrad(shape.hidden_size, by_row)
+
+
 def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
     """Kernel to cost, in the order they run; `FORWARD` writes h, as training does.
 
     ``precision`` "fp8": what F1, F2, B1 and B3 read has a byte an element, and x, do and dh are read and written once
-    more to be quantised (docs/fp8.md); their scales are not counted. Weights count as kept.
+    more to be quantised (docs/fp8.md); their scales are not counted. Weights count as kept. B2 and B4 see
+    `_wgrad_cost`.
     """
     tokens, d, n = shape.num_tokens, shape.hidden_size, shape.intermediate_size
     rows, w, size = shape.num_rows, shape.width, shape.element_bytes
     narrow = 1 if precision == "fp8" else size
     x, h, a, y = (size * count for count in (tokens * d, rows * w, rows * n, rows * d))
-    weights = shape.num_experts * w * d, shape.num_experts * d * n
-    w1, w2 = (size * count for count in weights)
-    narrow_w1, narrow_w2 = (narrow * count for count in weights)
+    narrow_w1, narrow_w2 = (narrow * shape.num_experts * d * columns for columns in (w, n))
     quantised_x, quantised_h = (tokens * d, rows * w) if precision == "fp8" else (0, 0)
     index, score = _INDEX_BYTES * rows, _SCORE_BYTES * rows
     up, down = 2 * rows * d * w, 2 * rows * d * n
@@ -72,11 +78,24 @@ def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
         "down_proj_dgrad_dact": Cost(
             down, x + quantised_x + narrow_w2 + h + score + 2 * index, quantised_x + h + a + score
         ),
-        "down_proj_wgrad": Cost(down, x + a + index, w2),
+        "down_proj_wgrad": _wgrad_cost(shape, n, precision),
         "up_proj_dgrad": Cost(up, h + quantised_h + narrow_w1, quantised_h + y),
-        "up_proj_wgrad": Cost(up, x + h + index, w1),
+        "up_proj_wgrad": _wgrad_cost(shape, w, precision),
         "combine_grad": Cost(0, y + index, x),
     }
+
+
+def _wgrad_cost(shape: MoEShape, columns: int, precision: str) -> Cost:
+    """B2's, of n columns, or B4's, of w. In FP8 do or x is quantised, then gathered into a transposed copy; a_scaled or
+    dh is read for its largest magnitudes, and again to be quantised into one; the GEMM reads both copies.
+    """
+    d, rows, size = shape.hidden_size, shape.num_rows, shape.element_bytes
+    by_token, by_row, index = shape.num_tokens * d, rows * columns, _INDEX_BYTES * rows
+    flops, gradient = 2 * rows * d * columns, size * shape.num_experts * d * columns
+    if precision != "fp8" or not quantizes_wgrad(d, columns):
+        return Cost(flops, size * (by_token + by_row) + index, gradient)
+    quantised = by_token + rows * d + by_row  # written and read
+    return Cost(flops, size * (by_token + 2 * by_row) + quantised + 3 * index, quantised + gradient)
 
 
 def router_costs(shape: MoEShape) -> tuple[Cost, Cost]:

@@ -84,8 +84,8 @@ def _steps(shape: MoEShape, gpu: Gpu, dtype: str) -> list[dict[str, Any]]:
         {
             "step": step,
             "part": part,
-            "dtype": operand_dtype(step, dtype),
-            **(_cost(known[step], gpu.ceilings(operand_dtype(step, dtype))) if step in known else {}),
+            "dtype": operand_dtype(step, shape, dtype),
+            **(_cost(known[step], gpu.ceilings(operand_dtype(step, shape, dtype))) if step in known else {}),
             "predicted_ms": step_ms(step, shape, gpu, dtype),
         }
         for part, steps in zip(PARTS, (LAYER_FORWARD, LAYER_BACKWARD), strict=True)

@@ -14,7 +14,7 @@ Choosing experts and planning take launches and a time for each logit (T E) and 
 
 Fitted on an H200 by benchmarks/fit_planner.py, which says on which cases; on another GPU f and b are scaled by what the
 makers state, and nobody has checked them ("spec"). Those of GEMMs in FP8 are from an H100, which has the H200's SMs and
-power limit, and count as an H200's.
+power limit, and count as an H200's; those of weight gradients are an H200's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from types import MappingProxyType
 from tilemoe.kernels.experts.hopper import configs as hopper
 from tilemoe.kernels.experts.memory import backward_slices, forward_slices
 from tilemoe.kernels.experts.triton.configs import KERNELS, WEIGHT_GRADS, Kernel, choose_tile
-from tilemoe.perf.costs import BACKWARD, FORWARD, IN_FP8, Cost, kernel_costs, router_costs
+from tilemoe.perf.costs import BACKWARD, FORWARD, Cost, is_in_fp8, kernel_costs, router_costs
 from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, Gpu
 from tilemoe.perf.padding import padded_rows
 from tilemoe.shape import MoEShape
@@ -64,7 +64,7 @@ KINDS = MappingProxyType(
     }
 )
 KIND_OF = MappingProxyType({step: kind for kind, steps in KINDS.items() for step in steps})
-# As benchmarks/fit_planner.py prints them, from results/kernels.jsonl and results/fp8_rates.jsonl.
+# As benchmarks/fit_planner.py prints them, from results/kernels.jsonl, fp8_rates.jsonl and kernel_variants.jsonl.
 RATES = MappingProxyType(
     {
         "gather_act": Rate(626.9, 9.438),
@@ -78,13 +78,14 @@ RATES = MappingProxyType(
         "fp8 gather_act": Rate(1156, 6.685),
         "fp8 rows": Rate(1223, 5.75),
         "fp8 dgrad_dact": Rate(1200, 4.349),
+        "fp8 wgrad": Rate(1318, 4.854),
     }
 )
 
 
-def operand_dtype(step: str, dtype: str) -> str:
-    """What a step's products are in: of a layer in FP8 all but the weight gradients and the router."""
-    return "bf16" if dtype == "fp8" and step not in IN_FP8 else dtype
+def operand_dtype(step: str, shape: MoEShape, dtype: str) -> str:
+    """What a step's products are in: of a layer in FP8 all but narrow weight gradients and the router."""
+    return "bf16" if dtype == "fp8" and not is_in_fp8(step, shape) else dtype
 
 
 def costs(shape: MoEShape, dtype: str) -> dict[str, Cost]:
@@ -152,9 +153,9 @@ def row_tile(shape: MoEShape, gpu: Gpu) -> int:
 
 def step_ms(step: str, shape: MoEShape, gpu: Gpu, dtype: str = "bf16") -> float:
     """Predicted milliseconds of a step of `LAYER_FORWARD` or `LAYER_BACKWARD`; of a kernel in one slice."""
-    rate, (first, second) = _rate(step, gpu, dtype), amounts(step, shape, gpu, dtype)
+    rate, (first, second) = _rate(step, shape, gpu, dtype), amounts(step, shape, gpu, dtype)
     cost = costs(shape, dtype).get(step)  # None of choosing experts
-    at_least = 0.0 if cost is None else cost.roofline_ms(gpu.ceilings(operand_dtype(step, dtype)))
+    at_least = 0.0 if cost is None else cost.roofline_ms(gpu.ceilings(operand_dtype(step, shape, dtype)))
     return LAUNCH_MS * LAUNCHES.get(step, 1) + max(first / rate.first + second / rate.second, at_least)
 
 
@@ -179,8 +180,8 @@ def rate_on(fitted: Rate, gpu: Gpu, dtype: str, of: str = "bf16") -> Rate:
     return Rate(fitted.first * flops_rate, fitted.second * gpu.tbps / on.tbps)
 
 
-def _rate(step: str, gpu: Gpu, dtype: str) -> Rate:
-    product = operand_dtype(step, dtype)
+def _rate(step: str, shape: MoEShape, gpu: Gpu, dtype: str) -> Rate:
+    product = operand_dtype(step, shape, dtype)
     kind = f"fp8 {KIND_OF[step]}" if product == "fp8" else KIND_OF[step]
     if step.startswith("route"):  # both amounts as bytes are
         bytes_rate = gpu.tbps / GPUS[FITTED_ON].tbps
