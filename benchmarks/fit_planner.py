@@ -66,7 +66,7 @@ def fp8_wgrads() -> dict[tuple[str, str], tuple[MoEShape, float]]:
     """(case, step) to shape and milliseconds, with quantising, of the weight gradients that are in FP8."""
     found = {}
     for row in record.rows("kernel_variants"):
-        if row["what"] == "FP8 weight gradients":
+        if row["what"] == "FP8 weight gradients" and "H200" in row["gpu"]:
             shape = MoEShape(**{field.name: row[field.name] for field in fields(MoEShape)})
             for step, name in (("down_proj_wgrad", "B2 fp8"), ("up_proj_wgrad", "B4 fp8")):
                 if is_in_fp8(step, shape):

@@ -84,14 +84,14 @@ def test_what_hosts_do_on_the_smallest_cases_is_recorded() -> None:
 def test_what_fp8_gains_is_the_newest_recorded_on_every_page() -> None:
     """Least and most of the cases: the forward, and both parts together."""
     forward, both = [], []
-    for row in newest("fp8_layer", mode="sustained", contestant="tilemoe[hopper_fp8]", gpu=H100).values():
+    for row in newest("fp8_layer", mode="sustained", contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200").values():
         forward.append(1 / row["forward_ratio"])
         times = [sum(each[f"{part}_ms"]["median"] for part in PARTS) for each in (row["baseline"], row)]
         both.append(times[0] / times[1])
     ranges = [f"{min(each):.2f} to {max(each):.2f}" for each in (forward, both)]
     for page in ("docs/results.md", "docs/fp8.md", "CHANGELOG.md"):
         text = (ROOT / page).read_text(encoding="utf-8").replace("\n", " ")
-        told = rf"H100:?(?: \w+ layer's)? forward (?:is )?{ranges[0]} times.*?{ranges[1]}\s+times"
+        told = rf"H200:?(?: \w+ layer's)? forward (?:is )?{ranges[0]} times.*?{ranges[1]}\s+times"
         assert re.search(told, text), page
 
 
