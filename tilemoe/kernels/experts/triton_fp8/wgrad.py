@@ -49,7 +49,7 @@ class WgradOperands(NamedTuple):
 
 
 def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[WgradOperands]:
-    """Of each slice of by_token (T, p), rows contiguous, and of by_row (R_max, q), contiguous; p and q divide by 128.
+    """Of each slice of by_token (T, p), rows contiguous, and of by_row (R_max, q), contiguous; p, q multiples of 128.
 
     A slice overwrites the one before it: its GEMM has to be launched first.
     """
@@ -111,7 +111,7 @@ def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device
 def first_block(start, expert):
     """The first block of 128 along the rows that an expert has, whose rows begin at ``start``.
 
-    Experts do not overlap: ceil(count / 128) blocks never reach ``(start + count) // 128 + 1`` blocks further.
+    Experts do not overlap: ``start // 128 + ceil(count / 128)`` is at most ``(start + count) // 128 + 1``.
     """
     return start // _BLOCK + expert
 
