@@ -10,10 +10,13 @@ import torch
 from triton_compile import KB, NVIDIA, compile_launches, recorded_launches, stack_bytes
 
 from tilemoe.activations import activation_spec
+from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
 from tilemoe.kernels.experts.quantize import words_of_row
+from tilemoe.kernels.experts.triton.backend import TritonBackend
 from tilemoe.kernels.experts.triton_fp8.backend import TritonFp8Backend
 from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows
 from tilemoe.kernels.experts.triton_fp8.quantize import pack_rows, unpack_rows
+from tilemoe.kernels.experts.triton_fp8.wgrad import SLICE
 from tilemoe.ops import experts
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
@@ -73,6 +76,20 @@ def test_compiled(all_wgrads_in_fp8: None, activation: str, gate_up: str, capabi
         else:
             assert re.search(r"ld\.global\.v4\.b32", ptx), name
             assert name == "largest_of_tiles_kernel" or re.search(r"st\.global\.v4\.b32", ptx), name
+
+
+@pytest.mark.parametrize("d", [2176, 2304, 3072, 7168])
+@pytest.mark.parametrize("backend", [TritonFp8Backend(), HopperFp8Backend()], ids=lambda backend: backend.name)
+def test_nothing_has_to_be_compiled_once_a_slice_was_added(backend: TritonBackend, d: int) -> None:
+    """Else an operator's first call would add the slice twice: it launches until it lacks a binary, then runs again."""
+    plan = plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
+    x, dh = torch.zeros(T, d, dtype=torch.bfloat16), torch.zeros(plan.capacity, 2048, dtype=torch.bfloat16)
+    with recorded_launches(GPUS[90]) as launches:
+        backend.up_proj_wgrad_bias_grad(x, dh, plan, False, torch.zeros(E, 2048, d))
+    keys = [(launch.kernel, launch._key()) for launch in launches]
+    adds = [at for at, launch in enumerate(launches) if launch.constants.get("ADDS")]
+    assert len(adds) == -(-d // SLICE)
+    assert set(keys[adds[0] :]) <= set(keys[: adds[0] + 1])
 
 
 @pytest.mark.parametrize("capability", GPUS)

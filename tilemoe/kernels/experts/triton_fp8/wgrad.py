@@ -51,7 +51,8 @@ class WgradOperands(NamedTuple):
 def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[WgradOperands]:
     """Of each slice of by_token (T, p), rows contiguous, and of by_row (R_max, q), contiguous; p, q multiples of 128.
 
-    A slice overwrites the one before it: its GEMM has to be launched first.
+    A slice overwrites the one before it: its GEMM has to be launched first. All slices take the same binaries, so that
+    none has to be compiled once a slice has been added to a gradient (`Backend.down_proj_wgrad`).
     """
     tokens, tiles = quantized_rows(by_token), listed_tiles(plan, BLOCK)
     find, largest = largest_launch(by_row, tokens.scale, plan, tiles)
@@ -70,9 +71,9 @@ def wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Itera
 def gather_launch(data: Tensor, out: Tensor, plan: RoutingPlan, tiles: TileList) -> Launch:
     """Each row's token of data (T, c), e4m3, transposed, to out (c, L)."""
     indices = (plan.token_of_row, plan.row_start_of_expert, *tiles)
-    columns = data.shape[1] // BLOCK
-    args = (data.view(torch.uint8), out.view(torch.uint8), *indices, columns, data.stride(0), tiles.capacity)
-    return launch_of(gather_transposed_kernel, (tiles.capacity * columns,), args, {}, num_warps=8)
+    width = data.shape[1]
+    args = (data.view(torch.uint8), out.view(torch.uint8), *indices, width, data.stride(0), tiles.capacity)
+    return launch_of(gather_transposed_kernel, (tiles.capacity * (width // BLOCK),), args, {}, num_warps=8)
 
 
 def largest_launch(rows: Tensor, scale: Tensor, plan: RoutingPlan, tiles: TileList) -> tuple[Launch, Tensor]:
@@ -86,12 +87,12 @@ def quantize_launch(
     rows: Tensor, token_scale: Tensor, largest: Tensor, plan: RoutingPlan, tiles: TileList
 ) -> tuple[Launch, Tensor, Tensor]:
     """(launch, data (q, L) e4m3, scale (E)): rows (R_max, q) times token_scale (T, 1), quantised and transposed."""
-    data = rows.new_empty(rows.shape[1], tiles.capacity * BLOCK, dtype=torch.float8_e4m3fn)
+    width = rows.shape[1]
+    data = rows.new_empty(width, tiles.capacity * BLOCK, dtype=torch.float8_e4m3fn)
     scale = largest.new_empty(plan.num_experts)
     indices = (plan.token_of_row, plan.row_start_of_expert, *tiles)
-    columns = rows.shape[1] // BLOCK
-    args = (rows, token_scale, largest, data, scale, *indices, columns, tiles.capacity)
-    return launch_of(quantize_transposed_kernel, (tiles.capacity * columns,), args, {}), data, scale
+    args = (rows, token_scale, largest, data, scale, *indices, width, tiles.capacity)
+    return launch_of(quantize_transposed_kernel, (tiles.capacity * (width // BLOCK),), args, {}), data, scale
 
 
 def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
@@ -119,9 +120,10 @@ def first_block(start, expert):
 @triton.jit(do_not_specialize=["capacity"])
 def gather_transposed_kernel(
     data, out, token_of_row, row_start_of_expert, expert_of_tile, row_of_tile, end_of_tile, num_tiles,
-    columns, stride, capacity,
+    width, stride, capacity,
 ):  # fmt: skip
-    """data (T, c) -> out (c, L), bytes; a CTA moves 128 of 128 * ``columns`` columns of a row tile."""
+    """data (T, ``width`` = c) -> out (c, L), bytes; a CTA moves 128 columns of a row tile."""
+    columns = width // _BLOCK
     tile = tl.program_id(0) // columns
     if tile < tl.load(num_tiles):
         expert, first = tl.load(expert_of_tile + tile), tl.load(row_of_tile + tile)
@@ -165,9 +167,13 @@ def largest_of_tiles_kernel(rows, token_scale, largest, token_of_row, row_of_til
 @triton.jit(do_not_specialize=["capacity"])
 def quantize_transposed_kernel(
     rows, token_scale, largest, data, scale, token_of_row, row_start_of_expert,
-    expert_of_tile, row_of_tile, end_of_tile, num_tiles, columns, capacity,
+    expert_of_tile, row_of_tile, end_of_tile, num_tiles, width, capacity,
 ):  # fmt: skip
-    """rows (R_max, q), token_scale (T), largest (C) -> data (q, L), scale (E); a CTA has 128 columns of a row tile."""
+    """rows (R_max, ``width`` = q), token_scale (T), largest (C) -> data (q, L), scale (E).
+
+    A CTA has 128 columns of a row tile.
+    """
+    columns = width // _BLOCK
     tile, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
     if tile < tl.load(num_tiles):
         expert, first, end = tl.load(expert_of_tile + tile), tl.load(row_of_tile + tile), tl.load(end_of_tile + tile)
@@ -180,7 +186,7 @@ def quantize_transposed_kernel(
         token = tl.load(token_of_row + row, mask=inside, other=0)
         factor = tl.load(token_scale + token, mask=inside, other=0.0)
         column = column_tile * _BLOCK + tl.arange(0, _BLOCK)
-        pointers = rows + row.to(tl.int64)[:, None] * (columns * _BLOCK) + column[None, :]
+        pointers = rows + row.to(tl.int64)[:, None] * width + column[None, :]
         values = tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32) * factor[:, None]
         _store_transposed(data, rounded(values, of_expert), start, expert, first, column, capacity)
 
