@@ -14,7 +14,7 @@ run is appended to results/fp8_quality.jsonl; those that are there are not repea
 
 ``forks`` trains each seed once, in bf16, up to a step, and from there on once for each precision given: branches start
 from equal weights and optimiser states, and see the same batches. So they differ less than whole runs do. A precision
-given twice shows by how much they differ anyway. Rows go to results/fp8_forks.jsonl.
+given twice shows by how much they differ anyway. Each call trains anew; rows go to results/fp8_forks.jsonl.
 
 ``curves`` reads results/end_to_end.jsonl, whose runs may be as long as a real one: a run there that was told
 ``--model.moe.precision fp8 --train.dense-precision fp8`` beside the one that was not, all else being the same. Whether

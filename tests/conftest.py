@@ -21,7 +21,8 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def all_wgrads_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of any width have FP8 operands in their weight gradients, if in other GEMMs."""
-    monkeypatch.setattr("tilemoe.config.FP8_WIDE", (1, 1))
+    monkeypatch.setattr("tilemoe.config.FP8_WGRAD_WIDTH", 1)
+    monkeypatch.setattr("tilemoe.config.FP8_WGRAD_ELEMENTS", 1)
 
 
 @pytest.fixture

@@ -33,12 +33,13 @@ EXCHANGES, KEPT_BETWEEN_MICRO_BATCHES, ROUNDING_MODES = get_args(Exchange), get_
 FP8_BLOCK = 128  # elements of a row that share a scale
 # Least width of an operand, and least product of both, for which a weight gradient is faster with FP8 operands: these
 # have to be copied, transposed, in a time that grows with the sum of the widths, the GEMM's with their product.
-FP8_WIDE = (1024, 2048 * 2048)
+# Measured with 2048 rows and more per expert (docs/fp8.md).
+FP8_WGRAD_WIDTH, FP8_WGRAD_ELEMENTS = 1024, 2048 * 2048
 
 
 def quantizes_wgrad(by_token: int, by_row: int) -> bool:
     """Whether B2 or B4 reads FP8: by_token, the width of x or do, and by_row, that of dh or a_scaled."""
-    return min(by_token, by_row) >= FP8_WIDE[0] and by_token * by_row >= FP8_WIDE[1]
+    return min(by_token, by_row) >= FP8_WGRAD_WIDTH and by_token * by_row >= FP8_WGRAD_ELEMENTS
 
 
 def require_save(save: Any, width: int) -> None:

@@ -41,11 +41,11 @@ def make_layer(kernels: str | None = None, **options: Any) -> tilemoe.MoE:
     return tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels)
 
 
-def step(layer: tilemoe.MoE, x: Tensor) -> list[Tensor]:
-    """The output and all gradients."""
+def step(layer: tilemoe.MoE, x: Tensor, do: Tensor | None = None) -> list[Tensor]:
+    """The output and all gradients, of ``do`` or of ones."""
     x = x.detach().requires_grad_()
     o = layer(x).hidden
-    return [o.detach(), *torch.autograd.grad(o, [x, *layer.parameters()], torch.ones_like(o))]
+    return [o.detach(), *torch.autograd.grad(o, [x, *layer.parameters()], torch.ones_like(o) if do is None else do)]
 
 
 @pytest.mark.parametrize("case", [
@@ -86,11 +86,12 @@ def test_a_wide_layer() -> None:
     for kernels in (None, "torch_fp8"):
         torch.manual_seed(0)
         layers.append(tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels))
-    x = torch.randn(T, cfg.hidden_size, device="cuda", dtype=BF16)
-    first = step(layers[0], x)
+    x, do = torch.randn(2, T, cfg.hidden_size, device="cuda", dtype=BF16)
+    do *= torch.rand(T, 1, device="cuda", dtype=BF16)  # scales of tokens differ
+    first = step(layers[0], x, do)
     for _ in range(3):
-        assert_equal(step(layers[0], x), first)
-    for value, right in zip(first, step(layers[1], x), strict=True):
+        assert_equal(step(layers[0], x, do), first)
+    for value, right in zip(first, step(layers[1], x, do), strict=True):
         assert relative_error(value, right) < 0.02
 
 

@@ -90,8 +90,8 @@ def test_error_budget() -> None:
         assert 0.02 < error < 0.08, (name, error)
 
 
-def test_weight_gradients_have_operands_as_they_are() -> None:
-    """x, do and the weights are e4m3's: what is inexact comes from rounding a and dh, which B2 and B4 do not."""
+def test_narrow_weight_gradients_have_operands_as_they_are() -> None:
+    """x, do and the weights are e4m3's: what is inexact comes from rounding a and dh, which these B2 and B4 do not."""
     layer = Layer(activation="relu")
 
     def exact(*shape: int) -> Tensor:
@@ -113,12 +113,13 @@ def test_weight_gradients_have_operands_as_they_are() -> None:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """These layers count as wide enough for weight gradients in FP8."""
-    monkeypatch.setattr(config, "FP8_WIDE", (N, D * N))
+    monkeypatch.setattr(config, "FP8_WGRAD_WIDTH", N)
+    monkeypatch.setattr(config, "FP8_WGRAD_ELEMENTS", D * N)
     monkeypatch.setattr("tilemoe.reference.fp8._WIDE", (N, D * N))
 
 
 def test_the_oracle_and_the_layer_agree_on_what_is_wide() -> None:
-    assert config.FP8_WIDE == reference.fp8._WIDE
+    assert (config.FP8_WGRAD_WIDTH, config.FP8_WGRAD_ELEMENTS) == reference.fp8._WIDE
     for widths in ((2048, 2048), (4096, 1024), (1024, 4096)):
         assert config.quantizes_wgrad(*widths)
     for widths in ((2048, 1920), (1920, 2048), (8192, 896), (896, 8192)):
@@ -153,7 +154,7 @@ def test_what_is_not_finite_reaches_the_weight_gradients_of_its_experts_alone(wi
     rows = (layer.plan.token_of_row == 5).nonzero()
     experts = experts_of_rows(layer.plan.row_start_of_expert, rows).flatten()
     for name in ("w1", "w2"):
-        broken = found[name].isnan().flatten(1).any(1).nonzero().flatten()
+        broken = found[name].isnan().flatten(1).all(1).nonzero().flatten()
         assert torch.equal(broken, experts.long()), name
 
 

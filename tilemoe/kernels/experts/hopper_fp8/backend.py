@@ -2,8 +2,8 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-x and do are quantised once per token (not per row), a in F1's epilogue, dh once for B3; weights are quantised and
-cached by `triton_fp8.operands`.
+x and do are quantised once per token (not per row) in each operator that reads them, a in F1's epilogue, dh for B3 and
+again for B4; weights are quantised and cached by `triton_fp8.operands`.
 """
 
 from __future__ import annotations

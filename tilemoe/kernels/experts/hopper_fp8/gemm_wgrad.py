@@ -74,6 +74,7 @@ def transposed_consumer(
         expert, first, col, steps = receive_tile(ring, tile_info, step)
         acc = zero_tile()
         if steps > 0:
+            # One scale for all rows, loaded as theirs are: behind the first product.
             acc, of_rows, step = mma_mainloop(ring, scale + expert + 0 * rows, step, steps, False, CONSUMER)
             acc *= of_rows[:, None]
         else:

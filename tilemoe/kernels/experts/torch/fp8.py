@@ -1,4 +1,4 @@
-"""FP8 emulated in plain PyTorch: operands of F1, F2, B1 and B3 are quantised, dequantised, and multiplied in fp32.
+"""FP8 emulated in plain PyTorch: operands of GEMMs are quantised, dequantised, and multiplied in fp32.
 
 It computes what the FP8 kernels do, but for the order of sums, and is no faster than the layer's own dtype.
 

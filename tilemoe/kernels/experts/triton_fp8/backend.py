@@ -2,8 +2,8 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-x and do are quantised once per token (not per row), a in every call of F2 (one for each slice of d), dh once; weights
-are quantised and cached by `operands`.
+x and do are quantised once per token (not per row) in each operator that reads them, a in every call of F2 (one for
+each slice of d), dh for B3 and again for B4; weights are quantised and cached by `operands`.
 """
 
 from __future__ import annotations
