@@ -15,22 +15,22 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.config import quantizes_wgrad
-from tilemoe.kernels.experts.base import Backend, GemmOperand, Operand
+from tilemoe.kernels.experts.base import GemmOperand, Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend, describable_weight
 from tilemoe.kernels.experts.hopper_fp8 import host
 from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
-from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
+from tilemoe.kernels.experts.triton_fp8.backend import WideWeightGrads
 from tilemoe.kernels.experts.triton_fp8.operands import block_weight, quantized_blocks, quantized_rows, row_weight
-from tilemoe.kernels.experts.triton_fp8.wgrad import wgrad_launch, wgrad_operands
+from tilemoe.kernels.experts.triton_fp8.wgrad import WgradOperands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
+from tilemoe.runtime.launch import Launch
 
 
-class HopperFp8Backend(HopperBackend):
+class HopperFp8Backend(WideWeightGrads, HopperBackend):
     name = "hopper_fp8"
     batch_invariance = "yes on an H100, bf16"
     precision = "fp8"
@@ -75,31 +75,11 @@ class HopperFp8Backend(HopperBackend):
         launch.run()
         return dh, score_grad(partial, do, b2, s, plan, tiles, host.TILE.block_m), a_scaled
 
-    def up_proj_wgrad_bias_grad(
-        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if quantizes_wgrad(x.shape[1], dh.shape[1]):  # what B4 reads of dh is rounded, db1 is not
-            return Backend.up_proj_wgrad_bias_grad(self, x, dh, plan, column_major, out)
-        return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
-
-    def _weight_grad(
-        self,
-        kernel: Kernel,
-        by_token: Tensor,
-        by_row: Tensor,
-        out: Tensor,
-        plan: RoutingPlan,
-        adds: bool,
-        sums: Tensor | None = None,
-    ) -> None:
-        if plan.capacity == 0 or not quantizes_wgrad(by_token.shape[1], by_row.shape[1]):
-            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
-            return
-        assert sums is None, "`up_proj_wgrad_bias_grad` asks for none"
-        device = _device(by_row)
-        launch = host.wgrad_launch if describable_weight(out, device) else wgrad_launch
-        for operands in wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan):
-            launch(operands, out, plan, device, adds).run()
+    def _wgrad_launch(self, operands: WgradOperands, out: Tensor, plan: RoutingPlan, adds: bool) -> Launch:
+        device = device_of(out)
+        if not describable_weight(out, device):
+            return super()._wgrad_launch(operands, out, plan, adds)
+        return host.wgrad_launch(operands, out, plan, device, adds)
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool

@@ -31,18 +31,50 @@ from tilemoe.kernels.experts.triton_fp8.operands import (
     scales_of,
     why_no_e4m3,
 )
-from tilemoe.kernels.experts.triton_fp8.wgrad import wgrad_launch, wgrad_operands
+from tilemoe.kernels.experts.triton_fp8.wgrad import WgradOperands, wgrad_launch, wgrad_operands
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
-from tilemoe.runtime.launch import persistent_grid
+from tilemoe.runtime.launch import Launch, persistent_grid
 
 _TILE = (128, 128)  # BM, BN of F2 and B3
 _ACT_TILE = (128, 64)  # BM, BN of F1, where gate and up have BN columns each, and of B1
 _INTERPRETED_ROWS = 16  # BM in Triton's interpreter
 
 
-class TritonFp8Backend(TritonBackend):
+class WideWeightGrads(TritonBackend):
+    """Weight gradients with FP8 operands where `quantizes_wgrad`, elsewhere those of the next class."""
+
+    def up_proj_wgrad_bias_grad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if quantizes_wgrad(x.shape[1], dh.shape[1]):  # what B4 reads of dh is rounded, db1 is not
+            return Backend.up_proj_wgrad_bias_grad(self, x, dh, plan, column_major, out)
+        return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
+
+    def _weight_grad(
+        self,
+        kernel: Kernel,
+        by_token: Tensor,
+        by_row: Tensor,
+        out: Tensor,
+        plan: RoutingPlan,
+        adds: bool,
+        sums: Tensor | None = None,
+    ) -> None:
+        if plan.capacity == 0 or not quantizes_wgrad(by_token.shape[1], by_row.shape[1]):
+            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
+            return
+        assert sums is None, "`up_proj_wgrad_bias_grad` asks for none"
+        for operands in wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan):
+            self._wgrad_launch(operands, out, plan, adds).run()
+
+    def _wgrad_launch(self, operands: WgradOperands, out: Tensor, plan: RoutingPlan, adds: bool) -> Launch:
+        """The GEMM of one slice, as `wgrad_launch`."""
+        return wgrad_launch(operands, out, plan, device_of(out), adds)
+
+
+class TritonFp8Backend(WideWeightGrads):
     name = "triton_fp8"
     batch_invariance = "yes, in Triton's interpreter and on an H100"
     precision = "fp8"
@@ -95,30 +127,6 @@ class TritonFp8Backend(TritonBackend):
             device,
         )
         return dh, score_grad(partial, do, b2, s, plan, tiles, tile_m), a_scaled
-
-    def up_proj_wgrad_bias_grad(
-        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if quantizes_wgrad(x.shape[1], dh.shape[1]):  # what B4 reads of dh is rounded, db1 is not
-            return Backend.up_proj_wgrad_bias_grad(self, x, dh, plan, column_major, out)
-        return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
-
-    def _weight_grad(
-        self,
-        kernel: Kernel,
-        by_token: Tensor,
-        by_row: Tensor,
-        out: Tensor,
-        plan: RoutingPlan,
-        adds: bool,
-        sums: Tensor | None = None,
-    ) -> None:
-        if plan.capacity == 0 or not quantizes_wgrad(by_token.shape[1], by_row.shape[1]):
-            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
-            return
-        assert sums is None, "`up_proj_wgrad_bias_grad` asks for none"
-        for operands in wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan):
-            wgrad_launch(operands, out, plan, device_of(by_row), adds).run()
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
