@@ -24,7 +24,6 @@ its corpus is, too, shows in ``corpus_digest``; older rows describe theirs in wo
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
 from collections.abc import Iterator
@@ -92,7 +91,7 @@ def heldout_loss(trainer: Trainer) -> float:
     recipe = trainer.recipe
     found = evaluate(
         trainer.model,
-        prepared(recipe.data).heldout,
+        trainer.data.heldout,
         seq_len=recipe.data.seq_len,
         batch_size=recipe.data.batch_size,
         device=trainer.device,
@@ -131,21 +130,18 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0))
 
 
-def recipe_of(name: str, steps: int) -> Recipe:
-    """Of benchmarks/recipes if it is there, else the package's."""
-    path = RECIPES / f"{name}.json"
-    recipe = load_recipe(str(path) if path.exists() else name)
-    return replace(recipe, train=replace(recipe.train, steps=steps)) if steps else recipe
-
-
-def base_of(args: argparse.Namespace) -> Recipe:
-    base = recipe_of(args.recipe, args.steps)
-    return replace(base, data=replace(base.data, corpus=args.corpus or base.data.corpus))
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Of benchmarks/recipes if it is there, else the package's; with what the command line changes of it."""
+    path = RECIPES / f"{args.recipe}.json"
+    recipe = load_recipe(str(path) if path.exists() else args.recipe)
+    data = replace(recipe.data, corpus=args.corpus or recipe.data.corpus)
+    train = replace(recipe.train, steps=args.steps or recipe.train.steps)
+    return replace(recipe, data=data, train=train)
 
 
 def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
     """Every run, seed by seed, so that what is there can be compared."""
-    base = base_of(args)
+    base = recipe_of(args)
     for seed in range(args.seeds):
         for precision in args.precisions.split(","):
             what = (args.recipe, precision, seed, base.train.steps)
@@ -165,7 +161,7 @@ def run(args: argparse.Namespace) -> None:
 
 def forks(args: argparse.Namespace) -> None:
     """Of each seed a run in `PLAIN` up to ``fork_at``, then a branch for each precision given."""
-    device, base = select_device(args.device), base_of(args)
+    device, base = select_device(args.device), recipe_of(args)
     if not 0 < args.fork_at < base.train.steps:
         raise ValueError(f"--fork-at must lie within the run's {base.train.steps} steps, got {args.fork_at}")
     for seed in range(args.seeds):
@@ -178,7 +174,7 @@ def forks(args: argparse.Namespace) -> None:
         for precision in args.precisions.split(","):
             branch = new_trainer(recipes[precision], device)
             branch.model.load_state_dict(weights)
-            branch.optimizer.load_state_dict(copy.deepcopy(states))
+            branch.optimizer.load_state_dict(on_cpu(states))  # a copy: on a CPU the optimiser would write to it
             branch.step = args.fork_at
             row = dict(zip(KEY, (args.recipe, precision, seed, base.train.steps), strict=True))
             row |= {"fork_at": args.fork_at, "before": before, "curve": trained(branch, base.train.steps)}

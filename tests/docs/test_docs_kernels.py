@@ -19,6 +19,7 @@ from test_docs_names import NAME, ROOT, prose
 
 from tilemoe.kernels.experts.hopper.configs import BLOCK_K, TILES, is_faster
 from tilemoe.kernels.experts.triton import configs
+from tilemoe.kernels.experts.triton.configs import WEIGHT_GRADS
 from tilemoe.perf.costs import IN_FP8, Cost, kernel_costs, router_costs
 from tilemoe.runtime.device import Device
 from tilemoe.shape import MoEShape
@@ -168,7 +169,7 @@ def package_kernels() -> frozenset[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_has_every_part(page: str) -> None:
     text = PAGES[page].read_text(encoding="utf-8")
-    in_fp8 = page in [PAGE_OF[kernel] for kernel in (*IN_FP8, "down_proj_wgrad", "up_proj_wgrad")]
+    in_fp8 = page in [PAGE_OF[kernel] for kernel in (*IN_FP8, *WEIGHT_GRADS)]
     headings = re.findall(r"^## (.+)$", text, re.M)
     assert [name for name in headings if name != "FP8"] == list(PARTS)
     assert ("FP8" in headings) == in_fp8

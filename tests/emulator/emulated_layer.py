@@ -25,7 +25,7 @@ from tilemoe.kernels.experts.triton_fp8 import backend as triton_fp8_backend
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch
+from tilemoe.runtime.launch import Launch, ceil_div
 
 TOLERANCE = 6e-4  # as on a GPU
 OUTPUTS = {
@@ -230,7 +230,8 @@ def quantize_transposed(args: dict[str, Any], constants: dict[str, Any]) -> None
     start = args["row_start_of_expert"]
     for tile, expert, rows, tokens, place in row_tiles(args):
         first = tile - (rows.start - int(start[expert])) // BLOCK
-        largest = args["largest"][first : first - (int(start[expert]) - int(start[expert + 1])) // BLOCK].max()
+        tiles = ceil_div(int(start[expert + 1] - start[expert]), BLOCK)
+        largest = args["largest"][first : first + tiles].max()
         scale = largest / LARGEST if largest else torch.ones(())
         args["scale"][expert] = scale
         values = args["rows"][rows].float() * args["token_scale"][tokens] * (1 / scale)

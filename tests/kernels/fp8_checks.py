@@ -19,6 +19,7 @@ from tilemoe.kernels.experts.quantize import BLOCK, quantize
 from tilemoe.kernels.experts.torch.fp8 import TorchFp8Backend
 from tilemoe.kernels.experts.triton_fp8.wgrad import WgradOperands
 from tilemoe.plan import RoutingPlan
+from tilemoe.runtime.launch import ceil_div
 from tilemoe.testing import make_inputs, relative_error
 
 ROUNDING = 0.03  # of e4m3's three bits: 1 / 16 at most, 2.6% in the square mean
@@ -115,7 +116,7 @@ def transposed_by_torch(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> 
 def whole_transposed_by_torch(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> WgradOperands:
     """The operands in a single slice."""
     tokens, starts = quantize(by_token, (1, by_token.shape[1])), plan.row_start_of_expert.tolist()
-    room = (-(-plan.capacity // BLOCK) + plan.num_experts) * BLOCK
+    room = (ceil_div(plan.capacity, BLOCK) + plan.num_experts) * BLOCK
     left, right = (torch.zeros(t.shape[1], room, device=t.device) for t in (by_token, by_row))
     scale = torch.ones(plan.num_experts, device=by_row.device)
     for expert, (start, end) in enumerate(pairwise(starts)):

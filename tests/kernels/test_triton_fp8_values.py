@@ -36,6 +36,7 @@ from tilemoe.kernels.experts.triton_fp8.quantize import (
 from tilemoe.kernels.experts.triton_fp8.wgrad import gather_launch, largest_launch, quantize_launch, wgrad_operands
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
+from tilemoe.runtime.launch import ceil_div
 from tilemoe.testing import assert_equal, hostile_routings, make_inputs
 
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -274,7 +275,7 @@ def test_operands_of_weight_gradients(name: str) -> None:
     expected, starts = whole_transposed_by_torch(by_token, by_row, plan), plan.row_start_of_expert[:-1].tolist()
     for expert, (start, count) in enumerate(zip(starts, plan.rows_per_expert.tolist(), strict=True)):
         first = (start // BLOCK + expert) * BLOCK
-        place = slice(first, first - -count // BLOCK * BLOCK)
+        place = slice(first, first + ceil_div(count, BLOCK) * BLOCK)
         assert_equal(left[:, place].float(), expected.by_token[:, place].float())
         if count:
             assert_equal(scale[expert], expected.scale[expert])
