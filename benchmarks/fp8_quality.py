@@ -14,7 +14,9 @@ run is appended to results/fp8_quality.jsonl; those that are there are not repea
 
 ``forks`` trains each seed once, in bf16, up to a step, and from there on once for each precision given: branches start
 from equal weights and optimiser states, and see the same batches. So they differ less than whole runs do. A precision
-given twice shows by how much they differ anyway. Each call trains anew; rows go to results/fp8_forks.jsonl.
+given twice shows by how much they differ anyway. Each call trains anew, unless ``--trunks FOLDER`` holds what an
+earlier one saved there: so one process per GPU can train one branch each. ``--all-wgrads`` is for layers whose weight
+gradients are too narrow for FP8: they are in FP8, too. Rows go to results/fp8_forks.jsonl.
 
 ``curves`` reads results/end_to_end.jsonl, whose runs may be as long as a real one: a run there that was told
 ``--model.moe.precision fp8 --train.dense-precision fp8`` beside the one that was not, all else being the same. Whether
@@ -26,9 +28,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from precisions import PLAIN, PRECISIONS, in_precision
@@ -36,6 +42,7 @@ from rounding_quality import RECIPES, prepared, spread
 from torch import Tensor, nn
 
 import tilemoe
+from tilemoe import config
 from tilemoe.bench import record
 from tilemoe.train.checkpoints.restore import build_model, select_device
 from tilemoe.train.config import Recipe, load_recipe
@@ -142,7 +149,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 def asked_for(args: argparse.Namespace) -> Iterator[tuple[Recipe, Row]]:
     """Every run, seed by seed, so that what is there can be compared."""
     base = recipe_of(args)
-    for seed in range(args.seeds):
+    for seed in seeds(args):
         for precision in args.precisions.split(","):
             what = (args.recipe, precision, seed, base.train.steps)
             yield variant(base, precision, seed), dict(zip(KEY, what, strict=True))
@@ -159,36 +166,48 @@ def run(args: argparse.Namespace) -> None:
             print(json.dumps(row), flush=True)
 
 
+def seeds(args: argparse.Namespace) -> range:
+    return range(args.first_seed, args.first_seed + args.seeds)
+
+
 def forks(args: argparse.Namespace) -> None:
     """Of each seed a run in `PLAIN` up to ``fork_at``, then a branch for each precision given."""
     device, base = select_device(args.device), recipe_of(args)
     if not 0 < args.fork_at < base.train.steps:
         raise ValueError(f"--fork-at must lie within the run's {base.train.steps} steps, got {args.fork_at}")
-    for seed in range(args.seeds):
-        recipes = {precision: variant(base, precision, seed) for precision in {PLAIN, *args.precisions.split(",")}}
-        torch.manual_seed(seed)
-        trunk = new_trainer(recipes[PLAIN], device)
-        before = trained(trunk, args.fork_at)
-        weights, states = on_cpu(trunk.model.state_dict()), on_cpu(trunk.optimizer.state_dict())
-        del trunk
-        for precision in args.precisions.split(","):
-            branch = new_trainer(recipes[precision], device)
-            branch.model.load_state_dict(weights)
-            branch.optimizer.load_state_dict(on_cpu(states))  # a copy: on a CPU the optimiser would write to it
-            branch.step = args.fork_at
-            row = dict(zip(KEY, (args.recipe, precision, seed, base.train.steps), strict=True))
-            row |= {"fork_at": args.fork_at, "before": before, "curve": trained(branch, base.train.steps)}
-            record.append(FORKS, [{**row, "corpus_digest": branch.data_fingerprint}])
-            del branch
+    rule = mock.patch.multiple(config, FP8_WGRAD_WIDTH=1, FP8_WGRAD_ELEMENTS=1) if args.all_wgrads else nullcontext()
+    with rule, tempfile.TemporaryDirectory() as folder:
+        for seed in seeds(args):
+            trunk = save_trunk(variant(base, PLAIN, seed), args.fork_at, args.trunks or Path(folder), device)
+            for precision in args.precisions.split(","):
+                row = dict(zip(KEY, (args.recipe, precision, seed, base.train.steps), strict=True))
+                row |= {"all_wgrads": args.all_wgrads, "fork_at": args.fork_at}
+                record.append(FORKS, [row | measure_branch(variant(base, precision, seed), trunk, device)])
 
 
-def on_cpu(state: Any) -> Any:
-    """A copy of nested dicts and lists, with their tensors on the CPU."""
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: on_cpu(value) for key, value in state.items()}
-    return [on_cpu(value) for value in state] if isinstance(state, list) else state
+def save_trunk(recipe: Recipe, until: int, folder: Path, device: torch.device) -> Path:
+    """A file with the ``step``, the ``curve``, ``weights`` and optimiser ``states`` there; one that exists is kept."""
+    path = folder / f"{recipe.name}-{recipe.train.seed}-{recipe.train.steps}-{until}.pt"
+    if not path.exists():
+        torch.manual_seed(recipe.train.seed)
+        trainer = new_trainer(recipe, device)
+        trunk = {"curve": trained(trainer, until), "step": trainer.step}
+        trunk |= {"weights": trainer.model.state_dict(), "states": trainer.optimizer.state_dict()}
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        torch.save(trunk, partial)
+        partial.replace(path)  # who waits for it finds it whole
+    return path
+
+
+def measure_branch(recipe: Recipe, trunk: Path, device: torch.device) -> Row:
+    state = torch.load(trunk, map_location="cpu")
+    branch = new_trainer(recipe, device)
+    branch.model.load_state_dict(state["weights"])
+    branch.optimizer.load_state_dict(state["states"])
+    branch.step = state["step"]
+    curve = trained(branch, recipe.train.steps)
+    return {"before": state["curve"], "curve": curve, "corpus_digest": branch.data_fingerprint}
 
 
 def table(args: argparse.Namespace) -> None:
@@ -250,8 +269,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--corpus", help="in place of the recipe's, as data.corpus")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), help="commas between")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help="in place of the recipe's")
     parser.add_argument("--fork-at", type=int, default=0, help="the step up to which branches are one run")
+    parser.add_argument("--trunks", type=Path, help="folder in which forks keeps what branches start from")
+    parser.add_argument("--all-wgrads", action="store_true", help="forks: narrow layers' weight gradients in FP8, too")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args(argv)
     {"run": run, "forks": forks, "table": table, "curves": curves}[args.what](args)

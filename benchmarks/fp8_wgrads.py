@@ -1,17 +1,20 @@
 """B2 and B4 on one Hopper GPU with FP8 operands beside bf16, also where `quantizes_wgrad` keeps to bf16.
 
-    python benchmarks/fp8_wgrads.py --rounds 3
+    python benchmarks/fp8_wgrads.py --rounds 3 [--rows-per-expert 256,512,1024]
+    python benchmarks/fp8_wgrads.py --sums
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R_max row capacity · w = 2n
 
 Times in FP8 include quantising and transposing the operands. Rows are appended to results/kernel_variants.jsonl as
-"FP8 weight gradients"; those of d52e1a2 have the GEMM alone, too.
+"FP8 weight gradients"; those of d52e1a2 have the GEMM alone, too. ``--sums`` times nothing: it compares B4 of one
+expert to an fp64 product of the same rounded operands, for more and more rows and for operands with a common mean.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +31,8 @@ from tilemoe.shape import MoEShape
 
 WHAT, DEVICE, DTYPE = "FP8 weight gradients", "cuda", torch.bfloat16
 WIDE, NARROW = HopperBackend(), HopperFp8Backend()  # operands of 16 bits and of 8
+SUMS, WIDTH = "FP8 sums over an expert's rows", 1024
+ROWS, MEANS = [1 << power for power in range(9, 18)], (0.0, 0.25, 0.5, 1.0)
 MORE = {
     "Mixtral, 16384 tokens": MoEShape(16384, 4096, 14336, 8, 2),
     "DeepSeek-V3, 32 experts": MoEShape(16384, 7168, 2048, 32, 8),
@@ -76,15 +81,57 @@ def measure(name: str, shape: MoEShape, count: int) -> dict[str, Any]:
     }
 
 
+def cases_of(rows_per_expert: int) -> Iterator[tuple[str, MoEShape]]:
+    """All cases, with as many tokens as give each expert ``rows_per_expert`` on average; 0: with their own."""
+    for name, shape in {**cases.find("OLMoE,Qwen3-Next,Qwen3-235B,30B-n256"), **MORE}.items():
+        if rows_per_expert == 0:
+            yield name, shape
+        else:
+            tokens = rows_per_expert * shape.num_experts // shape.num_experts_per_tok
+            yield f"{name}, {rows_per_expert} rows per expert", replace(shape, num_tokens=tokens)
+
+
+def measure_sums(rows: int, mean: float) -> dict[str, Any]:
+    """How far B4's sums over ``rows`` rows are off; a mean is in units of the operands' standard deviation.
+
+    x and dh are e4m3 values of a narrow range, each row with 448 in it, so that quantising them again is exact, with
+    scales of 1: all that differs is the sum.
+    """
+    plan = plan_topk(torch.zeros(rows, 1, device=DEVICE, dtype=torch.int64), 1)
+    x, dh = ((torch.randn(rows, WIDTH, device=DEVICE) + mean) * 32 for _ in range(2))
+    x, dh = (t.clamp(-448, 448).to(torch.float8_e4m3fn).to(DTYPE) for t in (x, dh))
+    x[:, 0], dh[:, 0] = 448, 448
+    exact = torch.zeros(WIDTH, WIDTH, device=DEVICE, dtype=torch.float64)
+    for some in torch.arange(rows, device=DEVICE).split(8192):
+        exact += dh[some].double().T @ x[some].double()
+    found = torch.zeros(1, WIDTH, WIDTH, device=DEVICE)
+    NARROW.up_proj_wgrad(x, dh, plan, out=found)
+    found, exact = found[0, 1:, 1:].double(), exact[1:, 1:]
+    return {
+        "what": SUMS,
+        "rows": rows,
+        "width": WIDTH,
+        "mean_of_operands": mean,
+        "error_rms_percent": round(100 * float((found - exact).norm() / exact.norm()), 4),
+        "smaller_by_percent": round(100 * (1 - float((found * exact).sum() / exact.square().sum())), 4),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows-per-expert", default="0", help="commas between; 0: as many as the cases have")
+    parser.add_argument("--sums", action="store_true", help="the errors of long sums instead of times")
     args = parser.parse_args()
     torch.manual_seed(0)
     with mock.patch.multiple(config, FP8_WGRAD_WIDTH=1, FP8_WGRAD_ELEMENTS=1):
-        for name, shape in {**cases.find("OLMoE,Qwen3-Next,Qwen3-235B,30B-n256"), **MORE}.items():
-            record.append("kernel_variants", [measure(name, shape, args.rounds)])
-            torch.cuda.empty_cache()
+        if args.sums:
+            record.append("kernel_variants", [measure_sums(rows, mean) for mean in MEANS for rows in ROWS])
+            return
+        for rows_per_expert in map(int, args.rows_per_expert.split(",")):
+            for name, shape in cases_of(rows_per_expert):
+                record.append("kernel_variants", [measure(name, shape, args.rounds)])
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

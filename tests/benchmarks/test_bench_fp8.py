@@ -4,6 +4,7 @@ E experts
 """
 
 import json
+from pathlib import Path
 
 import fp8_quality
 import pytest
@@ -61,6 +62,21 @@ def test_branches_go_on_where_the_run_was() -> None:
     assert plain["curve"] != quantised["curve"]
     with pytest.raises(ValueError, match="fork-at"):
         fp8_quality.main(["forks", *common, "bf16", "--fork-at", "20"])
+
+
+def test_processes_share_the_run_that_branches_start_from(tmp_path: Path) -> None:
+    common = ["forks", "--recipe", "small", "--device", "cpu", "--first-seed", "3", "--seeds", "1", "--fork-at", "14"]
+    common += ["--trunks", str(tmp_path / "trunks"), "--precisions"]
+    fp8_quality.main([*common, "fp8"])
+    (saved,) = (tmp_path / "trunks").iterdir()
+    when = saved.stat().st_mtime_ns
+    fp8_quality.main([*common, "fp8", "--all-wgrads"])
+    narrow, wide = record.rows("fp8_forks")
+    assert saved.stat().st_mtime_ns == when
+    assert narrow["seed"] == wide["seed"] == 3
+    assert narrow["before"] == wide["before"]
+    assert narrow["curve"] != wide["curve"]
+    assert (narrow["all_wgrads"], wide["all_wgrads"]) == (False, True)
 
 
 def end_to_end(digest: str, heldout: float, *options: str) -> dict[str, object]:

@@ -95,6 +95,25 @@ def test_a_wide_layer() -> None:
         assert relative_error(value, right) < 0.02
 
 
+def test_wide_layers_of_different_slices_accumulate() -> None:
+    """Gradients are added to once per call, also while launches are compiled and recorded: d is one slice or two."""
+    for d in (4096, 3072, 2048):
+        cfg = tilemoe.MoEConfig(d, 1024, E, K, precision="fp8")
+        layers = []
+        for kernels in (None, "torch_fp8"):
+            torch.manual_seed(0)
+            layers.append(tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels))
+            tilemoe.accumulate_grads(layers[-1])
+        for count in range(1, 5):
+            x, do = torch.randn(2, T, d, device="cuda", dtype=BF16)
+            for layer in layers:
+                layer(x).hidden.backward(do)
+            for ours, right in zip(*(layer.experts.parameters() for layer in layers), strict=True):
+                assert ours.grad is not None
+                assert right.grad is not None
+                assert relative_error(ours.grad, right.grad) < 0.02, (d, count)
+
+
 def test_it_is_chosen_here() -> None:
     for dtype in (BF16, FP16):
         choice = tilemoe.select_kernels("cuda", dtype, tilemoe.MoEConfig(D, N, E, K, precision="fp8"))
