@@ -33,7 +33,13 @@ from tilemoe.kernels.experts.triton_fp8.quantize import (
     rows_launch,
     unpack_rows,
 )
-from tilemoe.kernels.experts.triton_fp8.wgrad import gather_launch, largest_launch, quantize_launch, wgrad_operands
+from tilemoe.kernels.experts.triton_fp8.wgrad import (
+    PART,
+    gather_launch,
+    largest_launch,
+    quantize_launch,
+    wgrad_operands,
+)
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.runtime.launch import ceil_div
@@ -283,6 +289,17 @@ def test_operands_of_weight_gradients(name: str) -> None:
             token = plan.token_of_row[start : start + count].long()
             rows[:count] = by_row[start : start + count] * tokens.scale[token] * (1 / scale[expert])
             assert_rounded(right[:, place], expected.by_row[:, place], rows.T)
+
+
+def test_an_experts_scale_is_of_all_parts_of_its_columns() -> None:
+    """Each expert that has rows has its largest magnitude in another part, the last of which is narrower."""
+    plan = plan_topk(torch.tensor([0, 1, 3] * 50, device=DEVICE)[:, None], 4)
+    by_token, by_row = torch.ones(150, D, device=DEVICE), torch.full((150, 2 * PART + 128), 0.5, device=DEVICE)
+    for row, column, value in ((7, PART, -1.0), (99, PART - 1, 2.0), (149, 2 * PART + 127, -4.0)):
+        by_row[row, column] = value
+    (operands,) = wgrad_operands(by_token, by_row, plan)
+    expected = torch.tensor([1.0, 2.0, 4.0], device=DEVICE) / 448 / 448  # a token's scale is 1 / 448
+    assert_equal(operands.scale[[0, 1, 3]], expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

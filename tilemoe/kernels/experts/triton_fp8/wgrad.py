@@ -30,11 +30,13 @@ from tilemoe.kernels.experts.triton_fp8.quantize import rounded, scale_for
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch, persistent_grid
+from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
 _BLOCK = tl.constexpr(BLOCK)
 _TILE = 128  # BM and BN of the portable GEMM
 SLICE = 2048  # columns of A whose gathered copy exists at a time
+PART = 2048  # columns of B whose largest magnitude one CTA finds
+_PART = tl.constexpr(PART)
 
 
 class WgradOperands(NamedTuple):
@@ -77,10 +79,13 @@ def gather_launch(data: Tensor, out: Tensor, plan: RoutingPlan, tiles: TileList)
 
 
 def largest_launch(rows: Tensor, scale: Tensor, plan: RoutingPlan, tiles: TileList) -> tuple[Launch, Tensor]:
-    """(launch, largest (C) fp32): of each row tile, the largest magnitude of rows (R_max, q) times scale (T, 1)."""
-    largest = scale.new_empty(tiles.capacity)
-    args = (rows, scale, largest, plan.token_of_row, *tiles[1:], rows.shape[1])
-    return launch_of(largest_of_tiles_kernel, (tiles.capacity,), args, {}), largest
+    """(launch, largest (C, parts) fp32): of `PART` columns of each row tile, the largest magnitude of rows (R_max, q)
+    times scale (T, 1).
+    """
+    width = rows.shape[1]
+    largest = scale.new_empty(tiles.capacity, ceil_div(width, PART))
+    args = (rows, scale, largest, plan.token_of_row, *tiles[1:], width)
+    return launch_of(largest_of_tiles_kernel, (largest.numel(),), args, {}), largest
 
 
 def quantize_launch(
@@ -146,22 +151,26 @@ def _store_transposed(out, values, start, expert, first, column, capacity):
 
 @triton.jit
 def largest_of_tiles_kernel(rows, token_scale, largest, token_of_row, row_of_tile, end_of_tile, num_tiles, width):
-    """rows (R_max, q), token_scale (T) -> largest (C): NaN if one of the tile's products is."""
-    tile = tl.program_id(0)
+    """rows (R_max, ``width`` = q), token_scale (T) -> largest (C, parts): NaN if one of the products is.
+
+    A CTA has the columns of one part of a row tile.
+    """
+    parts = tl.cdiv(width, _PART)
+    tile, begin = tl.program_id(0) // parts, tl.program_id(0) % parts * _PART
     if tile < tl.load(num_tiles):
         row = tl.load(row_of_tile + tile) + tl.arange(0, _BLOCK)
         inside = row < tl.load(end_of_tile + tile)
         pointers = rows + row.to(tl.int64)[:, None] * width + tl.arange(0, _BLOCK)[None, :]
         of_row = tl.zeros((_BLOCK,), dtype=tl.float32)
         has_nan = tl.zeros((_BLOCK,), dtype=tl.int32)
-        for block in range(width // _BLOCK):
-            values = tl.load(pointers + block * _BLOCK, mask=inside[:, None], other=0.0).to(tl.float32)
+        for column in range(begin, tl.minimum(begin + _PART, width), _BLOCK):
+            values = tl.load(pointers + column, mask=inside[:, None], other=0.0).to(tl.float32)
             of_row = tl.maximum(of_row, tl.max(tl.abs(values), axis=1))
             has_nan = tl.maximum(has_nan, tl.max((values != values).to(tl.int32), axis=1))
         token = tl.load(token_of_row + row, mask=inside, other=0)
         of_row *= tl.load(token_scale + token, mask=inside, other=0.0)
         bad = tl.max(tl.maximum(has_nan, (of_row != of_row).to(tl.int32)), axis=0)
-        tl.store(largest + tile, tl.where(bad > 0, float("nan"), tl.max(of_row, axis=0)))
+        tl.store(largest + tl.program_id(0), tl.where(bad > 0, float("nan"), tl.max(of_row, axis=0)))
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -169,7 +178,7 @@ def quantize_transposed_kernel(
     rows, token_scale, largest, data, scale, token_of_row, row_start_of_expert,
     expert_of_tile, row_of_tile, end_of_tile, num_tiles, width, capacity,
 ):  # fmt: skip
-    """rows (R_max, ``width`` = q), token_scale (T), largest (C) -> data (q, L), scale (E).
+    """rows (R_max, ``width`` = q), token_scale (T), largest (C, parts) -> data (q, L), scale (E).
 
     A CTA has 128 columns of a row tile.
     """
@@ -179,7 +188,8 @@ def quantize_transposed_kernel(
         expert, first, end = tl.load(expert_of_tile + tile), tl.load(row_of_tile + tile), tl.load(end_of_tile + tile)
         start = tl.load(row_start_of_expert + expert)
         first_tile = tile - (first - start) // _BLOCK
-        of_expert = _scale_of_expert(largest, first_tile, tl.cdiv(end - start, _BLOCK))
+        parts = tl.cdiv(width, _PART)
+        of_expert = _scale_of_expert(largest + first_tile * parts, tl.cdiv(end - start, _BLOCK) * parts)
         tl.store(scale + expert, of_expert, mask=(tile == first_tile) & (column_tile == 0))
         row = first + tl.arange(0, _BLOCK)
         inside = row < end
@@ -192,12 +202,12 @@ def quantize_transposed_kernel(
 
 
 @triton.jit
-def _scale_of_expert(largest, first_tile, tiles):
-    """The scale of an expert from what its ``tiles`` tiles have as their largest magnitudes."""
+def _scale_of_expert(largest, count):
+    """The scale of an expert from ``count`` largest magnitudes of its parts."""
     most, has_nan = 0.0, 0
-    for at in range(0, tiles, _BLOCK):
+    for at in range(0, count, _BLOCK):
         index = at + tl.arange(0, _BLOCK)
-        found = tl.load(largest + first_tile + index, mask=index < tiles, other=0.0)
+        found = tl.load(largest + index, mask=index < count, other=0.0)
         most = tl.maximum(most, tl.max(found, axis=0))
         has_nan = tl.maximum(has_nan, tl.max((found != found).to(tl.int32), axis=0))
     return scale_for(most, has_nan)
