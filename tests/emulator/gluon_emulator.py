@@ -395,7 +395,7 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         join=lambda a, b: torch.stack((a, b), -1).as_subclass(Registers),
         static_assert=require,
         load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
-        store=lambda pointer, value, mask: pointer.store(value, mask),
+        store=lambda pointer, value, mask=True: pointer.store(value, mask),
         atomic_add=lambda pointer, value, mask, sem: pointer.add(value, mask),
         allocate_shared_memory=allocate,
         warp_specialize=emulator.specialise,

@@ -199,6 +199,7 @@ class Pointer:
             if mask:
                 self.flat[self.offset] = value
             return
+        mask = torch.as_tensor(mask).expand(self.offset.shape)
         offset = self.offset[mask]
         self._require_inside(offset)
         self.flat[offset] = value[mask].to(self.flat.dtype)

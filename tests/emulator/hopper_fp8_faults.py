@@ -356,6 +356,7 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
 TRANSPOSES, GRADIENT, WGRAD_KERNEL = "transposed_producer", "transposed_consumer", "gemm_transposed_kernel"
 ACQUIRE, FIRST_BLOCK = "stage = producer_acquire(ring, step)", "(start // BLOCK + expert)"
 STEPS = "gl.cdiv(end - start, BLOCK)"
+PARTIAL, MORE_STEPS, NEVER = "partial_pointers", "if steps > 0:\n                ", "if False:\n                "
 A_PLACE, B_PLACE = "[first, place + k * BK]", "[col, place + k * BK]"
 LOAD_A = f"tma_load(by_token, {A_PLACE}, full.index(stage), a_smem.index(stage))"
 LOAD_B = f"tma_load(by_row, {B_PLACE}, full.index(stage), b_smem.index(stage))"
@@ -397,14 +398,16 @@ OF_WGRAD: dict[str, Fault] = {
     "A in the first stage, always": (TRANSPOSES, "a_smem.index(stage)", "a_smem.index(0)", NUMBERS),
     "B in the first stage, always": (TRANSPOSES, "b_smem.index(stage)", "b_smem.index(0)", NUMBERS),
     "the consumers leave out half a tile": (GRADIENT, "gl.cdiv(q, BN)", "(q // BN)", "deadlock"),
-    "an expert without rows has the tile before's sum": (GRADIENT, "        acc = zero_tile()\n", "", NUMBERS),
-    "an expert without rows is multiplied": (GRADIENT, "if steps > 0", "if steps >= 0", NUMBERS),
+    "an expert without rows has the tile before's sum": (GRADIENT, "            acc = zero_tile()\n", "", NUMBERS),
+    "an expert without rows is multiplied": (
+        GRADIENT, f"{MORE_STEPS}count", f"{MORE_STEPS.replace('>', '>=')}count", NUMBERS,
+    ),
     "the stage without operands is not released": (GRADIENT, "step, 1, False", "step, 0, False", PUBLISHED),
     "two stages without operands are released": (GRADIENT, "step, 1, False", "step, 2, False", PROTOCOL),
     "a stage before the one without operands is pending": (GRADIENT, "step, 1, False", "step, 1, True", PROTOCOL),
-    "a stage before a tile's is pending": (GRADIENT, "steps, False", "steps, True", PROTOCOL),
+    "a stage before a chunk's is pending": (GRADIENT, "count, False", "count, True", PROTOCOL),
     "skipping a stage is not counted": (GRADIENT, "step = skip_stages", "_ = skip_stages", PUBLISHED),
-    "a tile's steps are not counted": (GRADIENT, "of_rows, step = ", "of_rows, _ = ", PROTOCOL),
+    "a chunk's steps are not counted": (GRADIENT, "of_rows, step = ", "of_rows, _ = ", PROTOCOL),
     "the first consumer's rows of A": (GRADIENT, "False, CONSUMER)", "False, 0)", NUMBERS),
     "nobody scales": (GRADIENT, "acc *= of_rows[:, None]", "pass", NUMBERS),
     "the first expert's scale": (GRADIENT, "scale + expert", "scale + 0 * expert", NUMBERS),
@@ -413,8 +416,17 @@ OF_WGRAD: dict[str, Fault] = {
     "the first consumer's rows of the gradient": (GRADIENT, "CONSUMER * WARPGROUP_M", "0", "stored twice"),
     "a slice's columns for all": (GRADIENT, "col + i * EPILOGUE_N", "col", "stored twice"),
     "the left slice for all": (GRADIENT, "slices[i]", "slices[0]", NUMBERS),
-    "the consumers' slices in one place": (GRADIENT, "i, CONSUMER", "i, 0", f"{FENCE}|{NUMBERS}"),
+    "the consumers' slices in one place": (GRADIENT, "staging, i, CONSUMER", "staging, i, 0", f"{FENCE}|{NUMBERS}"),
     "it ends before its stores": (GRADIENT, "    tma.store_wait(0)", "", UNFINISHED),
+    "a chunk is added to none": (GRADIENT, "chunk > 0", "False", NUMBERS),
+    "the first chunk is added to the tile before": (GRADIENT, "chunk > 0", "True", NUMBERS),
+    "the third chunk is added to none": (GRADIENT, "chunk > 0", "chunk == 1", NUMBERS),
+    "each chunk is the gradient": (GRADIENT, f"{MORE_STEPS}    gl", f"{NEVER}    gl", "stored twice"),
+    "no chunk is the gradient": (GRADIENT, f"{MORE_STEPS}    gl", f"{NEVER.replace('False', 'True')}    gl", NUMBERS),
+    "all steps are the first chunk": (GRADIENT, "gl.cdiv(steps, chunks - chunk)", "steps", f"{PROTOCOL}|{PUBLISHED}"),
+    "the steps left are not counted": (GRADIENT, "steps -= count", "pass", f"{PROTOCOL}|deadlock"),
+    "the consumers' chunks in one place": (PARTIAL, "+ CONSUMER", "", NUMBERS),
+    "the slices' chunks in one place": (PARTIAL, "i * EPILOGUE_N", "0", NUMBERS),
     "two arrivals fill a stage": (WGRAD_KERNEL, "new_barriers(STAGES, 1)", "new_barriers(STAGES, 2)", "deadlock"),
     "one consumer releases a stage": (
         WGRAD_KERNEL, "new_barriers(STAGES, CONSUMERS)", "new_barriers(STAGES, 1)", PROTOCOL,

@@ -61,6 +61,7 @@ ENDS = [(63, 64, 65, 0, 7), (0, 129, 1, 3), (192, 0, 128, 2), (193, 1, 0)]
 OF_FAULTS = (130, 0, 66, 2, 5)
 OF_STATIONARY_FAULTS = (66, 0, 1100, 194, 130, 2, 0)  # two work items of one expert; no row past the last
 OF_WGRAD_FAULTS = (130, 0, 580, 66, 5)  # of one expert, more steps than stages
+HOST_CHUNK = "tilemoe.kernels.experts.hopper_fp8.host.CHUNK"
 
 
 def kernels_of(case: Case) -> set[str]:
@@ -214,6 +215,14 @@ def test_wide_weight_gradients_in_slices(all_wgrads_in_fp8: None, monkeypatch: p
     assert of_gemms == 4 * [0, 256, 512]
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_wide_weight_gradients_in_chunks(all_wgrads_in_fp8: None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts with one to five k-blocks; each CTA sums on its own."""
+    monkeypatch.setattr(HOST_CHUNK, chunk)
+    with emulated(ctas=3, seed=chunk):
+        assert_wgrads_agree(KERNELS, plan_of(*OF_WGRAD_FAULTS), 384, 640, chunk == 2, torch.float16, LIMIT)
+
+
 def test_a_gradient_that_tma_cannot_describe_takes_the_portable_kernel(all_wgrads_in_fp8: None) -> None:
     plan, by_token = plan_of(65, 0, 130, 40), torch.randn(235, 128).half()
     total = torch.zeros(3 * 128 * 128 + 1)[1:].view(3, 128, 128)
@@ -232,13 +241,14 @@ def recorded(case: Case, counts: tuple[int, ...] = OF_FAULTS) -> list[Recorded]:
 
 @cache
 def recorded_wgrad() -> list[Recorded]:
-    """B2's launch for the last slice on one CTA, and what it wrote, which is right; NaN for the slice before it."""
+    """B2's launch for the last slice on one CTA, in up to three chunks, and what it wrote; NaN for the slice before."""
     plan, width = plan_of(*OF_WGRAD_FAULTS), 640
     torch.manual_seed(0)
     by_token, by_row = torch.randn(plan.num_tokens, width).half(), torch.randn(plan.capacity, width).half()
     exact = EXACT.down_proj_wgrad(by_token.float(), by_row.float(), plan)
     with pytest.MonkeyPatch.context() as patch, emulated(ctas=1) as launches:
         patch.setattr("tilemoe.kernels.experts.triton_fp8.wgrad.SLICE", 384)
+        patch.setattr(HOST_CHUNK, 2)
         assert_close("dw2", KERNELS.down_proj_wgrad(by_token, by_row, plan).float(), exact)
     last, outputs = with_outputs(launches)[-1]  # the launch before it would now read this one's slice of A
     outputs["out"][:, : last.args["first_of_slice"]] = torch.nan

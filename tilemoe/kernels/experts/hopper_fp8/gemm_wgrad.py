@@ -1,10 +1,16 @@
 """B2 and B4 with FP8 operands, ``out_e = A_e^T B_e`` contracted over the expert's rows, from transposed copies.
 
 E experts · p, q widths of A and B · c width of a slice of A · L room along the rows, laid out by `triton_fp8.wgrad`
-BM x BN tile of (c, q) · BK k-block: 128 rows, as 64 elements of 16 bits
+BM x BN tile of (c, q) · BK k-block: 128 rows, as 64 elements of 16 bits · G CTAs
 
 Cooperative (see `hopper.pipeline`), both operands K-major and by TMA: one warp is the producer. Tile order, epilogue
 and what an expert without rows takes are those of `hopper.gemm_wgrad`.
+
+Tensor cores truncate as they add, to some 14 bits, so that a long sum of products with a mean comes out too small: by
+.7% after 4,096 rows where both operands' mean is half their standard deviation, by 8% after 32,768 (docs/fp8.md). So a
+sum of more than CHUNK k-blocks is made of chunks of equal size, and the sums of chunks are added in fp32. Registers
+have no room for a second accumulator, so the chunks' sum so far is in global memory, in practice in L2: each thread
+writes its own elements of the tile and reads them back, without anybody to wait for.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -62,9 +68,26 @@ def transposed_producer(
 
 
 @gluon.jit
+def partial_pointers(partial, value, i: gl.constexpr, CONSUMER: gl.constexpr, BN: gl.constexpr):
+    """Pointers to the ``i``-th slice of this consumer's tile in partial (G, CONSUMERS, WARPGROUP_M, BN)."""
+    tile = partial + (gl.program_id(0) * CONSUMERS + CONSUMER) * (WARPGROUP_M * BN)
+    rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, value.type.layout))
+    columns = i * EPILOGUE_N + gl.arange(0, EPILOGUE_N, gl.SliceLayout(0, value.type.layout))
+    return tile + rows[:, None] * BN + columns[None, :]
+
+
+@gluon.jit
+def add_partial(partial, value, i: gl.constexpr, exists, CONSUMER: gl.constexpr, BN: gl.constexpr):
+    """``value`` (WARPGROUP_M, EPILOGUE_N) plus what the tile's earlier chunks have summed, if one ``exists``."""
+    if exists:
+        value += gl.load(partial_pointers(partial, value, i, CONSUMER, BN))
+    return value
+
+
+@gluon.jit
 def transposed_consumer(
-    out, scale, num_experts, first_of_slice, width, q, ring, tile_info, staging,
-    CONSUMER: gl.constexpr, BN: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
+    out, scale, partial, num_experts, first_of_slice, width, q, ring, tile_info, staging,
+    CONSUMER: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """Consumer. Epilogue: multiply by the expert's scale, then as `hopper.gemm_wgrad.wgrad_consumer`."""
     total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
@@ -72,17 +95,26 @@ def transposed_consumer(
     step = 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, first, col, steps = receive_tile(ring, tile_info, step)
-        acc = zero_tile()
-        if steps > 0:
-            # One scale for all rows, loaded as theirs are: behind the first product.
-            acc, of_rows, step = mma_mainloop(ring, scale + expert + 0 * rows, step, steps, False, CONSUMER)
-            acc *= of_rows[:, None]
-        else:
-            step = skip_stages(ring, step, 1, False)
-        row = first_of_slice + first + CONSUMER * WARPGROUP_M
-        slices = epilogue_slices(acc, BN)
-        for i in gl.static_range(4):
-            store_gradient(out, slices[i], expert, row, col + i * EPILOGUE_N, staging, i, CONSUMER, TRANSPOSED, ADDS)
+        chunks, row = gl.maximum(gl.cdiv(steps, CHUNK), 1), first_of_slice + first + CONSUMER * WARPGROUP_M
+        of_expert = scale + expert + 0 * rows  # one scale for all rows, loaded as theirs are: behind a product
+        for chunk in range(chunks):
+            acc = zero_tile()
+            if steps > 0:
+                count = gl.cdiv(steps, chunks - chunk)
+                acc, of_rows, step = mma_mainloop(ring, of_expert, step, count, False, CONSUMER)
+                acc *= of_rows[:, None]
+                steps -= count
+            else:
+                step = skip_stages(ring, step, 1, False)
+            slices = epilogue_slices(acc, BN)
+            for i in gl.static_range(4):
+                value = add_partial(partial, slices[i], i, chunk > 0, CONSUMER, BN)
+                if steps > 0:
+                    gl.store(partial_pointers(partial, value, i, CONSUMER, BN), value)
+                else:
+                    store_gradient(
+                        out, value, expert, row, col + i * EPILOGUE_N, staging, i, CONSUMER, TRANSPOSED, ADDS
+                    )
     tma.store_wait(0)
 
 
@@ -92,6 +124,7 @@ def gemm_transposed_kernel(
     by_row,
     scale,
     out,
+    partial,
     row_start_of_expert,
     num_experts,
     first_of_slice,
@@ -99,6 +132,7 @@ def gemm_transposed_kernel(
     q,
     TRANSPOSED: gl.constexpr,
     ADDS: gl.constexpr,
+    CHUNK: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -108,6 +142,7 @@ def gemm_transposed_kernel(
     of out (E, p, q), or columns of (E, q, p) if TRANSPOSED.
 
     Zeros for an expert without rows. ADDS: out, fp32, is accumulated into.
+    partial (G, CONSUMERS, WARPGROUP_M, BN) fp32: room for sums of a tile's chunks, each of at most CHUNK k-blocks.
     """
     staged: gl.constexpr = gl.NVMMASharedLayout(128, 32 if ADDS else 16, 2)
     a_smem = gl.allocate_shared_memory(by_token.dtype, [STAGES, BM, BK], by_token.layout)
@@ -117,10 +152,10 @@ def gemm_transposed_kernel(
     tile_info = new_tile_info(STAGES)
     gl.warp_specialize(
         [
-            (transposed_consumer, (out, scale, num_experts, first_of_slice, width, q, ring, tile_info, staging, 0,
-                                   BN, TRANSPOSED, ADDS)),
-            (transposed_consumer, (out, scale, num_experts, first_of_slice, width, q, ring, tile_info, staging, 1,
-                                   BN, TRANSPOSED, ADDS)),
+            (transposed_consumer, (out, scale, partial, num_experts, first_of_slice, width, q, ring, tile_info,
+                                   staging, 0, BN, CHUNK, TRANSPOSED, ADDS)),
+            (transposed_consumer, (out, scale, partial, num_experts, first_of_slice, width, q, ring, tile_info,
+                                   staging, 1, BN, CHUNK, TRANSPOSED, ADDS)),
             (transposed_producer, (by_token, by_row, row_start_of_expert, num_experts, width, q, ring, tile_info, BN)),
         ],
         [4, 1],

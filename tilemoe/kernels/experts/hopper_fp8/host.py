@@ -39,6 +39,7 @@ from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
 TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel but the following two
 WGRAD = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 240, 32)
+CHUNK = 32  # k-blocks that tensor cores sum for a weight gradient, 4096 rows; longer sums are chunks, added in fp32
 STATIONARY = TileConfig(configs.STATIONARY_M, 2 * BLOCK, 8, 232, 40, 4)
 _EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
 
@@ -147,9 +148,11 @@ def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device
     to, transposed = gradient_descriptor(out, adds)
     described_operands = (described(left, [WGRAD.block_m, BLOCK_K]), described(right, [WGRAD.block_n, BLOCK_K]))
     sizes = (plan.num_experts, operands.first, width, q)
-    args = (*described_operands, operands.scale, to, plan.row_start_of_expert, *sizes)
     grid = persistent_grid(device, plan.num_experts * ceil_div(width, WGRAD.block_m) * ceil_div(q, WGRAD.block_n))
-    return hopper_launch(gemm_transposed_kernel, grid, args, {"TRANSPOSED": transposed, "ADDS": adds}, WGRAD)
+    partial = operands.scale.new_empty(*grid, WGRAD.block_m, WGRAD.block_n)
+    args = (*described_operands, operands.scale, to, partial, plan.row_start_of_expert, *sizes)
+    constants = {"TRANSPOSED": transposed, "ADDS": adds, "CHUNK": CHUNK}
+    return hopper_launch(gemm_transposed_kernel, grid, args, constants, WGRAD)
 
 
 def _launch(kernel: Any, tiles: int, args: tuple[Any, ...], constants: dict[str, Any], device: Device) -> Launch:
