@@ -5,9 +5,9 @@
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R_max row capacity · w = 2n
 
-Times in FP8 include quantising and transposing the operands. Rows are appended to results/kernel_variants.jsonl as
-"FP8 weight gradients"; those of d52e1a2 have the GEMM alone, too. ``--sums`` times nothing: it compares B4 of one
-expert to an fp64 product of the same rounded operands, for more and more rows and for operands with a common mean.
+Times in FP8 include quantising and transposing the operands. Rows are appended to results/kernel_variants.jsonl;
+those of d52e1a2 have the GEMM alone, too. ``--sums`` times nothing: it compares B4 of one expert to an fp64 product of
+the same rounded operands, for more and more rows and for operands with a common mean.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.shape import MoEShape
 
-WHAT, DEVICE, DTYPE = "FP8 weight gradients", "cuda", torch.bfloat16
+WHAT, FEW, SUMS = "FP8 weight gradients", "FP8 weight gradients, few rows", "FP8 sums over an expert's rows"
+DEVICE, DTYPE = "cuda", torch.bfloat16
 WIDE, NARROW = HopperBackend(), HopperFp8Backend()  # operands of 16 bits and of 8
-SUMS, WIDTH = "FP8 sums over an expert's rows", 1024
-ROWS, MEANS = [1 << power for power in range(9, 18)], (0.0, 0.25, 0.5, 1.0)
+WIDTH, ROWS, MEANS = 1024, [1 << power for power in range(9, 18)], (0.0, 0.25, 0.5, 1.0)  # of the sums
 MORE = {
     "Mixtral, 16384 tokens": MoEShape(16384, 4096, 14336, 8, 2),
     "DeepSeek-V3, 32 experts": MoEShape(16384, 7168, 2048, 32, 8),
@@ -56,7 +56,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return round(float((found.float() - exact.float()).norm() / exact.float().norm()), 5)
 
 
-def measure(name: str, shape: MoEShape, count: int) -> dict[str, Any]:
+def measure(what: str, name: str, shape: MoEShape, count: int) -> dict[str, Any]:
     plan, x, dh, a = operands(shape)
     errors = {
         "dw1": relative_error(NARROW.up_proj_wgrad(x, dh, plan), WIDE.up_proj_wgrad(x, dh, plan)),
@@ -72,7 +72,7 @@ def measure(name: str, shape: MoEShape, count: int) -> dict[str, Any]:
     ms = {step: timing.summary([sample[0] for sample in samples])["median"] for step, samples in found.items()}
     print(name, errors, ms, flush=True)
     return {
-        "what": WHAT,
+        "what": what,
         "case": name,
         **asdict(shape),
         "mode": "sustained",
@@ -129,8 +129,9 @@ def main() -> None:
             record.append("kernel_variants", [measure_sums(rows, mean) for mean in MEANS for rows in ROWS])
             return
         for rows_per_expert in map(int, args.rows_per_expert.split(",")):
+            what = FEW if rows_per_expert else WHAT
             for name, shape in cases_of(rows_per_expert):
-                record.append("kernel_variants", [measure(name, shape, args.rounds)])
+                record.append("kernel_variants", [measure(what, name, shape, args.rounds)])
                 torch.cuda.empty_cache()
 
 
