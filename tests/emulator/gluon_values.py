@@ -105,12 +105,13 @@ class Buffer:
 
 
 class Product:
-    """An accumulator that products in flight are added to."""
+    """An accumulator that products in flight are added to; ``length`` of them were."""
 
     def __init__(self, value: Tensor) -> None:
-        self.value = value.clone()
+        self.value, self.length = value.clone(), 0
 
     def add(self, left: Buffer, right: Buffer) -> None:
+        self.length += 1
         self.value += left.read().float() @ right.read().float()
 
 

@@ -18,6 +18,7 @@ from emulated_layer import (
     with_outputs,
 )
 from fp8_checks import assert_wgrads_agree
+from gluon_values import Buffer, Product
 from hopper_faults import Fault
 from hopper_fp8_faults import FAULTS, OF_STATIONARY, OF_WGRAD, SWIGLU
 from torch import Tensor
@@ -217,10 +218,18 @@ def test_wide_weight_gradients_in_slices(all_wgrads_in_fp8: None, monkeypatch: p
 
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 def test_wide_weight_gradients_in_chunks(all_wgrads_in_fp8: None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of experts with one to five k-blocks; each CTA sums on its own."""
+    """Of experts with one to five k-blocks; each CTA sums on its own, and tensor cores sum no more than a chunk."""
     monkeypatch.setattr(HOST_CHUNK, chunk)
+    lengths, add = [], Product.add
+
+    def counted(acc: Product, left: Buffer, right: Buffer) -> None:
+        add(acc, left, right)
+        lengths.append(acc.length)
+
+    monkeypatch.setattr(Product, "add", counted)
     with emulated(ctas=3, seed=chunk):
         assert_wgrads_agree(KERNELS, plan_of(*OF_WGRAD_FAULTS), 384, 640, chunk == 2, torch.float16, LIMIT)
+    assert max(lengths) == min(chunk, 3)  # of five k-blocks, three and two
 
 
 def test_a_gradient_that_tma_cannot_describe_takes_the_portable_kernel(all_wgrads_in_fp8: None) -> None:
