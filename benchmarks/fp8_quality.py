@@ -26,6 +26,7 @@ its corpus is, too, shows in ``corpus_digest``; older rows describe theirs in wo
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import statistics
 import tempfile
@@ -187,22 +188,26 @@ def forks(args: argparse.Namespace) -> None:
 
 def save_trunk(recipe: Recipe, until: int, folder: Path, device: torch.device) -> Path:
     """A file with the ``step``, the ``curve``, ``weights`` and optimiser ``states`` there; one that exists is kept."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{recipe.name}-{recipe.train.seed}-{recipe.train.steps}-{until}.pt"
-    if not path.exists():
-        torch.manual_seed(recipe.train.seed)
-        trainer = new_trainer(recipe, device)
-        trunk = {"curve": trained(trainer, until), "step": trainer.step}
-        trunk |= {"weights": trainer.model.state_dict(), "states": trainer.optimizer.state_dict()}
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        torch.save(trunk, partial)
-        partial.replace(path)  # who waits for it finds it whole
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one trains, and the others wait
+        if not path.exists():
+            torch.manual_seed(recipe.train.seed)
+            trainer = new_trainer(recipe, device)
+            trunk = {"curve": trained(trainer, until), "step": trainer.step, "digest": trainer.data_fingerprint}
+            trunk |= {"weights": trainer.model.state_dict(), "states": trainer.optimizer.state_dict()}
+            partial = path.with_suffix(".partial")
+            torch.save(trunk, partial)
+            partial.replace(path)  # a run that is stopped leaves no half
     return path
 
 
 def measure_branch(recipe: Recipe, trunk: Path, device: torch.device) -> Row:
     state = torch.load(trunk, map_location="cpu")
     branch = new_trainer(recipe, device)
+    if state["digest"] != branch.data_fingerprint:
+        raise ValueError(f"--trunks: {trunk} was trained on another corpus; delete it, or name another folder")
     branch.model.load_state_dict(state["weights"])
     branch.optimizer.load_state_dict(state["states"])
     branch.step = state["step"]

@@ -25,6 +25,8 @@ from tilemoe import config
 from tilemoe.bench import cases, record, timing
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
+from tilemoe.kernels.experts.hopper_fp8.host import CHUNK
+from tilemoe.kernels.experts.quantize import BLOCK
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.shape import MoEShape
@@ -111,6 +113,7 @@ def measure_sums(rows: int, mean: float) -> dict[str, Any]:
         "what": SUMS,
         "rows": rows,
         "width": WIDTH,
+        "chunk_rows": CHUNK * BLOCK,
         "mean_of_operands": mean,
         "error_rms_percent": round(100 * float((found - exact).norm() / exact.norm()), 4),
         "smaller_by_percent": round(100 * (1 - float((found * exact).sum() / exact.square().sum())), 4),

@@ -68,7 +68,7 @@ def test_processes_share_the_run_that_branches_start_from(tmp_path: Path) -> Non
     common = ["forks", "--recipe", "small", "--device", "cpu", "--first-seed", "3", "--seeds", "1", "--fork-at", "14"]
     common += ["--trunks", str(tmp_path / "trunks"), "--precisions"]
     fp8_quality.main([*common, "fp8"])
-    (saved,) = (tmp_path / "trunks").iterdir()
+    (saved,) = (tmp_path / "trunks").glob("*.pt")
     when = saved.stat().st_mtime_ns
     fp8_quality.main([*common, "fp8", "--all-wgrads"])
     narrow, wide = record.rows("fp8_forks")
@@ -77,6 +77,9 @@ def test_processes_share_the_run_that_branches_start_from(tmp_path: Path) -> Non
     assert narrow["before"] == wide["before"]
     assert narrow["curve"] != wide["curve"]
     assert (narrow["all_wgrads"], wide["all_wgrads"]) == (False, True)
+    (tmp_path / "other.txt").write_text("another corpus " * 4000)
+    with pytest.raises(ValueError, match="another corpus"):
+        fp8_quality.main([*common, "fp8", "--corpus", str(tmp_path / "other.txt")])
 
 
 def end_to_end(digest: str, heldout: float, *options: str) -> dict[str, object]:

@@ -46,6 +46,7 @@ class Emulator:
         self.edits = dict(edits or {})
         self.modules: dict[str, dict[str, Any]] = {}
         self.stored: dict[int, Tensor] = {}
+        self.writers: dict[int, Tensor] = {}  # by address of a tensor: who of `me` has stored each element, -1: nobody
         self.cta, self.ctas = 0, 0
         self.warp_groups: list[_WarpGroup] = []
         self.loads: list[Callable[[], None]] = []
@@ -58,6 +59,7 @@ class Emulator:
         """Run every CTA of the grid, one after the other."""
         kernel = self.function(launch.kernel)
         self.stored.clear()
+        self.writers.clear()
         args = {name: self._argument(value) for name, value in {**launch.args, **launch.constants}.items()}
         self.ctas = launch.grid[0]
         for cta in range(self.ctas):
@@ -156,6 +158,30 @@ class Emulator:
     @property
     def warp_group(self) -> _WarpGroup:
         return self.here.warp_group
+
+    @property
+    def me(self) -> int:
+        """A number of this warp group of this CTA."""
+        return self.cta * len(self.warp_groups) + self.warp_groups.index(self.warp_group)
+
+    # Global memory by threads
+
+    def load(self, pointer: Pointer | EitherPointer, mask: Any = None, other: Any = 0) -> Any:
+        if isinstance(pointer, Pointer) and pointer.address in self.writers:
+            self._require_no_others(pointer, True if mask is None else mask)
+        return pointer.load(mask, other)
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = True) -> None:
+        pointer.store(value, mask)
+        if isinstance(pointer.offset, Tensor):
+            writers = self.writers.setdefault(pointer.address, torch.full(pointer.flat.shape, -1))
+            writers[self._require_no_others(pointer, mask)] = self.me
+
+    def _require_no_others(self, pointer: Pointer, mask: Any) -> Tensor:
+        """The offsets, where no other warp group has stored anything in this launch: nobody would wait for it."""
+        at, writers = pointer.offset[torch.as_tensor(mask).expand(pointer.offset.shape)], self.writers[pointer.address]
+        require(bool(((writers[at] == -1) | (writers[at] == self.me)).all()), "another warp group has stored there")
+        return at
 
     # What is done later
 
@@ -394,8 +420,8 @@ def _language(emulator: Emulator) -> dict[str, Any]:
         convert_layout=lambda value, layout: value,
         join=lambda a, b: torch.stack((a, b), -1).as_subclass(Registers),
         static_assert=require,
-        load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
-        store=lambda pointer, value, mask=True: pointer.store(value, mask),
+        load=emulator.load,
+        store=emulator.store,
         atomic_add=lambda pointer, value, mask, sem: pointer.add(value, mask),
         allocate_shared_memory=allocate,
         warp_specialize=emulator.specialise,

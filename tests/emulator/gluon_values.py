@@ -169,6 +169,10 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.flat, self.offset + offset)
 
+    @property
+    def address(self) -> int:
+        return self.flat.data_ptr()
+
     def load(self, mask: Any = None, other: Any = 0) -> Any:
         """``other`` where ``mask`` is False, and nothing is read."""
         if not isinstance(self.offset, Tensor):

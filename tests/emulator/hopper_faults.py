@@ -24,6 +24,7 @@ SUMS_ALONE = replace(BIAS, hidden_size=128)
 LONG_BIAS = replace(BIAS, intermediate_size=264)
 
 PROTOCOL = "deadlock|more arrivals"
+OTHERS = "another warp group has stored there"
 FENCE = "before a fence"
 NUMBERS = "RMS-relative error|not finite"
 UNFINISHED = "has not waited for"

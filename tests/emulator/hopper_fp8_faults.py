@@ -12,6 +12,7 @@ from hopper_faults import (
     EITHER,
     FENCE,
     NUMBERS,
+    OTHERS,
     PROTOCOL,
     PUBLISHED,
     RELEASE_PENDING,
@@ -191,7 +192,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     ),
     "scales past the last column": (
         replace(UNGATED, intermediate_size=384),
-        ("store_quantized", " & (col < width)", "", f"{NUMBERS}|past the tensor"),
+        ("store_quantized", " & (col < width)", "", f"{NUMBERS}|past the tensor|{OTHERS}"),
     ),
     "gate and up exchanged": (SWIGLU, (STORE_ACT, "gated_value(second, fourth", "gated_value(fourth, second", NUMBERS)),
     "pairs out of order": (INTERLEAVED, (STORE_ACT, "pairs_value(third", "pairs_value(second", NUMBERS)),
@@ -403,7 +404,9 @@ OF_WGRAD: dict[str, Fault] = {
         GRADIENT, f"{MORE_STEPS}count", f"{MORE_STEPS.replace('>', '>=')}count", NUMBERS,
     ),
     "the stage without operands is not released": (GRADIENT, "step, 1, False", "step, 0, False", PUBLISHED),
-    "two stages without operands are released": (GRADIENT, "step, 1, False", "step, 2, False", PROTOCOL),
+    "two stages without operands are released": (
+        GRADIENT, "step, 1, False", "step, 2, False", f"{PROTOCOL}|stored twice",
+    ),
     "a stage before the one without operands is pending": (GRADIENT, "step, 1, False", "step, 1, True", PROTOCOL),
     "a stage before a chunk's is pending": (GRADIENT, "count, False", "count, True", PROTOCOL),
     "skipping a stage is not counted": (GRADIENT, "step = skip_stages", "_ = skip_stages", PUBLISHED),
@@ -425,7 +428,8 @@ OF_WGRAD: dict[str, Fault] = {
     "no chunk is the gradient": (GRADIENT, f"{MORE_STEPS}    gl", f"{NEVER.replace('False', 'True')}    gl", NUMBERS),
     "all steps are the first chunk": (GRADIENT, "gl.cdiv(steps, chunks - chunk)", "steps", f"{PROTOCOL}|{PUBLISHED}"),
     "the steps left are not counted": (GRADIENT, "steps -= count", "pass", f"{PROTOCOL}|deadlock"),
-    "the consumers' chunks in one place": (PARTIAL, "+ CONSUMER", "", NUMBERS),
+    "the consumers' chunks in one place": (PARTIAL, "+ CONSUMER", "", OTHERS),
+    "the CTAs' chunks in one place": (PARTIAL, "gl.program_id(0) * CONSUMERS", "0", OTHERS),
     "the slices' chunks in one place": (PARTIAL, "i * EPILOGUE_N", "0", NUMBERS),
     "two arrivals fill a stage": (WGRAD_KERNEL, "new_barriers(STAGES, 1)", "new_barriers(STAGES, 2)", "deadlock"),
     "one consumer releases a stage": (

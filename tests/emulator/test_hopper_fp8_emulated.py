@@ -250,12 +250,12 @@ def recorded(case: Case, counts: tuple[int, ...] = OF_FAULTS) -> list[Recorded]:
 
 @cache
 def recorded_wgrad() -> list[Recorded]:
-    """B2's launch for the last slice on one CTA, in up to three chunks, and what it wrote; NaN for the slice before."""
+    """B2's launch for the last slice on two CTAs, in up to three chunks, and what it wrote; else NaN."""
     plan, width = plan_of(*OF_WGRAD_FAULTS), 640
     torch.manual_seed(0)
     by_token, by_row = torch.randn(plan.num_tokens, width).half(), torch.randn(plan.capacity, width).half()
     exact = EXACT.down_proj_wgrad(by_token.float(), by_row.float(), plan)
-    with pytest.MonkeyPatch.context() as patch, emulated(ctas=1) as launches:
+    with pytest.MonkeyPatch.context() as patch, emulated(ctas=2) as launches:
         patch.setattr("tilemoe.kernels.experts.triton_fp8.wgrad.SLICE", 384)
         patch.setattr(HOST_CHUNK, 2)
         assert_close("dw2", KERNELS.down_proj_wgrad(by_token, by_row, plan).float(), exact)

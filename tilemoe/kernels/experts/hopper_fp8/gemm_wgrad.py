@@ -89,7 +89,9 @@ def transposed_consumer(
     out, scale, partial, num_experts, first_of_slice, width, q, ring, tile_info, staging,
     CONSUMER: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr, TRANSPOSED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """Consumer. Epilogue: multiply by the expert's scale, then as `hopper.gemm_wgrad.wgrad_consumer`."""
+    """Consumer. Epilogue of each chunk: multiply by the expert's scale and add the chunks before it. The sum goes to
+    ``partial``, that of the last chunk to ``out``, as `hopper.gemm_wgrad.wgrad_consumer` stores or adds it.
+    """
     total = num_experts * gl.cdiv(width, BM) * gl.cdiv(q, BN)
     rows = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, zero_tile().type.layout))
     step = 0

@@ -39,7 +39,7 @@ from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
 
 TILE = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 224, 56)  # of every kernel but the following two
 WGRAD = TileConfig(configs.COOPERATIVE_M, 2 * BLOCK, 4, 240, 32)
-CHUNK = 32  # k-blocks that tensor cores sum for a weight gradient, 4096 rows; longer sums are chunks, added in fp32
+CHUNK = 40  # k-blocks that tensor cores sum for a weight gradient, 5120 rows; longer sums are chunks, added in fp32
 STATIONARY = TileConfig(configs.STATIONARY_M, 2 * BLOCK, 8, 232, 40, 4)
 _EPILOGUE_BLOCK = [WARPGROUP_M, EPILOGUE_N]
 

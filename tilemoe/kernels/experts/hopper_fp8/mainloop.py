@@ -3,8 +3,9 @@
 BM, BN tile · BK k-block, 128 bytes · S stages
 
 Scales per row and per column of the product (F1, B1, B3), or one for all of it (B2, B4): `mma_mainloop`, which leaves
-the tensor cores to sum over the whole contraction; the epilogue scales once for each tile. Tensor cores accumulate FP8
-products with some 14 bits: at a contraction of 7168 that adds an error of .2%, where rounding the operands has 3.7%.
+the tensor cores to sum over the whole contraction, in B2 and B4 over a chunk of it; the epilogue scales the sum once.
+Tensor cores accumulate FP8 products with some 14 bits: at a contraction of 7168 that adds an error of .2%, where
+rounding the operands has 3.7%.
 
 Block scales (F2): `scaled_mainloop`, ``acc += (row scale x weight scale) * (A B of one k-block)``. The product of each
 k-block is scaled and added to an fp32 accumulator by CUDA cores: by one consumer while the tensor cores work for the
