@@ -26,7 +26,6 @@ its corpus is, too, shows in ``corpus_digest``; older rows describe theirs in wo
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import statistics
 import tempfile
@@ -45,6 +44,7 @@ from torch import Tensor, nn
 import tilemoe
 from tilemoe import config
 from tilemoe.bench import record
+from tilemoe.data.files import only_one_process, staged_folder
 from tilemoe.train.checkpoints.restore import build_model, select_device
 from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.evaluate import evaluate
@@ -187,20 +187,20 @@ def forks(args: argparse.Namespace) -> None:
 
 
 def save_trunk(recipe: Recipe, until: int, folder: Path, device: torch.device) -> Path:
-    """A file with the ``step``, the ``curve``, ``weights`` and optimiser ``states`` there; one that exists is kept."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{recipe.name}-{recipe.train.seed}-{recipe.train.steps}-{until}.pt"
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one trains, and the others wait
-        if not path.exists():
+    """A file with the ``step``, the ``curve``, ``weights`` and optimiser ``states`` there; one that exists is kept.
+
+    Of several processes one trains, and the others wait.
+    """
+    saved = folder / f"{recipe.name}-{recipe.train.seed}-{recipe.train.steps}-{until}"
+    with only_one_process(saved):
+        if not saved.exists():
             torch.manual_seed(recipe.train.seed)
             trainer = new_trainer(recipe, device)
             trunk = {"curve": trained(trainer, until), "step": trainer.step, "digest": trainer.data_fingerprint}
             trunk |= {"weights": trainer.model.state_dict(), "states": trainer.optimizer.state_dict()}
-            partial = path.with_suffix(".partial")
-            torch.save(trunk, partial)
-            partial.replace(path)  # a run that is stopped leaves no half
-    return path
+            with staged_folder(saved) as staged:
+                torch.save(trunk, staged / "trunk.pt")
+    return saved / "trunk.pt"
 
 
 def measure_branch(recipe: Recipe, trunk: Path, device: torch.device) -> Row:

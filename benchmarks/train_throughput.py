@@ -5,6 +5,7 @@
     python benchmarks/train_throughput.py run --recipe single-gpu --peers "tilemoe,tilemoe[fp8],tilemoe[fp8+dense]" \\
         --rounds 3 --steps 3 --warmup 2
     python benchmarks/train_throughput.py run --recipe benchmarks/recipes/wide.json --peers "tilemoe,tilemoe[fp8]"
+        (or olmoe.json, on four GPUs: models as wide as FP8 gains from)
     python benchmarks/train_throughput.py table
 
 ``run`` is one process of a job; ``scale`` starts one job after the other, as far as there are GPUs. Every contestant

@@ -68,7 +68,7 @@ def test_processes_share_the_run_that_branches_start_from(tmp_path: Path) -> Non
     common = ["forks", "--recipe", "small", "--device", "cpu", "--first-seed", "3", "--seeds", "1", "--fork-at", "14"]
     common += ["--trunks", str(tmp_path / "trunks"), "--precisions"]
     fp8_quality.main([*common, "fp8"])
-    (saved,) = (tmp_path / "trunks").glob("*.pt")
+    (saved,) = (tmp_path / "trunks").glob("*/trunk.pt")
     when = saved.stat().st_mtime_ns
     fp8_quality.main([*common, "fp8", "--all-wgrads"])
     narrow, wide = record.rows("fp8_forks")

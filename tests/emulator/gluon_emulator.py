@@ -179,7 +179,7 @@ class Emulator:
 
     def _require_no_others(self, pointer: Pointer, mask: Any) -> Tensor:
         """The offsets, where no other warp group has stored anything in this launch: nobody would wait for it."""
-        at, writers = pointer.offset[torch.as_tensor(mask).expand(pointer.offset.shape)], self.writers[pointer.address]
+        at, writers = pointer.offset[pointer.expanded(mask)], self.writers[pointer.address]
         require(bool(((writers[at] == -1) | (writers[at] == self.me)).all()), "another warp group has stored there")
         return at
 

@@ -173,6 +173,10 @@ class Pointer:
     def address(self) -> int:
         return self.flat.data_ptr()
 
+    def expanded(self, mask: Any) -> Tensor:
+        """``mask``, which may be one bool for all offsets, in their shape."""
+        return torch.as_tensor(mask).expand(self.offset.shape)
+
     def load(self, mask: Any = None, other: Any = 0) -> Any:
         """``other`` where ``mask`` is False, and nothing is read."""
         if not isinstance(self.offset, Tensor):
@@ -204,7 +208,7 @@ class Pointer:
             if mask:
                 self.flat[self.offset] = value
             return
-        mask = torch.as_tensor(mask).expand(self.offset.shape)
+        mask = self.expanded(mask)
         offset = self.offset[mask]
         self._require_inside(offset)
         self.flat[offset] = value[mask].to(self.flat.dtype)

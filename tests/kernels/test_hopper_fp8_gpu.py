@@ -42,6 +42,15 @@ def make_layer(kernels: str | None = None, **options: Any) -> tilemoe.MoE:
     return tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels)
 
 
+def ours_and_torchs(cfg: tilemoe.MoEConfig) -> list[tilemoe.MoE]:
+    """Two layers of equal weights: on these kernels, and on the torch backend of the same precision."""
+    layers = []
+    for kernels in (None, "torch_fp8"):
+        torch.manual_seed(0)
+        layers.append(tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels))
+    return layers
+
+
 def step(layer: tilemoe.MoE, x: Tensor, do: Tensor | None = None) -> list[Tensor]:
     """The output and all gradients, of ``do`` or of ones."""
     x = x.detach().requires_grad_()
@@ -83,10 +92,7 @@ def test_wide_weight_gradients(all_wgrads_in_fp8: None, dtype: torch.dtype, colu
 def test_a_wide_layer() -> None:
     """Both weight gradients in FP8, in two slices of d; the same bits compiled, recorded and repeated."""
     cfg = tilemoe.MoEConfig(2304, 2048, E, K, precision="fp8", expert_bias=True)
-    layers = []
-    for kernels in (None, "torch_fp8"):
-        torch.manual_seed(0)
-        layers.append(tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels))
+    layers = ours_and_torchs(cfg)
     x, do = torch.randn(2, T, cfg.hidden_size, device="cuda", dtype=BF16)
     do *= torch.rand(T, 1, device="cuda", dtype=BF16)  # scales of tokens differ
     first = step(layers[0], x, do)
@@ -116,11 +122,9 @@ def test_wide_layers_of_different_slices_accumulate() -> None:
     """Gradients are added to once per call, also while launches are compiled and recorded: d is one slice or two."""
     for d in (4096, 3072, 2048):
         cfg = tilemoe.MoEConfig(d, 1024, E, K, precision="fp8")
-        layers = []
-        for kernels in (None, "torch_fp8"):
-            torch.manual_seed(0)
-            layers.append(tilemoe.MoE(cfg, device="cuda", dtype=BF16, kernels=kernels))
-            tilemoe.accumulate_grads(layers[-1])
+        layers = ours_and_torchs(cfg)
+        for layer in layers:
+            tilemoe.accumulate_grads(layer)
         for count in range(1, 5):
             x, do = torch.randn(2, T, d, device="cuda", dtype=BF16)
             for layer in layers:

@@ -10,7 +10,7 @@ Tensor cores truncate as they add, to some 14 bits, so that a long sum of produc
 .7% after 4,096 rows where both operands' mean is half their standard deviation, by 8% after 32,768 (docs/fp8.md). So a
 sum of more than CHUNK k-blocks is made of chunks of equal size, and the sums of chunks are added in fp32. Registers
 have no room for a second accumulator, so the chunks' sum so far is in global memory, in practice in L2: each thread
-writes its own elements of the tile and reads them back, without anybody to wait for.
+writes its own elements of the tile and reads them back, so no synchronisation is needed.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
