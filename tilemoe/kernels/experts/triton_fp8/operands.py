@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -136,7 +137,7 @@ def _quantize(weight: Tensor, scales: Scales, contracted: int) -> Operand:
 
 def _stream_of(weight: Tensor) -> int:
     """The current stream: an entry is valid on the stream that made it only, since no other waits for it."""
-    return torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+    return triton.runtime.driver.active.get_current_stream(weight.device.index) if weight.is_cuda else 0
 
 
 def _cache(weight: Tensor) -> WeakTensorKeyDictionary | None:
