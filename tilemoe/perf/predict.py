@@ -78,7 +78,7 @@ RATES = MappingProxyType(
         "fp8 gather_act": Rate(1156, 6.685),
         "fp8 rows": Rate(1223, 5.75),
         "fp8 dgrad_dact": Rate(1200, 4.349),
-        "fp8 wgrad": Rate(1369, 3.996),
+        "fp8 wgrad": Rate(1290, 4.187),
     }
 )
 
