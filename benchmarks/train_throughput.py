@@ -276,8 +276,11 @@ def report(args: argparse.Namespace, contestant: Contestant) -> None:
         record.append(NAME, [row])
     if args.profile is not None and device.type == "cuda":  # all take the step, one looks
         if job.is_first:
-            title = f"{recipe.name}, {contestant.name}, {job.world_size} processes, one step"
-            profiles.write(args.profile, title, profiles.of_kernels(lambda: step(trainer, contestant.name)))
+            events = profiles.of_gpu(lambda: step(trainer, contestant.name))
+            title = (
+                f"{recipe.name}, {contestant.name}, {job.world_size} processes, one step of {profiles.usage(events)}"
+            )
+            profiles.write(args.profile, title, profiles.by_name(events))
         else:
             step(trainer, contestant.name)
 
@@ -408,7 +411,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     job.add_argument("--checkpointing", choices=CHECKPOINTING_MODES, help="default: as the recipe says")
     job.add_argument("--compile", action="store_true", help="torch.compile each block")
     job.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    job.add_argument("--profile", type=Path, help="append one more step's kernels to this file")
+    job.add_argument("--profile", type=Path, help="append one more step's kernels and idle time to this file")
     job.add_argument("--shard-alone", action="store_true", help="a process alone uses FSDP too, over itself")
     scaling = what.add_parser("scale", help="a job for each number of processes; further arguments are those of run")
     scaling.add_argument("--processes", default="1,2,4")
