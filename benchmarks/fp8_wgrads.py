@@ -6,8 +6,9 @@
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token · R_max row capacity · w = 2n
 
 Times in FP8 include quantising and transposing the operands. Rows are appended to results/kernel_variants.jsonl;
-those of d52e1a2 have the GEMM alone, too. ``--sums`` times nothing: it compares B4 of one expert to an fp64 product of
-the same rounded operands, for more and more rows and for operands with a common mean.
+those of d52e1a2 have the GEMM alone, too. With ``--rows-per-expert`` the host's time does not count. ``--sums`` times
+nothing: it compares B4 of one expert to an fp64 product of the same rounded operands, for more and more rows and for
+operands with a common mean.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def measure(what: str, name: str, shape: MoEShape, count: int) -> dict[str, Any]
         "B2 fp8": lambda: NARROW.down_proj_wgrad(x, a, plan),
     }
     steps, spell = {step: timing.one_part(run) for step, run in runs.items()}, timing.SUSTAINED_MS
-    alone = what == FEW  # where the host would be timed: these calls launch anew what a layer repeats
+    alone = what == FEW  # a host that launches anew what a layer repeats takes longer than these kernels
     found = gpu_time.rounds(steps, count, spell, ALONE_MS) if alone else timing.rounds(steps, "sustained", count)
     ms = {step: timing.summary([sample[0] for sample in samples])["median"] for step, samples in found.items()}
     print(name, errors, ms, flush=True)

@@ -39,7 +39,9 @@ def of_gpu(work: Callable[[], object]) -> list[Event]:
 
 def read(path: Path) -> list[Event]:
     """What the GPU did, from a Chrome trace of torch.profiler's."""
-    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") in _ON_GPU]
+    events = [
+        event for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if event.get("cat") in _ON_GPU
+    ]
     return sorted(
         (Event(event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3) for event in events),
         key=lambda event: event.start,
@@ -60,12 +62,12 @@ def by_name(events: Iterable[Event]) -> Rows:
 
 
 def usage(events: list[Event]) -> str:
-    """How long the work took the GPU, and for how much of that it did anything, and anything but NCCL's kernels."""
+    """The work's milliseconds on the GPU, and of these: idle, busy, and busy with more than NCCL's kernels."""
     if not events:
         return "nothing on a GPU"
-    span = max(event.end for event in events) - events[0].start
+    span, busy = max(event.end for event in events) - events[0].start, busy_ms(events)
     computing = busy_ms(event for event in events if "nccl" not in event.name)
-    return f"{span:.0f} ms, busy {busy_ms(events):.0f}, computing {computing:.0f}"
+    return f"{span:.0f} ms, idle {span - busy:.0f}, busy {busy:.0f}, computing {computing:.0f}"
 
 
 def busy_ms(events: Iterable[Event]) -> float:

@@ -274,8 +274,8 @@ def report(args: argparse.Namespace, contestant: Contestant) -> None:
     if job.is_first:
         print(describe(row), flush=True)
         record.append(NAME, [row])
-    if args.profile is not None and device.type == "cuda":  # all take the step, one looks
-        if job.is_first:
+    if args.profile is not None and device.type == "cuda":  # all take the step
+        if job.is_first:  # tracing slows its host, and the others wait for it
             events = profiles.of_gpu(lambda: step(trainer, contestant.name))
             title = (
                 f"{recipe.name}, {contestant.name}, {job.world_size} processes, one step of {profiles.usage(events)}"

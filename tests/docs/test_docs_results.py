@@ -82,11 +82,9 @@ def test_what_hosts_do_on_the_smallest_cases_is_recorded() -> None:
 
 
 def test_what_fp8_gains_is_the_newest_recorded_on_every_page() -> None:
-    """Least and most of the cases: the forward, and both parts together, without the host where that was measured."""
-    forward, both, rows = [], [], {}
-    for mode in ("sustained", "alone"):
-        rows |= newest("fp8_layer", mode=mode, contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200")
-    for row in rows.values():
+    """Least and most of the cases, with the host or without: the forward, and both parts together."""
+    forward, both = [], []
+    for row in newest("fp8_layer", contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200").values():
         forward.append(1 / row["forward_ratio"])
         times = [sum(each[f"{part}_ms"]["median"] for part in PARTS) for each in (row["baseline"], row)]
         both.append(times[0] / times[1])

@@ -48,12 +48,8 @@ def shape_of(row: dict[str, Any]) -> MoEShape:
 
 
 LAYER = newest("layer", ("case",), mode="sustained", contestant="tilemoe", gpu="NVIDIA H200")
-# Without the host's time where that was measured: a slow host bounds the small cases, and is not predicted.
-FP8 = {
-    case: row
-    for mode in ("sustained", "alone")
-    for case, row in newest("fp8_layer", ("case",), mode=mode, contestant="tilemoe[hopper_fp8]").items()
-}
+# In either mode: "alone", where a slow host, which is not predicted, would bound the small cases.
+FP8 = newest("fp8_layer", ("case",), contestant="tilemoe[hopper_fp8]", gpu="NVIDIA H200")
 # Sizes of other tokens, widths and expert counts, none of which is fitted.
 OTHERS = {
     name: row
@@ -100,7 +96,7 @@ def test_wide_weight_gradients_in_fp8_are_near_the_recorded_ones() -> None:
     assert ("OLMoE", "down_proj_wgrad") not in recorded  # 2048 x 1024
     for (_, step), (shape, milliseconds) in recorded.items():
         assert operand_dtype(step, shape, "fp8") == "fp8"
-        assert step_ms(step, shape, H200, "fp8") == pytest.approx(milliseconds, rel=0.05)
+        assert step_ms(step, shape, H200, "fp8") == pytest.approx(milliseconds, rel=0.02)
 
 
 @pytest.mark.parametrize("row", EXPERTS.values(), ids=[size for (size,) in EXPERTS])

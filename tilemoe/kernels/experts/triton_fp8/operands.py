@@ -137,7 +137,10 @@ def _quantize(weight: Tensor, scales: Scales, contracted: int) -> Operand:
 
 def _stream_of(weight: Tensor) -> int:
     """The current stream: an entry is valid on the stream that made it only, since no other waits for it."""
-    return triton.runtime.driver.active.get_current_stream(weight.device.index) if weight.is_cuda else 0
+    if not weight.is_cuda:
+        return 0
+    stream: int = triton.runtime.driver.active.get_current_stream(weight.device.index)  # PyTorch's makes an object
+    return stream
 
 
 def _cache(weight: Tensor) -> WeakTensorKeyDictionary | None:
