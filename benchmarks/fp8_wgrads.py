@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from tilemoe import config
-from tilemoe.bench import cases, gpu_time, record, timing
-from tilemoe.bench.layer import ALONE_MS
+from tilemoe.bench import cases, layer, record, timing
 from tilemoe.kernels.experts.hopper.backend import HopperBackend
 from tilemoe.kernels.experts.hopper_fp8.backend import HopperFp8Backend
 from tilemoe.kernels.experts.hopper_fp8.host import CHUNK
@@ -72,16 +71,15 @@ def measure(what: str, name: str, shape: MoEShape, count: int) -> dict[str, Any]
         "B4 fp8": lambda: NARROW.up_proj_wgrad(x, dh, plan),
         "B2 fp8": lambda: NARROW.down_proj_wgrad(x, a, plan),
     }
-    steps, spell = {step: timing.one_part(run) for step, run in runs.items()}, timing.SUSTAINED_MS
-    alone = what == FEW  # a host that launches anew what a layer repeats takes longer than these kernels
-    found = gpu_time.rounds(steps, count, spell, ALONE_MS) if alone else timing.rounds(steps, "sustained", count)
+    mode = "alone" if what == FEW else "sustained"  # a host that launches anew takes longer than kernels of few rows
+    found = layer.rounds({step: timing.one_part(run) for step, run in runs.items()}, mode, count)
     ms = {step: timing.summary([sample[0] for sample in samples])["median"] for step, samples in found.items()}
     print(name, errors, ms, flush=True)
     return {
         "what": what,
         "case": name,
         **asdict(shape),
-        "mode": "alone" if alone else "sustained",
+        "mode": mode,
         "relative_error_to_bf16": errors,
         "ms": ms,
     }

@@ -39,13 +39,10 @@ def of_gpu(work: Callable[[], object]) -> list[Event]:
 
 def read(path: Path) -> list[Event]:
     """What the GPU did, from a Chrome trace of torch.profiler's."""
-    events = [
-        event for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if event.get("cat") in _ON_GPU
-    ]
-    return sorted(
-        (Event(event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3) for event in events),
-        key=lambda event: event.start,
-    )
+    trace = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    found = [event for event in trace if event.get("cat") in _ON_GPU]
+    events = [Event(each["name"], each["ts"] / 1e3, (each["ts"] + each["dur"]) / 1e3) for each in found]
+    return sorted(events, key=lambda event: event.start)
 
 
 def of_kernels(work: Callable[[], object]) -> Rows:

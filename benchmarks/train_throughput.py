@@ -277,10 +277,8 @@ def report(args: argparse.Namespace, contestant: Contestant) -> None:
     if args.profile is not None and device.type == "cuda":  # all take the step
         if job.is_first:  # tracing slows its host, and the others wait for it
             events = profiles.of_gpu(lambda: step(trainer, contestant.name))
-            title = (
-                f"{recipe.name}, {contestant.name}, {job.world_size} processes, one step of {profiles.usage(events)}"
-            )
-            profiles.write(args.profile, title, profiles.by_name(events))
+            title = f"{recipe.name}, {contestant.name}, {job.world_size} processes, one step"
+            profiles.write(args.profile, f"{title} of {profiles.usage(events)}", profiles.by_name(events))
         else:
             step(trainer, contestant.name)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,8 +35,9 @@ def layer(settings: timing.Settings, name: str, shape: MoEShape) -> Iterator[tim
     do = torch.randn_like(x)
     once = {c.name: {**layer_memory(c, x, do), **layer_host(c, x, do)} for c in contestants}
     versions = {contestant.name: contestant.version for contestant in contestants}
+    steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
     for mode in settings.modes if contestants else ():
-        found = layer_rounds(contestants, x, do, mode, settings.rounds)
+        found = rounds(steps, mode, settings.rounds)
         rows = layer_rows(found, once, _rooflines(shape, settings.device))
         where = {"case": name, **asdict(shape), "mode": mode, "rounds": settings.rounds}
         rows = [{**where, "version": versions[row["contestant"]], **row} for row in rows]
@@ -110,11 +111,8 @@ def admitted(names: Sequence[str], shape: MoEShape, weights: peers.Weights) -> l
     return contestants
 
 
-def layer_rounds(
-    contestants: list[peers.Contestant], x: Tensor, do: Tensor, mode: str, count: int
-) -> dict[str, list[list[float]]]:
-    """Name to, for each round, the median milliseconds of forward and backward."""
-    steps = {contestant.name: layer_step(contestant, x, do) for contestant in contestants}
+def rounds(steps: Mapping[str, timing.Step], mode: str, count: int) -> dict[str, list[list[float]]]:
+    """Name to, for each round, the median milliseconds of each part of the step. ``mode``: also "alone"."""
     if mode == "alone":
         return gpu_time.rounds(steps, count, timing.SUSTAINED_MS, ALONE_MS)
     return timing.rounds(steps, mode, count)

@@ -137,10 +137,8 @@ def _quantize(weight: Tensor, scales: Scales, contracted: int) -> Operand:
 
 def _stream_of(weight: Tensor) -> int:
     """The current stream: an entry is valid on the stream that made it only, since no other waits for it."""
-    if not weight.is_cuda:
-        return 0
-    stream: int = triton.runtime.driver.active.get_current_stream(weight.device.index)  # PyTorch's makes an object
-    return stream
+    # torch.cuda.current_stream would make an object in each call.
+    return triton.runtime.driver.active.get_current_stream(weight.device.index) if weight.is_cuda else 0
 
 
 def _cache(weight: Tensor) -> WeakTensorKeyDictionary | None:
