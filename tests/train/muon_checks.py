@@ -27,7 +27,8 @@ from tilemoe.train.config import OptimConfig, load_recipe
 from tilemoe.train.optim import make_optimizer
 
 MUON = OptimConfig(lr=0.1, name="muon")
-MOE = MoEConfig(16, 8, 8, 2, router=RouterConfig(selection_bias=True), shared_intermediate_size=8)
+# At these sizes oneDNN sums the products of a matrix in the same order, however many there are.
+MOE = MoEConfig(16, 16, 8, 2, router=RouterConfig(selection_bias=True), shared_intermediate_size=8)
 # Six rows of q_proj: of four processes the last has none.
 MODEL = ModelConfig(
     vocab_size=32, hidden_size=16, num_layers=3, num_heads=1, num_kv_heads=1, head_dim=6, max_seq_len=8, moe=MOE,
@@ -88,10 +89,10 @@ def check_given_gradients_move_weights_as_in_one_process() -> None:
     matrices_of: dict[ParallelConfig, Counter[tuple[int, ...]]] = {}
     for config, experts, sent in (
         (EXACT, 8, []),
-        (EXACT, 6, [(8, 4, 16), (8, 4, 8), (2, 16, 16), (2, 16, 8)]),  # a fourth of the rows, then two whole experts
+        (EXACT, 6, [(8, 8, 16), (8, 4, 16), (2, 32, 16), (2, 16, 16)]),  # a fourth of the rows, then two whole experts
         (HSDP, 8, []),
         (EP_FSDP, 8, []),
-        (EP_FSDP, 6, [(3, 8, 16), (3, 8, 8)]),  # half the rows of this process' three experts
+        (EP_FSDP, 6, [(3, 16, 16), (3, 8, 16)]),  # half the rows of this process' three experts
     ):
         many, optimizer = make(config, with_experts(experts))
         one, reference = make(None, with_experts(experts))
@@ -115,6 +116,38 @@ def check_given_gradients_move_weights_as_in_one_process() -> None:
             # Of one shape, there and back: q, k and v; o; dense w1; dense w2; shared w1; shared w2.
             assert matrices.total() == 2 * 6, shapes
         assert_near((many, optimizer), (one, reference), 1e-6)
+
+
+def check_gate_and_up_are_two_matrices_wherever_shards_cut() -> None:
+    """As torch.optim.Muon moves each: experts divided by rows, whole and by expert parallelism, and the shared expert,
+    whose ten rows are divided as 3, 3, 3, 1.
+    """
+    for gate_up in ("concatenated", "interleaved"):
+        for config, experts in ((EXACT, 6), (EXACT, 8), (EP_FSDP, 6)):
+            moe = replace(MOE, num_experts=experts, intermediate_size=10, shared_intermediate_size=5, gate_up=gate_up)
+            training = make(config, replace(MODEL, moe=moe))
+            before = whole_state(training)
+            for parameter, gradient in zip(training[0].parameters(), gradients(training[0], 1), strict=True):
+                parameter.grad = torch.zeros_like(parameter)
+                copy_part(parameter.grad, gradient.__getitem__)
+            training[1].step()
+            after, names = whole_state(training), [name for name, _ in training[0].named_parameters()]
+            gradient_of = dict(zip(names, gradients(training[0], 1), strict=True))
+            for name in ("blocks.1.mlp.experts.w1", "blocks.1.mlp.shared.w1"):
+                half = before[name].shape[-2] // 2
+                for rows in (slice(0, None, 2), slice(1, None, 2)) if gate_up == "interleaved" else (
+                    slice(half), slice(half, None)
+                ):  # fmt: skip
+                    olds, news, grads = (
+                        tensors[name][..., rows, :].reshape(-1, half, 16) for tensors in (before, after, gradient_of)
+                    )
+                    for old, new, grad in zip(olds, news, grads, strict=True):
+                        alone = nn.Parameter(old.clone())
+                        alone.grad = grad.clone()
+                        settings = {"lr": MUON.lr, "weight_decay": MUON.weight_decay}
+                        torch.optim.Muon([alone], **settings, adjust_lr_fn="match_rms_adamw").step()
+                        want = alone.detach() - old
+                        assert (new - old - want).norm() <= 2.0**-8 * want.norm(), (gate_up, config, name)
 
 
 def check_training_is_that_of_one_process() -> None:
@@ -192,6 +225,10 @@ def check_what_one_process_wrote() -> None:
         step(training, 8)
 
 
-OF_ONE = (check_given_gradients_move_weights_as_in_one_process, check_training_is_that_of_one_process)
+OF_ONE = (
+    check_given_gradients_move_weights_as_in_one_process,
+    check_gate_and_up_are_two_matrices_wherever_shards_cut,
+    check_training_is_that_of_one_process,
+)
 ON_TWO = (check_save_on_two, check_two_go_on_to_the_bit)
 ON_FOUR = (*OF_ONE, check_resume_on_four, check_what_one_process_wrote)

@@ -168,6 +168,49 @@ def test_frozen_parameters_are_in_no_group() -> None:
     assert [len(group["params"]) for group in groups] == [1, 0, 0]
 
 
+def separate(weight: Tensor, gate_up: str | None) -> list[Tensor]:
+    """Views of the matrices of (..., m, n), of all gates first; ``gate_up`` None: each is one."""
+    halves = [weight]
+    if gate_up is not None:
+        halves = [weight[..., 0::2, :], weight[..., 1::2, :]] if gate_up == "interleaved" else [*weight.chunk(2, -2)]
+    return [matrix for half in halves for matrix in (half[None] if half.ndim == 2 else half)]
+
+
+@pytest.mark.parametrize("stored", ["rows", "columns"])
+@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize(
+    ("activation", "gate_up"),
+    [("swiglu", "concatenated"), ("geglu", "interleaved"), ("swiglu_oai", "interleaved"), ("relu2", "concatenated")],
+)
+def test_gate_and_up_move_as_two_matrices(activation: str, gate_up: str, adjust_lr_fn: str, stored: str) -> None:
+    """Of experts, shared expert and dense MLP, the gates' gradients the larger ones; every other matrix is one."""
+    torch.manual_seed(0)
+    moe = replace(MOE, activation=activation, gate_up=gate_up, intermediate_size=12, shared_intermediate_size=20)
+    model = DecoderLM(replace(MODEL, moe=moe))
+    experts = model.blocks[1].mlp.experts
+    experts.w1.data = experts.w1.data.mT.contiguous().mT if stored == "columns" else experts.w1.data
+    order = gate_up if moe.is_gated else None
+    order_of = {"blocks.0.mlp.w1": "concatenated", "blocks.1.mlp.experts.w1": order, "blocks.1.mlp.shared.w1": order}
+    config = replace(CONFIG, muon=replace(CONFIG.muon, adjust_lr_fn=adjust_lr_fn))
+    optimizer = make_optimizer(model, config)
+    weights, orders, single, grads = optimizer.param_groups[0]["params"], [], [], []
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for weight in weights:
+        orders.append(order_of.get(name_of[id(weight)]))
+        single += [nn.Parameter(matrix.detach().clone()) for matrix in separate(weight, orders[-1])]
+        grads.append(gradients(tuple(weight.shape)))
+        for gate in separate(grads[-1], orders[-1])[: len(grads[-1]) if orders[-1] else 0]:
+            gate *= 10.0
+    got = stepped(weights, grads, optimizer)
+    assert experts.w1.is_contiguous() == (stored == "rows")
+    alone = [torch.stack(each) for grad, its in zip(grads, orders, strict=True)
+             for each in zip(*(separate(step, its) for step in grad), strict=True)]  # fmt: skip
+    want = stepped(single, alone, theirs(single, config))
+    changes = [change for weight, its in zip(got, orders, strict=True) for change in separate(weight, its)]
+    for left, right in zip(changes, want, strict=True):
+        assert_near(left, right)
+
+
 def with_gradients(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():

@@ -41,12 +41,18 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
     return (x.mT if is_tall else x).bfloat16()
 
 
-def muon_group(parameters: Sequence[Tensor], config: OptimConfig) -> dict[str, Any]:
-    """Parameters (m, n) or (B, m, n) that `MuonWithAdamW` updates by Muon."""
+def muon_group(
+    parameters: Sequence[Tensor], config: OptimConfig, gate_up: Sequence[str | None] | None = None
+) -> dict[str, Any]:
+    """Parameters (m, n) or (B, m, n) that `MuonWithAdamW` updates by Muon.
+
+    gate_up: of each, the order of its rows, "concatenated" or "interleaved", if they are two matrices, gate and up.
+    """
     assert all(parameter.ndim in (2, 3) for parameter in parameters), [p.shape for p in parameters]
     return {
         "params": parameters,
         "algorithm": "muon",
+        "gate_up": tuple(gate_up or [None] * len(parameters)),
         "lr": config.lr * config.muon.lr_scale,
         "weight_decay": config.weight_decay,
         **asdict(config.muon),
@@ -76,8 +82,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     * ``W <- (1 - lr wd) W - lr r(m, n) newton_schulz(U)``, where r is what ``adjust_lr_fn`` names: original
       ``sqrt(max(1, m/n))``, match_rms_adamw ``0.2 sqrt(max(m, n))`` (arXiv 2502.16982, equation 4).
 
-    A stack (B, m, n) is B such matrices. Where processes share them by rows or columns, each process is sent some of
-    them, in bf16, those of one shape together; a stack that is divided by whole matrices stays where it is.
+    A stack (B, m, n) is B such matrices; a matrix of gate and up is two of m/2 rows, each with its own r. Where
+    processes share matrices by rows or columns, each process is sent some of them, in bf16, those of one shape
+    together; a stack that is divided by whole matrices stays where it is.
 
     State by parameter, shared as it is: ``momentum_buffer``, of AdamW ``exp_avg``, ``exp_avg_sq`` and ``step``.
     """
@@ -93,20 +100,20 @@ class MuonWithAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["algorithm"] == "muon":
-                for stack in _stacks(parameters):
-                    self._step_muon(stack, group)
-            elif parameters:
+                for stack, gate_up in _stacks(group):
+                    self._step_muon(stack, gate_up, group)
+            elif parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
                 self._step_adamw(parameters, group)
         return loss
 
-    def _step_muon(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _step_muon(self, parameters: list[Tensor], gate_up: str | None, group: dict[str, Any]) -> None:
         """Of matrices of one shape, or of one stack."""
         updates = [self._update(parameter, group) for parameter in parameters]
         is_stack = parameters[0].ndim == 3
-        part = _orthogonalise(updates[0] if is_stack else torch.stack(updates), parameters[0], group)
-        ratio = _lr_ratio(parameters[0].shape[-2], parameters[0].shape[-1], group["adjust_lr_fn"])
+        part = _orthogonalise(updates[0] if is_stack else torch.stack(updates), parameters[0], gate_up, group)
+        rows = parameters[0].shape[-2] // (2 if gate_up else 1)
+        ratio = _lr_ratio(rows, parameters[0].shape[-1], group["adjust_lr_fn"])
         for parameter, direction in zip(parameters, [part] if is_stack else part.unbind(), strict=True):
             local = _local(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
@@ -147,26 +154,34 @@ class MuonWithAdamW(torch.optim.Optimizer):
         )
 
 
-def _stacks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape that are shared alike, few enough to be whole at once; each stack of experts by itself."""
-    alike: dict[Hashable, list[Tensor]] = {}
-    for parameter in parameters:
+def _stacks(group: dict[str, Any]) -> Iterator[tuple[list[Tensor], str | None]]:
+    """Of those with a gradient: matrices of one shape and order of rows that are shared alike, few enough to be whole
+    at once; each stack of experts by itself.
+    """
+    alike: dict[tuple[Hashable, str | None], list[Tensor]] = {}
+    for parameter, gate_up in zip(group["params"], group["gate_up"], strict=True):
+        if parameter.grad is None:
+            continue
         sharing = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else parameter.device
         key = (parameter.shape, sharing) if parameter.ndim == 2 else id(parameter)
-        alike.setdefault(key, []).append(parameter)
-    for found in alike.values():
+        alike.setdefault((key, gate_up), []).append(parameter)
+    for (_, gate_up), found in alike.items():
         count = max(1, _LARGEST_STACK // found[0].numel())
         for first in range(0, len(found), count):
-            yield found[first : first + count]
+            yield found[first : first + count], gate_up
 
 
-def _orthogonalise(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+def _orthogonalise(part: Tensor, parameter: Tensor, gate_up: str | None, group: dict[str, Any]) -> Tensor:
     """``part`` (B, m', n') of matrices U -> the same part of `newton_schulz` of them; ``parameter``, itself such a
     stack or one of its matrices, says how processes share it.
     """
 
     def compute(whole: Tensor) -> Tensor:
-        return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"])
+        if gate_up is None:
+            return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"])
+        halves = (whole[:, 0::2], whole[:, 1::2]) if gate_up == "interleaved" else whole.tensor_split(2, dim=1)
+        gate, up = newton_schulz(torch.cat(halves), group["ns_coefficients"], group["ns_steps"]).tensor_split(2)
+        return torch.stack((gate, up), 2).flatten(1, 2) if gate_up == "interleaved" else torch.cat((gate, up), 1)
 
     if not isinstance(parameter, DTensor):
         return compute(part)

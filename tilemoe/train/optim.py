@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from tilemoe.layers.experts import Experts
+from tilemoe.layers.mlp import MLP
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
 
@@ -33,6 +35,14 @@ def is_for_muon(name: str, parameter: Tensor, embeddings: set[int]) -> bool:
     return decays(name, parameter, embeddings) and _ADAMW_MODULES.isdisjoint(name.split("."))
 
 
+def gate_up_orders(model: nn.Module) -> dict[int, str]:
+    """The order of the rows, by the parameter's id, where they are two matrices, gate and up."""
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    mlps = [module for module in model.modules() if isinstance(module, MLP)]
+    layouts = [(each.w1, each.cfg) for each in experts] + [(each.w1, each.spec) for each in mlps]
+    return {id(weight): layout.gate_up for weight, layout in layouts if layout.is_gated}
+
+
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimiser that ``config.name`` names. AdamW: group 0 has weight decay, group 1 has none. Muon: its
     matrices are group 0, followed by the two AdamW groups, of all other parameters.
@@ -52,7 +62,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
             (decayed if decays(name, parameter, embeddings) else others).append(parameter)
     of_adamw = [adamw_group(decayed, config, config.weight_decay), adamw_group(others, config, 0.0)]
     if config.name == "muon":
-        return MuonWithAdamW([muon_group(matrices, config), *of_adamw])
+        orders = gate_up_orders(model)
+        return MuonWithAdamW([muon_group(matrices, config, [orders.get(id(p)) for p in matrices]), *of_adamw])
     return torch.optim.AdamW(of_adamw)
 
 
