@@ -2,8 +2,10 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,15 @@ import torch
 from helpers import raises_one_line, write_corpus
 from test_train_chat import write_chats
 from test_train_initial import losses_of
+from torch import nn
 
 from tilemoe.cli.main import main
-from tilemoe.data import Mixture
+from tilemoe.data import Mixture, PackedDocuments
 from tilemoe.train.checkpoints.folder import CheckpointError, find_latest
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import DataConfig, Recipe
 from tilemoe.train.datasets import make_sampler, prepare_data
-from tilemoe.train.evaluate import evaluate
+from tilemoe.train.evaluate import Evaluation, _batches, evaluate
 from tilemoe.train.job.processes import Job
 from tilemoe.train.run import RunResult, train
 
@@ -86,10 +89,81 @@ def test_the_held_out_loss_is_of_all_sources(recipe: Recipe) -> None:
     assert whole.nats_per_token == pytest.approx(nats / whole.tokens, rel=1e-6)
     if heldout.num_bytes is not None:
         assert whole.nats_per_byte == pytest.approx(nats / sum(part.num_bytes for part in heldout.parts), rel=1e-6)
-    first = evaluate(model, heldout, batch_size=1, max_batches=2, **options)
-    parts = [evaluate(model, part, batch_size=1, max_batches=1, **options) for part in heldout.parts]
-    assert first is not None
-    assert first.tokens == sum(each.tokens for each in parts), "one of each"
+
+
+class Numbers:
+    """A split of ``tokens``, in memory."""
+
+    split, directory, separator_id, num_bytes = "heldout", Path("memory"), 0, None
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens, self.num_tokens, self.num_targets = tokens, tokens.size, tokens.size
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        return self.tokens[start : start + length]
+
+
+class MeanLabel(nn.Module):
+    """Its loss is the mean of the labels."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(loss=labels[labels >= 0].double().mean(), tokens_per_expert=torch.zeros(1, 1))
+
+
+def documents(lengths: list[int]) -> PackedDocuments:
+    """Of so many tokens, the longer ones the harder, whatever windows they are packed in."""
+    flagged = [4 * length + 2 + (place == 0) for length in lengths for place in range(length)]
+    return PackedDocuments(Numbers(np.array(flagged)), 16)  # type: ignore[arg-type]
+
+
+HARD_EIGHTH = np.repeat([1000, 100], [1024, 7168])
+SPLITS = {
+    "begins hard": Numbers(HARD_EIGHTH),
+    "ends hard": Numbers(HARD_EIGHTH[::-1]),
+    "periodic": Numbers(np.tile(np.repeat([1000, 100], 16 * 8), 64)),  # with a period of 16 windows
+    "documents": documents([17, 9, 5, 3] * 100),
+    "sources": Mixture((Numbers(HARD_EIGHTH[:1024]), Numbers(HARD_EIGHTH[1024:])), (1.0, 1.0)),  # type: ignore[arg-type]
+    "documents of sources": Mixture((documents([17] * 50), documents([3] * 1500)), (3.0, 1.0)),
+    "one window": Numbers(np.arange(3)),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_part_of_the_split_is_spread_over_all_of_it(name: str, batch_size: int) -> None:
+    def measure(max_batches: int) -> Evaluation:
+        split: Any = SPLITS[name]
+        options: dict[str, Any] = {"seq_len": 16, "device": CPU, "autocast": nullcontext, "batch_size": batch_size}
+        found = evaluate(MeanLabel(), split, max_batches=max_batches, **options)
+        assert found is not None
+        return found
+
+    whole, part = measure(0), measure(64 // batch_size)
+    assert part.nats_per_token == pytest.approx(whole.nats_per_token, rel=0.05)
+    assert part == measure(64 // batch_size)
+    assert part.whole_split == (name == "one window")
+    assert measure(10**6) == whole
+
+
+@pytest.mark.parametrize("max_batches", [0, 1, 7])
+@pytest.mark.parametrize("sizes", [(1000,), (300, 700), (3, 990, 7)])
+def test_processes_evaluate_together_what_one_does(sizes: tuple[int, ...], max_batches: int) -> None:
+    """No token twice, in batches of one shape, as many in each process."""
+    ends = np.cumsum(sizes)
+    parts: Any = tuple(Numbers(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True))
+
+    def targets(job: Job) -> list[np.ndarray]:
+        return [batch[1] for batch in _batches(Mixture(parts, (1.0,) * len(sizes)), 8, 3, max_batches, job)]
+
+    alone = np.concatenate(targets(Job(0, 1)))
+    found = alone[alone >= 0]
+    assert len(np.unique(found)) == len(found)
+    assert len(found) == sum(sizes) if max_batches == 0 else 0 < len(found) <= max_batches * 3 * 8
+    for processes in (2, 3):
+        each = [targets(Job(rank, processes)) for rank in range(processes)]
+        assert len({len(batches) for batches in each}) == 1
+        together = np.concatenate([np.concatenate(batches) for batches in each])
+        assert np.array_equal(np.sort(together[together >= 0]), np.sort(found))
 
 
 def test_the_commands_say_what_is_read(recipe: Recipe, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -95,13 +95,16 @@ class PackedDocuments:
             positions[row, end:] = np.arange(self.seq_len - end)
         return PackedBatch(inputs, targets, positions)
 
-    def batches(self, batch_size: int) -> Iterator[PackedBatch]:
-        """Every window once, in order; the last batch is filled up with its own last window, without targets."""
+    def batches(self, batch_size: int, windows: NDArray[np.int64] | None = None) -> Iterator[PackedBatch]:
+        """Every window, or of ``windows``, once, in order; the last batch is filled up with its own last window,
+        without targets.
+        """
         require_int("batch_size", batch_size, 1)
-        for first in range(0, self.num_windows, batch_size):
+        windows = np.arange(self.num_windows) if windows is None else windows
+        for first in range(0, windows.size, batch_size):
             wanted = np.arange(first, first + batch_size)
-            batch = self.read(np.minimum(wanted, self.num_windows - 1))
-            batch.targets[wanted >= self.num_windows] = IGNORED_TARGET
+            batch = self.read(windows[np.minimum(wanted, windows.size - 1)])
+            batch.targets[wanted >= windows.size] = IGNORED_TARGET
             yield batch
 
 

@@ -97,27 +97,31 @@ class Sampler(BatchOrder):
         return head if before_end == length else np.concatenate([head, self.shards.read(0, length - before_end)])
 
 
-def sequential_windows(shards: TokenShards, seq_len: int, batch_size: int) -> Iterator[Batch]:
+def sequential_windows(
+    shards: TokenShards, seq_len: int, batch_size: int, windows: NDArray[np.int64] | None = None
+) -> Iterator[Batch]:
     """(inputs, targets) batches, (B, S) int64, in which every token of the split is a target exactly once, in order.
 
     The first input is the separator, as before any document. What the last batch lacks has separators as inputs and
-    targets of -100, so that all batches have one shape.
+    targets of -100, so that all batches have one shape. ``windows``: only these, numbered from 0.
     """
     check_sizes(seq_len, batch_size)
-    return _sequential_windows(shards, seq_len, batch_size)
+    everything = np.arange(-(-shards.num_tokens // seq_len))
+    return _sequential_windows(shards, seq_len, batch_size, everything if windows is None else windows)
 
 
-def _sequential_windows(shards: TokenShards, seq_len: int, batch_size: int) -> Iterator[Batch]:
-    tokens_per_batch = seq_len * batch_size
-    previous = shards.separator_id
-    for start in range(0, shards.num_tokens, tokens_per_batch):
-        tokens = shards.read(start, min(tokens_per_batch, shards.num_tokens - start))
-        inputs = np.full(tokens_per_batch, shards.separator_id, dtype=np.int64)
-        targets = np.full(tokens_per_batch, IGNORED_TARGET, dtype=np.int64)
-        inputs[0], inputs[1 : tokens.size] = previous, tokens[:-1]
-        targets[: tokens.size] = tokens
-        previous = int(tokens[-1])
-        yield inputs.reshape(batch_size, seq_len), targets.reshape(batch_size, seq_len)
+def _sequential_windows(
+    shards: TokenShards, seq_len: int, batch_size: int, windows: NDArray[np.int64]
+) -> Iterator[Batch]:
+    for first in range(0, windows.size, batch_size):
+        inputs = np.full((batch_size, seq_len), shards.separator_id, dtype=np.int64)
+        targets = np.full_like(inputs, IGNORED_TARGET)
+        for row, start in enumerate((windows[first : first + batch_size] * seq_len).tolist()):
+            tokens = shards.read(start, min(seq_len, shards.num_tokens - start))
+            if start:
+                inputs[row, 0] = shards.read(start - 1, 1)[0]
+            inputs[row, 1 : tokens.size], targets[row, : tokens.size] = tokens[:-1], tokens
+        yield inputs, targets
 
 
 def check_sizes(seq_len: int, batch_size: int) -> None:

@@ -180,7 +180,7 @@ class TrainConfig:
     selection_bias_rate: float = 0.001  # step of the router's selection bias, where the model has one
     log_every: int = 10  # steps between records of the training loss
     eval_every: int = 250  # steps between evaluations on held-out text; 0: only at the end
-    eval_batches: int = 20  # batches of such an evaluation; 0: the whole held-out split
+    eval_batches: int = 20  # batches of such an evaluation, spread over the held-out split; 0: all of it
     save_every: int = 250  # steps between checkpoints; 0: only at the end
     keep_last: int = 2  # checkpoints kept
     tensorboard: bool = False  # also write TensorBoard event files

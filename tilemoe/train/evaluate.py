@@ -12,6 +12,7 @@ from itertools import islice, zip_longest
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from tilemoe.data import Mixture, PackedBatch, PackedDocuments, TokenShards, sequential_windows
@@ -21,6 +22,8 @@ from tilemoe.train.datasets import device_batch
 from tilemoe.train.job.collective import any_process, values_of_processes
 from tilemoe.train.job.processes import ALONE, Job
 
+_GOLDEN = 0.5 * (5.0**0.5 - 1.0)  # the multiples' fractions fill [0, 1) evenly
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -29,7 +32,7 @@ class Evaluation:
     nats_per_token: float
     nats_per_byte: float | None  # None: unknown, as of a part of a split of tokens of many lengths
     tokens: int
-    whole_split: bool  # False: a subset, the split's first batches
+    whole_split: bool  # False: a subset, spread evenly over the split
     tokens_per_expert: list[list[int]]  # (MoE layers, experts)
 
     def __str__(self) -> str:
@@ -58,7 +61,8 @@ def evaluate(
     on_batch: Callable[[int], None] = lambda tokens: None,
     job: Job = ALONE,
 ) -> Evaluation | None:
-    """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over its first ``max_batches`` batches.
+    """Mean cross-entropy of ``model`` over ``shards``, read once in order, or over ``max_batches`` batches of windows,
+    always the same, spread evenly over the split; a last batch of each source may be filled in part.
 
     Every window of a text starts without context, so the figure is a little pessimistic for small ``seq_len``.
     Nats/byte are nats/token times the split's tokens per byte, which is that of a part only if every token is a byte.
@@ -103,22 +107,35 @@ def _batches(
     shards: TokenShards | PackedDocuments | Mixture, seq_len: int, batch_size: int, max_batches: int, job: Job
 ) -> Iterator[Batch | PackedBatch]:
     """This process' turns: every ``world_size``-th batch, and where that is one too few, one without targets."""
-    everything = islice(_batches_of(shards, seq_len, batch_size), max_batches or None)
+    parts = shards.parts if isinstance(shards, Mixture) else (shards,)
+    sizes = [_num_windows(part, seq_len) for part in parts]
+    chosen = _spread(sum(sizes), min(max_batches * batch_size or sum(sizes), sum(sizes)))
+    sources = []
+    for part, size in zip(parts, sizes, strict=True):
+        sources.append(_batches_of(part, seq_len, batch_size, chosen[chosen < size]))
+        chosen = chosen[chosen >= size] - size
+    everything = (batch for batches in zip_longest(*sources) for batch in batches if batch is not None)
     turns: list[Batch | PackedBatch]
     while turns := list(islice(everything, job.world_size)):
         yield turns[job.rank] if job.rank < len(turns) else _without_targets(turns[0])
 
 
+def _num_windows(shards: TokenShards | PackedDocuments, seq_len: int) -> int:
+    return shards.num_windows if isinstance(shards, PackedDocuments) else -(-shards.num_tokens // seq_len)
+
+
+def _spread(total: int, count: int) -> NDArray[np.int64]:
+    """(count,) of the numbers below ``total``, one of each equal stretch; where in it follows no period of a text."""
+    edges = np.arange(count + 1) * total // count
+    return edges[:-1] + (np.diff(edges) * (np.arange(1, count + 1) * _GOLDEN % 1)).astype(np.int64)
+
+
 def _batches_of(
-    shards: TokenShards | PackedDocuments | Mixture, seq_len: int, batch_size: int
+    shards: TokenShards | PackedDocuments, seq_len: int, batch_size: int, windows: NDArray[np.int64]
 ) -> Iterator[Batch | PackedBatch]:
-    if isinstance(shards, Mixture):
-        rounds = zip_longest(*(_batches_of(part, seq_len, batch_size) for part in shards.parts))
-        yield from (batch for batches in rounds for batch in batches if batch is not None)
-    elif isinstance(shards, PackedDocuments):
-        yield from shards.batches(batch_size)
-    else:
-        yield from sequential_windows(shards, seq_len, batch_size)
+    if isinstance(shards, PackedDocuments):
+        return shards.batches(batch_size, windows)
+    return sequential_windows(shards, seq_len, batch_size, windows)
 
 
 def _without_targets(batch: Batch | PackedBatch) -> Batch | PackedBatch:

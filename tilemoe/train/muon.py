@@ -41,9 +41,7 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
     return (x.mT if is_tall else x).bfloat16()
 
 
-def muon_group(
-    parameters: Sequence[Tensor], config: OptimConfig, gate_up: Sequence[str | None] | None = None
-) -> dict[str, Any]:
+def muon_group(parameters: Sequence[Tensor], config: OptimConfig, gate_up: Sequence[str | None] = ()) -> dict[str, Any]:
     """Parameters (m, n) or (B, m, n) that `MuonWithAdamW` updates by Muon.
 
     gate_up: of each, the order of its rows, "concatenated" or "interleaved", if they are two matrices, gate and up.
