@@ -5,8 +5,10 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import struct
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -189,6 +191,29 @@ def test_the_plot_shows_loss_throughput_load_and_entropy(tmp_path: Path, experts
     if experts:
         lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[3].get_lines()}
         assert lines == {"MoE layer 0": pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4]), "MoE layer 1": [0.5] * 6}
+
+
+@pytest.mark.parametrize(("experts", "evals", "panels"), [(True, True, 4), (True, False, 3), (False, True, 2)])
+def test_the_plot_is_two_rows_to_be_read_at_1200_pixels(
+    tmp_path: Path, experts: bool, evals: bool, panels: int
+) -> None:
+    """Each panel has a title, and no labels of its ticks overlap, nor is a line cut off."""
+    records = [{**r, "step": 20_000 * r["step"]} for r in read_metrics(write_run(tmp_path, experts=experts))]
+    for record in records:
+        record |= {"tokens_per_second": 2.4e6 + record["step"]}
+    figure = make_figure([r for r in records if evals or r["kind"] == "train"], "title")
+    figure.savefig(tmp_path / "drawn.png")
+    assert struct.unpack(">II", (tmp_path / "drawn.png").read_bytes()[16:24])[0] == 1200
+    titled = [axes for axes in figure.axes if axes.get_title()]
+    assert len(titled) == panels
+    assert len({round(axes.get_position().y0, 2) for axes in titled}) == 2
+    for axes in titled:
+        for axis in (axes.xaxis, axes.yaxis):
+            boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]
+            assert min(label.get_fontsize() for label in axis.get_ticklabels()) >= 10
+            assert not any(left.overlaps(right) for left, right in pairwise(boxes))
+        top = max((max(line.get_ydata()) for line in axes.get_lines()), default=0.0)
+        assert axes.images or top < axes.get_ylim()[1]
 
 
 @pytest.mark.parametrize("experts", [True, False])

@@ -44,17 +44,27 @@ def make_figure(records: Sequence[Mapping[str, Any]], title: str) -> Figure:
     load = next((record["tokens_per_expert"] for record in reversed(evals) if record["tokens_per_expert"]), None)
     train = [record for record in records if record["kind"] == "train"]
     undecided = [record for record in train if record.get("router_entropy")]  # not recorded by release 0.1.0
-    panels = 2 + bool(load) + bool(undecided)
-    figure = Figure(figsize=(5.5 * panels, 4.2), layout="constrained")
-    axes = figure.subplots(1, panels)
-    _draw_losses(axes[0], train, evals)
-    _draw_throughput(axes[1], train)
+    panels = ["loss", "throughput", *(["load"] if load else []), *(["entropy"] if undecided else [])]
+    if len(panels) == 3:
+        panels.insert(0, "loss")  # which has the first row to itself
+    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")  # pages and chats show about 1,200 pixels
+    axes: dict[str, Any] = figure.subplot_mosaic([panels[: len(panels) // 2], panels[len(panels) // 2 :]])
+    _draw_losses(axes["loss"], train, evals)
+    _draw_throughput(axes["throughput"], train)
     if load:
-        _draw_load(figure, axes[2], load)
+        _draw_load(figure, axes["load"], load)
     if undecided:
-        _draw_entropy(axes[-1], undecided)
+        _draw_entropy(axes["entropy"], undecided)
     figure.suptitle(title)
     return figure
+
+
+def _label_steps(axes: Any, title: str, ylabel: str) -> None:
+    """The axes of what is drawn over the steps, its numbers in full."""
+    axes.set(title=title, xlabel="optimiser step", ylabel=ylabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.ticklabel_format(useOffset=False, style="plain")
+    axes.grid(alpha=0.3)
 
 
 def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> None:
@@ -66,17 +76,16 @@ def _draw_losses(axes: Any, train: Sequence[Mapping[str, Any]], evals: Sequence[
     ):
         if records:
             axes.plot([r["step"] for r in records], [r["nats_per_token"] for r in records], label=label, **style)
-    axes.set(xlabel="optimiser step", ylabel="loss [nats/token]")
-    axes.grid(alpha=0.3)
+    _label_steps(axes, "training and held-out loss", "loss [nats/token]")
     axes.legend()
 
 
 def _draw_throughput(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
     """Of all processes together, as the progress line shows it."""
     axes.plot([r["step"] for r in train], [r["tokens_per_second"] for r in train], lw=0.8, color=STYLES[0].colour)
-    axes.set(xlabel="optimiser step", ylabel="throughput [tokens/s]")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
+    _label_steps(axes, "throughput of all processes", "throughput [tokens/s]")
+    axes.set_ylim(0, 1.1 * max((r["tokens_per_second"] for r in train), default=1.0))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def _draw_entropy(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
@@ -84,8 +93,7 @@ def _draw_entropy(axes: Any, train: Sequence[Mapping[str, Any]]) -> None:
     steps, layers = [r["step"] for r in train], list(zip(*(r["router_entropy"] for r in train), strict=True))
     for layer, values in enumerate(layers):
         axes.plot(steps, values, lw=0.8, color=str(0.8 * layer / len(layers)), label=f"MoE layer {layer}")
-    axes.set(xlabel="optimiser step", ylabel="router entropy / log(experts)")
-    axes.grid(alpha=0.3)
+    _label_steps(axes, "how undecided the routers are", "router entropy / log(experts)")
     if len(layers) <= 8:
         axes.legend()
 
