@@ -431,6 +431,8 @@ def from_dict(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
     unknown = sorted(set(data) - set(known))
     if unknown:
         raise ValueError(f"{where}{unknown[0]}: no such setting of {cls.__name__}; it has {', '.join(known)}")
+    if cls is ModelConfig and "hidden_size" in data and isinstance(data.get("moe"), Mapping):  # experts are as wide
+        data = {**data, "moe": {"hidden_size": data["hidden_size"], **data["moe"]}}
     hints = get_type_hints(cls)
     values = {key: _typed(hints[key], value, f"{where}{key}.") for key, value in data.items()}
     required = (f.name for f in known.values() if f.default is f.default_factory is dataclasses.MISSING)
@@ -447,4 +449,6 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return from_dict(nested[0], value, where)  # type: ignore[arg-type]
     if get_origin(hint) is tuple and not isinstance(value, (list, tuple)):
         raise ValueError(f"{where.rstrip('.')}: expected a list, got {value!r}")
+    if isinstance(value, float) and value.is_integer() and int in (hint, *get_args(hint)):
+        return int(value)  # 1e3
     return tuple(value) if isinstance(value, list) else value

@@ -260,6 +260,10 @@ def test_options_of_rounding_round_where_the_recipe_does_not(recipe_file: Path, 
         (["train", "--recipe", "nowhere/x.json"], "no file nowhere/x.json"),
         (["train", "--recipe", RECIPE, "--train.stpes", "5"], "perhaps you meant --train.steps"),
         (["train", "--recipe", RECIPE, "--train.steps", "many"], "--train.steps"),
+        (["train", "--recipe", RECIPE, "--train.steps", "1.5"], "--train.steps: '1.5' is not a whole number"),
+        (["train", "--recipe", RECIPE, "--train.steps", "1e400"], "--train.steps: '1e400' is not a whole number"),
+        (["generate", "--chekpoint", "x", "--prompt", "x"], "perhaps you meant --checkpoint ("),
+        (["eval", "--checkpoint", "x", "--data.format", "chat"], "perhaps you meant --format ("),
         (["train", "--recipe", RECIPE, "--train.steps", "0"], "train.steps must be an integer >= 1"),
         (["train", "--recipe", RECIPE, "--optim.schedule", "x"], "--optim.schedule"),
         (["train", "--recipe", RECIPE, "--optim.lr", "nan"], "optim.lr must be a finite number"),
@@ -284,6 +288,41 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     assert named in fails(*[recipe_file if argument == RECIPE else argument for argument in arguments])
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--train.lr", "--optim.lr"), ("--learning-rate", "--optim.lr"), ("--optim.learning_rate=1", "--optim.lr"),
+        ("--batch-size", "--data.batch-size"), ("--per_device_train_batch_size", "--data.batch-size"),
+        ("--max-steps", "--train.steps"), ("--epochs", "--train.steps"), ("--output-dir", "--train.out-dir"),
+        ("--weight-decay", "--optim.weight-decay"), ("--warmup", "--optim.warmup-steps"),
+        ("--seq-len", "--data.seq-len"), ("--gradient-accumulation-steps", "--train.accumulation"),
+        ("--hidden-size", "--model.hidden-size"), ("--model.moe.hidden-siz", "--model.moe.hidden-size"),
+        ("--model.num-experts", "--model.moe.num-experts"), ("--lora-alpha", "--lora.alpha"), ("--zzz", None),
+    ],
+)  # fmt: skip
+def test_an_unknown_option_suggests_the_setting_of_that_name(
+    given: str, meant: str | None, recipe_file: Path, fails: Fails
+) -> None:
+    message = fails("train", "--recipe", recipe_file, given, "3")
+    named = given.partition("=")[0].replace("_", "-")
+    hint = "" if meant is None else f"; perhaps you meant {meant}"
+    assert f"there is no option {named}{hint} (see tilemoe train --help)" in message
+
+
+def test_whole_numbers_may_be_written_as_floats(text: Path, recipe_file: Path, tmp_path: Path, run: Run) -> None:
+    """On the command line and in a recipe, whose experts are as wide as the model without saying so."""
+    settings = json.loads(recipe_file.read_text())
+    del settings["model"]["moe"]["hidden_size"]
+    settings["train"]["sample_tokens"] = 0
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(settings).replace('"accumulation": 2', '"accumulation": 2e0'))
+    assert run("train", "--recipe", own, "--train.out-dir", tmp_path / "run", "--train.steps", "0.2e1")[0] == 0
+    recipe = json.loads((tmp_path / "run" / "result.json").read_text())["recipe"]
+    assert str((recipe["train"]["steps"], recipe["train"]["accumulation"])) == "(2, 2)"
+    assert recipe["model"]["moe"]["hidden_size"] == 32
+    assert run("plan", "--preset", "olmoe", "--train", "--seq-len", "1e3", "--gpus", "8")[0] == 0  # which may be None
 
 
 @pytest.mark.parametrize(

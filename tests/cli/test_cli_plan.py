@@ -43,9 +43,9 @@ CONFIGS = [
 ]  # fmt: skip
 
 
-def as_json(run: Run, *arguments: object) -> dict[str, Any]:
+def as_json(run: Run, *arguments: object, expected: int = 0) -> dict[str, Any]:
     status, out, _ = run("plan", *arguments, "--json")
-    assert status == 0
+    assert status == expected
     found: dict[str, Any] = json.loads(out)
     return found
 
@@ -229,7 +229,7 @@ def test_what_is_recomputed_is_the_cheapest_that_fits_or_what_is_given(run: Run)
     for gpus, mode in ((128, "block"), (512, "attention")):
         shared = as_json(run, *arguments, gpus)["train"]["setups"][1]
         assert (shared["checkpointing"], shared["fewest_gpus"], shared["micro_batch"] > 0) == (mode, 128, True)
-    plain = as_json(run, *arguments, 128, "--checkpointing", "none")["train"]["setups"][1]
+    plain = as_json(run, *arguments, 128, "--checkpointing", "none", expected=2)["train"]["setups"][1]
     assert (plain["checkpointing"], plain["fewest_gpus"], plain["micro_batch"]) == ("none", 8192, 0)
 
 
@@ -246,7 +246,11 @@ def test_one_gpu_alone_is_not_fsdp(run: Run) -> None:
 
 
 def test_a_model_that_fits_nowhere_says_so(run: Run) -> None:
-    _, out, _ = run("plan", "--preset", "qwen3-235b", "--train", "--gpu", "rtx-4090", "--seq-len", 1 << 20)
+    arguments = ("--preset", "qwen3-235b", "--train", "--gpu", "rtx-4090", "--seq-len", 1 << 20)
+    status, out, err = run("plan", *arguments)
+    line = "--train: qwen3-235b-a22b does not fit; raise --gpus, lower --seq-len, or choose another --gpu"
+    assert (status, err) == (2, f"tilemoe: error: {line}\n")
+    assert as_json(run, *arguments, expected=2)["train"]["setups"][0]["micro_batch"] == 0
     assert re.search(r"^largest micro-batch( +none fits){4}$", out, flags=re.M)
     assert re.search(r"^tokens/day, billions( +-){4}$", out, flags=re.M)
 

@@ -116,6 +116,18 @@ def test_a_broken_recipe_file_is_named(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_number_that_is_not_whole_is_named() -> None:
+    settings = to_dict(load_recipe("smoke"))
+    settings["train"]["steps"] = 1.5
+    with raises_one_line(r"here: train\.steps must be an integer >= 1, got 1\.5"):
+        parse_recipe(json.dumps(settings), "here")
+    settings["train"]["steps"] = 3e0
+    assert parse_recipe(json.dumps(settings), "here").train.steps == 3
+    settings["model"]["moe"]["hidden_size"] = 64
+    with raises_one_line(r"model\.moe\.hidden_size \(64\) must equal model\.hidden_size \(32\)"):
+        parse_recipe(json.dumps(settings), "here")
+
+
 def test_a_missing_recipe_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no file"):
         load_recipe(tmp_path / "none.json")

@@ -5,12 +5,22 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
+from difflib import SequenceMatcher
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from tilemoe.checks import spelled
+
 T = TypeVar("T")
+
+# Settings that other trainers name quite differently.
+_OURS = {
+    "learning-rate": "lr", "epochs": "steps", "num-train-epochs": "steps", "per-device-train-batch-size": "batch-size",
+    "logging-steps": "log-every", "save-steps": "save-every", "eval-steps": "eval-every", "max-grad-norm": "grad-clip",
+}  # fmt: skip
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _BOX = re.compile("[\u2500-\u257f]")
@@ -24,28 +34,64 @@ def parse(cls: type[T], arguments: Sequence[str], *, prog: str, description: str
         ValueError: an unknown option or a value that does not fit, on one line.
     """
     captured = io.StringIO()
-    config = (tyro.conf.AvoidSubcommands,)  # no subcommands: an optional table is filled if it has a default
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(lambda info: _INTEGER if info.type is int else None)
+    # No subcommands: an optional table is filled if it has a default.
+    options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "registry": registry}
+    if default is not None:
+        options["default"] = default
     try:
         with contextlib.redirect_stderr(captured):
-            if default is None:
-                return tyro.cli(cls, args=arguments, prog=prog, description=description, config=config)
-            return tyro.cli(cls, args=arguments, prog=prog, description=description, default=default, config=config)
+            return tyro.cli(cls, args=arguments, prog=prog, description=description, **options)
     except SystemExit as leave:
         if not leave.code:
             raise
-        raise ValueError(f"{condense(captured.getvalue())} (see {prog} --help)") from None
+        message = _unknown_option(cls, arguments) or condense(captured.getvalue())
+        raise ValueError(f"{message} (see {prog} --help)") from None
+
+
+def _whole_number(words: list[str]) -> int:
+    """Of an integer, which may also be written as 1e3."""
+    if not float(words[0]).is_integer():
+        raise ValueError(f"{words[0]!r} is not a whole number")
+    return int(float(words[0])) if set(words[0]) & set(".eE") else int(words[0])
+
+
+_INTEGER = tyro.constructors.PrimitiveConstructorSpec(
+    1, "INT", _whole_number, lambda value: type(value) is int, lambda value: [str(value)]
+)
+
+
+def _unknown_option(cls: Any, arguments: Sequence[str]) -> str | None:
+    """A message about the first option that there is not, with the one most like it; None: there are all."""
+    known = list(_options(cls))
+    given = (spelled(word.partition("=")[0]) for word in arguments if word.startswith("--"))
+    unknown = next((name for name in given if re.sub(r"\bno-", "", name) not in known), None)
+    if unknown is None:
+        return None
+    likeness, best = max((_likeness(unknown, option), option) for option in known)
+    return f"there is no option {unknown}" + (f"; perhaps you meant {best}" if likeness[0] > 0.6 else "")
+
+
+def _options(cls: Any, prefix: str = "--") -> Iterator[str]:
+    for name, hint in get_type_hints(cls).items():
+        table = next(filter(is_dataclass, (hint, *get_args(hint))), None)
+        yield from [prefix + spelled(name)] if table is None else _options(table, f"{prefix}{spelled(name)}.")
+
+
+def _likeness(name: str, option: str) -> tuple[float, float]:
+    """Of their last parts, which others have in another group or in none, and of the wholes."""
+    leaf, ours = (each.removeprefix("--").rpartition(".")[2] for each in (name, option))
+    return SequenceMatcher(None, _OURS.get(leaf, leaf), ours).ratio(), SequenceMatcher(None, name, option).ratio()
 
 
 def condense(box: str) -> str:
-    """The message of tyro's boxed error report and its best suggestion, without the frame and the rest."""
-    lines = _ANSI.sub("", box).splitlines()
+    """The message of tyro's boxed error report, without the frame and the rest."""
     body: list[str] = []
-    hint = re.search(r"Perhaps you meant:\s+(--[\w.-]+)", _BOX.sub("", "\n".join(lines)))
-    for line in lines:
+    for line in _ANSI.sub("", box).splitlines():
         if _RULE.search(line):
             if body:
                 break
             continue
         body.append(_BOX.sub("", line).strip())
-    message = " ".join(" ".join(body).split()).rstrip(".")
-    return f"{message}; perhaps you meant {hint[1]}" if hint else message
+    return " ".join(" ".join(body).split()).rstrip(".")

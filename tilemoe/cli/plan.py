@@ -84,10 +84,11 @@ def run(arguments: Sequence[str]) -> None:
         draw(plan, options.plot)
     if options.json:
         print(json.dumps(plan, indent=2, allow_nan=False))
-        return
-    print("\n".join([*layer_lines(plan), *(other_lines(plan) if options.others else ())]))
-    if options.train:
-        print("\n" + "\n".join(training_lines(plan["train"])))
+    else:
+        of_training = ["", *training_lines(plan["train"])] if options.train else []
+        print("\n".join([*layer_lines(plan), *(other_lines(plan) if options.others else ()), *of_training]))
+    if options.train and not any(setup["micro_batch"] for setup in plan["train"]["setups"]):
+        raise ValueError(f"--train: {source.name} does not fit; raise --gpus, lower --seq-len, or choose another --gpu")
 
 
 def source_of(options: PlanOptions) -> Source:
