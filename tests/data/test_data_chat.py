@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 from helpers import raises_one_line
@@ -248,7 +249,14 @@ def test_templates_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("no json", "this line is not JSON"),
         ([CHAT], "neither 'messages' nor 'prompt' and 'completion'"),
         ({**CHAT, "tools": [{}]}, "'tools' are not given to chat templates; write them into a turn"),
-        ({"prompt": "x"}, "neither 'messages' nor 'prompt' and 'completion'"),
+        ({"prompt": "x"}, "neither 'messages' nor 'prompt' and 'completion'.*, but 'prompt'; "),
+        ({"question": "x", "answer": "y"}, ".*nor ShareGPT's or Alpaca's texts, but 'question', 'answer'; rename them"),
+        ({"instruction": "x", "input": 3, "output": "y"}, ".*but 'instruction', 'input', 'output'; rename them"),
+        ({"instruction": "x", "output": ""}, r"messages\[1\]: the assistant's turn is empty"),
+        ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "'history' are not given to chat templates"),
+        ({"conversations": [ASK, ANSWER], "system": "Be"}, "'system' are not given to chat templates"),
+        ({"conversations": [{"from": "gpt", "value": "x"}]}, r"messages\[0\]: the assistant speaks first"),
+        ({"conversations": [{"from": ["gpt"], "value": "x"}]}, r"messages\[0\] must have a 'role' and a 'content'"),
         ({"prompt": "x", "completion": " \n"}, "'completion' must be a text that is not empty"),
         ({"prompt": "", "completion": "x"}, "'prompt' must be a text that is not empty"),
         ({"prompt": 4, "completion": "x"}, "'prompt' must be a text"),
@@ -344,5 +352,36 @@ def test_chat_reads_jsonl_alone_and_text_reads_no_chat(tmp_path: Path) -> None:
             prepared(Path(spec), tmp_path)
     with raises_one_line("it is empty"):
         prepared(write_lines(tmp_path / "e.jsonl", []), tmp_path)
-    with raises_one_line(r"no string in a field 'text'"):
-        prepare(str(write_lines(tmp_path / "b.jsonl", [CHAT])), "bytes", tmp_path / "cache")
+    chats = [CHAT, {"conversations": []}, {"prompt": "a", "completion": "b"}, {"instruction": "a", "output": "b"}]
+    for row in chats:
+        named = ", ".join(map(repr, row))
+        with raises_one_line(
+            rf"b\.jsonl:1: no string in a field 'text' .*, but {named}; read it by --data\.format chat"
+        ):
+            prepare(str(write_lines(tmp_path / "b.jsonl", [row])), "bytes", tmp_path / "cache")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "b.parquet")
+        columns = ", ".join(row)
+        with raises_one_line(rf"b\.parquet: no column .* among {columns}; --data\.format chat takes \.jsonl"):
+            prepare(str(tmp_path / "b.parquet"), "bytes", tmp_path / "cache")
+    with raises_one_line(r"no string in a field 'text' or 'content', but 'id'; correct or remove the line"):
+        prepare(str(write_lines(tmp_path / "b.jsonl", [{"id": 1}])), "bytes", tmp_path / "cache")
+
+
+def test_lines_of_sharegpt_and_alpaca_are_conversations(tmp_path: Path) -> None:
+    turns = [("system", "Be"), ("human", "Hi"), ("gpt", "Yo!")]
+    rows = [
+        {"id": 1, "conversations": [{"from": role, "value": text} for role, text in turns]},
+        {"instruction": "Add", "input": "1 2", "output": "3"},
+        {"instruction": "Sing", "input": "", "output": "La"},
+        {"instruction": "Sing", "output": "La"},
+    ]
+    names = {"human": "user", "gpt": "assistant"}
+    asked = ["Add\n\n1 2", "Sing", "Sing"]
+    same = [[{"role": names.get(role, role), "content": text} for role, text in turns]] + [
+        [{"role": "user", "content": ask}, {"role": "assistant", "content": row["output"]}]
+        for ask, row in zip(asked, rows[1:], strict=True)
+    ]
+    found = prepared(write_lines(tmp_path / "a.jsonl", rows), tmp_path)
+    expected = prepared(write_lines(tmp_path / "b.jsonl", [{"messages": messages} for messages in same]), tmp_path)
+    for split in ("train", "heldout"):
+        assert documents_of(getattr(found, split)) == documents_of(getattr(expected, split))

@@ -1,8 +1,10 @@
 """Fine-tuning examples: conversations, or prompts and their completions, a JSON object on each line.
 
 ``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}`` or
-``{"prompt": "...", "completion": "..."}``, which one file may mix. Any line that is neither is an error, and so is one
-in which there is nothing to learn: no assistant's turn, or an empty one. "tools", too, which a template would not see.
+``{"prompt": "...", "completion": "..."}``, which one file may mix. As the first are read ShareGPT's "conversations" and
+Alpaca's "instruction", "input" and "output": the user's turn is the instruction, an empty line and the input. Any other
+line is an error, and so is one in which there is nothing to learn: no assistant's turn, or an empty one. "tools",
+"system" and "history", too, which a template would not see.
 An assistant's turn with a "weight" of 0 is given and not learnt, as in OpenAI's format; of 1 it is learnt, as without.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tilemoe.data.corpus import Corpus, clean_text, unreadable
@@ -18,6 +21,7 @@ from tilemoe.data.text_files import read_records
 
 CHAT_SUFFIXES = frozenset({".jsonl"})
 ASSISTANT = "assistant"
+_ROLES = MappingProxyType({"human": "user", "gpt": ASSISTANT})  # ShareGPT's
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,20 @@ def read_examples(corpus: Corpus) -> Iterator[Example]:
 
 
 def _example(name: str, record: dict[str, Any]) -> Example:
-    if "messages" in record:
-        if record.get("tools"):
-            raise ValueError(f"{name}: 'tools' are not given to chat templates; write them into a turn")
-        return Conversation(name, _messages(name, record["messages"]))
+    turns = record.get("messages", record.get("conversations"))
+    alpaca = [record.get("instruction"), record.get("input") or "", record.get("output")]
+    if turns is None and all(isinstance(text, str) for text in alpaca):
+        asked = "\n\n".join(filter(None, alpaca[:2]))
+        turns = [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": alpaca[2]}]
+    if turns is not None:
+        for unread in filter(record.get, ("tools", "system", "history")):
+            raise ValueError(f"{name}: {unread!r} are not given to chat templates; write them into a turn")
+        return Conversation(name, _messages(name, turns))
     if "prompt" not in record or "completion" not in record:
-        raise ValueError(f"{name}: neither 'messages' nor 'prompt' and 'completion'; correct or remove the line")
+        raise ValueError(
+            f"{name}: neither 'messages' nor 'prompt' and 'completion', nor ShareGPT's or Alpaca's texts, but "
+            f"{', '.join(map(repr, record)) or 'no field'}; rename them or remove the line"
+        )
     texts = []
     for field in ("prompt", "completion"):
         text = record[field]
@@ -82,16 +94,16 @@ def _messages(name: str, given: Any) -> tuple[dict[str, Any], ...]:
     for turn, message in enumerate(given):
         where = f"{name}: messages[{turn}]"
         fields = message if isinstance(message, dict) else {}
-        role, content = fields.get("role"), fields.get("content")
+        role, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"{where} must have a 'role' and a 'content' that are texts; correct or remove the line")
-        content = clean_text(content)
+        role, content = _ROLES.get(role, role), clean_text(content)
         if role == ASSISTANT and not content.strip():
             raise ValueError(f"{where}: the assistant's turn is empty; fill it in or remove the line")
         if role == ASSISTANT and turn == 0:
             raise ValueError(f"{where}: the assistant speaks first; give the turn that it answers, or remove the line")
         _check_weight(where, role, fields.get("weight"))
-        messages.append({**fields, "content": content})
+        messages.append({**fields, "role": role, "content": content})
     if not any(message["role"] == ASSISTANT for message in messages):
         raise ValueError(f"{name}: no assistant's turn, so nothing to learn; add one or remove the line")
     if not any(map(is_learnt, messages)):

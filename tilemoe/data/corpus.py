@@ -24,6 +24,7 @@ STDLIB = "stdlib"
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
 SUFFIXES = TEXT_SUFFIXES | {".jsonl", ".parquet"}
 TEXT_FIELDS = ("text", "content")  # of a .jsonl line, the first that is there; .parquet columns alike
+_CHAT_FIELDS = frozenset({"messages", "conversations", "prompt", "instruction"})  # `tilemoe.data.conversations`
 
 _PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
 _PARQUET_ROWS = 1024  # rows in memory at once
@@ -144,9 +145,10 @@ def _read_jsonl(path: Path) -> Iterator[str]:
     for number, fields in read_records(path):
         text = next((fields[key] for key in TEXT_FIELDS if key in fields), None)
         if not isinstance(text, str):
+            fix = "correct or remove the line" if _CHAT_FIELDS.isdisjoint(fields) else "read it by --data.format chat"
             raise ValueError(
-                f"{path}:{number}: no string in a field {' or '.join(map(repr, TEXT_FIELDS))}; "
-                "correct or remove the line"
+                f"{path}:{number}: no string in a field {' or '.join(map(repr, TEXT_FIELDS))}, but "
+                f"{', '.join(map(repr, fields)) or 'no field'}; {fix}"
             )
         yield text
 
@@ -163,9 +165,10 @@ def _read_parquet(path: Path) -> Iterator[str]:
             names = file.schema_arrow.names
             column = next((name for name in TEXT_FIELDS if name in names), None)
             if column is None:
+                is_text = _CHAT_FIELDS.isdisjoint(names)
+                fix = "rename the column that holds the text" if is_text else "--data.format chat takes .jsonl"
                 raise ValueError(
-                    f"{path}: no column {' or '.join(map(repr, TEXT_FIELDS))} among {', '.join(names)}; "
-                    "rename the column that holds the text"
+                    f"{path}: no column {' or '.join(map(repr, TEXT_FIELDS))} among {', '.join(names)}; {fix}"
                 )
             row = 0
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
