@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from helpers import raises_one_line
@@ -18,7 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tilemoe.cli.main import main
 from tilemoe.data import PackedBatch, PackedDocuments, Prepared
+from tilemoe.data.chat_template import ChatEncoder
+from tilemoe.data.conversations import Conversation
+from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.testing import assert_equal
+from tilemoe.train import sample
 from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.checkpoints.restore import build_model
@@ -195,6 +201,82 @@ def test_an_export_ends_generation_with_the_turn_too(recipe: Recipe, tmp_path: P
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert found.generation_config.eos_token_id == found.config.eos_token_id == [0, ord("!")]
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<0x21>"
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHATML = TURN + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def exported_fine_tune(recipe: Recipe, tmp_path: Path, tokenizer: str, template: str | None) -> tuple[Path, Tokenizer]:
+    """The export of one step from a base with this tokenizer and template, and the tokenizer that it trained with."""
+    write_model("qwen3_moe", tmp_path / "base", 300)
+    if tokenizer == "bpe":
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+        backend.train_from_iterator(
+            ["user assistant hello Yo! " * 3],
+            tokenizers.trainers.BpeTrainer(vocab_size=270, special_tokens=special, initial_alphabet=alphabet),
+        )
+        backend.save(str(tmp_path / "base" / "tokenizer.json"))
+    if template is not None:
+        (tmp_path / "base" / "chat_template.jinja").write_text(template)
+    recipe = adopt(replace(recipe, train=replace(recipe.train, steps=1)), tmp_path / "base")
+    used = load_tokenizer(recipe.data.tokenizer)
+    assert isinstance(train(recipe, init_from=tmp_path / "base"), RunResult)
+    shutil.rmtree(tmp_path / "base")
+    assert main(["export", "--checkpoint", recipe.train.out_dir, "--out", str(tmp_path / "out")]) == 0
+    return tmp_path / "out", used
+
+
+@pytest.mark.parametrize(("tokenizer", "template"), [("bytes", None), ("bpe", None), ("bpe", CHATML)])
+def test_an_export_has_the_template_that_it_was_trained_with(
+    tokenizer: str, template: str | None, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The built-in one, too: transformers gives the ids that were trained, and a run from the export trains them."""
+    out, used = exported_fine_tune(recipe, tmp_path, tokenizer, template)
+    says = [("system", "Be é"), ("user", "Hi\n"), ("assistant", " Yo!"), ("user", "Bye"), ("assistant", "So long")]
+    messages = [{"role": role, "content": content} for role, content in says]
+    example = Conversation("a:1", tuple(messages))
+    ids, learnt = ChatEncoder(used).encode(example)
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert theirs.apply_chat_template(messages, tokenize=True, return_dict=False) == ids.tolist()
+    asked = theirs.apply_chat_template(messages[1:2], tokenize=True, return_dict=False, add_generation_prompt=True)
+    assert asked == used.encode(ChatEncoder(used).ask("Hi\n")[0]).tolist()
+    if template is None:
+        monkeypatch.setitem(sys.modules, "transformers", None)  # not needed
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        mask = theirs.apply_chat_template(messages, **options)["assistant_masks"]
+        assert mask == learnt.astype(int).tolist()
+    again = load_tokenizer(adopt(recipe, out).data.tokenizer)
+    found = ChatEncoder(again).encode(example)
+    assert again.chat_template is not None
+    assert [part.tolist() for part in found] == [ids.tolist(), learnt.tolist()]
+
+
+def test_generate_answers_by_the_chat_template(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to the token that ends a turn, though the tokenizer's eos_token is another."""
+    out, used = exported_fine_tune(recipe, tmp_path, "bpe", CHATML)
+    asked: list[list[int]] = []
+
+    def fake(model: object, ids: torch.Tensor, count: int, **options: object) -> torch.Tensor:
+        asked.append(ids[0].tolist())
+        new = used.encode("Yo!<|im_end|>\n<|im_start|>user").tolist()
+        return torch.cat([ids, torch.tensor([new])], dim=1)
+
+    monkeypatch.setattr(sample, "generate", fake)
+    for checkpoint in (recipe.train.out_dir, str(out)):
+        capsys.readouterr()
+        assert main(["generate", "--checkpoint", checkpoint, "--prompt", "Hi", "--chat"]) == 0
+        assert capsys.readouterr().out == "Yo!\n"
+    assert asked == [used.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").tolist()] * 2
+    (out / "tokenizer_config.json").write_text("{}")
+    assert main(["generate", "--checkpoint", str(out), "--prompt", "Hi", "--chat"]) == 2
+    assert "--chat: the checkpoint has no chat template; fine-tune it with --data.format" in capsys.readouterr().err
 
 
 def test_the_held_out_loss_is_of_the_tokens_to_learn(recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""``tilemoe generate``: continue a prompt."""
+"""``tilemoe generate``: continue a prompt, or answer it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class GenerateOptions:
     """Options of ``tilemoe generate``."""
 
     checkpoint: str  # a run's folder (its newest checkpoint), a step_* folder, transformers' folder, a name on the hub
-    prompt: str  # the text to continue
+    prompt: str  # the text to continue, or to answer
+    chat: bool = False  # the prompt is a user's turn, by the checkpoint's chat template; print the answer alone
     max_new_tokens: int = 200  # fewer if a document ends or the model's context is full
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 40  # sample among the K likeliest tokens only; 0: among all
@@ -32,13 +33,18 @@ class GenerateOptions:
 
 
 def run(arguments: Sequence[str]) -> None:
-    options = parse(GenerateOptions, arguments, prog="tilemoe generate", description="Continue a prompt.")
+    options = parse(GenerateOptions, arguments, prog="tilemoe generate", description="Continue a prompt, or answer it.")
 
+    from tilemoe.data.chat_template import ChatEncoder
     from tilemoe.models.folder import find_folder
     from tilemoe.train.checkpoints.restore import restore_model
     from tilemoe.train.sample import continue_text
 
     model, tokenizer = restore_model(find_folder("--checkpoint", options.checkpoint), options.device)
+    if options.chat and tokenizer.chat_template is None:
+        raise ValueError(
+            "--chat: the checkpoint has no chat template; fine-tune it with --data.format chat, or omit it"
+        )
     found = continue_text(
         model,
         tokenizer,
@@ -47,6 +53,7 @@ def run(arguments: Sequence[str]) -> None:
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
+        chat=ChatEncoder(tokenizer) if options.chat else None,
     )
     print(found.text)
     if found.is_cut:

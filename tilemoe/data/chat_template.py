@@ -5,6 +5,7 @@ n tokens of an example
 The plain template, of a tokenizer that has none: a turn is its role, a colon, a line end, its content and two line
 ends; an assistant's content is followed by the end-of-text token instead. An assistant's content and that token are
 learnt, unless the turn's weight is 0. What follows the last assistant's turn is left out.
+`PLAIN` is the same for transformers; exports have it.
 Of a prompt and its completion, the completion and an end-of-text token after it are learnt, whatever the tokenizer.
 
 A chat template is a Jinja text that transformers applies. The words between ``{% generation %}`` and
@@ -58,6 +59,15 @@ class ChatTemplate:
         return {**dict(self.special_tokens), "chat_template": self.source}
 
 
+PLAIN = ChatTemplate(
+    "{% for message in messages %}{{ message['role'] + ':\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}",
+    (),
+)
+
+
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """That of a folder of transformers, of chat_template.jinja or tokenizer_config.json; None if it has none.
 
@@ -100,6 +110,8 @@ class ChatEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """ValueError: the tokenizer has a chat template, and there is no transformers to apply it."""
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
+        if self._template is not None and self._template.source == PLAIN.source:  # of an export; no need of Jinja
+            self._template = None
         self._theirs: Any = None if self._template is None else _of_transformers(tokenizer, self._template)
 
     def encode(self, example: Example) -> Encoded:
@@ -121,6 +133,18 @@ class ChatEncoder:
         if not encoded[1][1:].any():
             raise ValueError(f"{example.name}: no token to learn; correct the chat template, or remove the line")
         return encoded
+
+    def ask(self, prompt: str) -> tuple[str, list[int]]:
+        """The text of a user's turn and of what asks for an answer, and the tokens at any of which the answer ends."""
+        ends = self._tokenizer.end_ids
+        if self._template is None:
+            return f"user:\n{prompt}\n\n{ASSISTANT}:\n", ends
+        turns = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": "!"}]
+        example = Conversation("prompt", tuple(turns))
+        asked: str = self._render(example, turns[:1], tokenize=False, add_generation_prompt=True)
+        after: str = self._render(example, turns, tokenize=False).rpartition("!")[2]
+        special = self._tokenizer.backend.get_added_tokens_decoder()
+        return asked, ends + [token for token in self._tokenizer.encode(after).tolist() if token in special][:1]
 
     def _encode_pieces(self, pieces: Sequence[Piece]) -> Encoded:
         """Each piece's own tokens, so that none is partly learnt."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tilemoe.data import Tokenizer
+from tilemoe.data.chat_template import ChatEncoder
 from tilemoe.data.corpus import clean_text
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.generate import generate
@@ -33,15 +34,18 @@ def continue_text(
     temperature: float,
     top_k: int,
     seed: int,
+    chat: ChatEncoder | None = None,
 ) -> Continuation:
     """``prompt`` and up to ``max_new_tokens`` sampled tokens after it, up to the first of `Tokenizer.end_ids`.
 
-    Stops early where ``model.config.max_seq_len`` is full. The same seed gives the same text on the same device.
+    With ``chat`` the prompt is a user's turn, and the text the answer alone. Stops early where
+    ``model.config.max_seq_len`` is full. The same seed gives the same text on the same device.
 
     Raises:
         ValueError: the prompt is empty, or fills the model's context.
     """
-    ids = prompt_ids(tokenizer, prompt, model.config.max_seq_len, "prompt")
+    text, ends = (prompt, tokenizer.end_ids) if chat is None else chat.ask(prompt)
+    ids = prompt_ids(tokenizer, text, model.config.max_seq_len, "prompt")
     room = model.config.max_seq_len - len(ids)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -55,10 +59,9 @@ def continue_text(
         num_ids=tokenizer.vocab_size,  # what a vocabulary is padded with has no text
     )
     new = tokens[0, len(ids) :].tolist()
-    ends = tokenizer.end_ids
     end = next((place for place, token in enumerate(new) if token in ends), len(new))
     is_cut = end == len(new) < max_new_tokens
-    return Continuation(printable(tokenizer.decode(ids + new[:end])), end, is_cut)
+    return Continuation(printable(tokenizer.decode(new[:end] if chat else ids + new[:end])), end, is_cut)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, max_seq_len: int, name: str) -> list[int]:

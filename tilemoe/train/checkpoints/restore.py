@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tilemoe.data import Tokenizer, load_tokenizer
+from tilemoe.data.chat_template import PLAIN
 from tilemoe.layers.float8 import quantize_projections
 from tilemoe.layers.lora import add_lora
 from tilemoe.layers.norm import RMSNorm
@@ -146,4 +147,7 @@ def _restore(path: Path, device_name: str) -> Restored:
     model = make_decoder(checkpoint.state.recipe)
     checkpoint.load_model(model)
     model.to(device).eval()
-    return Restored(checkpoint, model, load_tokenizer(checkpoint.tokenizer_spec))
+    tokenizer = load_tokenizer(checkpoint.tokenizer_spec)
+    if checkpoint.state.recipe.data.format == "chat":
+        tokenizer.chat_template = tokenizer.chat_template or PLAIN
+    return Restored(checkpoint, model, tokenizer)
