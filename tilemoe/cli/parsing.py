@@ -36,13 +36,11 @@ def parse(cls: type[T], arguments: Sequence[str], *, prog: str, description: str
     captured = io.StringIO()
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(lambda info: _INTEGER if info.type is int else None)
-    # No subcommands: an optional table is filled if it has a default.
-    options: dict[str, Any] = {"config": (tyro.conf.AvoidSubcommands,), "registry": registry}
-    if default is not None:
-        options["default"] = default
+    config = (tyro.conf.AvoidSubcommands,)  # no subcommands: an optional table is filled if it has a default
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
     try:
-        with contextlib.redirect_stderr(captured):
-            return tyro.cli(cls, args=arguments, prog=prog, description=description, **options)
+        with contextlib.redirect_stderr(captured), registry:
+            return tyro.cli(cls, args=arguments, prog=prog, description=description, config=config, **defaults)
     except SystemExit as leave:
         if not leave.code:
             raise
