@@ -298,6 +298,7 @@ def test_mistakes_are_one_line(
         ("--max-steps", "--train.steps"), ("--epochs", "--train.steps"), ("--output-dir", "--train.out-dir"),
         ("--weight-decay", "--optim.weight-decay"), ("--warmup", "--optim.warmup-steps"),
         ("--seq-len", "--data.seq-len"), ("--gradient-accumulation-steps", "--train.accumulation"),
+        ("--recipie", "--recipe"), ("--init_form", "--init-from"),
         ("--hidden-size", "--model.hidden-size"), ("--model.moe.hidden-siz", "--model.moe.hidden-size"),
         ("--model.num-experts", "--model.moe.num-experts"), ("--lora-alpha", "--lora.alpha"), ("--zzz", None),
     ],
@@ -318,10 +319,11 @@ def test_whole_numbers_may_be_written_as_floats(text: Path, recipe_file: Path, t
     settings["train"]["sample_tokens"] = 0
     own = tmp_path / "own.json"
     own.write_text(json.dumps(settings).replace('"accumulation": 2', '"accumulation": 2e0'))
-    assert run("train", "--recipe", own, "--train.out-dir", tmp_path / "run", "--train.steps", "0.2e1")[0] == 0
+    options = ("--train.out-dir", tmp_path / "run", "--train.steps", "0.2e1", "--model.hidden_size=48")
+    assert run("train", "--recipe", own, *options)[0] == 0
     recipe = json.loads((tmp_path / "run" / "result.json").read_text())["recipe"]
     assert str((recipe["train"]["steps"], recipe["train"]["accumulation"])) == "(2, 2)"
-    assert recipe["model"]["moe"]["hidden_size"] == 32
+    assert recipe["model"]["moe"]["hidden_size"] == 48  # of the command line, too
     assert run("plan", "--preset", "olmoe", "--train", "--seq-len", "1e3", "--gpus", "8")[0] == 0  # which may be None
 
 

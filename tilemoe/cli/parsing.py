@@ -27,8 +27,18 @@ _BOX = re.compile("[\u2500-\u257f]")
 _RULE = re.compile("[\u2500\u2501]{5,}")
 
 
-def parse(cls: type[T], arguments: Sequence[str], *, prog: str, description: str, default: T | None = None) -> T:
+def parse(
+    cls: type[T],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    default: T | None = None,
+    others: Sequence[str] = (),
+) -> T:
     """``arguments`` as an instance of the dataclass ``cls``; ``--help`` prints and exits.
+
+    ``others``: options of the command that were taken out before, and may be meant by an unknown one.
 
     Raises:
         ValueError: an unknown option or a value that does not fit, on one line.
@@ -44,7 +54,7 @@ def parse(cls: type[T], arguments: Sequence[str], *, prog: str, description: str
     except SystemExit as leave:
         if not leave.code:
             raise
-        message = _unknown_option(cls, arguments) or condense(captured.getvalue())
+        message = _unknown_option([*others, *_options(cls)], arguments) or condense(captured.getvalue())
         raise ValueError(f"{message} (see {prog} --help)") from None
 
 
@@ -60,9 +70,8 @@ _INTEGER = tyro.constructors.PrimitiveConstructorSpec(
 )
 
 
-def _unknown_option(cls: Any, arguments: Sequence[str]) -> str | None:
+def _unknown_option(known: Sequence[str], arguments: Sequence[str]) -> str | None:
     """A message about the first option that there is not, with the one most like it; None: there are all."""
-    known = list(_options(cls))
     given = (spelled(word.partition("=")[0]) for word in arguments if word.startswith("--"))
     unknown = next((name for name in given if re.sub(r"\bno-", "", name) not in known), None)
     if unknown is None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tilemoe.train.checkpoints.folder import Checkpoint
 
 _LATEST, _AUTO = "", "auto"  # values of --resume: without a path, and in words
+_STARTS = ("--recipe", "--resume", "--init-from")
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,8 @@ def run(arguments: Sequence[str]) -> None:
 
 def _run(arguments: Sequence[str], job: Job) -> None:
     first = _Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--recipe")
-    first.add_argument("--resume", nargs="?", const=_LATEST)
-    first.add_argument("--init-from")
+    for option in _STARTS:
+        first.add_argument(option, **({"nargs": "?", "const": _LATEST} if option == "--resume" else {}))
     known, overrides = first.parse_known_args(list(arguments))
     if "-h" in overrides or "--help" in overrides:
         _override(load_recipe(known.recipe or list_recipes()[0]), overrides)
@@ -156,7 +156,8 @@ def _override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     lora = recipe.lora or (LoRAConfig() if _is_asked_for("--lora.", overrides) else None)
     settings = parse(
         Overrides,
-        overrides,
+        _with_width(model, overrides),
+        others=_STARTS,
         prog="tilemoe train",
         description=description,
         default=Overrides(model, recipe.data, recipe.optim, recipe.train, recipe.parallel, lora),
@@ -170,6 +171,19 @@ def _with_rounding(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
     if moe is None or moe.rounding is not None or not _is_asked_for("--model.moe.rounding.", overrides):
         return model
     return replace(model, moe=replace(moe, rounding=TokenRounding()))
+
+
+def _with_width(model: ModelConfig, overrides: Sequence[str]) -> list[str]:
+    """The options, and the model's width for its experts, too, where theirs is not given."""
+    found = list(overrides)
+    ours, theirs = "--model.hidden-size", "--model.moe.hidden-size"
+    if model.moe is None or _is_given(theirs, overrides):
+        return found
+    for place, word in enumerate(overrides):
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") == ours:
+            found += [theirs, *([value] if value else overrides[place + 1 : place + 2])]
+    return found
 
 
 def _is_asked_for(table: str, words: Sequence[str]) -> bool:
