@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tilemoe.integrations.transformers import experts_modules
+from tilemoe.integrations.transformers import experts_modules, layer_of, outermost
 from tilemoe.routing.replay import RoutingRecord, check_replayed_ids
 from tilemoe.runtime.tracing import is_in_backward
 
@@ -55,8 +55,11 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
         return hook
 
-    layers = _layers(model)
-    handles = [experts.register_forward_pre_hook(add(name), with_kwargs=True) for name, experts, _ in layers]
+    handles = [
+        experts.register_forward_pre_hook(add(layer.name), with_kwargs=True)
+        for layer in _layers(model)
+        for experts in layer.experts
+    ]
     try:
         yield record
     finally:
@@ -114,7 +117,8 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
         for module in layer.around_router:
             handles.append(module.register_forward_pre_hook(replay.begin))
             handles.append(module.register_forward_hook(replay.end, always_call=True))
-        handles.append(layer.experts.register_forward_pre_hook(replay.require, with_kwargs=True))
+        for experts in layer.experts:
+            handles.append(experts.register_forward_pre_hook(replay.require, with_kwargs=True))
     try:
         yield
     finally:
@@ -129,28 +133,38 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
 
 
 class _Layer(NamedTuple):
-    """An experts module, its name, and the modules during the forward of one of which its router chooses."""
+    """An MoE layer: its name, its experts as it calls them, and the modules during whose forward its router chooses.
+
+    One of each, unless PEFT has copies of the layer; one copy runs.
+    """
 
     name: str
-    experts: nn.Module
+    num_experts: int
+    experts: list[nn.Module]
     around_router: list[nn.Module]
 
 
 def _layers(model: nn.Module) -> list[_Layer]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a model of transformers, got {type(model).__name__}")
-    found = []
+    found: dict[str, _Layer] = {}
     for name, experts in experts_modules(model):
-        block = model.get_submodule(name.rpartition(".")[0])
-        around = [block]
+        called = outermost(name)  # adapters lie around the experts, and none around the block
+        block, wrapped = model.get_submodule(called.rpartition(".")[0]), model.get_submodule(called)
+        num_experts = getattr(experts, "num_experts", None) or next(experts.parameters()).shape[0]
+        layer = found.setdefault(layer_of(name), _Layer(layer_of(name), num_experts, [], []))
+        if wrapped in layer.experts:  # of another copy, too
+            continue
+        layer.experts.append(wrapped)
         if hasattr(block, "gradient_checkpointing"):  # it checkpoints itself, below its own hooks
-            around = [child for child in block.children() if child is not experts]
-        found.append(_Layer(name, experts, around))
-    if not found or found[0].name == "":
+            layer.around_router.extend(child for child in block.children() if child is not wrapped)
+        else:
+            layer.around_router.append(block)
+    if not found or "" in found:
         raise ValueError(
             f"{type(model).__name__} has no MoE layers whose experts transformers dispatches; pass the whole model"
         )
-    return found
+    return list(found.values())
 
 
 class _TopK(NamedTuple):
@@ -170,7 +184,7 @@ class _Replay(TorchFunctionMode):
         super().__init__()
         self.name, self.is_used = layer.name, False
         self._ids, self._mask = expert_ids, token_mask
-        self._num_experts = next(layer.experts.parameters()).shape[0]
+        self._num_experts = layer.num_experts
         self._current: nn.Module | None = None
         self._taken: list[_TopK] = []  # since the experts last ran
 

@@ -78,9 +78,10 @@ def unregister() -> None:
 def use(model: nn.Module) -> int:
     """Switch the experts of an existing ``model`` to tilemoe; returns the number of its MoE layers.
 
-    ``model`` may be wrapped (DistributedDataParallel, torch.compile, PEFT). Calls `register`, too. Everything is
-    checked before the model is changed: what the first forward would refuse is refused here. To go back:
-    ``model.set_experts_implementation("grouped_mm")``.
+    ``model`` may be wrapped (DistributedDataParallel, torch.compile, PEFT); copies of a layer's experts, as PEFT's
+    ``modules_to_save`` makes, are switched with it. Calls `register`, too. Everything is checked before the model is
+    changed: what the first forward would refuse is refused here. To go back:
+    ``model.set_experts_implementation("grouped_mm")``, which reaches no copies that PEFT made.
 
     Raises:
         ValueError: as `register`, or this is no model, or a part of one, or it has no experts that transformers
@@ -97,24 +98,29 @@ def use(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise ValueError(f"use takes a model that is loaded, got {type(model).__name__}; load it, or call register()")
     register()
-    modules = [module for _, module in experts_modules(model)]
+    modules = dict(experts_modules(model))
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no experts whose implementation transformers lets one choose (a dense model, "
             "quantised experts, or a class without that interface in this release); it works as it is, without tilemoe"
         )
-    for module in modules:
+    owners = _owners(model)
+    owned = {module for owner in owners for module in owner.modules()}
+    for module in modules.values():
         _check(module)
         _activation_of(module)
-    for owner in _owners(model):
-        owner.set_experts_implementation(NAME)  # type: ignore[operator]  # a method of PreTrainedModel
-    for module in modules:
-        if module.config._experts_implementation != NAME:  # type: ignore[union-attr]  # every experts module has one
+        if module not in owned and module.config._experts_implementation != NAME:  # type: ignore[union-attr]
             raise ValueError(
                 f"{_name(module)} did not take up the implementation: pass the whole model, not a part of it, or load "
                 f"it with experts_implementation={NAME!r}"
             )
-    return len(modules)
+    for owner in owners:
+        owner.set_experts_implementation(NAME)  # type: ignore[operator]  # a method of PreTrainedModel
+    for module in modules.values():
+        config: Any = module.config
+        if config._experts_implementation != NAME:  # a copy of experts has one of its own, which the model cannot reach
+            config._experts_implementation = NAME
+    return len({layer_of(name) for name in modules})
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -347,8 +353,25 @@ def _refuse_quantised(self: nn.Module, *_: Any, **__: Any) -> Tensor:
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose forward transformers chooses by ``experts_implementation``; its decorator marks them so."""
     for name, module in model.named_modules():
-        if hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "config"):
+        if vars(module).keys() >= {"has_gate", "is_transposed", "config"}:  # its own: wrappers pass on what they wrap
             yield name, module
+
+
+# Where PEFT, torch.compile, checkpoint_wrapper and FSDP keep what they wrap, as a part of a module's name.
+_WRAPPED = (
+    r"(^|\.)(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod|_checkpoint_wrapped_module|"
+    r"_fsdp_wrapped_module)(?=\.|$)"
+)
+
+
+def layer_of(name: str) -> str:
+    """What a module of this name is called without wrappers: the copies that PEFT makes of one share it."""
+    return re.sub(_WRAPPED, "", name).removeprefix(".")
+
+
+def outermost(name: str) -> str:
+    """The name of the wrapper around this module that its layer calls, or its own."""
+    return re.sub(rf"({_WRAPPED})+$", "", name)
 
 
 def _owners(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,176 @@
+"""transformers' models that PEFT wraps: `use` switches every copy of experts, and routing is recorded and replayed."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import FAMILIES, tokens
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from tilemoe.integrations import transformers as integration
+from tilemoe.integrations.replay import record_routing, replay_routing
+from tilemoe.testing import assert_equal
+
+pytestmark = pytest.mark.usefixtures("registered")
+B = 2
+SAVED = [("olmoe", "experts"), ("olmoe", "mlp"), ("gpt_oss", "experts"), ("gemma4", "experts")]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one": {"target_parameters": ["experts.down_proj"]},
+    "two": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},  # one wrapper in the other
+    "router": {
+        "target_parameters": ["gate.weight", "router.weight", "experts.down_proj"],
+        "target_modules": ["router.proj", "router.layer"],
+    },
+    "experts": {"target_modules": ["q_proj", "q_b_proj"], "modules_to_save": ["experts"]},
+    "block": {"target_modules": ["q_proj", "q_b_proj"], "modules_to_save": ["mlp"]},
+    "router saved": {"target_parameters": ["experts.down_proj"], "modules_to_save": ["gate", "router"]},
+}
+
+
+def settings(kind: str) -> LoraConfig:
+    return LoraConfig(r=2, **{"target_modules": []} | SETTINGS[kind])
+
+
+def computed_by(model: nn.Module) -> list[str]:
+    """What each experts module of the model, copies too, is set to."""
+    modules = [module for module in model.modules() if "has_gate" in vars(module)]
+    return [module.config._experts_implementation for module in modules]
+
+
+def shaken(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def logits_and_grads(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    out = model(input_ids=tokens(), labels=tokens())
+    out.loss.backward()
+    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(("family", "saved"), SAVED)
+def test_use_switches_every_copy_that_peft_keeps(family: str, saved: str, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[saved])
+    model = get_peft_model(FAMILIES[family].make(experts_implementation="eager"), config)
+    model.add_adapter("second", config)
+    adapters, expected = ["default", "second"], []
+    for seed, adapter in enumerate(adapters):
+        model.set_adapter(adapter)
+        shaken(model, seed)
+        expected.append(logits_and_grads(model))
+    assert integration.use(model) == FAMILIES[family].moe_layers
+    assert computed_by(model) == ["tilemoe"] * 3 * FAMILIES[family].moe_layers
+    model.add_adapter("third", config)
+    assert set(computed_by(model)) == {"tilemoe"}
+    for adapter, want in zip(adapters, expected, strict=True):
+        model.set_adapter(adapter)
+        torch.testing.assert_close(logits_and_grads(model), want, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(expected[0][0], expected[1][0], atol=1e-3)
+    base = FAMILIES[family].make(experts_implementation="tilemoe")
+    with model.disable_adapter():
+        assert_equal([model(input_ids=tokens()).logits], [base(input_ids=tokens()).logits])
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "second")
+    assert set(computed_by(loaded)) == {"tilemoe"}
+    torch.testing.assert_close(loaded(input_ids=tokens()).logits, expected[1][0], rtol=1e-4, atol=1e-5)
+    merged = model.merge_and_unload()
+    assert set(computed_by(merged)) == {"tilemoe"}
+    torch.testing.assert_close(merged(input_ids=tokens()).logits, expected[1][0], rtol=1e-4, atol=1e-5)
+
+
+def test_use_switches_no_copy_if_one_cannot_be() -> None:
+    model = get_peft_model(FAMILIES["olmoe"].make(experts_implementation="eager"), settings("experts"))
+    model.base_model.model.model.layers[1].mlp.experts.modules_to_save["default"].act_fn = nn.Tanh()
+    with pytest.raises(ValueError, match=r"OlmoeExperts \(olmoe\): its gate is none of tilemoe's activations"):
+        integration.use(model)
+    assert computed_by(model) == ["eager"] * 4
+    wrapped = nn.ModuleList([model.base_model.model, FAMILIES["mixtral"].make().model.layers[0]])
+    model.base_model.model.model.layers[1].mlp.experts.modules_to_save["default"].act_fn = nn.SiLU()
+    with pytest.raises(ValueError, match=r"MixtralExperts \(mixtral\) did not take up .*: pass the whole model"):
+        integration.use(wrapped)
+    assert set(computed_by(wrapped)) == {"eager", "grouped_mm"}
+
+
+def test_use_switches_layers_that_are_copies_of_others() -> None:
+    model = FAMILIES["mixtral"].make(experts_implementation="eager")
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    expected = logits_and_grads(model)
+    assert integration.use(model) == 2
+    assert computed_by(model) == ["tilemoe"] * 2
+    torch.testing.assert_close(logits_and_grads(model), expected, rtol=1e-4, atol=1e-5)
+
+
+def recorded(model: nn.Module) -> Tensor:
+    with record_routing(model) as record:
+        model(input_ids=tokens())
+    return record.expert_ids(B)
+
+
+def other_ids(model: nn.Module, own: Tensor) -> Tensor:
+    experts = next(module for module in model.modules() if "has_gate" in vars(module))
+    return (own.long() + 1) % experts.num_experts
+
+
+def replayed(model: nn.Module, expert_ids: Tensor) -> tuple[float, Tensor]:
+    """The loss, and the ids that the experts got; the backward gives every adapter of a router a gradient."""
+    model.zero_grad()
+    with replay_routing(model, expert_ids), record_routing(model) as record:
+        out = model(input_ids=tokens(), labels=tokens())
+        out.loss.backward()
+    return out.loss.item(), record.expert_ids(B)
+
+
+def wraps(family: str) -> Iterator[str]:
+    """The kinds of `SETTINGS` whose modules this family has."""
+    for kind in SETTINGS:
+        if (kind, family) != ("block", "gemma4"):  # its experts are not in its mlp
+            yield kind
+
+
+@pytest.mark.parametrize("use_first", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_under_peft_is_the_model_s_own(family: str, use_first: bool) -> None:
+    """Adapters at zero: the loss of the same ids without PEFT."""
+    plain = FAMILIES[family].make(experts_implementation="tilemoe")
+    own = recorded(plain)
+    other = other_ids(plain, own)
+    (own_loss, _), (loss, _) = replayed(plain, own), replayed(plain, other)
+    assert abs(own_loss - loss) > 1e-3
+    for kind in wraps(family):
+        model = FAMILIES[family].make()
+        if use_first:
+            integration.use(model)
+        peft = get_peft_model(model, settings(kind))
+        if not use_first:
+            integration.use(peft)
+        assert torch.equal(recorded(peft), own), kind
+        for ids, want in ((own, own_loss), (other, loss)):
+            got, taken = replayed(peft, ids)
+            assert got == pytest.approx(want, abs=1e-6), kind
+            assert torch.equal(taken.long(), ids.long()), kind
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in peft.modules())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "gemma4"])
+def test_replay_under_peft_with_gradient_checkpointing(family: str, reentrant: bool) -> None:
+    for kind in wraps(family):
+        model = get_peft_model(FAMILIES[family].make(experts_implementation="tilemoe"), settings(kind)).train()
+        model.enable_input_require_grads()
+        shaken(model, 0)
+        own = recorded(model)
+        other = other_ids(model, own)
+        want, grads = replayed(model, other)[0], [p.grad for p in model.parameters() if p.requires_grad]
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        got, taken = replayed(model, other)
+        assert got == pytest.approx(want, abs=1e-6), kind
+        assert torch.equal(taken.long(), other), kind
+        torch.testing.assert_close([p.grad for p in model.parameters() if p.requires_grad], grads, msg=kind)
