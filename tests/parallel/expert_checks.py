@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -413,6 +414,7 @@ def check_errors() -> None:
     common.first.experts.scale = nn.Parameter(torch.ones(()))
     fully_shard(sharded)
     expert_parallel(divided, mesh)
+    data_parallel = DistributedDataParallel(make_net(torch.float32))
     part = "pass one that has all of them, with a second dimension"
     cases = [
         (nn.Linear(2, 2), mesh, {}, r"module \(Linear\) has no MoE layer to divide: .*fully_shard alone"),
@@ -430,6 +432,8 @@ def check_errors() -> None:
         (adapted, mesh, {}, r"wraps \(base_model.model.model.layers.0.mlp.experts.base_layer\), .*; merge it"),
         (common, mesh, {}, r"experts \(first.experts\) that share scale, which cannot be divided"),
         (sharded, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
+        (data_parallel, mesh, {}, "wrapped by DistributedDataParallel already; call expert_parallel first, on what it"),
+        (nn.Sequential(data_parallel), mesh, {}, r"wrapped by DistributedDataParallel \(0\) already"),
         (divided, mesh, {}, r"sharded already \(first.experts\); call expert_parallel once, before fully_shard"),
     ]  # fmt: skip
     for module, over, options, message in cases:

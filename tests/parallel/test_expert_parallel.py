@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 
+import expert_checks
 import pytest
-from expert_checks import CHECKS, RUN
+import wrapper_checks
+from expert_checks import RUN
 
 pytestmark = pytest.mark.dist
+CHECKS = [*expert_checks.CHECKS, *wrapper_checks.CHECKS]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -133,7 +133,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Raises:
         ValueError: tilemoe does not compute these experts.
     """
-    weights = _check(self)
+    weights = _weights(self)
     activation = _activation_of(self)
     x = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     if x.dtype != weights.w1.dtype and autocast_dtype(x.device.type) is None:
@@ -205,15 +205,21 @@ class _Weights(NamedTuple):
     b2: Tensor | None
 
 
+def _weights(module: nn.Module) -> _Weights:
+    """Of a forward; ValueError as `_check`. Before it, FSDP and ZeRO-3 may keep shards that have no dimensions."""
+    stored = _check(module)
+    if not getattr(module, "is_transposed", False):
+        return stored
+    return stored._replace(w1=stored.w1.transpose(1, 2), w2=stored.w2.transpose(1, 2))
+
+
 def _check(module: nn.Module) -> _Weights:
-    """The module's weights; ValueError if they, or what is done with them, are not what tilemoe computes."""
+    """The weights as stored; ValueError if they, or what is done with them, are not what tilemoe computes."""
     if getattr(module, "has_post_expert_norm", False):
         raise _refusal(module, "each expert's output is normalised before the scores, which tilemoe does not compute")
     up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
     has_bias = getattr(module, "has_bias", False)
     w1, w2 = _weight(module, up), _weight(module, "down_proj")
-    if getattr(module, "is_transposed", False):
-        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     b1 = _weight(module, f"{up}_bias") if has_bias else None
     b2 = _weight(module, "down_proj_bias") if has_bias else None
     return _Weights(w1, w2, b1, b2)

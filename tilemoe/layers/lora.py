@@ -28,6 +28,10 @@ EXPERTS, ATTENTION = "experts", "attention"  # the choices of ``modules``
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _WEIGHTS = ("w1", "w2")
 _ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
+_OF_TRANSFORMERS = (
+    "on a model of transformers PEFT puts them, get_peft_model(model, LoraConfig(target_modules=['q_proj', 'v_proj'], "
+    "target_parameters=['experts.gate_up_proj', 'experts.down_proj']))"
+)
 
 
 class LoRAExperts(Experts):
@@ -251,9 +255,9 @@ def add_lora(
         raise ValueError(f"modules must be a list of 'experts', 'attention' or both, got {shown(modules)}")
     layers = [module for module in model.modules() if isinstance(module, MoE)] if EXPERTS in modules else []
     attentions = [m for m in model.modules() if isinstance(m, Attention)] if ATTENTION in modules else []
-    for name, kind, found in ((EXPERTS, "tilemoe.MoE", layers), (ATTENTION, "Attention", attentions)):
+    for name, kind, found in ((EXPERTS, "tilemoe.MoE", layers), (ATTENTION, "Attention of tilemoe", attentions)):
         if name in modules and not found:
-            raise ValueError(f"{type(model).__name__} has no {kind} to put adapters on")
+            raise ValueError(f"{type(model).__name__} has no {kind} to put adapters on; {_OF_TRANSFORMERS}")
     if has_lora(model):
         raise ValueError("the model has adapters already; call merge_lora first")
     require_int("rank", rank, 1)

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tilemoe.checks import require_finite, require_text, require_type, shown
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher, in_own_dtype
@@ -27,6 +28,7 @@ from tilemoe.integrations import transformers as integration
 from tilemoe.layers.experts import Experts
 
 _FSDP = "fsdp"  # of a dimension that is added to a mesh without one
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks
 SHARDS_INTEGERS = torch.__version__ >= "2.13"  # FSDP2 of 2.11 asks for floating point
 
 
@@ -100,6 +102,9 @@ def expert_parallel(
             mp_policy=policy,
             offload_policy=offload_policy or OffloadPolicy(),
         )
+    # DistributedDataParallel leaves these alone: their gradients are means over all processes already.
+    divided = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    vars(module)[_IGNORED] = [*vars(module).get(_IGNORED, ()), *divided]
 
 
 def divide_experts(
@@ -161,6 +166,10 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     """The experts modules of ``module``. ValueError: there are none, or one cannot be divided."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    for name, part in module.named_modules():
+        if isinstance(part, (DistributedDataParallel, FullyShardedDataParallel)):
+            kind = f"{type(part).__name__}{name and f' ({name})'}"
+            raise ValueError(f"module is wrapped by {kind} already; call expert_parallel first, on what it wraps")
     found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, Experts)]
     theirs = list(integration.experts_modules(module))
     if not found and not theirs:

@@ -11,16 +11,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 _EPSILON = 1e-6  # as PyTorch's
-_Sharing = tuple[DeviceMesh | None, tuple[int, ...]]  # the mesh, and the dimensions of it that divide a tensor
+# The mesh, the dimensions of it that divide a tensor, and where this process has its share.
+_Sharing = tuple[DeviceMesh | None, tuple[int, ...], torch.device]
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients to the global L2 norm ``max_norm`` (0: no clipping); returns the norm before, a scalar.
+def clip_gradients(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip the gradients to the global norm ``max_norm`` (0: no clipping); returns the norm before, a scalar.
 
-    All processes must call it, and all get the same norm. PyTorch's own clipping supports one mesh at a time; here the
-    norms of the meshes are combined into one scale for all. PyTorch also scales DTensors one by one, which is slow on
-    the host; here the local shards are scaled by one call for each mesh. Gradients keep their dtype and shape
-    (E, ...) or any other. Nothing is checked, so there is no ValueError.
+    It takes the arguments of `torch.nn.utils.clip_grad_norm_`, which supports one mesh at a time. Here parameters may
+    be plain tensors, the same in every process, and DTensors of any meshes: the norms of the meshes are combined into
+    one scale for all. All processes must call it, and all get the same norm. PyTorch also scales DTensors one by one,
+    which is slow on the host; here the local shards are scaled by one call for each mesh. Gradients keep their dtype
+    and shape (E, ...) or any other.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
 
     Examples:
         >>> from tilemoe.parallel import clip_gradients
@@ -29,34 +41,61 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         >>> clip_gradients([weight], max_norm=1.0).item(), [round(g, 3) for g in weight.grad.tolist()]
         (5.0, [0.6, 0.8])
     """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, 2 or 'inf' for example, got {norm_type:g}")
     groups: dict[_Sharing, list[Tensor]] = {}
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is None:
-            continue
-        sharing: _Sharing = None, ()
-        if isinstance(parameter, DTensor):
-            divided = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
-            sharing = parameter.device_mesh, tuple(divided)
-        groups.setdefault(sharing, []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
-    norms = [_norm(gradients, sharing) for sharing, gradients in groups.items()]
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+        # Without a gradient, too, which another process may have: all reduce the same groups.
+        if parameter.requires_grad or parameter.grad is not None:
+            gradients = groups.setdefault(_sharing(parameter), [])
+            if parameter.grad is not None:
+                gradients.append(_local(parameter))
+    norms = [_norm(gradients, sharing, norm_type, foreach) for sharing, gradients in groups.items()]
     if not norms:
         return torch.zeros(())
-    total = torch.linalg.vector_norm(torch.stack(norms))
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the gradients' norm of order {norm_type:g} is {total.item()}; error_if_nonfinite=True")
     if max_norm > 0:
         scale = (max_norm / (total + _EPSILON)).clamp(max=1.0)  # no branch on its value: nothing waits for the device
-        for gradients in groups.values():
-            torch._foreach_mul_(gradients, scale)
+        for (_, _, device), gradients in groups.items():
+            if foreach is False:
+                for gradient in gradients:
+                    gradient.mul_(scale.to(device))
+            elif gradients:
+                torch._foreach_mul_(gradients, scale.to(device))
     return total
 
 
-def _norm(gradients: list[Tensor], sharing: _Sharing) -> Tensor:
+def _sharing(parameter: Tensor) -> _Sharing:
+    if not isinstance(parameter, DTensor):
+        return None, (), parameter.device
+    divided = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return parameter.device_mesh, tuple(divided), parameter.device
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This process' share of the gradient, which is placed as the parameter is: a sum's terms are added up first."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        assert gradient is not None
+        return gradient
+    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
+
+
+def _norm(gradients: list[Tensor], sharing: _Sharing, norm_type: float, foreach: bool | None) -> Tensor:
     """The norm over this process' shards and the others': one all-reduce per mesh dimension that shards them."""
-    mesh, divided = sharing
-    norm = torch.nn.utils.get_total_norm(gradients)
+    mesh, divided, device = sharing
+    filled = [gradient for gradient in gradients if gradient.numel()]  # nothing has no largest element
+    norm = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(device)
+    norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # a square in fp16 overflows from 256 on
     if mesh is None:
         return norm
-    square = norm.square()
+    is_largest = norm_type == float("inf")
+    power = norm.masked_fill(norm.isnan(), norm_type) if is_largest else norm.pow(norm_type)  # a maximum may lose NaN
     for dim in divided:
-        dist.all_reduce(square, group=mesh.get_group(dim))
-    return square.sqrt()
+        dist.all_reduce(power, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    return power if is_largest else power.pow(1 / norm_type)

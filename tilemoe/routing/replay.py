@@ -68,7 +68,10 @@ class RoutingRecord:
         """
         require_int("batch_size", batch_size, 1)
         if not self._calls:
-            raise ValueError("the record is empty; pass it as record= to a model that has MoE layers")
+            raise ValueError(
+                "the record is empty; pass it as record= to a model that has MoE layers, or inside record_routing run "
+                "one that was not compiled before"
+            )
         for ids in (ids for calls in self._calls.values() for ids in calls):
             if ids.shape[:-1].numel() % batch_size:
                 raise ValueError(

@@ -1,0 +1,157 @@
+"""What the processes of a job check of `expert_parallel` under DistributedDataParallel and PEFT, and of clipping.
+
+E experts
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from expert_checks import Make, Net, ep_alone, ep_and_fsdp, make_net, make_net_with_a_block, make_theirs, mesh_of, share
+from helpers import assert_near
+from hf_models import VOCAB
+from parallel_checks import whole, world
+from peft import LoraConfig, get_peft_model
+from ranks import device_of_rank
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tilemoe.integrations import transformers as integration
+from tilemoe.parallel import clip_gradients, expert_parallel
+
+INF = float("inf")
+
+
+def backward(model: nn.Module, *, shared: bool, seed: int = 0) -> None:
+    """Of two sequences of each process, by this one or by all."""
+    ids = torch.randint(3, VOCAB, (2 * world(), 9), generator=torch.Generator().manual_seed(seed))
+    ids = ids.to(device_of_rank())
+    if shared:
+        ids = ids.chunk(world())[dist.get_rank()]
+    out = model(ids)
+    logits, aux_loss = out if isinstance(out, tuple) else (out.logits, 0.0)
+    (nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + aux_loss).backward()
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [whole(gradient) if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def check_data_parallel() -> None:
+    """Experts are left alone, the rest is averaged: over accumulated micro-batches, and after buckets are rebuilt."""
+    makes: list[Make] = [make_net, make_net_with_a_block, partial(make_theirs, "qwen3_moe")]
+    for make in makes:
+        for mesh in (ep_alone(), ep_and_fsdp()):
+            one, many = make(torch.float32), make(torch.float32)
+            expert_parallel(many, mesh)
+            wrapped = DistributedDataParallel(many)
+            for step in range(2):
+                one.zero_grad()
+                many.zero_grad()
+                for micro_batch in range(2):
+                    backward(one, shared=False, seed=2 * step + micro_batch)
+                    backward(wrapped, shared=True, seed=2 * step + micro_batch)
+                got, want = gradients_of(many), gradients_of(one)
+                assert len(got) == len(want) == len(list(one.parameters()))
+                assert_near(got, want, 1e-5)
+
+
+def make_saved(dtype: torch.dtype) -> Any:
+    """PEFT keeps a copy of each layer's experts, which is trained."""
+    model = make_theirs("qwen3_moe", dtype)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"]))
+    assert integration.use(model) == len(model.model.layers)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero, it would give lora_A no gradient
+            nn.init.normal_(parameter, 0.0, 0.1)
+    return model
+
+
+def check_copies_of_experts() -> None:
+    one, many = make_saved(torch.float32), make_saved(torch.float32)
+    share(many, ep_and_fsdp())
+    backward(one, shared=False)
+    backward(many, shared=True)
+    got, want = gradients_of(many), gradients_of(one)
+    assert len(got) == len(want) == 4 * len(one.model.layers)
+    assert_near(got, want, 1e-5)
+
+
+def two_of(rest: str) -> tuple[Net, Net]:
+    """One process' net and one with divided experts, with the same gradients; ``rest``: what the others are."""
+    one, many = make_net(torch.float32), make_net(torch.float32)
+    if rest == "plain":
+        expert_parallel(many, ep_and_fsdp())
+        backward(DistributedDataParallel(many), shared=True)
+    else:
+        share(many, ep_and_fsdp())
+        backward(many, shared=True)
+    backward(one, shared=False)
+    return one, many
+
+
+def check_clipping() -> None:
+    """Of plain tensors beside DTensors, and of two meshes: as PyTorch clips one process' gradients, which it refuses."""
+    refused = {"plain": "got mixed torch.Tensor and DTensor, need", "sharded": "in aten.stack.default must have the same"}
+    for rest, message in refused.items():
+        for norm_type in (2.0, 1.0, 3.0, INF):
+            for foreach in (None, False):
+                one, many = two_of(rest)
+                want = nn.utils.clip_grad_norm_(one.parameters(), 0.05, norm_type)
+                got = clip_gradients(many.parameters(), 0.05, norm_type, error_if_nonfinite=True, foreach=foreach)
+                assert_near([got], [want], 1e-5)
+                assert want > 0.05
+                assert_near(gradients_of(many), gradients_of(one), 1e-5)
+        one, many = two_of(rest)
+        try:
+            nn.utils.clip_grad_norm_(many.parameters(), 0.05)
+        except RuntimeError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError("PyTorch clips over several meshes: the page on troubleshooting need not say how")
+        want = nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+        if device_of_rank().type == "cpu":
+            assert_near([Accelerator(cpu=True).clip_grad_norm_(many.parameters(), 0.05)], [want], 1e-5)
+            assert_near(gradients_of(many), gradients_of(one), 1e-5)
+
+
+def norms_of_all(norm: Tensor) -> list[float]:
+    norms = [torch.empty_like(norm) for _ in range(world())]
+    dist.all_gather(norms, norm)
+    return [each.item() for each in norms]
+
+
+def check_clipping_of_gradients_that_differ() -> None:
+    """A process without gradients, one without rows, NaN in one process, and a sum that is not added up yet."""
+    device, mesh, rank = device_of_rank(), mesh_of(world(), names=("fsdp",)), dist.get_rank()
+    rows = nn.Parameter(distribute_tensor(torch.zeros(world() - 1, 2, device=device), mesh, [Shard(0)]))
+    plain = nn.Parameter(torch.zeros(2, device=device))
+    norms: dict[float, float] = {2.0: 5.0, 1.0: 7.0, INF: 4.0}
+    for norm_type, want in norms.items():
+        rows.grad = plain.grad = None
+        if rank == 0:
+            full = torch.tensor([[3.0, -4.0]], device=device)
+            rows.grad = DTensor.from_local(full, mesh, rows.placements, shape=rows.shape, stride=rows.stride())
+        norms_of_ranks = norms_of_all(clip_gradients([plain, rows], 1.0, norm_type))
+        assert norms_of_ranks == [want] * world(), (norm_type, norms_of_ranks)
+    if rank == 0:
+        rows.grad.to_local()[0, 0] = float("nan")
+    for norm_type in norms:
+        try:
+            clip_gradients([plain, rows], 1.0, norm_type, error_if_nonfinite=True)
+        except RuntimeError as error:
+            assert "error_if_nonfinite" in str(error), error
+        else:
+            raise AssertionError(f"NaN is no norm of order {norm_type}")
+    copied = nn.Parameter(distribute_tensor(torch.zeros(2, device=device), mesh, [Replicate()]))
+    part = torch.tensor([3.0, 4.0], device=device) / world()
+    copied.grad = DTensor.from_local(part, mesh, [Partial()])
+    norm = clip_gradients(copied, 1.0)
+    assert_near([norm, whole(copied.grad)], [torch.tensor(5.0), torch.tensor([0.6, 0.8])], 1e-5)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
