@@ -418,10 +418,14 @@ def test_unregistered_transformers_is_as_it_was() -> None:
     integration.unregister()
     assert [dict(table) for table in tables] == before
     assert [dict(type(table)._global_mapping) for table in tables] == classes
-    with pytest.raises(KeyError, match="tilemoe"):
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    with pytest.raises(KeyError, match="tilemoe") as forward:
         model(input_ids=tokens())
-    with pytest.raises(ValueError, match="tilemoe"):
+    with pytest.raises(ValueError, match="tilemoe") as loading:
         FAMILIES["mixtral"].make(experts_implementation="tilemoe")
+    assert forward.value.args[0] in page
+    assert str(loading.value).split(" `exp")[0] in page
+    assert str(loading.value).split("arguments are")[0] in page
     model.set_experts_implementation("grouped_mm")
     model(input_ids=tokens())
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tilemoe.integrations import transformers as integration
 from tilemoe.integrations.replay import record_routing, replay_routing
+from tilemoe.layers.lora import add_lora
 from tilemoe.testing import assert_equal
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -106,6 +107,21 @@ def test_use_switches_layers_that_are_copies_of_others() -> None:
     assert integration.use(model) == 2
     assert computed_by(model) == ["tilemoe"] * 2
     torch.testing.assert_close(logits_and_grads(model), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_add_lora_says_of_a_model_of_transformers_works(family: str) -> None:
+    model = FAMILIES[family].make()
+    assert integration.use(model) == FAMILIES[family].moe_layers
+    with pytest.raises(ValueError, match=r"has no tilemoe.MoE to put adapters on; on a model of transformers") as error:
+        add_lora(model, rank=2, alpha=4.0)
+    call = str(error.value)[str(error.value).index("get_peft_model(") :]
+    peft = eval(call, {"get_peft_model": get_peft_model, "LoraConfig": LoraConfig, "model": model})
+    shaken(peft, 0)
+    logits_and_grads(peft)
+    adapters = {n: p.grad for n, p in peft.named_parameters() if p.requires_grad and ".experts." in n}
+    assert len(adapters) == 4 * FAMILIES[family].moe_layers
+    assert all(grad is not None and grad.any() for grad in adapters.values())
 
 
 def recorded(model: nn.Module) -> Tensor:

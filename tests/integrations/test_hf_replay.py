@@ -256,3 +256,7 @@ def test_a_model_compiled_before_says_that_nothing_was_replayed() -> None:
     compiled(input_ids=tokens())
     with raises_one_line("expert_ids were not taken by"), replay_routing(compiled, ids):
         compiled(input_ids=tokens())
+    with record_routing(compiled) as record:
+        compiled(input_ids=tokens())
+    with raises_one_line("the record is empty; .* inside record_routing run one that was not compiled before"):
+        record.expert_ids(B)

@@ -3,26 +3,44 @@
 E experts
 """
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from expert_checks import Make, Net, ep_alone, ep_and_fsdp, make_net, make_net_with_a_block, make_theirs, mesh_of, share
-from helpers import assert_near
+from expert_checks import (
+    E,
+    Make,
+    Net,
+    ep_alone,
+    ep_and_fsdp,
+    make_net,
+    make_net_with_a_block,
+    make_theirs,
+    mesh_of,
+    share,
+)
+from helpers import assert_near, raises_one_line
 from hf_models import VOCAB
 from parallel_checks import whole, world
 from peft import LoraConfig, get_peft_model
 from ranks import device_of_rank
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tilemoe.integrations import transformers as integration
+from tilemoe.integrations.replay import record_routing, replay_routing
 from tilemoe.parallel import clip_gradients, expert_parallel
 
 INF = float("inf")
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 def backward(model: nn.Module, *, shared: bool, seed: int = 0) -> None:
@@ -58,6 +76,10 @@ def check_data_parallel() -> None:
                 got, want = gradients_of(many), gradients_of(one)
                 assert len(got) == len(want) == len(list(one.parameters()))
                 assert_near(got, want, 1e-5)
+    message = "aten.cat.default got mixed torch.Tensor and DTensor"
+    assert message in PAGE
+    with pytest.raises(RuntimeError, match=message):  # it asks the module that it wraps what to leave alone
+        DistributedDataParallel(nn.Sequential(many))
 
 
 def make_saved(dtype: torch.dtype) -> Any:
@@ -81,6 +103,35 @@ def check_copies_of_experts() -> None:
     assert_near(got, want, 1e-5)
 
 
+def check_fsdp1() -> None:
+    """`use` on a model whose weights lie flat between forwards, and replay in it; it cannot be divided any more."""
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0)).to(device_of_rank())
+    for family in ("mixtral", "gpt_oss"):
+        one = make_theirs(family, torch.float32)
+        with record_routing(one) as record:
+            one(input_ids=ids)
+        replayed = (record.expert_ids(2).long() + 1) % E
+        want = [one(input_ids=ids).logits]
+        with replay_routing(one, replayed):
+            want.append(one(input_ids=ids).logits)
+        for keeps_parameters in (True, False):
+            model = make_theirs(family, torch.float32)
+            model.set_experts_implementation("eager")
+            sharded = FullyShardedDataParallel(
+                model,
+                use_orig_params=keeps_parameters,
+                auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+                device_id=device_of_rank(),
+            )
+            assert integration.use(sharded) == 2
+            got = [sharded(input_ids=ids).logits]
+            with replay_routing(sharded, replayed):
+                got.append(sharded(input_ids=ids).logits)
+            assert_near(got, want, 1e-5)
+            with raises_one_line("wrapped by FullyShardedDataParallel already; call expert_parallel first"):
+                expert_parallel(sharded, ep_alone())
+
+
 def two_of(rest: str) -> tuple[Net, Net]:
     """One process' net and one with divided experts, with the same gradients; ``rest``: what the others are."""
     one, many = make_net(torch.float32), make_net(torch.float32)
@@ -95,8 +146,12 @@ def two_of(rest: str) -> tuple[Net, Net]:
 
 
 def check_clipping() -> None:
-    """Of plain tensors beside DTensors, and of two meshes: as PyTorch clips one process' gradients, which it refuses."""
-    refused = {"plain": "got mixed torch.Tensor and DTensor, need", "sharded": "in aten.stack.default must have the same"}
+    """Of plain tensors beside DTensors, and of two meshes, which PyTorch refuses: as it clips one process'."""
+    refused = {
+        "plain": "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling "
+        "distributed operators!",
+        "sharded": "All operands in aten.stack.default must have the same mesh, but got DeviceMesh",
+    }
     for rest, message in refused.items():
         for norm_type in (2.0, 1.0, 3.0, INF):
             for foreach in (None, False):
@@ -107,12 +162,9 @@ def check_clipping() -> None:
                 assert want > 0.05
                 assert_near(gradients_of(many), gradients_of(one), 1e-5)
         one, many = two_of(rest)
-        try:
+        assert message in PAGE
+        with pytest.raises(RuntimeError, match=re.escape(message)):
             nn.utils.clip_grad_norm_(many.parameters(), 0.05)
-        except RuntimeError as error:
-            assert message in str(error), error
-        else:
-            raise AssertionError("PyTorch clips over several meshes: the page on troubleshooting need not say how")
         want = nn.utils.clip_grad_norm_(one.parameters(), 0.05)
         if device_of_rank().type == "cpu":
             assert_near([Accelerator(cpu=True).clip_grad_norm_(many.parameters(), 0.05)], [want], 1e-5)
@@ -141,12 +193,8 @@ def check_clipping_of_gradients_that_differ() -> None:
     if rank == 0:
         rows.grad.to_local()[0, 0] = float("nan")
     for norm_type in norms:
-        try:
+        with pytest.raises(RuntimeError, match=r"the gradients' norm of order .*; error_if_nonfinite"):
             clip_gradients([plain, rows], 1.0, norm_type, error_if_nonfinite=True)
-        except RuntimeError as error:
-            assert "error_if_nonfinite" in str(error), error
-        else:
-            raise AssertionError(f"NaN is no norm of order {norm_type}")
     copied = nn.Parameter(distribute_tensor(torch.zeros(2, device=device), mesh, [Replicate()]))
     part = torch.tensor([3.0, 4.0], device=device) / world()
     copied.grad = DTensor.from_local(part, mesh, [Partial()])

@@ -66,6 +66,30 @@ def test_clipping_scales_the_whole_gradient(limit: float, scale: float) -> None:
     assert parameters[1].grad.item() == pytest.approx(4.0 * scale, rel=1e-5)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [2, 1, 3.0, "inf"])
+def test_clipping_is_pytorch_s_in_one_process(norm_type: float, foreach: bool | None) -> None:
+    models = Toy(), Toy()
+    for model in models:
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    ours, theirs = (model.parameters() for model in models)
+    want = nn.utils.clip_grad_norm_(theirs, 0.5, norm_type, True, foreach)
+    assert clip_gradients(ours, 0.5, norm_type, True, foreach) == want > 0.5
+    for our, their in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(our.grad, their.grad, rtol=1e-6, atol=0)
+
+
+def test_clipping_refuses_a_norm_that_is_none() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, float("inf")])
+    with pytest.raises(RuntimeError, match="the gradients' norm of order 2 is inf"):
+        clip_gradients(weight, 1.0, error_if_nonfinite=True)
+    assert weight.grad[0] == 1.0
+    with pytest.raises(ValueError, match="norm_type must be positive, 2 or 'inf' for example, got 0"):
+        clip_gradients(weight, 1.0, norm_type=0)
+
+
 def test_the_state_moves_to_another_optimiser_by_name() -> None:
     model, other = Toy(), Toy()
     optimizer = make_optimizer(model, CONFIG)

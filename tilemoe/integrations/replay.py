@@ -117,8 +117,7 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
         for module in layer.around_router:
             handles.append(module.register_forward_pre_hook(replay.begin))
             handles.append(module.register_forward_hook(replay.end, always_call=True))
-        for experts in layer.experts:
-            handles.append(experts.register_forward_pre_hook(replay.require, with_kwargs=True))
+        handles += [each.register_forward_pre_hook(replay.require, with_kwargs=True) for each in layer.experts]
     try:
         yield
     finally:
@@ -149,7 +148,7 @@ def _layers(model: nn.Module) -> list[_Layer]:
         raise ValueError(f"model must be a model of transformers, got {type(model).__name__}")
     found: dict[str, _Layer] = {}
     for name, experts in experts_modules(model):
-        called = outermost(name)  # adapters lie around the experts, and none around the block
+        called = outermost(name)
         block, wrapped = model.get_submodule(called.rpartition(".")[0]), model.get_submodule(called)
         num_experts = getattr(experts, "num_experts", None) or next(experts.parameters()).shape[0]
         layer = found.setdefault(layer_of(name), _Layer(layer_of(name), num_experts, [], []))
