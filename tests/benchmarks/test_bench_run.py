@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -114,6 +115,33 @@ def test_kernels_records_every_kernel_and_the_router(monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     assert {row["kernels"] for row in rows.values()} == {"torch"}
     assert all(row["of_layer"] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("what", ["layer", "kernels", "step"])
+def test_without_a_gpu_the_default_is_small_and_says_so_as_it_goes(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The case and the rounds of the default, and only them; rates that a CPU has."""
+    monkeypatch.setattr(cases, "MAIN", {"of a GPU": MoEShape(1 << 20, 4096, 4096, 128, 8)})
+    monkeypatch.setattr(step, "VOCABULARY", 64)
+    assert main(["bench", what]) == 0
+    assert {(row["case"], row["rounds"]) for row in record.rows(what)} == {("small", 3)}
+    first, second, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"bench {what}: loading PyTorch"
+    assert second == "on cpu: small; 3 rounds (--cases and --rounds set others)"
+    assert lines[0].startswith("small: MoEShape(num_tokens=256, ")
+    for mode in ("burst", "sustained"):
+        assert [line for line in lines if line.startswith(f"{mode}: ")] == [
+            f"{mode}: round {i} of 3" for i in (1, 2, 3)
+        ]
+    assert not re.search(r"\b0(\.0+)? [GT](FLOP|B)/s", "\n".join(lines))
+    assert any("GFLOP/s" in line for line in lines) == (what == "kernels")
+
+
+def test_rates_are_printed_in_the_unit_that_shows_them() -> None:
+    assert [kernels.flop_rate(tflops) for tflops in (778.4, 1, 0.0198, 2e-6)] == [
+        "778.4 TFLOP/s", "1 TFLOP/s", "19.8 GFLOP/s", "0.002 GFLOP/s",
+    ]  # fmt: skip
 
 
 def test_a_step_of_every_contestant_does_its_work(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,20 +44,21 @@ MORE = MappingProxyType(
     }
 )
 ALL = MappingProxyType({**MAIN, **MORE})
+CPU = MappingProxyType({"small": MoEShape(256, 256, 128, 8, 2)})  # seconds on two cores
 
 
 def find(names: str) -> dict[str, MoEShape]:
-    """Cases by name from "main", "all", a comma-separated list, or a .json file: {name: {"num_tokens": ..., ...}}.
+    """Cases by name from "main", "all", "cpu", a comma-separated list or a .json file: {name: {"num_tokens": ...}}.
 
     ValueError lists the names, or says what is off with the file.
     """
-    if names in ("main", "all"):
-        return dict(MAIN if names == "main" else ALL)
+    if names in ("main", "all", "cpu"):
+        return dict({"main": MAIN, "all": ALL, "cpu": CPU}[names])
     if names.endswith(".json"):
         return _read(expand_user(names))
     unknown = [name for name in names.split(",") if name not in ALL]
     if unknown:
-        raise ValueError(f"no case called {unknown[0]!r}; known are main, all, {', '.join(ALL)}, or a .json file")
+        raise ValueError(f"no case called {unknown[0]!r}; known are main, all, cpu, {', '.join(ALL)}, or a .json file")
     return {name: ALL[name] for name in names.split(",")}
 
 

@@ -26,7 +26,7 @@ from tilemoe.routing.topk import route
 from tilemoe.shape import MoEShape
 
 # What the GPU can do: the side of a matrix product and the bytes of a copy. A CPU's take no minutes, and say less.
-MATMUL = MappingProxyType({"cuda": 8192, "cpu": 1024})
+MATMUL = MappingProxyType({"cuda": 8192, "cpu": 512})
 COPY_BYTES = MappingProxyType({"cuda": 1 << 30, "cpu": 1 << 27})
 
 # Steps that are no part of the layer: what the GPU can do, in the same rounds.
@@ -117,8 +117,8 @@ def kernel_rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: 
         row = {
             "kernel": part,
             "ms": summary,
-            "tflops": None if cost is None else round(cost.flops / ms / 1e9, 1),
-            "gbps": None if cost is None else round(cost.bytes / ms / 1e6, 1),
+            "tflops": None if cost is None else round(cost.flops / ms / 1e9, 6),
+            "gbps": None if cost is None else round(cost.bytes / ms / 1e6, 6),
             "of_roofline": round(roofs[part] / ms, 4) if part in roofs else None,
             "of_layer": round(ms / layer_ms, 4),
             "of_copy": round(copied / ms, 4) if part.startswith("combine") else None,
@@ -127,9 +127,14 @@ def kernel_rows(found: dict[str, list[list[float]]], shape: MoEShape, ceilings: 
     return rows
 
 
+def flop_rate(tflops: float) -> str:
+    return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.4g} GFLOP/s"
+
+
 def describe(row: dict[str, Any]) -> str:
     """The row as one line of the printed table."""
-    rates = "" if row["tflops"] is None else f"{row['tflops']:7} TFLOP/s  {row['gbps']:7} GB/s"
+    flops = flop_rate(row["tflops"]) if row["tflops"] else ""  # 0 where rows are only moved
+    rates = "" if row["gbps"] is None else f"{flops:>15}  {row['gbps']:7.4g} GB/s"
     roof = "" if row["of_roofline"] is None else f"{100 * row['of_roofline']:5.1f}% of its roofline"
     share = f"{100 * row['of_layer']:5.1f}% of the layer"
     copy = "" if row["of_copy"] is None else f"  {100 * row['of_copy']:5.1f}% of a copy of as many bytes"
@@ -169,10 +174,10 @@ def each_kernel(settings: timing.Settings, name: str, shape: MoEShape) -> Iterat
         tflops = 2 * side**3 / timing.summary([sample[0] for sample in found["matmul"]])["median"] / 1e9
         tbps = 2 * copied / timing.summary([sample[0] for sample in found["copy"]])["median"] / 1e9
         ceilings = Ceilings(tflops, tbps, is_measured=True)
-        print(f"{name} {mode}: matmul {tflops:.0f} TFLOP/s, copy {tbps:.3f} TB/s", flush=True)
+        print(f"{name} {mode}: matmul {flop_rate(tflops)}, copy {1e3 * tbps:.4g} GB/s", flush=True)
         where = {
             "case": name, **asdict(shape), "mode": mode, "kernels": kernels, "rounds": settings.rounds,
-            "matmul_tflops": round(tflops, 1), "copy_tbps": round(tbps, 4),
+            "matmul_tflops": round(tflops, 6), "copy_tbps": round(tbps, 6),
         }  # fmt: skip
         rows = [{**where, **row} for row in kernel_rows(found, shape, ceilings)]
         for row in rows:

@@ -23,6 +23,7 @@ def each_case(what: str, shapes: Mapping[str, MoEShape], settings: timing.Settin
     start = time.perf_counter()
     for name, shape in shapes.items():
         begun = time.perf_counter() - start
+        print(f"{name}: {shape}", flush=True)
         if begun > seconds:
             print(f"{name} and the cases after it are left out: {begun:.0f} s have passed")
             break

@@ -73,10 +73,11 @@ def synchronize() -> None:
 
 
 def one_part(run: Callable[[], Any], ahead: Callable[[], Any] = lambda: None) -> Step:
-    """A step that is timed as a whole; ``ahead``, untimed, as in `forward_and_backward`."""
+    """A step that is timed as a whole; ``ahead``, untimed and only on a GPU, as in `forward_and_backward`."""
 
     def step() -> list[Event]:
-        ahead()
+        if torch.cuda.is_available():
+            ahead()
         start = event()
         run()
         return [start, event()]
@@ -93,7 +94,8 @@ def forward_and_backward(
     """
 
     def step() -> list[Event]:
-        ahead()
+        if torch.cuda.is_available():
+            ahead()
         events = [event()]
         out = forward()
         events.append(event())
@@ -110,6 +112,8 @@ def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[l
     settle = {name: _calls_for(steps[name], SUSTAINED_MS) if mode == "sustained" else 1 for name in names}
     calls = SUSTAINED_CALLS if mode == "sustained" else BURST_CALLS
     for index in range(count):
+        if not torch.cuda.is_available():  # where a case may take minutes
+            print(f"{mode}: round {index + 1} of {count}", flush=True)
         for name in turn(names, index):
             if mode == "burst":
                 synchronize()

@@ -16,6 +16,7 @@ _MODES = MappingProxyType(
     {"layer": ("burst", "sustained", "alone"), "kernels": ("burst", "sustained"), "step": ("burst", "sustained")}
 )
 _PEERS = "tilemoe"
+_DEFAULTS = MappingProxyType({"cuda": ("main", 7), "cpu": ("cpu", 3)})  # cases and rounds: a CPU's end in two minutes
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,12 @@ class BenchOptions:
     """Options of ``tilemoe bench``."""
 
     what: Positional[Literal["layer", "kernels", "step"]]  # what is measured
-    cases: str = "main"  # "main", "all", names of cases separated by commas, or a .json file of sizes
+    cases: str | None = None  # "main", "all", "cpu", names or a .json file of sizes; default: main, without a GPU cpu
     # Of tilemoe, tilemoe[BACKEND], sonic-moe, scattermoe and grouped_mm, separated by commas; those that cannot be
     # imported are left out. The others are compared with the first. For bench layer and step; default: tilemoe.
     peers: str | None = None
     modes: str = "burst,sustained"  # of burst, sustained and, for layer, alone: GPU time without the host's
-    rounds: int = 7  # rounds of all peers or kernels, in changing order
+    rounds: int | None = None  # of all peers or kernels, in changing order; default: 7, without a GPU 3
     kernels: str | None = None  # for bench kernels: the backend whose kernels are timed; default: the chosen one
     seconds: float = float("inf")  # begin no case after this many seconds
 
@@ -39,7 +40,7 @@ def run(arguments: Sequence[str]) -> None:
     modes = options.modes.split(",")
     if unknown := [mode for mode in modes if mode not in _MODES[options.what]]:
         raise ValueError(f"--modes of {options.what} are {', '.join(_MODES[options.what])}; got {unknown[0]!r}")
-    if options.rounds < 1:
+    if options.rounds is not None and options.rounds < 1:
         raise ValueError(f"--rounds must be >= 1, got {options.rounds}")
     if options.kernels is not None and options.what != "kernels":
         raise ValueError(
@@ -50,7 +51,8 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError("--peers is for bench layer and step; name the backend of bench kernels in --kernels")
     if not options.seconds >= 0:
         raise ValueError(f"--seconds must be a number >= 0, got {options.seconds}")
-    shapes = cases.find(options.cases)
+    shapes = None if options.cases is None else cases.find(options.cases)
+    print(f"bench {options.what}: loading PyTorch", flush=True)
 
     import torch
 
@@ -59,6 +61,9 @@ def run(arguments: Sequence[str]) -> None:
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names, rounds = _DEFAULTS[device.type]
+    shapes, rounds = shapes or cases.find(names), options.rounds or rounds
+    print(f"on {device.type}: {', '.join(shapes)}; {rounds} rounds (--cases and --rounds set others)", flush=True)
     peers = _PEERS if options.peers is None else options.peers
-    settings = Settings(device, peers.split(","), modes, options.rounds, options.kernels)
+    settings = Settings(device, peers.split(","), modes, rounds, options.kernels)
     each_case(options.what, shapes, settings, options.seconds)
