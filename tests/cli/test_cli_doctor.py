@@ -140,6 +140,24 @@ def test_what_is_off_on_a_machine_with_a_gpu(tmp_path: Path, monkeypatch: pytest
     assert missing.line.startswith("Triton is not installed")
 
 
+def test_a_b200_with_too_old_a_triton_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    for name, is_there, said in (
+        ("torch", True, ["cuda:0: the Triton kernels do not serve (3.6)"]),
+        ("torch", False, ["Triton is not installed: on cuda:0 PyTorch's slower kernels serve"]),
+        ("triton", True, []),
+    ):
+        monkeypatch.setattr(
+            doctor_checks, "select_kernels", lambda *_, its=name: SimpleNamespace(name=its, reason="3.6")
+        )
+        monkeypatch.setattr(doctor_checks, "has_triton", lambda its=is_there: its)
+        found = [finding for finding in doctor_checks.environment("580") if "Triton" in finding.line]
+        assert [finding.line for finding in found] == said
+        assert {finding.advice for finding in found} <= {"pip install 'triton>=3.7.1'"}
+
+
 @pytest.mark.parametrize(("milliseconds", "is_slow"), [(1e-6, True), (1e6, False)])
 def test_speed_beside_the_recorded_one(milliseconds: float, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "SUSTAINED_MS", 1.0)

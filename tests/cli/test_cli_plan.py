@@ -18,6 +18,7 @@ from tilemoe.perf.hardware import DTYPE_BYTES, GPUS, find_gpu
 from tilemoe.perf.padding import padding_waste
 from tilemoe.perf.predict import layer_ms
 from tilemoe.perf.styles import STYLES
+from tilemoe.runtime.device import TRITON_FOR_10
 from tilemoe.shape import MoEShape
 
 OLMOE = MoEShape(32768, 2048, 1024, 64, 8)
@@ -48,6 +49,13 @@ def as_json(run: Run, *arguments: object, expected: int = 0) -> dict[str, Any]:
     assert status == expected
     found: dict[str, Any] = json.loads(out)
     return found
+
+
+@pytest.mark.parametrize("gpu", list(GPUS))
+def test_what_is_predicted_for_capability_10_names_the_triton_it_takes(run: Run, gpu: str) -> None:
+    note = f"Triton >= {TRITON_FOR_10}"
+    assert (note in run("plan", "--gpu", gpu)[1]) == (note in as_json(run, "--gpu", gpu)["gpu"]["note"])
+    assert (note in run("plan", "--gpu", gpu)[1]) == (gpu in ("B200", "B300"))
 
 
 def test_tables_show_what_the_arithmetic_says(run: Run) -> None:

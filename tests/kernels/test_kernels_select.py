@@ -1,9 +1,11 @@
 """Which implementation is chosen, that it says why, what is refused; and which tiles, which fit the GPU for any T."""
 
 import random
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from tilemoe.kernels.experts.base import FLOAT_DTYPES, compute_dtype
 from tilemoe.kernels.experts.hopper import serves
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import KERNELS, Kernel, band_tiles, choose_tile, shared_bytes, tile_rows
-from tilemoe.runtime.device import Device, has_fast_gemm
+from tilemoe.runtime import device as device_module
+from tilemoe.runtime.device import Device, device_of, has_fast_gemm
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -90,6 +93,76 @@ def test_the_hopper_kernels_alone_say_what_they_need(capability: int, monkeypatc
     else:
         assert chosen.name == "triton"
         assert chosen.reason.endswith(f": {serves.why_unsupported(torch.device('cuda:0'))}")
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
+    """Called with Triton's version and a compute capability: the GPU that is asked has it."""
+
+    def forget() -> None:
+        for asked in (device_module._known_why_no_triton, choose._known_experts_on, choose._known_router):
+            asked.cache_clear()
+
+    def have(version: str, capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(triton, "__version__", version)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(serves, "gpu", lambda index: Device(10 * capability[0] + capability[1], 227 * 1024, 132))
+        forget()
+
+    yield have
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "serves_triton"),
+    [
+        *[(version, (10, 0), False) for version in ("3.6.0", "3.7.0", "3.7.0+git1a2b", "3.7.1rc1", "2.12.3")],
+        *[(version, (10, 0), True) for version in ("3.7.1", "3.7.1+git1a2b", "3.8", "3.10.0", "4.0.0")],
+        ("3.6.0", (10, 3), False),
+        *[("3.6.0", capability, True) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))],
+    ],
+)
+def test_capability_10_waits_for_the_triton_that_fences(
+    blackwell: Callable[[str, tuple[int, int]], None], version: str, capability: tuple[int, int], serves_triton: bool
+) -> None:
+    """In one rule for all that is chosen, and for who insists."""
+    blackwell(version, capability)
+    device, insisting = torch.device("cuda", 0), SimpleNamespace(device=torch.device("cuda", 0))
+    choices = (
+        select_kernels(device, torch.bfloat16),
+        choose_experts(device, torch.float16, (64, 32), "fp8"),
+        choose_router(device, torch.float32, 8, 2),
+        choose.choose_plan(device, 8, 4),
+        choose.choose_inference_plan(device, 8, 4),
+        choose.choose_expert_parallel(device, 4, 8, 4, 2),
+    )
+    why = choose.why_not_triton(device, torch.bfloat16, (64, 32))  # the router's products ask
+    named = backend_named("triton").why_unsupported(device, torch.bfloat16, (64, 32))
+    if serves_triton:
+        assert all(choice.name != "torch" for choice in choices)
+        assert why is named is None
+    else:
+        advice = f"Triton {version} can be wrong on capability 10.x: pip install 'triton>=3.7.1'"
+        assert all(choice.name == "torch" and advice in choice.reason for choice in choices)
+        assert why == named == advice
+        with raises_one_line(f"cuda:0: {re.escape(advice)}; or pass kernels='torch'"):
+            device_of(insisting)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("h200")
+def test_why_it_is_not_fp8_is_the_layers_own_fault_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda:0")
+    assert choose_experts(device, torch.bfloat16, (128, 128), "fp8").name == "hopper_fp8"
+    for dtype, widths, why in (
+        (torch.bfloat16, (128, 36), "n is not a multiple of 128"),
+        (torch.float32, (128, 128), "FP8 kernels give bfloat16 and float16, not torch.float32"),
+        (torch.float64, (128, 128), "fp64 is not quantised"),
+    ):
+        assert f"not in FP8 ({why}): change that" in choose_experts(device, dtype, widths, "fp8").reason
+    monkeypatch.setattr(serves, "gpu", lambda index: Device(89, 99 * 1024, 128))
+    choose._known_experts_on.cache_clear()
+    assert "those for Hopper alone are measured" in choose_experts(device, torch.bfloat16, (128, 128), "fp8").reason
 
 
 def test_compute_dtype() -> None:

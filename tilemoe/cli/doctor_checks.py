@@ -20,7 +20,7 @@ from tilemoe.checks import expand_user
 from tilemoe.kernels.choose import select_kernels
 from tilemoe.perf import __file__ as _perf
 from tilemoe.routing.build import plan_topk
-from tilemoe.runtime.device import has_triton
+from tilemoe.runtime.device import TRITON_FOR_10, has_triton
 from tilemoe.testing import assert_moe_matches_reference, make_inputs
 
 SLOW = 1.25  # times the recorded figure: machines differ by a few percent
@@ -62,13 +62,15 @@ def environment(driver_version: str | None) -> Iterator[Finding]:
         )
     if not torch.cuda.is_available():
         return
-    if not has_triton():
-        yield Finding("Triton is not installed: PyTorch's own kernels serve, which are slower", _INSTALL_TRITON)
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        chosen = select_kernels(device, torch.bfloat16)
-        if torch.cuda.get_device_capability(device) == (9, 0) and chosen.name != "hopper" and has_triton():
-            yield Finding(f"{device}: the Hopper kernels do not serve ({chosen.reason})", _INSTALL_TRITON)
+        chosen, (major, _) = select_kernels(device, torch.bfloat16), torch.cuda.get_device_capability(device)
+        advice = f"pip install 'triton>={TRITON_FOR_10}'" if major == 10 else _INSTALL_TRITON
+        if not has_triton():
+            yield Finding(f"Triton is not installed: on {device} PyTorch's slower kernels serve", advice)
+        elif (major == 9 and chosen.name != "hopper") or (major == 10 and chosen.name == "torch"):
+            kernels = "Hopper" if major == 9 else "Triton"
+            yield Finding(f"{device}: the {kernels} kernels do not serve ({chosen.reason})", advice)
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or expand_user("~/.triton/cache"))
     there = next(path for path in (cache, *cache.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):

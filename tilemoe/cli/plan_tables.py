@@ -53,7 +53,7 @@ def _head(plan: Mapping[str, Any]) -> list[str]:
     ceilings = f"{gpu['tflops']:g} TFLOP/s and {gpu['tbps']:g} TB/s ({gpu['ceilings']})"
     lines.append(f"{gpu['name']}: {ceilings}, ridge {gpu['ridge_flop_per_byte']:.0f} FLOP/byte; {gpu['source']}")
     rates = "fitted to recorded times" if gpu["rates"] == "measured" else "an H200's, scaled by what makers state"
-    return [*lines, f"predictions: {gpu['rates']}, {rates}"]
+    return [*lines, f"predictions: {gpu['rates']}, {rates}{gpu['note']}"]
 
 
 def _padding(padding: Mapping[str, Any]) -> str:

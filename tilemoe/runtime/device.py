@@ -8,8 +8,13 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from tilemoe.runtime.tracing import constant_when_traced
+
+# The first release that puts a proxy fence between cp.async and the matrix products of compute capability 10.x: before
+# it they may read shared memory too early, and give other results in each run.
+TRITON_FOR_10 = "3.7.1"
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,9 @@ _INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, int
 def device_of(t: Tensor) -> Device:
     """What the GPU that holds ``t`` offers. ValueError where Triton cannot run there."""
     if t.device.type == "cuda":
+        why = why_no_triton(t.device)
+        if why is not None:
+            raise ValueError(f"Triton's kernels cannot compute on {t.device}: {why}; or pass kernels='torch'")
         return gpu(t.device.index)
     if t.device.type == "cpu":
         from triton import knobs  # only kernels ask, which have imported it
@@ -81,6 +89,13 @@ def _known_why_no_triton(device: torch.device) -> str | None:
         return f"Triton does not run on {device.type}"
     if not has_triton():
         return "Triton is not installed"
-    if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+    is_asked = torch.version.hip is None and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if is_asked else (8, 0)
+    if capability < (8, 0):
         return "the Triton kernels need compute capability 8.0"
+    if capability[0] == 10:
+        from triton import __version__ as found  # only here: Triton is not on every machine
+
+        if TorchVersion(found) < TRITON_FOR_10:
+            return f"Triton {found} can be wrong on capability 10.x: pip install 'triton>={TRITON_FOR_10}'"
     return None
