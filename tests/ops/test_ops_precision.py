@@ -5,6 +5,8 @@ T tokens · d hidden_size · n intermediate_size · E experts · K experts per t
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import tilemoe
 from tilemoe import config, reference
 from tilemoe.activations import REGISTRY
 from tilemoe.plan import experts_of_rows
+from tilemoe.runtime import tracing
 from tilemoe.testing import relative_error
 
 T, D, N, E, K = 96, 256, 128, 8, 2
@@ -220,6 +223,39 @@ def test_where_it_is_not_had_it_is_the_layers_own_dtype() -> None:
     plain = tilemoe.MoE(tilemoe.MoEConfig(96, 64, 4, 2))
     plain.load_state_dict(layer.state_dict())
     assert torch.equal(layer(x)[0], plain(x)[0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("d", "dtype", "said"),
+    [
+        (
+            96,
+            torch.float32,
+            r"experts in torch\.float32 by torch, not in FP8 \(d is not a multiple of 128\): change that",
+        ),
+        (96, torch.bfloat16, r"experts in torch\.bfloat16 by torch, not in FP8 \(d is not a multiple of 128\)"),
+        (128, torch.float64, r"experts in torch\.float64 by torch, not in FP8 \(fp64 is not quantised\)"),
+        (128, torch.float16, r"experts in torch\.float16 by torch_fp8, .* emulated, not faster"),
+    ],
+)
+def test_fp8_that_is_not_had_is_said_once(d: int, dtype: torch.dtype, said: str, compiled: bool) -> None:
+    """For all layers, all steps and backward, eager or in one graph."""
+    tracing._warn.cache_clear()
+    torch._dynamo.reset()
+    layers = [tilemoe.MoE(tilemoe.MoEConfig(d, 128, 4, 2, precision="fp8"), dtype=dtype) for _ in range(2)]
+    run = [torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer for layer in layers]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for tokens in (8, 12, 16):
+            x = torch.randn(tokens, d, dtype=dtype)
+            for layer in run:
+                x = layer(x).hidden
+            x.sum().backward()
+        tilemoe.select_kernels("cpu", dtype, layers[0].cfg)  # who asks is not warned
+    (message,) = [str(each.message) for each in caught if "precision='fp8'" in str(each.message)]
+    assert re.match(f"precision='fp8': {said}", message)
+    assert "\n" not in message
 
 
 def test_a_layer_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

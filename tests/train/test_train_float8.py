@@ -1,6 +1,8 @@
 """``train.dense_precision="fp8"``: what multiplies in FP8, how near its losses are, that checkpoints do not know."""
 
+import json
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from tilemoe.kernels.choose import choose_projections
 from tilemoe.layers.attention import Attention
 from tilemoe.layers.float8 import quantize_projections
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.runtime import tracing
+from tilemoe.runtime.device import has_fast_gemm
 from tilemoe.train.checkpoints.restore import build_model, restore
 from tilemoe.train.config import LoRAConfig, Recipe
 from tilemoe.train.run import train
@@ -111,6 +115,35 @@ def test_compiled_steps_on_a_gpu_are_near(recipe: Recipe, tmp_path: Path) -> Non
     found, expected = losses(tmp_path / "fp8"), losses(tmp_path / "plain")
     assert found != expected
     assert found == pytest.approx(expected, rel=NEAR)
+
+
+@pytest.mark.parametrize(
+    ("width", "said"),
+    [
+        (128, "in fp8: torch_fp8, FP8 is asked for; on a CPU it is emulated, not faster"),
+        (64, "in {dtype}: torch, not in FP8 (n is not a multiple of 128): change that, or set precision='bf16'; "),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_says_once_at_its_start_which_kernels_serve_and_result_json_too(
+    recipe: Recipe, width: int, said: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracing._warn.cache_clear()
+    assert recipe.model.moe is not None
+    model = replace(recipe.model, moe=replace(recipe.model.moe, intermediate_size=width, precision="fp8"))
+    settings = replace(recipe.train, steps=1, precision=precision, dense_precision="fp8")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(replace(recipe, model=model, train=settings))
+    assert not [each for each in caught if "fp8" in str(each.message).lower()]
+    has_bf16 = precision == "bf16" and has_fast_gemm("cpu", torch.bfloat16)
+    said = said.format(dtype="bfloat16" if has_bf16 else "float32")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "FP8" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith(f"experts, d=128, n={width}, {said}")
+    assert lines[1].startswith("attention's projections: torchao, FP8 is asked for; it is emulated here")
+    kernels = json.loads((Path(recipe.train.out_dir) / "result.json").read_bytes())["kernels"]
+    assert [f"{what}: {its['name']}, {its['reason']}" for what, its in kernels.items()] == lines
 
 
 @pytest.mark.dist

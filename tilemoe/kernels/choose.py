@@ -47,7 +47,7 @@ _SERVES: MappingProxyType[str, str] = MappingProxyType(
 )
 _WHY_FP8: MappingProxyType[str, str] = MappingProxyType(
     {
-        "torch_fp8": "FP8 is asked for; it is no faster than the layer's own dtype here",
+        "torch_fp8": "FP8 is asked for; on a CPU it is emulated, not faster",
         "hopper_fp8": "FP8 is asked for, and the GPU has compute capability 9.0",
     }
 )
@@ -124,18 +124,21 @@ def choose_experts(
             name = "torch_fp8" if device.type == "cpu" else "hopper_fp8"
             return Choice(name, backend_named(name), _WHY_FP8[name])
         chosen = choose_experts(device, dtype, widths)
-        return Choice(chosen.name, chosen.impl, f"not in FP8 ({why_not}); {chosen.reason}")
+        reason = f"not in FP8 ({why_not}): change that, or set precision='bf16'; {chosen.reason}"
+        return Choice(chosen.name, chosen.impl, reason)
     return _experts_on(device, dtype, why_widths_unsupported(*widths))
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
     """Why no backend computes in FP8 here; None if one does. torch.compile can trace it, with symbolic widths."""
-    if device.type == "cpu":
-        return why_not_quantized(dtype, *widths)
-    chosen = choose_experts(device, dtype, widths)
-    if chosen.name != "hopper":
+    why = why_not_quantized(dtype, *widths)
+    if why is not None or device.type == "cpu":
+        return why
+    if dtype == torch.float32:
+        return f"FP8 kernels give bfloat16 and float16, not {dtype}"
+    if choose_experts(device, dtype, widths).name != "hopper":
         return "of the FP8 kernels those for Hopper alone are measured; kernels='triton_fp8' is there to try"
-    return why_not_quantized(dtype, *widths)
+    return None
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:

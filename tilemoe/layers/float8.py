@@ -10,6 +10,7 @@ from torch import nn
 
 from tilemoe.kernels.choose import choose_projections
 from tilemoe.layers.attention import Attention
+from tilemoe.runtime.tracing import warn_once
 
 # One scale per tensor: the fastest of torchao's recipes, and the one that still gains at widths below 2048.
 _RECIPE = "tensorwise"
@@ -27,12 +28,15 @@ def quantize_projections(model: nn.Module, device: torch.device) -> None:
     """Make the four projections of every `Attention` of ``model`` compute in FP8 on ``device``, in place.
 
     Parameters keep their dtype, device and names. On a GPU without FP8 nothing changes
-    (`tilemoe.kernels.choose.choose_projections` says why); a CPU emulates the FP8 numbers in fp32.
+    (`tilemoe.kernels.choose.choose_projections` says why); a CPU emulates the FP8 numbers in fp32. A warning says both.
 
     ValueError: torchao is not installed.
     """
     require_torchao()
-    if choose_projections(device).name != "torchao":
+    chosen = choose_projections(device)
+    if chosen.name != "torchao" or device.type == "cpu":
+        warn_once(f"attention's projections: {chosen.name}, {chosen.reason}")
+    if chosen.name != "torchao":
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

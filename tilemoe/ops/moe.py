@@ -22,7 +22,7 @@ from tilemoe.ops import experts as expert_ops
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.operator import is_differentiable
 from tilemoe.runtime.tensors import require_tensors
-from tilemoe.runtime.tracing import autocast_dtype
+from tilemoe.runtime.tracing import autocast_dtype, warn_once
 
 
 def moe(
@@ -52,7 +52,7 @@ def moe(
     ``kernels``: a `Backend`, or the name that one is registered by; None chooses by device, dtype and shape.
     ``precision="fp8"`` quantises the operands of the up and down projections, of their dgrads (F1, F2, B1, B3) and of
     wide layers' weight gradients (B2, B4) to e4m3 where a backend can (`select_kernels` says), and is "bf16", operands
-    as they are, where none can; with ``kernels`` it is a ValueError there.
+    as they are, where none can, which a warning says once; with ``kernels`` it is a ValueError there.
     ``save="fp8"`` keeps h, the pre-activation (rows, 2n or n), between forward and backward in e4m3, with a scale for
     each 128 elements of a row, whose width must be a multiple of 128: o has the same bits, and the gradients are those
     of the quantised h. Not with ``recompute``, in fp64, or on a GPU below compute capability 8.9.
@@ -109,7 +109,10 @@ def backend_for(kernels: str | Backend | None, like: Tensor, widths: Sequence[in
     ValueError: the named backend computes in another precision, or cannot compute in FP8 for these operands.
     """
     if kernels is None:
-        return choose_experts(like.device, like.dtype, widths, precision).impl
+        chosen = choose_experts(like.device, like.dtype, widths, precision)
+        if precision == "fp8" and chosen.name != "hopper_fp8":  # it is not served, or emulated
+            warn_once(f"precision='fp8': experts in {like.dtype} by {chosen.name}, {chosen.reason}")
+        return chosen.impl
     backend = backend_of(kernels)
     computes_in = type(backend).precision  # of the class, which torch.compile treats as a constant
     if computes_in != precision:

@@ -6,9 +6,6 @@ r rows of an expert after rounding
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -18,7 +15,7 @@ from tilemoe.ops import rounding as rounding_ops
 from tilemoe.ops.router import constant_scale
 from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.runtime.tensors import require_generator
-from tilemoe.runtime.tracing import constant_when_traced, is_in_backward, specialised
+from tilemoe.runtime.tracing import is_in_backward, specialised, warn_once
 
 _DRAWING = ("stochastic", "nearest_score")
 _MAX_ROWS = 2**30  # kernels compute row numbers up to one block further, in int32
@@ -33,7 +30,10 @@ def rounds(cfg: MoEConfig, num_tokens: int, training: bool) -> bool:
         return False
     if num_tokens >= cfg.rounding.tile:
         return True
-    _warn_of_few_tokens(cfg.rounding.tile)
+    warn_once(
+        f"rounding.tile = {cfg.rounding.tile} is larger than the number of tokens: such batches are routed by plain "
+        "top-K; lower the tile or raise the tokens of a batch"
+    )
     return False
 
 
@@ -132,18 +132,3 @@ def _scores_of_rows(
     expert_of_row = experts_of_rows(row_start, rows)  # E past R
     scores = carried.reshape(-1)[token_of_row.long() * (experts + 1) + expert_of_row]
     return scores.masked_fill(rows >= row_start[-1], 0.0)
-
-
-@constant_when_traced  # a warning is given while tracing, or never
-def _warn_of_few_tokens(tile: int) -> None:
-    _warn_once(tile)
-
-
-@cache
-def _warn_once(tile: int) -> None:
-    warnings.warn(
-        f"rounding.tile = {tile} is larger than the number of tokens: such batches are routed by plain top-K; "
-        "lower the tile or raise the tokens of a batch",
-        UserWarning,
-        stacklevel=5,
-    )

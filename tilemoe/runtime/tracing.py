@@ -5,8 +5,10 @@ A leaf: it imports nothing of the package.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,6 +26,17 @@ def constant_when_traced(function: Callable[P, Out]) -> Callable[P, Out]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_when_traced  # a warning is given while tracing, or never
+def warn_once(message: str) -> None:
+    """A `UserWarning` that each process gives once."""
+    _warn(message)
+
+
+@cache
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=5)
 
 
 def specialised(*numbers: Any) -> tuple[Any, ...]:

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from tilemoe.data import Mixture, Prepared
 from tilemoe.data.shards import read_index
+from tilemoe.kernels.choose import Choice, choose_experts, choose_projections
 from tilemoe.layers.experts import Experts, accumulate_grads
+from tilemoe.layers.lora import LoRAExperts
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.expert import rows_of_experts
@@ -125,6 +127,21 @@ class Trainer:
     def lacks_bf16(self) -> bool:
         """Whether what is to compute in bf16 computes in fp32, because the CPU has no bf16."""
         return self._wants_autocast and not has_fast_gemm(self.device.type, torch.bfloat16)
+
+    def kernels(self) -> dict[str, Choice[Any]]:
+        """What computes each distinct shape of experts, and attention's projections where FP8 is asked for, and why."""
+        dtype = torch.bfloat16 if self.recipe.train.precision == "bf16" and not self.lacks_bf16 else torch.float32
+        found: dict[str, Choice[Any]] = {}
+        for layer in self.model.modules():
+            if isinstance(layer, Experts):
+                widths = [layer.cfg.hidden_size, layer.cfg.intermediate_size]
+                widths += [layer.rank] if isinstance(layer, LoRAExperts) else []
+                choice = choose_experts(self.device, dtype, widths, layer.cfg.precision)
+                precision = "fp8" if choice.impl.precision == "fp8" else str(dtype).removeprefix("torch.")
+                found[f"experts, d={widths[0]}, n={widths[1]}, in {precision}"] = choice
+        if self.recipe.train.dense_precision == "fp8":
+            found["attention's projections"] = choose_projections(self.device)
+        return found
 
     def _keeps_sums(self) -> bool:
         """Whether experts have gradients of which each micro-batch finds, in fp32, the sum of those before it."""

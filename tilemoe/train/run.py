@@ -8,6 +8,7 @@ import json
 import platform
 import signal
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ import tilemoe
 from tilemoe.config import to_dict
 from tilemoe.data import Mixture, PackedDocuments, Prepared
 from tilemoe.data.files import owned_folder, write_atomic
-from tilemoe.kernels.choose import choose_projections
 from tilemoe.models.flops import flops_per_token
 from tilemoe.runtime.deterministic import repeatable
 from tilemoe.train.checkpoints.distributed import verify_by_first_rank
@@ -147,7 +147,8 @@ def train(
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
     seed_process(recipe.train.seed, job, 0)
-    with contextlib.ExitStack() as stack:
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.filterwarnings("ignore", message=r"precision='fp8'|attention's projections")  # `_fit` says both
         if recipe.train.deterministic:
             stack.enter_context(repeatable())
         try:
@@ -179,9 +180,8 @@ def _fit(trainer: Trainer, reporter: Reporter, stop_requested: StopRequest) -> R
     recipe, run_dir = trainer.recipe, trainer.run_dir
     parameters = sum(p.numel() for p in trainer.model.parameters())
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    if recipe.train.dense_precision == "fp8":
-        projections = choose_projections(trainer.device)
-        reporter.say(f"attention's projections: {projections.name}, {projections.reason}")
+    for what, choice in trainer.kernels().items():
+        reporter.say(f"{what}: {choice.name}, {choice.reason}")
     if trainer.lacks_bf16:
         reporter.say("precision: fp32, because this CPU has no instructions for bf16")
     job = trainer.job
@@ -367,6 +367,7 @@ def _result(trainer: Trainer, evaluation: Evaluation, parameters: int) -> dict[s
         "flops_per_token": flops_per_token(recipe.model, recipe.data.seq_len, is_frozen=recipe.lora is not None),
         "recipe": to_dict(recipe),
         "versions": {"tilemoe": tilemoe.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "kernels": {what: {"name": choice.name, "reason": choice.reason} for what, choice in trainer.kernels().items()},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",
         "processes": trainer.job.world_size,
         "threads": torch.get_num_threads(),
