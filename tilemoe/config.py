@@ -68,6 +68,8 @@ class RouterConfig:
         bias: the router's linear map has a trainable bias (gpt-oss).
         aux_loss_coef: coefficient of Switch's load-balancing loss (arXiv 2101.03961, equation 4); 0 disables it.
         z_loss_coef: coefficient of the router z-loss (arXiv 2202.08906, equation 5); 0 disables it.
+        aux_loss_over: a model has the sum of each "layer"'s balancing loss, or one "model"-wide, as in transformers.
+        add_aux_loss: whether `DecoderLM` returns these losses if given labels, as transformers' output_router_logits.
 
     Raises:
         ValueError: a setting is out of range, or two contradict each other; the message names them.
@@ -89,6 +91,8 @@ class RouterConfig:
     bias: bool = False
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
+    aux_loss_over: Literal["layer", "model"] = "layer"
+    add_aux_loss: bool = True
 
     def __post_init__(self) -> None:
         require_fields("router.", self, at_least={"num_groups": 1, "top_groups": 1}, positive=("scale",))

@@ -31,7 +31,7 @@ from tilemoe.models.hf_config import config_from_hf, hf_config_dict
 from tilemoe.models.huggingface import load_hf, save_hf, to_hf_state_dict
 from tilemoe.testing import assert_equal
 
-ROUTER = RouterConfig(aux_loss_coef=0.01)
+ROUTER = RouterConfig(aux_loss_coef=0.01, aux_loss_over="model")
 CONFIG = tiny_model(
     vocab_size=53, hidden_size=32, head_dim=16, max_seq_len=32,
     moe=MoEConfig(32, 24, 6, 2, router=ROUTER, initializer_range=0.2), dense_intermediate_size=40, rope_theta=500.0,
@@ -46,7 +46,7 @@ VARIANTS = {
     "all experts": replace(CONFIG, dense_layers=(), dense_intermediate_size=0),
     "dense": replace(CONFIG, moe=None, dense_layers=()),
     "interleaved": replace(CONFIG, moe=replace(MOE, gate_up="interleaved")),
-    "not normalised": replace(CONFIG, moe=replace(MOE, router=RouterConfig(normalize=False))),
+    "not normalised": replace(CONFIG, moe=replace(MOE, router=replace(ROUTER, normalize=False))),
     "softmax of the kept": replace(CONFIG, moe=replace(MOE, router=KEPT)),
 }
 
@@ -226,6 +226,8 @@ def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
         with raises_one_line(message):
             load_hf(tmp_path / "model")
 
+    refused(f"folder {tmp_path / 'model'}: no such folder")
+    (tmp_path / "model").mkdir()
     refused("config.json cannot be read")
     save_hf(make(), tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
@@ -331,12 +333,16 @@ def test_wrong_tensors_are_named() -> None:
 @pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES])
 def test_a_random_transformers_model_gives_the_same_logits_loss_and_gradients(name: str) -> None:
     hf, tokens = transformers_model(name), batch()
+    if name != "dense":  # whose tuple of router logits is empty, and transformers takes its first
+        hf.config.output_router_logits = True
     config = VARIANTS[name] if name in VARIANTS else config_from_hf(hf.config.to_dict())
     ours = DecoderLM(config)
     ours.load_state_dict(our_weights(hf, config))
     assert count_parameters(config) == hf.num_parameters() == sum(p.numel() for p in ours.parameters())
     torch.testing.assert_close(ours(tokens).logits, hf(tokens).logits, rtol=1e-4, atol=1e-5)
-    loss, hf_loss = ours(tokens[:, :-1], tokens[:, 1:]).loss, hf(tokens, labels=tokens).loss
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    out, hf_loss = ours(tokens, labels), hf(tokens, labels=tokens).loss
+    loss = out.loss + out.aux_loss
     torch.testing.assert_close(loss, hf_loss, rtol=1e-6, atol=1e-6)
     loss.backward()
     hf_loss.backward()

@@ -5,6 +5,7 @@ T tokens · E experts · K experts per token · P pairs
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
 from tilemoe.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan, experts_of_rows
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.topk import Routing, route
+from tilemoe.routing.topk import Routing, aux_loss_of_layers, route
 
 
 def assert_plan(plan: RoutingPlan, token: list[int], expert: list[int], num_tokens: int, num_experts: int) -> None:
@@ -220,6 +221,23 @@ def assert_loss_of_the_whole_batch(first_of_rank_1: int) -> None:
     torch.testing.assert_close(mean, expected.detach().float())
     (expected_grad,) = torch.autograd.grad(expected, whole)
     torch.testing.assert_close(grad / RANKS, expected_grad[mine])
+
+    over_model = replace(CFG, router=replace(CFG.router, aux_loss_over="model"))
+    again = route(local, over_model, token_mask=mask[mine])
+    torch.testing.assert_close(again.aux_loss, loss)
+    torch.testing.assert_close(torch.autograd.grad(again.aux_loss, local)[0], grad)
+    assert_mean_over_two_layers(over_model, mine, logits, mask)
+
+
+def assert_mean_over_two_layers(cfg: MoEConfig, mine: slice, logits: Tensor, mask: Tensor) -> None:
+    """The mean over the ranks of one loss of two layers is that of the whole batch."""
+    whole = [logits, logits.flip(1)]
+    parts = [route(each[mine], cfg, token_mask=mask[mine]).statistics for each in whole]
+    mean = aux_loss_of_layers(torch.stack([part for part in parts if part is not None]), cfg.router)
+    dist.all_reduce(mean)
+    of_all = [route(each, cfg, token_mask=mask, training=False).statistics for each in whole]
+    expected = aux_loss_of_layers(torch.stack([part for part in of_all if part is not None]), cfg.router)
+    torch.testing.assert_close(mean / RANKS, expected)
 
 
 def check_loss_of_equal_shares() -> None:

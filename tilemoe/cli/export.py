@@ -38,6 +38,7 @@ def run(arguments: Sequence[str]) -> None:
     from safetensors import SafetensorError
 
     from tilemoe.data.files import staged_folder
+    from tilemoe.models.hf_config import export_line
     from tilemoe.train.checkpoints.folder import write_sums
     from tilemoe.train.checkpoints.restore import restore
 
@@ -50,6 +51,8 @@ def run(arguments: Sequence[str]) -> None:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--out {out}: cannot be written ({error}); make room or choose another") from error
     print(f"exported {restored.checkpoint.path} to {out}")
+    if not options.adapter and (line := export_line(restored.model.config)):
+        print(f"note: {line}")
 
 
 def _write_weights(restored: Restored, folder: Path, *, is_adapter: bool) -> None:

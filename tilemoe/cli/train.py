@@ -13,6 +13,7 @@ from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
 from tilemoe.config import ModelConfig, ParallelConfig, TokenRounding
 from tilemoe.models.folder import find_folder
+from tilemoe.models.hf_config import import_line
 from tilemoe.train.config import (
     DataConfig,
     LoRAConfig,
@@ -76,6 +77,8 @@ def _run(arguments: Sequence[str], job: Job) -> None:
         print(none_yet if checkpoint is None else f"resuming from {checkpoint.path}")
     if job.is_first and init_from is not None and checkpoint is None:
         print(f"starting from the weights in {init_from}")
+    if job.is_first and (line := import_line(recipe.model)):
+        print(f"note: {line}")
     is_theirs = bool(resume) and known.recipe is None and not _is_given("--data.cache-dir", overrides)
     result = train(recipe, checkpoint, job, init_from, default_cache_dir() if is_theirs else None)
     if isinstance(result, Stopped):

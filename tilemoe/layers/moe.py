@@ -37,6 +37,7 @@ class MoEOutput(NamedTuple):
         expert_ids: (T, K) int32, each token's top-K experts before token rounding, or the replayed ones; E for a token
             that the mask leaves out. Pass them to `MoE.forward` to replay the routing. None where a custom router's
             `Routing` has none
+        statistics: (2E + 1,) fp32 for one loss of all layers, if ``cfg.router.aux_loss_over`` is "model"; see `Routing`
 
     Examples:
         >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
@@ -51,6 +52,7 @@ class MoEOutput(NamedTuple):
     router_logits: Tensor | None
     pairs_per_expert: Tensor
     expert_ids: Tensor | None = None
+    statistics: Tensor | None = None
 
 
 class MoE(nn.Module):
@@ -205,7 +207,7 @@ class MoE(nn.Module):
         pairs = counts if routing.pairs_per_expert is None else routing.pairs_per_expert
         if x.ndim != 2:  # no view: an in-place change of a view would drop FSDP2's hook on the layer's output
             hidden = torch.ops.aten._unsafe_view.default(hidden, x.shape)
-        return MoEOutput(hidden, routing.aux_loss, counts, logits, pairs, routing.expert_ids)
+        return MoEOutput(hidden, routing.aux_loss, counts, logits, pairs, routing.expert_ids, routing.statistics)
 
     def _shared_output(self, x: Tensor, shared: MLP) -> Tensor:
         """The shared expert's output (T, d), times the sigmoid of each token's gate if there is one."""

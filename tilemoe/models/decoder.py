@@ -27,7 +27,7 @@ from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.ops.moe import check_options
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.replay import RoutingRecord
-from tilemoe.routing.topk import router_entropy
+from tilemoe.routing.topk import aux_loss_of_layers, router_entropy
 from tilemoe.runtime.operator import refuse_transforms
 from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
 from tilemoe.runtime.tracing import can_be_read
@@ -39,7 +39,8 @@ class LMOutput(NamedTuple):
     Attributes:
         loss: scalar, mean cross-entropy in nats over the labels that are not -100, without auxiliary losses; fp32, fp64
             for an fp64 model; None without labels
-        aux_loss: fp32 scalar, summed over the layers, coefficients applied; 0 if there are none
+        aux_loss: fp32 scalar of all layers, as ``config.moe.router.aux_loss_over`` says, coefficients applied; 0 if
+            there are none, and with labels where ``add_aux_loss`` is False there
         logits: (B, S, V); None when labels were given
         tokens_per_expert: (L, E) int32, rows that are computed; (0, 0) for a dense model
         pairs_per_expert: (L, E) int32, pairs before rounding
@@ -58,8 +59,8 @@ class BlockOutput(NamedTuple):
     """What a block returns; all but hidden are None for a dense block, and the entropy is None in evaluation.
 
     hidden (B, S, d) · aux_loss () fp32 · tokens_per_expert (E,), rows that are computed · pairs_per_expert (E,), pairs
-    before rounding · router_entropy () fp32 · expert_ids (B*S, K). Flat, because activation checkpointing does not look
-    into nested tuples.
+    before rounding · router_entropy () fp32 · statistics (2E + 1,), see `MoEOutput` · expert_ids (B*S, K). Flat,
+    because activation checkpointing does not look into nested tuples.
     """
 
     hidden: Tensor
@@ -67,6 +68,7 @@ class BlockOutput(NamedTuple):
     tokens_per_expert: Tensor | None
     pairs_per_expert: Tensor | None
     router_entropy: Tensor | None
+    statistics: Tensor | None
     expert_ids: Tensor | None
 
 
@@ -131,13 +133,13 @@ class Block(nn.Module):
         x = x + self._attend(self.attention_norm(x), angles, cache, documents)
         normed = self.mlp_norm(x)
         if not isinstance(self.mlp, MoE):
-            return BlockOutput(x + self.mlp(normed), None, None, None, None, None)
+            return BlockOutput(x + self.mlp(normed), None, None, None, None, None, None)
         out = self.mlp(normed, expert_ids=expert_ids)
         entropy = None
         if self.training and out.router_logits is not None:
             entropy = router_entropy(out.router_logits, self.mlp.cfg.router)
-        hidden = x + out.hidden
-        return BlockOutput(hidden, out.aux_loss, out.tokens_per_expert, out.pairs_per_expert, entropy, out.expert_ids)
+        routed = (out.tokens_per_expert, out.pairs_per_expert, entropy, out.statistics)
+        return BlockOutput(x + out.hidden, out.aux_loss, *routed, out.expert_ids)
 
     def compile_body(self, backend: str) -> None:
         """torch.compile the computation of `forward`, inside checkpointing and inside hooks such as FSDP's."""
@@ -256,6 +258,8 @@ class DecoderLM(nn.Module):
         routed = _of_layers(layers, hidden.device)
         if labels is None:
             return LMOutput(None, aux_loss, F.linear(hidden, self._head_weight()), *routed)
+        if self.config.moe is not None and not self.config.moe.router.add_aux_loss:
+            aux_loss = torch.zeros_like(aux_loss)
         loss = chunked_cross_entropy(hidden.flatten(0, 1), self._head_weight(), labels.flatten())
         return LMOutput(loss, aux_loss, None, *routed)
 
@@ -304,7 +308,7 @@ class DecoderLM(nn.Module):
         expert_ids: Tensor | None,
         record: RoutingRecord | None,
     ) -> tuple[Tensor, Tensor, list[Sequence[Tensor | None]]]:
-        """(normalised hidden (B, S, d), auxiliary loss (), counts, pairs and entropy of each MoE block)."""
+        """(normalised hidden (B, S, d), auxiliary loss (), counts, pairs, entropy and statistics of each MoE block)."""
         config, start = self.config, 0 if cache is None else cache.length
         hidden = self.embed(input_ids)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -324,6 +328,9 @@ class DecoderLM(nn.Module):
                 layers.append(routed)  # not the whole output, which would keep the hidden states
                 if record is not None:
                     record.add(number, chosen)
+        statistics = [of_layer for *_, of_layer in layers if of_layer is not None]
+        if config.moe is not None and statistics and len(statistics) == len(layers):  # a custom router may have none
+            aux_loss = aux_loss_of_layers(torch.stack(statistics), config.moe.router)
         return self.norm(hidden), aux_loss, layers
 
     def _head_weight(self) -> Tensor:
@@ -404,7 +411,7 @@ def _of_layers(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Ten
     if not layers:
         none = torch.zeros(0, 0, dtype=torch.int32, device=device)
         return none, none, torch.zeros(0, device=device)
-    counts, pairs, entropies = zip(*layers, strict=True)
+    counts, pairs, entropies, _ = zip(*layers, strict=True)
     known = [entropy for entropy in entropies if entropy is not None]
     entropy = torch.stack(known) if len(known) == len(layers) else torch.zeros(len(layers), device=device)
     return torch.stack(counts), torch.stack(pairs), entropy

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tilemoe.config import MoEConfig, RouterConfig
-from tilemoe.models.hf_config import layer_from_hf, layers_without_experts, number, require_countable
+from tilemoe.models.hf_config import flag, layer_from_hf, layer_numbers, layers_without_experts, num_layers, number
 from tilemoe.models.sizes import Mixer, ModelSizes, attention
 
 Settings = Mapping[str, Any]
@@ -37,8 +37,7 @@ def sizes_from_hf(data: Settings) -> ModelSizes:
     if family is None:
         names = ", ".join(map(repr, FAMILIES))
         raise ValueError(f"config.json: model_type must be one of {names}; got {text.get('model_type')!r}")
-    layers = _size(text, "num_hidden_layers")
-    require_countable(layers)
+    layers = num_layers(text)
     dense = _dense_layers(text, layers)
     mixers = family(text, layers)
     return ModelSizes(
@@ -49,7 +48,7 @@ def sizes_from_hf(data: Settings) -> ModelSizes:
         moe=None if dense == layers else _experts(text),
         num_dense_layers=dense,
         dense_intermediate_size=_size(text, _DENSE_WIDTH.get(text["model_type"], "intermediate_size")) if dense else 0,
-        tie_embeddings=bool(text.get("tie_word_embeddings", False)),
+        tie_embeddings=flag(text, "tie_word_embeddings"),
         vectors=_vectors(text, layers - dense),
     )
 
@@ -72,7 +71,7 @@ def _experts(data: Settings) -> MoEConfig:
 def _vectors(data: Settings, moe_layers: int) -> int:
     """`ModelSizes.vectors`: biases of the last norm and the head, or balancing biases that are parameters."""
     if data["model_type"] == "phimoe":
-        return _size(data, "hidden_size") + (_size(data, "vocab_size") if data.get("lm_head_bias", False) else 0)
+        return _size(data, "hidden_size") + (_size(data, "vocab_size") if flag(data, "lm_head_bias") else 0)
     return moe_layers * _size(data, "moe_num_experts") if data["model_type"] == "ernie4_5_moe" else 0
 
 
@@ -82,8 +81,9 @@ def _dense_layers(data: Settings, layers: int) -> int:
     if kinds is not None:
         return _of_names(data, "mlp_layer_types", layers, ("dense", "sparse")).count("dense")
     if kind == "llama4_text":
-        listed, step = data.get("moe_layers"), _size(data, "interleave_moe_layer_step", 1)
-        with_experts = listed if isinstance(listed, list) else range(step - 1, layers, step)
+        step = _size(data, "interleave_moe_layer_step", 1)
+        every = range(step - 1, layers, step)
+        with_experts = every if data.get("moe_layers") is None else layer_numbers(data, "moe_layers")
         return sum(layer not in with_experts for layer in range(layers))
     if kind == "ernie4_5_moe":
         first, last = number(data, "moe_layer_start_index", int, 1), number(data, "moe_layer_end_index", int, -1)
@@ -103,13 +103,13 @@ def _plain(data: Settings, layers: int, **settings: Any) -> list[Mixer]:
     """Mixers of Mixtral and Granite; ``settings`` go to `_softmax`."""
     sliding = data.get("sliding_window") if data["model_type"] in ("mixtral", "phimoe") else None
     window = None if sliding is None else _size(data, "sliding_window")
-    biased = bool(data.get("attention_bias", False))
+    biased = flag(data, "attention_bias")
     return [_softmax(data, **{"qkv_bias": biased, "o_bias": biased, **settings}, window=window)] * layers
 
 
 def _qwen2(data: Settings, layers: int) -> list[Mixer]:
     _refuse_windows(data)
-    return _plain(data, layers, qkv_bias=bool(data.get("qkv_bias", True)), o_bias=False)
+    return _plain(data, layers, qkv_bias=flag(data, "qkv_bias", True), o_bias=False)
 
 
 def _qwen3(data: Settings, layers: int) -> list[Mixer]:
@@ -118,7 +118,7 @@ def _qwen3(data: Settings, layers: int) -> list[Mixer]:
 
 
 def _ernie(data: Settings, layers: int) -> list[Mixer]:
-    if data.get("use_bias"):
+    if flag(data, "use_bias"):
         raise ValueError("config.json: use_bias must be False, got True; no other is planned")
     return _plain(data, layers, qkv_bias=False, o_bias=False)
 
@@ -134,19 +134,19 @@ def _llama4(data: Settings, layers: int) -> list[Mixer]:
     names = ("chunked_attention", "full_attention")
     kinds = _layer_types(data, layers, names, lambda layer: (layer + 1) % every == 0)
     full = _plain(data, 1)[0]
-    normed = _softmax(data, qkv_bias=False, o_bias=False, norms="head").kept if data.get("use_qk_norm", True) else 0
+    normed = _softmax(data, qkv_bias=False, o_bias=False, norms="head").kept if flag(data, "use_qk_norm", True) else 0
     chunked = replace(full, kept=max(full.kept, normed), chunk=_size(data, "attention_chunk_size", 8192))
     return [full if kind == "full_attention" else chunked for kind in kinds]
 
 
 def _glm4(data: Settings, layers: int) -> list[Mixer]:
-    return _plain(data, layers, norms="head" if data.get("use_qk_norm", False) else "none", o_bias=False)
+    return _plain(data, layers, norms="head" if flag(data, "use_qk_norm") else "none", o_bias=False)
 
 
 def _gpt_oss(data: Settings, layers: int) -> list[Mixer]:
     """Every other layer, the first among them, sees a window of keys. Each head has a logit for attending to no key."""
     kinds = _layer_types(data, layers, ("sliding_attention", "full_attention"), lambda layer: layer % 2)
-    biased = bool(data.get("attention_bias", True))
+    biased = flag(data, "attention_bias", True)
     return [
         _softmax(
             data,
@@ -164,7 +164,7 @@ def _qwen3_next(data: Settings, layers: int) -> list[Mixer]:
     every = _size(data, "full_attention_interval", 4)
     names = ("linear_attention", "full_attention")
     kinds = _layer_types(data, layers, names, lambda layer: (layer + 1) % every == 0)
-    biased = bool(data.get("attention_bias", False))
+    biased = flag(data, "attention_bias")
     full = _softmax(data, qkv_bias=biased, o_bias=biased, norms="head")
     gate = _size(data, "num_attention_heads") * _head_dim(data)
     full = replace(
@@ -201,7 +201,7 @@ def _latent(data: Settings, layers: int) -> list[Mixer]:
     q_latent = 0 if queries is None else _size(data, "q_lora_rank")
     to_queries = (d + heads * qk) * q_latent if q_latent else d * heads * qk
     to_values = d * (latent + rope) + latent * heads * (qk - rope + values)
-    biases = (q_latent + latent + rope + d) if data.get("attention_bias", False) else 0
+    biases = (q_latent + latent + rope + d) if flag(data, "attention_bias") else 0
     mixer = Mixer(
         matrices=to_queries + to_values + heads * values * d,
         vectors=q_latent + latent + biases,
@@ -274,7 +274,7 @@ def _of_names(data: Settings, setting: str, layers: int, names: Sequence[str]) -
 
 
 def _refuse_windows(data: Settings) -> None:
-    if data.get("use_sliding_window"):
+    if flag(data, "use_sliding_window"):
         raise ValueError("config.json: use_sliding_window must be False, got True; no other is planned")
 
 

@@ -12,6 +12,7 @@ from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 
 Number = TypeVar("Number", int, float)
 _MOST_LAYERS = 100_000
+IN_BF16 = "give the model in bf16, or as transformers dequantises it (model.dequantize()) and saves it"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def hf_config_dict(config: ModelConfig) -> dict[str, Any]:
         architecture.num_experts: moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_tok,
         "router_aux_loss_coef": moe.router.aux_loss_coef,
-        "output_router_logits": False,
+        "output_router_logits": moe.router.add_aux_loss and moe.router.aux_loss_coef > 0,
         **_settings_of_its_own(architecture, config, moe),
     }
 
@@ -102,7 +103,7 @@ def _settings_of_its_own(architecture: Architecture, config: ModelConfig, moe: M
         "intermediate_size": config.dense_intermediate_size or moe.intermediate_size,
         "use_sliding_window": False,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.is_moe_layer(layer)],
+        "mlp_only_layers": sorted(set(config.dense_layers if config.moe else range(config.num_layers))),
     }
 
 
@@ -123,6 +124,9 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
     if architecture is None:
         names = ", ".join(map(repr, known))
         raise ValueError(f"config.json: model_type must be one of {names}; got {data.get('model_type')!r}")
+    if quantization := data.get("quantization_config"):
+        method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
+        raise ValueError(f"config.json: quantization_config is of {shown(method)}, not implemented; {IN_BF16}")
     rope = _rope(data)
     implemented = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "clip_qkv": None}
     if architecture.model_type == "mixtral":  # others may have a number here, which they do not use
@@ -131,8 +135,7 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         if data.get(name, value) != value:
             raise ValueError(f"config.json: {name} must be {value!r}, got {data[name]!r}; no other is implemented")
     _require_no_noise(data, architecture)
-    layers = number(data, "num_hidden_layers", int)
-    require_countable(layers)
+    layers = num_layers(data)
     dense = layers_without_experts(data, layers) if architecture.model_type == "qwen3_moe" else ()
     heads, width = number(data, "num_attention_heads", int), number(data, "hidden_size", int)
     std = number(data, "initializer_range", float, 0.02)
@@ -149,7 +152,7 @@ def config_from_hf(data: Mapping[str, Any]) -> ModelConfig:
         dense_layers=() if len(dense) == layers else dense,
         rope_theta=number(rope, "rope_theta", float, architecture.rope_theta),
         norm_eps=number(data, "rms_norm_eps", float, architecture.norm_eps),
-        tie_embeddings=bool(data.get("tie_word_embeddings", False)),
+        tie_embeddings=flag(data, "tie_word_embeddings"),
         initializer_range=std,
         qk_norm=architecture.qk_norm,
     )
@@ -171,15 +174,17 @@ def _require_no_noise(data: Mapping[str, Any], architecture: Architecture) -> No
 def _moe_from_hf(data: Mapping[str, Any], architecture: Architecture, width: int, std: float) -> MoEConfig:
     # Saved by some releases under the second name, which is an alias of the first.
     experts = "num_local_experts" if "num_local_experts" in data else "num_experts"
-    normalize = architecture.model_type == "mixtral" or bool(data.get("norm_topk_prob", False))
+    coefficient = number(data, "router_aux_loss_coef", float, architecture.aux_loss_coef)
     return MoEConfig(
         hidden_size=width,
         intermediate_size=number(data, architecture.expert_width, int),
         num_experts=number(data, experts, int),
         num_experts_per_tok=number(data, "num_experts_per_tok", int),
         router=RouterConfig(
-            normalize=normalize,
-            aux_loss_coef=number(data, "router_aux_loss_coef", float, architecture.aux_loss_coef),
+            normalize=architecture.model_type == "mixtral" or flag(data, "norm_topk_prob"),
+            aux_loss_coef=coefficient,
+            aux_loss_over="model",
+            add_aux_loss=flag(data, "output_router_logits") or coefficient == 0,
         ),
         initializer_range=std,
     )
@@ -199,18 +204,56 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def require_countable(layers: int) -> None:
+def import_line(config: ModelConfig) -> str | None:
+    """What whoever trains the model must know: that no auxiliary loss is added."""
+    if config.moe is None or config.moe.router.add_aux_loss or not config.moe.router.aux_loss_coef:
+        return None
+    return (
+        "training adds no auxiliary loss, as in transformers, whose output_router_logits is false for this model; set "
+        f"moe.router.add_aux_loss (--model.moe.router.add-aux-loss) to add {config.moe.router.aux_loss_coef:g} times it"
+    )
+
+
+def export_line(config: ModelConfig) -> str | None:
+    """How transformers' auxiliary loss differs from that of training here."""
+    router = RouterConfig() if config.moe is None else config.moe.router
+    summed = config.num_layers - config.num_dense_layers if router.aux_loss_over == "layer" else 1
+    if not router.z_loss_coef and (summed == 1 or not router.aux_loss_coef):
+        return None
+    return (
+        "transformers trains it otherwise: with one balancing loss of all layers, not their sum, and without z-loss; "
+        f"router_aux_loss_coef {summed * router.aux_loss_coef:g} in config.json is about as strong"
+    )
+
+
+def num_layers(data: Mapping[str, Any]) -> int:
     """ValueError if there are so many layers that a loop over them would take forever."""
-    if layers > _MOST_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS}")
+    layers = number(data, "num_hidden_layers", int)
+    if not 1 <= layers <= _MOST_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers must be at most {_MOST_LAYERS} and at least 1")
+    return layers
 
 
 def layers_without_experts(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The dense layers of Qwen's families: those in mlp_only_layers, and those that decoder_sparse_step skips."""
-    step, listed = number(data, "decoder_sparse_step", int, 1), data.get("mlp_only_layers") or []
-    if not isinstance(listed, list):
-        raise ValueError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
+    step, listed = number(data, "decoder_sparse_step", int, 1), layer_numbers(data, "mlp_only_layers")
     return tuple(layer for layer in range(layers) if layer in listed or step == 0 or (layer + 1) % step)
+
+
+def layer_numbers(data: Mapping[str, Any], name: str) -> frozenset[int]:
+    """The layers that the setting ``name`` lists; none if it is absent or null."""
+    listed = [] if data.get(name) is None else data[name]
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise ValueError(f"config.json: {name} must be a list of layers, got {shown(listed)}")
+    return frozenset(listed)
+
+
+def flag(data: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """The setting ``name``; ``default`` if it is absent or null."""
+    value = default if data.get(name) is None else data[name]
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: {name} must be true or false, got {shown(value)}")
+    return value
 
 
 def number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], default: Number | None = None) -> Number:
@@ -218,10 +261,12 @@ def number(data: Mapping[str, Any], name: str, kind: Callable[[Any], Number], de
     value = default if data.get(name) is None else data[name]
     if value is None:
         raise ValueError(f"config.json: {name} is missing")
-    try:
-        return kind(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"config.json: {name} must be a number, got {shown(value)}") from error
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) < 1e308:  # NaN, infinity, an integer that is no float
+        raise ValueError(f"config.json: {name} must be a number, got {shown(value)}")
+    if kind is int and value % 1:
+        raise ValueError(f"config.json: {name} must be an integer, got {shown(value)}")
+    return kind(value)
 
 
 def _require_expressible(architecture: Architecture, config: ModelConfig, moe: MoEConfig) -> None:

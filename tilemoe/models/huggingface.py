@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,13 +27,14 @@ from tilemoe.data.files import staged_folder
 from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.layers.lora import has_lora
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.models.folder import CONFIG_FILE, read_config
-from tilemoe.models.hf_config import ARCHITECTURES, Architecture, hf_config_dict
+from tilemoe.models.folder import CONFIG_FILE, find_folder, read_config
+from tilemoe.models.hf_config import ARCHITECTURES, IN_BF16, Architecture, export_line, hf_config_dict, import_line
 from tilemoe.runtime.tensors import require_factory
 
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _SHARD_NAME = r"[^/\\]+\.safetensors"  # a file of the folder itself, whatever the system's separator
 _ALL = slice(None)
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 # (our name within a block, their name within a layer) of tensors that differ only in name.
 _BLOCK_NAMES = (
@@ -67,14 +69,15 @@ def _matched(
     message names it.
     """
     hf_config_dict(config)
-    parameters = _meta_state(config)
     taken: set[str] = set()
-    for piece in pieces(config, names):
+    for piece in pieces(config, names):  # before anything is made of as many layers as config.json claims
         if piece.theirs not in names:
             raise ValueError(
                 f"{piece.theirs}: this tensor is missing from the checkpoint; is it of this configuration?"
             )
         taken.add(piece.theirs)
+    parameters = _meta_state(config)
+    for piece in pieces(config, names):
         tensor = piece.of_theirs(read(piece.theirs))
         expected = tuple(piece.of_ours(parameters[piece.ours]).shape)
         if tuple(tensor.shape) != expected:
@@ -121,6 +124,8 @@ def save_hf(
     out = require_path("folder", folder)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"folder {out} exists and is not an empty folder; choose another")
+    if line := export_line(model.config):
+        warnings.warn(line, stacklevel=2)
     with staged_folder(out) as partial:
         write_hf(model, partial, eos_token_id=eos_token_id, max_shard_bytes=max_shard_bytes)
 
@@ -140,10 +145,10 @@ def write_hf(
 def load_hf(
     folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> DecoderLM:
-    """The model of a folder that ``save_hf`` or transformers wrote, or that was downloaded from the hub.
+    """The model of a folder that ``save_hf`` or transformers wrote, or of a name on the hub, as of ``--init-from``.
 
     ``dtype`` None: torch's default floating dtype. Memory holds at most one of the folder's tensors besides the model:
-    each is copied into its parameter as it is read.
+    each is copied into its parameter as it is read. A warning says if transformers adds no auxiliary loss in training.
 
     Raises:
         ValueError: a file is missing or damaged, or `DecoderLM` does not implement the checkpoint's model.
@@ -157,9 +162,17 @@ def load_hf(
         >>> tilemoe.load_hf("folder", dtype=torch.bfloat16).embed.weight.shape
         torch.Size([64, 32])
     """
-    path = require_path("folder", folder)
     require_factory(device, dtype, FLOAT_DTYPES)
+    model = read_model(find_folder("folder", str(require_path("folder", folder))), device, dtype)
+    if line := import_line(model.config):
+        warnings.warn(line, stacklevel=2)
+    return model
+
+
+def read_model(path: Path, device: torch.device | str | None, dtype: torch.dtype | None) -> DecoderLM:
+    """`load_hf` of a folder, without its warnings."""
     config = read_config(path)
+    require_weights(path, config)
     model = DecoderLM(config, device="meta", dtype=dtype).to_empty(device=device or "cpu")
     parameters = model.state_dict()
     with _opened(path) as file_of, torch.no_grad():
@@ -168,12 +181,21 @@ def load_hf(
     return model
 
 
+def require_weights(folder: Path, config: ModelConfig) -> None:
+    """ValueError, as `_matched`, by the files' headers alone: before memory of the sizes that config.json claims."""
+    with _opened(folder) as file_of:
+        shapes = {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
+        for _ in _matched(config, shapes, lambda name: torch.empty(shapes[name], device="meta")):
+            pass
+
+
 def whole_parameters(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Each of our parameters by name, assembled from the folder's tensors; memory holds one at a time.
 
     Raises:
         ValueError: as `_matched`, or a file is missing or damaged.
     """
+    require_weights(folder, config)
     shapes = _meta_state(config)
     name, whole = "", torch.empty(0)
     with _opened(folder) as file_of:
@@ -216,6 +238,9 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"{file} lacks {name}, which {INDEX_FILE} says it has; download or export it again")
             for name in sorted(names & file_of.keys()):
                 raise ValueError(f"{file} has {name}, which another file has, too; keep the model's own files alone")
+            for name in sorted(names):
+                if (dtype := handle.get_slice(name).get_dtype()) not in _FLOATS:
+                    raise ValueError(f"{file} has {name} in {dtype}, which are no floats to compute with; {IN_BF16}")
             file_of |= dict.fromkeys(names, handle)
         try:
             yield file_of

@@ -47,6 +47,8 @@ class Routing:
         pairs_per_expert: (E,) int32 pairs of each expert before rounding; None: the same as ``tokens_per_expert``
         expert_ids: (T, K) int32 top-K selection before rounding, or the replayed one; E for a token that the mask
             leaves out. None if a custom router has no such ids
+        statistics: with ``aux_loss_over="model"``, (2E + 1,) fp32 or fp64 of this layer for `aux_loss_of_layers`: each
+            expert's pairs per token, its mean probability, and the z-loss; else None
         unchecked: True for attributes made by `route`, which are not checked again
 
     ValueError: the type, dtype or shape of an attribute is wrong.
@@ -64,6 +66,7 @@ class Routing:
     aux_loss: Tensor
     pairs_per_expert: Tensor | None = None
     expert_ids: Tensor | None = None
+    statistics: Tensor | None = None
     unchecked: InitVar[bool] = field(default=False, kw_only=True)
 
     def __post_init__(self, unchecked: bool) -> None:
@@ -171,8 +174,9 @@ def route(
     else:
         plan, scores = plan_topk(chosen.expert_ids, cfg.num_experts), chosen.scores
         tokens_per_expert = pairs_of_expert = plan.rows_per_expert
-    aux_loss = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
-    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert, chosen.expert_ids.int(), unchecked=True)
+    aux_loss, statistics = _aux_loss(chosen, pairs_of_expert, token_mask, cfg.router, training, group)
+    ids = chosen.expert_ids.int()
+    return Routing(plan, scores, tokens_per_expert, aux_loss, pairs_of_expert, ids, statistics, unchecked=True)
 
 
 @torch.no_grad()
@@ -308,11 +312,11 @@ def _aux_loss(
     router: RouterConfig,
     training: bool,
     group: dist.ProcessGroup | None,
-) -> Tensor:
-    """Balancing loss (arXiv 2101.03961, equation 4) and z-loss (arXiv 2202.08906, equation 5): fp32 scalar."""
+) -> tuple[Tensor, Tensor | None]:
+    """Balancing loss (arXiv 2101.03961, eq. 4) and z-loss (arXiv 2202.08906, eq. 5), fp32 scalar; the statistics."""
     scores, num_experts = chosen.scores, pairs_of_expert.shape[0]
     if chosen.probability_sums is None and chosen.z_sum is None:
-        return torch.zeros((), dtype=torch.float32, device=scores.device)
+        return torch.zeros((), dtype=torch.float32, device=scores.device), None
     counts = pairs_of_expert
     # Without a mask the host knows the number of tokens, so that the device need not compute it.
     tokens: Tensor | int = scores.shape[0] if token_mask is None else token_mask.sum()
@@ -325,12 +329,27 @@ def _aux_loss(
     share = ranks / tokens  # of each real token in the mean of the ranks' losses
     aux_loss_coef, z_loss_coef = specialised(router.aux_loss_coef, router.z_loss_coef)
     parts = []
+    if chosen.probability_sums is not None and router.aux_loss_over == "model":
+        z_loss = scores.new_zeros(1) if chosen.z_sum is None else (z_loss_coef * share * chosen.z_sum)[None]
+        statistics = torch.cat([counts.to(scores.dtype) / tokens, chosen.probability_sums * share, z_loss])
+        return aux_loss_of_layers(statistics[None], router), statistics
     if chosen.probability_sums is not None:
         pairs = (counts * chosen.probability_sums).sum()
         parts.append(aux_loss_coef * num_experts * share / tokens * pairs)
     if chosen.z_sum is not None:
         parts.append(z_loss_coef * share * chosen.z_sum)
-    return sum(parts[1:], start=parts[0]).float()
+    return sum(parts[1:], start=parts[0]).float(), None
+
+
+def aux_loss_of_layers(statistics: Tensor, router: RouterConfig) -> Tensor:
+    """One balancing loss of L layers, and the sum of their z-losses, from the rows of `Routing.statistics`
+    (L, 2E + 1): fp32 scalar ``aux_loss_coef * E * sum_e f_e P_e + z``, with f_e and P_e the means over the layers.
+    """
+    num_experts = statistics.shape[1] // 2
+    (aux_loss_coef,) = specialised(router.aux_loss_coef)
+    pairs_per_token, probability = statistics[:, :-1].mean(dim=0).split(num_experts)
+    balancing = aux_loss_coef * num_experts * (pairs_per_token * probability).sum()
+    return (balancing + statistics[:, -1].sum()).float()
 
 
 def _probabilities(logits: Tensor, all_scores: Tensor, router: RouterConfig) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
-from tilemoe.models.huggingface import whole_parameters
+from tilemoe.models.huggingface import require_weights, whole_parameters
 from tilemoe.train.checkpoints.folder import resolve_checkpoint
 from tilemoe.train.checkpoints.names import read_newest
 from tilemoe.train.checkpoints.sharded_state import copy_part
@@ -24,6 +24,7 @@ def adopt(recipe: Recipe, folder: Path) -> Recipe:
     """
     if is_hf(folder):
         model, spec = read_config(folder), hf_tokenizer(folder)
+        require_weights(folder, model)
     else:
         checkpoint = read_newest(folder, lambda: resolve_checkpoint(folder, verify=False))  # `load_initial` verifies
         if checkpoint.state.recipe.lora is not None:

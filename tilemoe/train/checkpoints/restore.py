@@ -15,7 +15,7 @@ from tilemoe.layers.norm import RMSNorm
 from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.folder import hf_tokenizer, is_hf, read_config
-from tilemoe.models.huggingface import load_hf
+from tilemoe.models.huggingface import read_model
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
 from tilemoe.train.checkpoints.folder import Checkpoint, resolve_checkpoint
@@ -126,7 +126,7 @@ def restore_model(path: Path, device_name: str) -> tuple[DecoderLM, Tokenizer]:
             f"{tokenizer.name} has {tokenizer.vocab_size} ids and the model's vocab_size is {limit}; "
             "save the model's own tokenizer there"
         )
-    model = load_hf(path, device=select_device(device_name), dtype=torch.float32)
+    model = read_model(path, select_device(device_name), torch.float32)
     model.eval()
     return model, tokenizer
 

@@ -1,0 +1,346 @@
+"""What the settings of a transformers' config.json mean, on reading and on export, and which values are refused."""
+
+import json
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from helpers import from_hf_state_dict, raises_one_line, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.families import sizes_from_hf
+from tilemoe.models.folder import read_config
+from tilemoe.models.hf_config import config_from_hf, hf_config_dict
+from tilemoe.models.huggingface import load_hf, save_hf, whole_parameters
+
+MOE = MoEConfig(32, 24, 6, 2, initializer_range=0.2)
+CONFIG = tiny_model(
+    vocab_size=53, hidden_size=32, head_dim=16, max_seq_len=32, moe=MOE, dense_intermediate_size=40,
+    initializer_range=0.2,
+)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 53, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "initializer_range": 0.2,
+    "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=6, head_dim=16),
+    ),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig(**SIZES, num_experts=6)),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=6)),
+}
+
+
+LAYERS = {"one": {"num_hidden_layers": 1}, "five": {"num_hidden_layers": 5}}
+MIXED = {
+    "qwen3_moe, listed": {"num_hidden_layers": 6, "mlp_only_layers": [0, 4]},
+    "qwen3_moe, every other": {"num_hidden_layers": 5, "decoder_sparse_step": 2},
+}
+
+
+def batch() -> Tensor:
+    return torch.randint(0, 53, (2, 17), generator=torch.Generator().manual_seed(2))
+
+
+def deep_model(family: str, **changes: Any) -> PreTrainedModel:
+    """Of a family with wide routers' weights, so that loads and probabilities differ between experts and layers."""
+    torch.manual_seed(1)
+    kind, config = FAMILIES[family]
+    model = kind(type(config)(**{**config.to_dict(), "router_aux_loss_coef": 0.7, **changes}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.normal_(parameter, 0.0, 1.0)
+    return model
+
+
+@pytest.mark.parametrize("layers", [*LAYERS, *MIXED])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
+def test_the_auxiliary_loss_is_transformers(family: str, layers: str, tmp_path: Path) -> None:
+    if layers in MIXED and family != "qwen3_moe":
+        pytest.skip("this family has no dense layers")
+    hf = deep_model(family, **(LAYERS | MIXED)[layers], output_router_logits=True)
+    hf.save_pretrained(tmp_path / "theirs")
+    ours, tokens = load_hf(tmp_path / "theirs"), batch()
+    out = hf(tokens, labels=tokens)
+    torch.testing.assert_close(ours(tokens).aux_loss, 0.7 * out.aux_loss, rtol=1e-5, atol=0)
+    labelled = ours(tokens[:, :-1], tokens[:, 1:])
+    without = hf(tokens[:, :-1], output_router_logits=True)
+    torch.testing.assert_close(labelled.aux_loss, 0.7 * without.aux_loss, rtol=1e-5, atol=0)
+
+    if layers != "one":  # where a sum over layers is another number
+        assert ours.config.moe is not None
+        router = replace(ours.config.moe.router, aux_loss_over="layer")
+        summed = DecoderLM(replace(ours.config, moe=replace(ours.config.moe, router=router)))
+        summed.load_state_dict(ours.state_dict())
+        assert float(summed(tokens).aux_loss) > 1.5 * float(ours(tokens).aux_loss)
+
+    (0.7 * out.aux_loss).backward()
+    ours.set_checkpointing("block")
+    ours(tokens).aux_loss.backward()
+    gradients = {name: p.grad for name, p in hf.named_parameters()}
+    zeros = {name: torch.zeros_like(p) for name, p in hf.named_parameters()}
+    expected = from_hf_state_dict(ours.config, {name: zeros[name] if g is None else g for name, g in gradients.items()})
+    for name, parameter in ours.named_parameters():
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found, expected[name], rtol=1e-3, atol=1e-6, msg=name)
+    assert expected["blocks.0.mlp.router.weight" if "blocks.0.mlp.router.weight" in expected else "embed.weight"].any()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
+def test_whether_transformers_adds_the_loss_is_read_and_kept(family: str, tmp_path: Path) -> None:
+    hf, tokens = deep_model(family), batch()
+    for name, is_added in (("no", False), ("yes", True)):
+        hf.config.output_router_logits = is_added
+        hf.save_pretrained(tmp_path / name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = load_hf(tmp_path / name)
+        said = [str(each.message) for each in caught if "output_router_logits is false" in str(each.message)]
+        assert len(said) == (0 if is_added else 1)
+        assert all("add_aux_loss" in line and "0.7" in line and "\n" not in line for line in said)
+        labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        out = ours(tokens, labels)
+        torch.testing.assert_close(out.loss + out.aux_loss, hf(tokens, labels=tokens).loss, rtol=1e-6, atol=1e-6)
+        assert bool(out.aux_loss) is is_added
+        asked = 0.7 * hf(tokens, output_router_logits=True).aux_loss
+        torch.testing.assert_close(ours(tokens).aux_loss, asked, rtol=1e-5, atol=0)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing differs, so nothing is said
+            save_hf(ours, tmp_path / f"{name} again")
+        written = json.loads((tmp_path / f"{name} again" / "config.json").read_text())
+        assert written["output_router_logits"] is is_added
+        assert written["router_aux_loss_coef"] == 0.7
+        assert config_from_hf(written) == ours.config
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} again")
+        torch.testing.assert_close(back(tokens, labels=tokens).loss, hf(tokens, labels=tokens).loss)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
+def test_a_coefficient_that_config_json_lacks_is_the_classs(family: str) -> None:
+    data = FAMILIES[family][1].to_dict()
+    default = type(FAMILIES[family][1])().router_aux_loss_coef
+    del data["router_aux_loss_coef"], data["output_router_logits"]
+    moe = config_from_hf(data).moe
+    assert moe is not None
+    assert (moe.router.aux_loss_coef, moe.router.add_aux_loss) == (default, False)
+    off = config_from_hf({**data, "router_aux_loss_coef": 0.0}).moe
+    assert off is not None
+    assert off.router.add_aux_loss  # so that whoever gives a coefficient has the loss
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        (RouterConfig(aux_loss_coef=0.01), r"one balancing loss .*router_aux_loss_coef 0\.02 in config\.json"),
+        (RouterConfig(z_loss_coef=0.01), "without z-loss"),
+        (
+            RouterConfig(aux_loss_coef=0.01, aux_loss_over="model", z_loss_coef=0.1),
+            r"z-loss; router_aux_loss_coef 0\.01",
+        ),
+    ],
+)
+def test_an_export_says_where_transformers_loss_differs(router: RouterConfig, message: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, moe=replace(MOE, router=router))
+    with pytest.warns(UserWarning, match=message):
+        save_hf(DecoderLM(config), tmp_path / "model")
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert written["output_router_logits"] is (router.aux_loss_coef > 0)
+    one_layer = replace(
+        config, moe=replace(MOE, router=RouterConfig(aux_loss_coef=0.01)), num_layers=1, dense_layers=()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_hf(DecoderLM(one_layer), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}, {"quant_method": "bitsandbytes"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "mxfp4"},
+        {"quant_method": "compressed-tensors"}, {"load_in_8bit": True}, "gguf",
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
+def test_a_quantised_checkpoint_is_refused_by_name(family: str, quantization: Any) -> None:
+    named = quantization.get("quant_method", "load_in_8bit") if isinstance(quantization, dict) else quantization
+    data = {**FAMILIES[family][1].to_dict(), "quantization_config": quantization}
+    with raises_one_line(rf"quantization_config is of .*{named}.*, not implemented; give the model in bf16, or "):
+        config_from_hf(data)
+    assert config_from_hf({**data, "quantization_config": None})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_weights_that_are_no_floats_are_refused(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    deep_model(family).save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    name = next(each for each in tensors if "experts.3" in each)
+    tensors[name] = (tensors[name] * 100).to(dtype)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    for read in (load_hf, lambda path: list(whole_parameters(path, read_config(path)))):
+        with raises_one_line(rf"model\.safetensors has {name} in \w+, which are no floats .*bf16"):
+            read(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 32.7}, "hidden_size must be an integer, got 32.7"),
+        ({"num_experts": 5.5}, "num_experts must be an integer, got 5.5"),
+        ({"num_experts_per_tok": True}, "num_experts_per_tok must be a number, got True"),
+        ({"vocab_size": "53"}, "vocab_size must be a number, got '53'"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a number, got nan"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a number, got inf"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number, got an integer of 1329 bits"),
+        ({"hidden_size": 1e300}, r"hidden_size must be below 2\*\*63"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'"),
+        ({"norm_topk_prob": "false"}, "norm_topk_prob must be true or false, got 'false'"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ({"output_router_logits": "false"}, "output_router_logits must be true or false, got 'false'"),
+        ({"attention_bias": "false"}, "attention_bias must be False, got 'false'"),
+        ({"use_sliding_window": "no"}, "use_sliding_window must be False, got 'no'"),
+        ({"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an integer, got 1.5"),
+        ({"mlp_only_layers": [0, "1"]}, "mlp_only_layers must be a list of layers, got"),
+        ({"mlp_only_layers": [[0]]}, "mlp_only_layers must be a list of layers, got"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers must be a list of layers, got"),
+        ({"mlp_only_layers": "none"}, "mlp_only_layers must be a list of layers, got 'none'"),
+    ],
+)
+def test_values_of_another_kind_are_not_converted(change: dict[str, Any], message: str) -> None:
+    with raises_one_line(message):
+        config_from_hf({**hf_config_dict(CONFIG), **change})
+
+
+def test_whole_numbers_and_null_are_taken() -> None:
+    data = hf_config_dict(CONFIG)
+    unset = {"tie_word_embeddings": None, "output_router_logits": None, "mlp_only_layers": None, "hidden_size": 32.0}
+    config = config_from_hf({**data, **unset})
+    assert (config.hidden_size, config.tie_embeddings, config.dense_layers) == (32, False, ())
+    assert isinstance(config.hidden_size, int)
+
+
+def hostile_folder(folder: Path, change: dict[str, Any], padding: int) -> Path:
+    """A whole model whose config.json claims something else, and a file beside it with many bytes and no weight."""
+    save_hf(DecoderLM(CONFIG), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    if padding:  # so that the number of bytes alone does not tell
+        save_file({"nothing": torch.zeros(padding, dtype=torch.uint8)}, folder / "other.safetensors")
+    return folder
+
+
+SMALL = {
+    "hidden_size": 2, "head_dim": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 1,
+    "moe_intermediate_size": 1, "num_experts": 2,
+}  # fmt: skip
+CLAIMS = {
+    "layers": (SMALL | {"num_hidden_layers": 100_000, "mlp_only_layers": []}, 30_000_000, "is missing"),
+    "dense layers": (
+        SMALL | {"num_hidden_layers": 100_000, "mlp_only_layers": [*range(1, 100_000)] * 3}, 8_000_000, "is missing",
+    ),
+    "experts": ({"num_experts": 2_000}, 20_000_000, r"experts\.6\.gate_proj.* is missing"),
+    "experts without bytes": ({"num_experts": 10**12}, 0, "claims .* parameters, and the files have"),
+    "wider experts": ({"moe_intermediate_size": 10**4}, 20_000_000, r"must be \(10000, 32\) as the configuration"),
+    "vocabulary": ({"vocab_size": 10**5}, 10_000_000, r"must be \(100000, 32\) as the configuration"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_no_weights_back_is_refused_before_anything_is_made(
+    claim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, padding, message = CLAIMS[claim]
+    folder = hostile_folder(tmp_path / "model", change, padding)
+    made: list[object] = []
+    monkeypatch.setattr(DecoderLM, "to_empty", lambda self, **options: made.append(self))
+    start = time.perf_counter()
+    with raises_one_line(message):
+        load_hf(folder)
+    assert time.perf_counter() - start < 5
+    assert not made
+
+
+def test_stacked_experts_that_no_weights_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hostile_folder(tmp_path / "model", {"num_experts": 2_000}, 20_000_000)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in (0, 2):
+        tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.zeros(6, 48, 32)
+        tensors[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.zeros(6, 32, 24)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(DecoderLM, "to_empty", None)
+    with raises_one_line(r"gate\.weight must be \(2000, 32\) as the configuration says"):
+        load_hf(folder)
+
+
+def test_layers_without_weights(tmp_path: Path) -> None:
+    folder = hostile_folder(tmp_path / "model", {"num_hidden_layers": 100_000, "mlp_only_layers": []}, 0)
+    (folder / "model.safetensors").unlink()
+    start = time.perf_counter()
+    with raises_one_line(r"holds no model\*\.safetensors"):
+        load_hf(folder)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("name", ["mlp_only_layers", "moe_layers"])
+def test_long_lists_of_layers_take_no_time(name: str) -> None:
+    llama = {
+        "model_type": "llama4_text", "vocab_size": 53, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8,
+        "max_position_embeddings": 32, "intermediate_size": 8, "intermediate_size_mlp": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    }  # fmt: skip
+    data = llama if name == "moe_layers" else hf_config_dict(CONFIG)
+    data = {**data, "num_hidden_layers": 100_000, name: [*range(50_000, 99_999)] * 6}
+    start = time.perf_counter()
+    sizes = sizes_from_hf(data)
+    dense = sizes.num_dense_layers
+    if name == "mlp_only_layers":
+        config = config_from_hf(data)
+        assert len(hf_config_dict(config)["mlp_only_layers"]) == config.num_dense_layers == dense
+    assert time.perf_counter() - start < 5
+    assert dense == (50_001 if name == "moe_layers" else 49_999)
+
+
+def test_load_hf_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_hf(DecoderLM(CONFIG), tmp_path / "model")
+    asked: list[str] = []
+
+    def give(name: str, **options: Any) -> str:
+        asked.append(name)
+        return str(tmp_path / "model")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", give)
+    monkeypatch.chdir(tmp_path)
+    assert load_hf("org/name").config.hidden_size == 32
+    assert asked == ["org/name"]
+    load_hf("model")
+    load_hf(Path("model"))
+    assert asked == ["org/name"]
+    with raises_one_line("^folder nowhere: no such folder"):
+        load_hf("nowhere")
+    with raises_one_line(r"^folder model/config\.json is a file; give its folder"):
+        load_hf("model/config.json")
