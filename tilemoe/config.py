@@ -267,6 +267,15 @@ class MoEConfig:
         """Rows of one expert's w1: 2n when gated (gate and up), else n."""
         return self.intermediate_size * (2 if self.is_gated else 1)
 
+    def require_learnable_router(self) -> None:
+        """ValueError: a token's one score is the same whatever the logits, so that the router gets no gradient."""
+        constant = [name for name in ("normalize", "softmax_after_topk") if getattr(self.router, name)]
+        if self.num_experts_per_tok == 1 < self.num_experts and constant:
+            raise ValueError(
+                "router cannot learn: with num_experts_per_tok=1 a token's normalised score is always 1; set "
+                f"{' and '.join(f'router.{name}=False' for name in constant)}, or freeze the router's weights"
+            )
+
 
 @dataclass(frozen=True)
 class ModelConfig:

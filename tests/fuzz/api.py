@@ -248,7 +248,7 @@ OPERATORS = {
     ),
     "update_selection_bias": Call(
         updated_biases,
-        lambda: {"biases": [numbers(E)], "tokens_per_expert": ids(1, E), "rate": 0.1, "group": None},
+        lambda: {"biases": [numbers(E)], "pairs_per_expert": ids(1, E), "rate": 0.1, "group": None},
     ),
     "RoutingPlan": Call(tilemoe.RoutingPlan, of_plan),
     "Routing": Call(tilemoe.Routing, of_routing),
@@ -264,7 +264,7 @@ OPERATORS = {
 MODULES = {
     "MoE": Call(MoE, lambda: {"cfg": LAYER, **of_module(), "router": Router(LAYER), "group": None}),
     "MoE.forward": Call(lambda **given: layer()(**given), of_layer, ("logits",)),
-    "MoE.update_selection_bias": Call(updated_bias, lambda: {"tokens_per_expert": ids(E), "rate": 0.1}),
+    "MoE.update_selection_bias": Call(updated_bias, lambda: {"pairs_per_expert": ids(E), "rate": 0.1}),
     "MoE.reset_parameters": Call(lambda **given: layer().reset_parameters(**given), lambda: {"generator": generator()}),
     "accumulate_grads": Call(tilemoe.accumulate_grads, lambda: {"module": layer()}),
     "Experts": Call(Experts, lambda: {"cfg": LAYER, **of_module()}),

@@ -27,13 +27,13 @@ _ROWS, _COLUMNS = {"its shorter", "its longer", "its empty"}, {"its narrower", "
 _BOOLS = "softmax_after_topk normalize bias expert_bias tie_embeddings RouterConfig.selection_bias training accumulate"
 _NONE_OF_A_CALL = "b1 b2 token_mask group generator labels documents record cache expert_ids select_kernels.cfg"
 _NONE_OF_SETTINGS = "recompute device dtype router num_ids max_chunk_logits rounding param_dtype reduce_dtype"
-_NONE_OF_PARTS = "error_bits pair_start_of_token pairs_per_expert gradient_divide_factor mp_policy offload_policy"
-_INDICES = "token_of_row pair_of_row row_of_pair pair_start_of_token row_start_of_expert pairs_per_expert"
+_NONE_OF_PARTS = "error_bits pair_start_of_token gradient_divide_factor mp_policy offload_policy"
+_INDICES = "token_of_row pair_of_row row_of_pair pair_start_of_token row_start_of_expert"
 # What is right although it is another kind of thing, or of another shape: names of arguments, perhaps with the
 # function's before them, and kinds.
 _VALID: tuple[tuple[str, set[str]], ...] = (
     (f"{_NONE_OF_A_CALL} {_NONE_OF_SETTINGS} kernels activation_limit activation_alpha compile_backend", {"None"}),
-    (f"{_NONE_OF_PARTS} expert_parallel.reshard_after_forward", {"None"}),
+    (f"{_NONE_OF_PARTS} Routing.pairs_per_expert expert_parallel.reshard_after_forward", {"None"}),
     (f"{_BOOLS} reshard_after_forward", {"True", "False"}),
     ("shared_gate", {"True", "False"}),
     ("rate temperature aux_loss_coef z_loss_coef initializer_range", {"0", "2**31", "0.5"}),
@@ -60,7 +60,8 @@ _VALID: tuple[tuple[str, set[str]], ...] = (
     ("Routing.expert_ids", {"its narrower", "its without columns"}),
     ("aux_loss", {"tensor of 0 dimensions"}),
     ("Routing.scores Routing.tokens_per_expert Routing.pairs_per_expert Routing.expert_ids", {"its meta"}),
-    ("w2 token_mask tokens_per_expert selection_bias token expert labels expert_ids", {"its transposed"}),
+    ("w2 token_mask selection_bias token expert labels expert_ids", {"its transposed"}),
+    ("tokens_per_expert pairs_per_expert", {"its transposed"}),
 )
 VALID = {(name, kind) for names, kinds in _VALID for name in names.split() for kind in kinds}
 

@@ -62,6 +62,9 @@ def by_reference(layer: MoE, x: Tensor, token_mask: Tensor | None = None, scores
     if cfg.shared_intermediate_size:
         shared = (weight["shared.w1"], weight["shared.w2"])
         hidden = hidden + reference.shared_expert(x, *shared, gate_weight=weight.get("shared_gate.weight"), **options)
+    if token_mask is not None:
+        hidden = hidden * token_mask[:, None]
+        logits = (x * token_mask[:, None]) @ weight["router.weight"].T + weight.get("router.bias", 0.0)
     return MoEOutput(hidden, routing.aux_loss, routing.tokens_per_expert, logits, routing.tokens_per_expert)
 
 

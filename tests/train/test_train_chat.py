@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_train_initial import MODELS, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tilemoe.cli.main import main
+from tilemoe.config import TokenRounding
 from tilemoe.data import PackedBatch, PackedDocuments, Prepared
 from tilemoe.data.chat_template import ChatEncoder
 from tilemoe.data.conversations import Conversation
@@ -188,6 +190,56 @@ def test_a_resumed_fine_tune_is_the_uninterrupted_one(recipe: Recipe, tmp_path: 
     assert_equal(models[0].state_dict(), models[1].state_dict())
     assert records_of(recipe, "train") == records_of(whole, "train")
     assert records_of(recipe, "eval")[-1] == records_of(whole, "eval")[-1]
+
+
+def real_tokens(batch: PackedBatch) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """(B, S) bool: False after the last document of each window, walked through one by one."""
+    real = np.zeros(batch.inputs.shape, np.bool_)
+    for row, targets, positions in zip(real, batch.targets, batch.positions, strict=True):
+        for first, end in pairwise([*np.flatnonzero(positions == 0), row.size]):
+            row[first:end] = (targets[first:end] >= 0).any()
+    return real
+
+
+@pytest.mark.parametrize("rounding", [None, TokenRounding("nearest", 16)])
+def test_balancing_and_statistics_leave_out_what_fills_windows_up(
+    recipe: Recipe, rounding: TokenRounding | None
+) -> None:
+    moe = recipe.model.moe
+    assert moe is not None
+    router = replace(moe.router, aux_loss_coef=0.05, selection_bias=True)
+    model = replace(recipe.model, moe=replace(moe, router=router, rounding=rounding))
+    recipe = replace(recipe, model=model, train=replace(recipe.train, accumulation=3))
+    trainer, outs, moved = Trainer(recipe, build_model(recipe, CPU), data_of(recipe), CPU), [], []
+    trainer.model.register_forward_hook(lambda module, args, out: outs.append(out))
+    trainer.model.update_selection_bias = lambda pairs, rate: moved.append(pairs)  # type: ignore[method-assign]
+    stats = trainer.train_step()
+    real = [int(real_tokens(trainer.sampler.batch(part)).sum()) for part in range(3)]
+    assert len(set(real)) > 1, "there is more padding in some"
+    assert max(real) < 2 * 64
+    assert [out.pairs_per_expert.sum(1).tolist() for out in outs] == [[2 * n] * 2 for n in real]
+    assert moved[0].sum(1).tolist() == [2 * sum(real)] * 2
+    for layer in range(2):
+        expected = np.average([out.router_entropy[layer].item() for out in outs], weights=real)
+        assert stats.router_entropy[layer] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_held_out_loads_leave_out_what_fills_windows_and_batches_up(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text(f"{' '.join(WORDS)}\n" * 99)
+    text = replace(recipe.data, format="text", corpus=str(tmp_path / "words.txt"))
+    for data in (data_of(recipe), prepare_data(text, "bytes")):
+        model, heldout = build_model(recipe, CPU), data.heldout
+        if isinstance(heldout, PackedDocuments):
+            real = int(real_tokens(heldout.read(np.arange(heldout.num_windows))).sum())
+            assert heldout.num_windows % 2, "the last batch is filled up"
+        else:
+            real = heldout.num_tokens
+            assert real % 64
+        for size in (1, 2):
+            options: dict[str, Any] = {"seq_len": 64, "device": CPU, "autocast": nullcontext}
+            found = evaluate(model, heldout, batch_size=size, **options)
+            assert found is not None
+            assert np.sum(found.tokens_per_expert, axis=1).tolist() == [2 * real] * 2
 
 
 def test_an_export_ends_generation_with_the_turn_too(recipe: Recipe, tmp_path: Path) -> None:

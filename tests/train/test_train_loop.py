@@ -16,6 +16,7 @@ from tilemoe.config import TokenRounding
 from tilemoe.data import Prepared, prepare, sequential_windows
 from tilemoe.layers.experts import Experts
 from tilemoe.layers.moe import MoE, MoEOutput
+from tilemoe.models.decoder import LMOutput
 from tilemoe.ops.accumulating_moe import accumulating_moe
 from tilemoe.train import loop
 from tilemoe.train.checkpoints.folder import list_checkpoints, open_checkpoint
@@ -82,18 +83,27 @@ def test_the_loss_goes_down(recipe: Recipe) -> None:
     assert losses[-1] < losses[0] - 1.5
 
 
+@pytest.mark.parametrize("rounding", [None, TokenRounding("nearest", 16)])
 def test_the_selection_bias_moves_once_per_step_from_all_micro_batches(
-    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, rounding: TokenRounding | None
 ) -> None:
-    recipe = replace(moe_recipe, train=replace(moe_recipe.train, accumulation=3))
+    """By the router's own choice: rows that are rounded cannot be balanced."""
+    moe = moe_recipe.model.moe
+    assert moe is not None
+    model = replace(moe_recipe.model, moe=replace(moe, rounding=rounding))
+    recipe = replace(moe_recipe, model=model, train=replace(moe_recipe.train, accumulation=3))
     trainer = trainer_of(recipe)
     calls = []
+    outs: list[LMOutput] = []
+    trainer.model.register_forward_hook(lambda module, args, out: outs.append(out))
     monkeypatch.setattr(trainer.model, "update_selection_bias", lambda counts, rate: calls.append((counts, rate)))
     trainer.train_step()
     assert len(calls) == 1
     counts, rate = calls[0]
     assert counts.shape == (2, 4)
     assert counts.sum(1).tolist() == [recipe.tokens_per_step * 2] * 2
+    assert torch.equal(counts, sum(out.pairs_per_expert for out in outs))
+    assert torch.equal(counts, sum(out.tokens_per_expert for out in outs)) == (rounding is None)
     assert rate == 0.01
 
 

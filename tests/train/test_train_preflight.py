@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tilemoe.train.config import Recipe, load_recipe
+from tilemoe.train.config import LoRAConfig, Recipe, load_recipe
 from tilemoe.train.run import train
 
 GB = 10**9
@@ -90,3 +90,18 @@ def test_a_prompt_that_does_not_fit_a_tokenizer_that_is_trained_first(moe_recipe
     with pytest.raises(ValueError, match=r"^train\.sample_prompt: \d+ tokens fill the model's 16; shorten it$"):
         train(recipe)
     assert not Path(recipe.train.out_dir).exists()
+
+
+def test_a_router_that_cannot_learn(tmp_path: Path) -> None:
+    """Adapters beside a frozen router can."""
+    recipe = recipe_with(tmp_path / "run")
+    assert recipe.model.moe is not None
+    model = replace(recipe.model, moe=replace(recipe.model.moe, num_experts_per_tok=1))
+    recipe = replace(recipe, model=model, optim=replace(recipe.optim, name="adamw"))
+    adapters = replace(recipe, lora=LoRAConfig(rank=2))
+    training = replace(recipe, lora=LoRAConfig(rank=2, train_router=True))
+    for refused, init_from in ((recipe, None), (training, tmp_path)):
+        with pytest.raises(ValueError, match=r"^router cannot learn: .* set router\.normalize=False, or freeze"):
+            train(refused, init_from=init_from)
+    with pytest.raises(ValueError, match="no/such/corpus"):
+        train(adapters, init_from=tmp_path)

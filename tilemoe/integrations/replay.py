@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilemoe.integrations.transformers import experts_modules, layer_of, outermost
 from tilemoe.routing.replay import RoutingRecord, check_replayed_ids
+from tilemoe.runtime.tensors import as_mask
 from tilemoe.runtime.tracing import is_in_backward
 
 
@@ -75,10 +76,10 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
             loss = model(tokens[:, :-1], ...)
             loss.backward()
 
-    expert_ids (L, B, S, K) or (L, T, K), int32 or int64, on the model's device. token_mask (B, S) or (T,): False marks
-    tokens whose ids are ignored; for these the router chooses by itself. Scores come from the full logits of the
-    present weights, with gradients. Models of transformers compute their balancing loss from the logits, by a top-K of
-    their own outside of the layers: it counts that top-K, not these experts.
+    expert_ids (L, B, S, K) or (L, T, K), int32 or int64, on the model's device. token_mask (B, S) or (T,): False or
+    0 marks tokens whose ids are ignored; for these the router chooses by itself. Scores come from the full logits of
+    the present weights, with gradients. Models of transformers compute their balancing loss from the logits, by a top-K
+    of their own outside of the layers: it counts that top-K, not these experts.
 
     Run the backward inside the block, because activation checkpointing repeats the forward there. Each micro-batch has
     a block of its own, for forward and backward. torch.compile is not supported.
@@ -104,7 +105,7 @@ def replay_routing(model: nn.Module, expert_ids: Tensor, token_mask: Tensor | No
             f"expert_ids must be (L, B, S, K) with the model's L = {len(layers)} MoE layers, got {found}; "
             "record.expert_ids(B) gives them so"
         )
-    mask = None if token_mask is None else token_mask.reshape(-1)
+    mask = None if token_mask is None else as_mask(token_mask).reshape(-1)
     tokens = expert_ids.shape[1:-1].numel()
     if mask is not None and (mask.dtype != torch.bool or mask.shape[0] != tokens):
         raise ValueError(

@@ -20,7 +20,7 @@ from tilemoe.layers.experts import Experts
 from tilemoe.layers.mlp import MLP
 from tilemoe.layers.router import Router, checked_output
 from tilemoe.routing.balance import check_group, update_selection_bias
-from tilemoe.routing.topk import Routing, route
+from tilemoe.routing.topk import Routing, checked_mask, route
 from tilemoe.runtime.tensors import require_tensor, require_tensors
 
 
@@ -160,7 +160,8 @@ class MoE(nn.Module):
     ) -> MoEOutput:
         """Route x (..., d) and compute its experts.
 
-        ``token_mask``: bool, shaped like x without d, or (T,). False marks padding, which is not routed.
+        ``token_mask``: bool, or integers such as transformers' attention_mask, shaped like x without d, or (T,). False
+        or 0 marks padding: it is not routed, its output is 0, and nothing depends on its x, not even if that is NaN.
 
         ``generator``: for the random modes of ``cfg.rounding``; None: the default generator of x's device. Activation
         checkpointing restores only the default one before it repeats a forward, so another is refused there.
@@ -172,17 +173,20 @@ class MoE(nn.Module):
 
         Raises:
             ValueError: a shape, dtype or device is wrong; (on CPU) the router's logits are not finite, or an expert id
-                is out of range or repeated for a token; or a custom router returned a `Routing`, which excludes
-                ``token_mask``, ``expert_ids`` and ``cfg.rounding``.
+                is out of range or repeated for a token; a custom router returned a `Routing`, which excludes
+                ``token_mask``, ``expert_ids`` and ``cfg.rounding``; or a router is to train that cannot learn.
         """
         require_tensors({"x": x}, {"token_mask": token_mask, "expert_ids": expert_ids})
         if x.ndim == 0 or x.shape[-1] != self.cfg.hidden_size:
             raise ValueError(f"x must be (..., {self.cfg.hidden_size}) as cfg.hidden_size says, got {tuple(x.shape)}")
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
-        flat = x.reshape(-1, x.shape[-1])
-        if token_mask is not None and token_mask.shape == x.shape[:-1]:  # `route` refuses other shapes
-            token_mask = token_mask.flatten()
+        flat, padding = x.reshape(-1, x.shape[-1]), None
+        if token_mask is not None:
+            shape = flat.shape[:1] if token_mask.ndim == 1 else x.shape[:-1]
+            token_mask = checked_mask(token_mask, shape, x.device).flatten()
+            padding = ~token_mask[:, None]
+            flat = flat.masked_fill(padding, 0.0)  # before anything reads x: 0 times NaN is NaN
         if expert_ids is not None and expert_ids.ndim == x.ndim and expert_ids.shape[:-1] == x.shape[:-1]:
             expert_ids = expert_ids.reshape(flat.shape[0], expert_ids.shape[-1])
         out = checked_output(self.router(flat), flat, self.cfg, token_mask, expert_ids)
@@ -190,6 +194,8 @@ class MoE(nn.Module):
             routing, logits, x_of_experts = out, None, flat
         else:
             logits, x_of_experts = out
+            if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.router.parameters()):
+                self.cfg.require_learnable_router()
             routing = route(
                 logits,
                 self.cfg,
@@ -203,6 +209,8 @@ class MoE(nn.Module):
         hidden = self.experts(x_of_experts, routing.plan, routing.scores)
         if self.shared is not None:
             hidden = hidden + self._shared_output(flat, self.shared)
+        if padding is not None:
+            hidden = hidden.masked_fill(padding, 0.0)  # for the backward: of NaN gradients at padding, too
         counts = routing.tokens_per_expert
         pairs = counts if routing.pairs_per_expert is None else routing.pairs_per_expert
         if x.ndim != 2:  # no view: an in-place change of a view would drop FSDP2's hook on the layer's output
@@ -218,9 +226,10 @@ class MoE(nn.Module):
         wide = torch.promote_types(gate.dtype, torch.float32)
         return (out * torch.sigmoid(gate.to(wide))).to(out.dtype)
 
-    def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
-        """``bias += rate * sign(mean load - load)``, for loads ``tokens_per_expert`` (E,) int32 or int64.
+    def update_selection_bias(self, pairs_per_expert: Tensor, rate: float) -> None:
+        """``bias += rate * sign(mean load - load)``, for loads ``pairs_per_expert`` (E,) int32 or int64.
 
+        The loads are the router's own choice: the bias cannot balance rows that are rounded to multiples of a tile.
         Call it once per optimiser step. When torch.distributed is initialised, the loads are summed over
         ``self.group``, whose ranks must all call it.
 
@@ -229,5 +238,5 @@ class MoE(nn.Module):
         """
         if self.selection_bias is None:
             raise ValueError("this layer has no selection bias; set router.selection_bias=True in its MoEConfig")
-        require_tensor("tokens_per_expert", tokens_per_expert)
-        update_selection_bias([self.selection_bias], tokens_per_expert[None], rate, self.group)
+        require_tensor("pairs_per_expert", pairs_per_expert)
+        update_selection_bias([self.selection_bias], pairs_per_expert[None], rate, self.group)

@@ -27,7 +27,7 @@ from tilemoe.models.loss import IGNORED, chunked_cross_entropy
 from tilemoe.ops.moe import check_options
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.replay import RoutingRecord
-from tilemoe.routing.topk import aux_loss_of_layers, router_entropy
+from tilemoe.routing.topk import aux_loss_of_layers, checked_mask, router_entropy
 from tilemoe.runtime.operator import refuse_transforms
 from tilemoe.runtime.tensors import require_factory, require_tensor, require_tensors
 from tilemoe.runtime.tracing import can_be_read
@@ -37,8 +37,8 @@ class LMOutput(NamedTuple):
     """What `DecoderLM` returns.
 
     Attributes:
-        loss: scalar, mean cross-entropy in nats over the labels that are not -100, without auxiliary losses; fp32, fp64
-            for an fp64 model; None without labels
+        loss: scalar, mean cross-entropy in nats over the labels that are not -100, nor of padding, without auxiliary
+            losses; fp32, fp64 for an fp64 model; None without labels
         aux_loss: fp32 scalar of all layers, as ``config.moe.router.aux_loss_over`` says, coefficients applied; 0 if
             there are none, and with labels where ``add_aux_loss`` is False there
         logits: (B, S, V); None when labels were given
@@ -116,11 +116,12 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
         expert_ids: Tensor | None = None,
+        token_mask: Tensor | None = None,
     ) -> BlockOutput:
-        """expert_ids (B, S, K): replay these experts, in a MoE block."""
+        """expert_ids (B, S, K): replay these experts, in a MoE block, which leaves out what token_mask (B, S) does."""
         if self.checkpointing == "block" and cache is None and torch.is_grad_enabled():
-            return checkpoint(self._run, self, x, angles, None, documents, expert_ids, use_reentrant=False)
-        return self._run(self, x, angles, cache, documents, expert_ids)
+            return checkpoint(self._run, self, x, angles, None, documents, expert_ids, token_mask, use_reentrant=False)
+        return self._run(self, x, angles, cache, documents, expert_ids, token_mask)
 
     def body(
         self,
@@ -129,15 +130,17 @@ class Block(nn.Module):
         cache: LayerCache | None,
         documents: Documents | None,
         expert_ids: Tensor | None,
+        token_mask: Tensor | None,
     ) -> BlockOutput:
         x = x + self._attend(self.attention_norm(x), angles, cache, documents)
         normed = self.mlp_norm(x)
         if not isinstance(self.mlp, MoE):
             return BlockOutput(x + self.mlp(normed), None, None, None, None, None, None)
-        out = self.mlp(normed, expert_ids=expert_ids)
+        token_mask = None if token_mask is None else token_mask.flatten()
+        out = self.mlp(normed, token_mask, expert_ids=expert_ids)
         entropy = None
         if self.training and out.router_logits is not None:
-            entropy = router_entropy(out.router_logits, self.mlp.cfg.router)
+            entropy = router_entropy(out.router_logits, self.mlp.cfg.router, token_mask)
         routed = (out.tokens_per_expert, out.pairs_per_expert, entropy, out.statistics)
         return BlockOutput(x + out.hidden, out.aux_loss, *routed, out.expert_ids)
 
@@ -240,6 +243,7 @@ class DecoderLM(nn.Module):
         documents: Documents | None = None,
         expert_ids: Tensor | None = None,
         record: RoutingRecord | None = None,
+        token_mask: Tensor | None = None,
     ) -> LMOutput:
         """input_ids (B, S) integers; labels (B, S), already shifted: labels[b, s] is the token after input_ids[b, s].
 
@@ -247,14 +251,20 @@ class DecoderLM(nn.Module):
         each sequence consists of several texts, which do not see each other and each begin at position 0. expert_ids
         (L, B, S, K) replays a routing in each MoE layer, see `MoE.forward`. record: each layer's ids are added to it.
 
+        token_mask (B, S): bool or integers, False or 0 for padding, which losses, counts and rounding leave out but no
+        attention; None: what `Documents.real_tokens` says, if labels are given. Padding comes last, or is a document.
+
         Raises:
             ValueError: a shape or device is wrong, the tokens exceed ``config.max_seq_len`` or the cache, or (on CPU)
-                an id is outside the vocabulary or names no expert.
+                an id is outside the vocabulary or names no expert, or padding comes before text that attends to it.
         """
         self._check(input_ids, labels, cache, record)
         self._check_documents(input_ids, cache, documents)
         self._check_expert_ids(input_ids, expert_ids)
-        hidden, aux_loss, layers = self._hidden(input_ids, cache, documents, expert_ids, record)
+        token_mask = _real_tokens(input_ids, labels, documents, token_mask)
+        if token_mask is not None and labels is not None:
+            labels = labels.masked_fill(~token_mask, IGNORED)
+        hidden, aux_loss, layers = self._hidden(input_ids, cache, documents, expert_ids, record, token_mask)
         routed = _of_layers(layers, hidden.device)
         if labels is None:
             return LMOutput(None, aux_loss, F.linear(hidden, self._head_weight()), *routed)
@@ -271,17 +281,17 @@ class DecoderLM(nn.Module):
         hidden, _, _ = self._hidden(input_ids, cache, None, None, record)
         return F.linear(hidden[:, -1], self._head_weight())
 
-    def update_selection_bias(self, tokens_per_expert: Tensor, rate: float) -> None:
+    def update_selection_bias(self, pairs_per_expert: Tensor, rate: float) -> None:
         """Balance the experts without a loss: move every layer's selection bias by ``rate`` towards an even load.
 
-        tokens_per_expert (L, E), summed over the micro-batches of one optimiser step; call it once per step, on all
-        ranks of the layers' ``group``, over which the counts are summed. Does nothing when the routers have no
-        selection bias.
+        pairs_per_expert (L, E), before token rounding and summed over the micro-batches of one optimiser step; call it
+        once per step, on all ranks of the layers' ``group``, over which the counts are summed. Does nothing when the
+        routers have no selection bias.
         """
         layers = [block.mlp for block in self._blocks() if isinstance(block.mlp, MoE)]
         biases = [moe.selection_bias for moe in layers if moe.selection_bias is not None]
         if biases:
-            update_selection_bias(biases, tokens_per_expert, rate, layers[0].group)
+            update_selection_bias(biases, pairs_per_expert, rate, layers[0].group)
 
     def set_checkpointing(self, mode: str) -> None:
         """What the backward recomputes to save memory: "none", each block's "attention", or each whole "block".
@@ -307,6 +317,7 @@ class DecoderLM(nn.Module):
         documents: Documents | None,
         expert_ids: Tensor | None,
         record: RoutingRecord | None,
+        token_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Sequence[Tensor | None]]]:
         """(normalised hidden (B, S, d), auxiliary loss (), counts, pairs, entropy and statistics of each MoE block)."""
         config, start = self.config, 0 if cache is None else cache.length
@@ -322,7 +333,8 @@ class DecoderLM(nn.Module):
         layers: list[Sequence[Tensor | None]] = []
         for number, (block, layer_cache) in enumerate(zip(self.blocks, layer_caches, strict=True)):
             replayed = None if expert_ids is None or not isinstance(block.mlp, MoE) else expert_ids[len(layers)]
-            hidden, block_aux_loss, *routed, chosen = block(hidden, angles, layer_cache, documents, replayed)
+            rest = (documents, replayed, token_mask)
+            hidden, block_aux_loss, *routed, chosen = block(hidden, angles, layer_cache, *rest)
             if block_aux_loss is not None:
                 aux_loss = aux_loss + block_aux_loss
                 layers.append(routed)  # not the whole output, which would keep the hidden states
@@ -404,6 +416,25 @@ class DecoderLM(nn.Module):
                 f"labels must be {tuple(input_ids.shape)} torch.int64, got {tuple(labels.shape)} {labels.dtype}"
             )
         _check_ids("labels", labels, self.config.vocab_size, lowest=IGNORED)
+
+
+def _real_tokens(
+    input_ids: Tensor, labels: Tensor | None, documents: Documents | None, token_mask: Tensor | None
+) -> Tensor | None:
+    """(B, S) bool, False for padding; None: there is none. ValueError: a mask does not fit, or is on the left."""
+    if token_mask is not None:
+        require_tensor("token_mask", token_mask)
+        token_mask = checked_mask(token_mask, input_ids.shape, input_ids.device)
+    elif documents is not None and labels is not None:
+        token_mask = documents.real_tokens(input_ids, labels)
+    if token_mask is None or not can_be_read(token_mask):
+        return token_mask
+    begins_text = ~token_mask[:, :-1] & token_mask[:, 1:]
+    if documents is not None:
+        begins_text &= documents.positions[:, 1:] > 0
+    if begins_text.any():
+        raise ValueError("token_mask has padding before text, which attends to it; pad on the right or pass documents")
+    return None if token_mask.all() else token_mask
 
 
 def _of_layers(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

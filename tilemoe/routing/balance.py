@@ -18,19 +18,19 @@ from tilemoe.runtime.tensors import require_tensors
 
 @torch.no_grad()
 def update_selection_bias(
-    biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float, group: dist.ProcessGroup | None = None
+    biases: Sequence[Tensor], pairs_per_expert: Tensor, rate: float, group: dist.ProcessGroup | None = None
 ) -> None:
     """``bias += rate * sign(mean load - load)``, in place, for each layer, as in DeepSeek-V3.
 
-    biases: L buffers (E,) · tokens_per_expert (L, E) int32 or int64: this rank's rows of each expert, summed over the
-    micro-batches of one optimiser step. Call it once per step, from the training loop: an update inside the forward
-    would run again whenever activation checkpointing repeats it. When torch.distributed is initialised, one all_reduce
-    sums the loads over ``group`` (None: all ranks), whose ranks must all call this and get the same biases.
+    biases: L buffers (E,) · pairs_per_expert (L, E) int32 or int64: this rank's pairs of each expert before rounding,
+    summed over the micro-batches of one optimiser step. Call it once per step, from the training loop: an update inside
+    the forward would run again whenever activation checkpointing repeats it. When torch.distributed is initialised, one
+    all_reduce sums the loads over ``group`` (None: all ranks), whose ranks must all call this and get the same biases.
     ValueError: an argument's type, shape or dtype is wrong.
     """
-    _check(biases, tokens_per_expert, rate)
+    _check(biases, pairs_per_expert, rate)
     check_group(group)
-    load = sum_over_ranks(tokens_per_expert.long(), group)
+    load = sum_over_ranks(pairs_per_expert.long(), group)
     # In integers, so that an expert with exactly the mean load gets sign 0 and not that of a rounding error.
     direction = torch.sign(load.sum(dim=-1, keepdim=True) - load * load.shape[-1])
     for bias, layer_direction in zip(biases, direction, strict=True):
@@ -67,25 +67,25 @@ def check_group(group: Any) -> None:
         )
 
 
-def _check(biases: Sequence[Tensor], tokens_per_expert: Tensor, rate: float) -> None:
+def _check(biases: Sequence[Tensor], pairs_per_expert: Tensor, rate: float) -> None:
     require_finite("rate", rate)
     if not isinstance(biases, (list, tuple)):
         raise ValueError(f"biases must be a list of tensors (E,), one for each layer, got {type(biases).__name__}")
-    require_tensors({"tokens_per_expert": tokens_per_expert, **{f"biases[{i}]": bias for i, bias in enumerate(biases)}})
-    if tokens_per_expert.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"tokens_per_expert must be int32 or int64 counts, got {tokens_per_expert.dtype}")
-    if tokens_per_expert.ndim != 2 or tokens_per_expert.shape[0] != len(biases):
+    require_tensors({"pairs_per_expert": pairs_per_expert, **{f"biases[{i}]": bias for i, bias in enumerate(biases)}})
+    if pairs_per_expert.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"pairs_per_expert must be int32 or int64 counts, got {pairs_per_expert.dtype}")
+    if pairs_per_expert.ndim != 2 or pairs_per_expert.shape[0] != len(biases):
         raise ValueError(
-            f"tokens_per_expert must be (L, E) with one row for each of the {len(biases)} biases, "
-            f"got shape {tuple(tokens_per_expert.shape)}"
+            f"pairs_per_expert must be (L, E) with one row for each of the {len(biases)} biases, "
+            f"got shape {tuple(pairs_per_expert.shape)}"
         )
     for layer, bias in enumerate(biases):
-        if tuple(bias.shape) != (tokens_per_expert.shape[1],):
+        if tuple(bias.shape) != (pairs_per_expert.shape[1],):
             raise ValueError(
-                f"biases[{layer}] must be ({tokens_per_expert.shape[1]},) as tokens_per_expert has "
-                f"{tokens_per_expert.shape[1]} experts, got shape {tuple(bias.shape)}"
+                f"biases[{layer}] must be ({pairs_per_expert.shape[1]},) as pairs_per_expert has "
+                f"{pairs_per_expert.shape[1]} experts, got shape {tuple(bias.shape)}"
             )
         if not bias.dtype.is_floating_point:
             raise ValueError(f"biases[{layer}] must be floating point, got {bias.dtype}")
-        if tokens_per_expert.is_meta and not bias.is_meta:
-            raise ValueError("tokens_per_expert must have values, got a meta tensor")
+        if pairs_per_expert.is_meta and not bias.is_meta:
+            raise ValueError("pairs_per_expert must have values, got a meta tensor")

@@ -24,7 +24,7 @@ from tilemoe.routing.build import plan_topk
 from tilemoe.routing.replay import check_replayed_ids
 from tilemoe.routing.rounding import round_tokens, rounds
 from tilemoe.runtime.operator import refuse_transforms
-from tilemoe.runtime.tensors import require_generator, require_tensors
+from tilemoe.runtime.tensors import as_mask, require_generator, require_tensors
 from tilemoe.runtime.tracing import can_be_read, specialised
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -122,10 +122,10 @@ def route(
 
     logits (T, E), any float dtype; ties go to the expert with the lower id. A logit of -inf masks an expert: its score
     is 0, and it is chosen only when fewer than K others are eligible. selection_bias (E,) fp32 is required with
-    ``cfg.router.selection_bias`` and refused without; it gets no gradient. token_mask (T,) bool: a token with False is
-    excluded from routing (sentinel ids, scores 0), counts and losses, whatever its logits. In training the rows are
-    then rounded as ``cfg.rounding`` says, see `tilemoe.routing.rounding.round_tokens`; the random modes draw from
-    ``generator`` (None: the default one of the logits' device). The losses count the pairs before rounding.
+    ``cfg.router.selection_bias`` and refused without; it gets no gradient. token_mask (T,) bool or integers: a token
+    with False or 0 is excluded from routing (sentinel ids, scores 0), counts and losses, whatever its logits. Training
+    then rounds the rows as ``cfg.rounding`` says, see `tilemoe.routing.rounding.round_tokens`; the random modes draw
+    from ``generator`` (None: the default one of the logits' device). The losses count the pairs before rounding.
 
     expert_ids (T, K) int32 or int64 replays a selection. The scores are those that ``cfg.router`` gives these experts
     from the present logits, with gradients; selection bias and groups have no effect, nothing is rounded, and counts
@@ -153,7 +153,9 @@ def route(
         ([[0, 1]], [0.75, 0.25])
     """
     require_tensors({"logits": logits}, {"selection_bias": selection_bias, "token_mask": token_mask})
-    _check(logits, cfg, selection_bias, token_mask)
+    _check(logits, cfg, selection_bias)
+    if token_mask is not None:
+        token_mask = checked_mask(token_mask, logits.shape[:1], logits.device)
     require_bool("training", training)
     require_generator(generator)
     check_group(group)
@@ -180,15 +182,18 @@ def route(
 
 
 @torch.no_grad()
-def router_entropy(logits: Tensor, router: RouterConfig) -> Tensor:
+def router_entropy(logits: Tensor, router: RouterConfig, token_mask: Tensor | None = None) -> Tensor:
     """The entropy of the router's probabilities over log E, for ``logits`` (T, E), mean over tokens: fp32 scalar.
 
-    1 when all experts are equally likely, 0 when one is certain, and 0 for E = 1.
+    1 when all experts are equally likely, 0 when one is certain, and 0 for E = 1. token_mask (T,) bool: as in `route`.
     """
     logits = logits.detach().float()
     scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
     probabilities = scores if router.score == "softmax" else _probabilities(logits, scores, router)
-    return torch.special.entr(probabilities).sum(dim=-1).mean() / math.log(max(logits.shape[1], 2))
+    entropies = torch.special.entr(probabilities).sum(dim=-1)
+    if token_mask is not None:
+        entropies = entropies.where(token_mask, 0.0) * (token_mask.numel() / token_mask.sum().clamp(min=1))
+    return entropies.mean() / math.log(max(logits.shape[1], 2))
 
 
 class _Chosen(NamedTuple):
@@ -325,20 +330,28 @@ def _aux_loss(
         here = tokens if isinstance(tokens, Tensor) else counts.new_full((), tokens)
         everywhere = sum_over_ranks(torch.cat([counts.long(), here.long()[None]]), group)
         counts, tokens = everywhere[:-1], everywhere[-1]
-    tokens = tokens.clamp(min=1).to(scores.dtype) if isinstance(tokens, Tensor) else max(tokens, 1)
+    # Alone in fp64, as the host computes without a mask: padding then changes no bit.
+    dtype = torch.float64 if ranks == 1 else scores.dtype
+    tokens = tokens.clamp(min=1).to(dtype) if isinstance(tokens, Tensor) else max(tokens, 1)
     share = ranks / tokens  # of each real token in the mean of the ranks' losses
     aux_loss_coef, z_loss_coef = specialised(router.aux_loss_coef, router.z_loss_coef)
-    parts = []
+    z_loss = None if chosen.z_sum is None else _scaled(chosen.z_sum, z_loss_coef * share)
     if chosen.probability_sums is not None and router.aux_loss_over == "model":
-        z_loss = scores.new_zeros(1) if chosen.z_sum is None else (z_loss_coef * share * chosen.z_sum)[None]
-        statistics = torch.cat([counts.to(scores.dtype) / tokens, chosen.probability_sums * share, z_loss])
+        last = scores.new_zeros(()) if z_loss is None else z_loss
+        statistics = torch.cat([counts.to(scores.dtype) / tokens, chosen.probability_sums * share, last[None]])
         return aux_loss_of_layers(statistics[None], router), statistics
+    parts = []
     if chosen.probability_sums is not None:
         pairs = (counts * chosen.probability_sums).sum()
-        parts.append(aux_loss_coef * num_experts * share / tokens * pairs)
-    if chosen.z_sum is not None:
-        parts.append(z_loss_coef * share * chosen.z_sum)
+        parts.append(_scaled(pairs, aux_loss_coef * num_experts * share / tokens))
+    if z_loss is not None:
+        parts.append(z_loss)
     return sum(parts[1:], start=parts[0]).float(), None
+
+
+def _scaled(value: Tensor, factor: Tensor | float) -> Tensor:
+    """``value * factor`` in value's dtype, to which a factor of any dtype is rounded first."""
+    return value * (factor.to(value.dtype) if isinstance(factor, Tensor) else factor)
 
 
 def aux_loss_of_layers(statistics: Tensor, router: RouterConfig) -> Tensor:
@@ -392,7 +405,14 @@ def _total(scores: Tensor) -> Tensor:
     return scores.sum(dim=-1, keepdim=True) + 1e-20
 
 
-def _check(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_mask: Tensor | None) -> None:
+def checked_mask(token_mask: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """``token_mask`` as bool. ValueError: it is neither bool nor integers, or does not fit."""
+    token_mask = as_mask(token_mask)
+    _check_fits("token_mask", token_mask, shape, torch.bool, device)
+    return token_mask
+
+
+def _check(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None) -> None:
     require_type("cfg", cfg, MoEConfig)
     if logits.ndim != 2 or logits.shape[1] != cfg.num_experts:
         raise ValueError(
@@ -407,16 +427,14 @@ def _check(logits: Tensor, cfg: MoEConfig, selection_bias: Tensor | None, token_
             raise ValueError(
                 "selection_bias was given, but cfg.router.selection_bias is False; set it or drop the bias"
             )
-        _check_vector("selection_bias", selection_bias, cfg.num_experts, torch.float32, logits.device)
-    if token_mask is not None:
-        _check_vector("token_mask", token_mask, logits.shape[0], torch.bool, logits.device)
+        _check_fits("selection_bias", selection_bias, logits.shape[1:], torch.float32, logits.device)
 
 
-def _check_vector(name: str, value: Tensor, length: int, dtype: torch.dtype, device: torch.device) -> None:
-    if tuple(value.shape) != (length,) or value.dtype != dtype:
-        raise ValueError(f"{name} must be ({length},) {dtype}, got {tuple(value.shape)} {value.dtype}")
+def _check_fits(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if value.shape != shape or value.dtype != dtype:
+        raise ValueError(f"{name} must be {tuple(shape)} {dtype}, got {tuple(value.shape)} {value.dtype}")
     if value.device != device:
-        raise ValueError(f"{name} is on {value.device} but logits are on {device}; move them to one device")
+        raise ValueError(f"{name} is on {value.device} but x or logits are on {device}; move them to one device")
 
 
 def _check_values(logits: Tensor) -> None:

@@ -39,6 +39,11 @@ def require_tensor(name: str, value: Any) -> None:
     require_tensors({name: value})
 
 
+def as_mask(mask: Tensor) -> Tensor:
+    """``mask`` as bool if it holds integers, 0 for padding, as transformers' attention_mask; any other as it is."""
+    return mask != 0 if mask.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64) else mask
+
+
 def require_generator(generator: Any) -> None:
     """ValueError unless it is a torch.Generator, on whatever device, or None."""
     if generator is not None and not isinstance(generator, torch.Generator):

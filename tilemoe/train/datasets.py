@@ -85,12 +85,19 @@ class DeviceBatch(NamedTuple):
     labels: Tensor
     documents: Documents | None
     num_targets: int
+    token_mask: Tensor | None  # (B, S) bool, False for what fills a window or a batch up; None: nothing does
 
 
 def device_batch(batch: Batch | PackedBatch, device: torch.device) -> DeviceBatch:
     """``batch`` on its way to ``device``, for which the host does not wait."""
     inputs, targets, *positions = (torch.from_numpy(array) for array in batch)
     documents = Documents.of(*positions) if positions else None
+    is_real = targets >= 0  # all text is learnt, and of each document a token at least: the rest only fills up
+    num_targets = int(is_real.sum())
+    if documents is not None:
+        lengths = documents.bounds.diff().long()
+        has_targets = torch.segment_reduce(is_real.flatten().float(), "max", lengths=lengths) > 0
+        is_real = has_targets.repeat_interleave(lengths).view_as(targets)
 
     def moved(tensor: Tensor) -> Tensor:
         # Only a copy from pinned memory is asynchronous.
@@ -98,4 +105,5 @@ def device_batch(batch: Batch | PackedBatch, device: torch.device) -> DeviceBatc
         return tensor.to(device, non_blocking=True)
 
     placed = None if documents is None else Documents(*map(moved, documents))
-    return DeviceBatch(moved(inputs), moved(targets), placed, int((targets >= 0).sum()))
+    mask = None if documents is None and is_real.all() else moved(is_real)
+    return DeviceBatch(moved(inputs), moved(targets), placed, num_targets, mask)

@@ -82,8 +82,8 @@ def evaluate(
             batch = device_batch(arrays, device)
             real = batch.num_targets
             with torch.no_grad(), autocast():
-                out = model(batch.inputs, batch.labels, documents=batch.documents)
-            batch_counts = out.tokens_per_expert.to(torch.int64) * (real > 0)
+                out = model(batch.inputs, batch.labels, documents=batch.documents, token_mask=batch.token_mask)
+            batch_counts = out.tokens_per_expert.to(torch.int64)
             counts = batch_counts if counts is None else counts + batch_counts
             if real:
                 nats += float(out.loss) * real

@@ -201,26 +201,28 @@ class Trainer:
         with self._logits_in(f"step {self.step + 1}"), micro_batches(self.recipe.parallel):
             loss, aux_loss, routed = self._accumulate()
         self._progress.mark()
-        counts = routed.rows.sum(0)
+        rows, pairs = routed.rows.sum(0), routed.pairs.sum(0)
+        all_rows, all_pairs = sum_over_ranks(torch.stack([rows, pairs]))
+        entropy = (routed.entropy.double() * routed.pairs.sum(2)).sum(0)  # a micro-batch may have more padding
         norm = clip_gradients(self.model.parameters(), optim.grad_clip)
         own = torch.stack([loss.double(), aux_loss.double(), norm.double()])
         of_layers = [
-            *expert_load(sum_over_ranks(counts)),
+            *expert_load(all_rows),
             *rounding_changes(routed.rows, routed.pairs),
             _tile_waste(rows_of_experts(self.model, routed.rows), self._tile),
-            routed.entropy.double().mean(0),
+            self.job.world_size * entropy / all_pairs.sum(1).clamp(min=1),
         ]
         # The step's only device-to-host sync; the update then runs while the host launches the next step.
         values = values_of_processes(torch.cat([own, *of_layers]), self.job)
         self._require_finite(values)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if counts.numel() and train.selection_bias_rate > 0 and not self._frozen_router:
-            self.model.update_selection_bias(counts, train.selection_bias_rate)
+        if pairs.numel() and train.selection_bias_rate > 0 and not self._frozen_router:
+            self.model.update_selection_bias(pairs, train.selection_bias_rate)
         self.step += 1
         self.tokens += self.recipe.tokens_per_step * self.job.world_size
         means = [sum(column) / len(values) for column in zip(*values, strict=True)]
-        layers = len(counts)
+        layers = len(pairs)
         per_layer = [[round(v, 4) for v in means[3 + i * layers :][:layers]] for i in range(len(of_layers))]
         return StepStats(self.step, self.tokens, means[0], means[1], lr, values[0][2], *per_layer)
 
@@ -239,7 +241,7 @@ class Trainer:
             batch = self._batch(self.step * parts + part)
             begin_micro_batch(self.model, self.recipe.parallel, is_last=part == parts - 1)
             with self.autocast():
-                out = self.model(batch.inputs, batch.labels, documents=batch.documents)
+                out = self.model(batch.inputs, batch.labels, documents=batch.documents, token_mask=batch.token_mask)
             assert out.loss is not None
             loss = out.loss * (batch.num_targets * shares / targets)  # times 1.0 where all have as many labels
             ((loss + out.aux_loss) / shares).backward()

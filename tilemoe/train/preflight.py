@@ -18,12 +18,14 @@ _WEIGHT_BYTES, _STATE_BYTES = 4, 8  # of a parameter in a checkpoint: fp32, and 
 
 
 def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | None = None) -> None:
-    """ValueError: a package is missing, train.out_dir cannot be written or has no room for a checkpoint, a new run's
-    vocabulary is too small, or its train.sample_prompt too long for the model, as far as a tokenizer can say that is
-    not to be trained first. ``init_from``: the folder whose weights a new run starts from.
+    """ValueError: a package is missing, the router could not learn, train.out_dir cannot be written or has no room for
+    a checkpoint, a new run's vocabulary is too small, or its train.sample_prompt too long for the model, as far as a
+    tokenizer can say that is not to be trained first. ``init_from``: the folder whose weights a new run starts from.
     """
     if recipe.train.dense_precision == "fp8":
         require_torchao()
+    if recipe.model.moe is not None and (recipe.lora is None or recipe.lora.train_router):
+        recipe.model.moe.require_learnable_router()
     if is_new:
         _require_tokenizer(recipe, init_from)
     if job.is_first:  # it alone writes there, or is the first to

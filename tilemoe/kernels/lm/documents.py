@@ -44,6 +44,16 @@ class Documents(NamedTuple):
         bounds = torch.cat([begins, begins.new_tensor([positions.numel()])])
         return cls(positions, bounds.to(torch.int32))
 
+    def real_tokens(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """(B, S) bool: False in a sequence's last document if that is one id again and again, and learns no other.
+
+        So is a window filled up. labels (B, S) as of a model, -100 where nothing is learnt. No host sync.
+        """
+        place = torch.arange(ids.shape[1], device=ids.device)
+        in_last = place >= place[-1] - self.positions[:, -1:]
+        is_filler = (ids == ids[:, -1:]) & ((labels == ids) | (labels < 0))
+        return ~(in_last & (is_filler | ~in_last).all(dim=1, keepdim=True))
+
 
 def varlen_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
     """(B, S, H, D) queries and (B, S, H_kv, D) keys and values, fp16 or bf16 on a GPU -> (B, S, H, D).
