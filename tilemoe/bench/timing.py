@@ -109,7 +109,8 @@ def rounds(steps: Mapping[str, Step], mode: str, count: int) -> dict[str, list[l
     """Name to, for each round, the median milliseconds of each part of the step. ``mode``: "burst" or "sustained"."""
     names = list(steps)
     found: dict[str, list[list[float]]] = {name: [] for name in names}
-    settle = {name: _calls_for(steps[name], SUSTAINED_MS) if mode == "sustained" else 1 for name in names}
+    settles = mode == "sustained" and torch.cuda.is_available()  # a GPU's clock
+    settle = {name: _calls_for(steps[name], SUSTAINED_MS) if settles else 1 for name in names}
     calls = SUSTAINED_CALLS if mode == "sustained" else BURST_CALLS
     for index in range(count):
         if not torch.cuda.is_available():  # where a case may take minutes
