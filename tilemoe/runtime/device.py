@@ -40,8 +40,7 @@ _INTERPRETER = Device(capability=0, shared_bytes=1 << 20, multiprocessors=3, int
 def device_of(t: Tensor) -> Device:
     """What the GPU that holds ``t`` offers. ValueError where Triton cannot run there."""
     if t.device.type == "cuda":
-        why = why_no_triton(t.device)
-        if why is not None:
+        if (why := why_no_triton(t.device)) is not None:
             raise ValueError(f"Triton's kernels cannot compute on {t.device}: {why}; or pass kernels='torch'")
         return gpu(t.device.index)
     if t.device.type == "cpu":
