@@ -381,6 +381,26 @@ def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, fails: Fail
     assert not (tmp_path / "run").exists()
 
 
+def test_text_that_is_not_utf8_is_refused_or_counted(
+    recipe_file: Path, text: Path, tmp_path: Path, run: Run, fails: Fails
+) -> None:
+    corpus = tmp_path / "corpus"
+    shutil.copytree(text, corpus)
+    (corpus / "notes.csv").write_text("1,2")
+    (corpus / "zz.txt").write_bytes("naïve café\n".encode("latin-1") * 99)
+    out_dir = ("--train.out-dir", tmp_path / "run")
+    command = ("train", "--recipe", recipe_file, "--data.corpus", corpus, "--train.steps", "1", *out_dir)
+    assert f"{corpus / 'zz.txt'}: byte 2 is not UTF-8; convert" in fails(*command)
+    status, out, _ = run(*command, "--data.undecodable", "replace")
+    assert status == 0
+    read = len(list(text.iterdir())) + 1
+    told = f"files read: {read}, 1 skipped (notes.csv), 198 bytes replaced that are not UTF-8"
+    assert f"held-out tokens, {told}" in next(line for line in out.splitlines() if "held-out tokens" in line)
+    evaluated = ("eval", "--checkpoint", tmp_path / "run")
+    assert run(*evaluated)[0] == 0
+    assert "byte 2 is not UTF-8" in fails(*evaluated, "--undecodable", "error")
+
+
 def test_a_model_too_large_for_the_memory_is_one_line(
     recipe_file: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,30 @@ def test_large_text_file_holds_out_pieces_along_it(tmp_path: Path, monkeypatch: 
     assert all(len(piece) == 84 * 12 for piece in pieces)
 
 
+def test_bytes_that_are_not_utf8_are_refused_or_counted(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"a na\xefve fox\n" * 90)
+    assert f"{tmp_path / 'a.txt'}: byte 4 is not UTF-8" in error_of(str(tmp_path / "a.txt"), "bytes", tmp_path / "c")
+    for _ in range(2):  # made, and found
+        prepared = prepare(str(tmp_path / "a.txt"), "bpe:300", tmp_path / "c", undecodable="replace")
+        assert prepared.files == "files read: 1, 90 bytes replaced that are not UTF-8"
+        assert "a na\ufffdve fox" in prepared.tokenizer.decode(tokens_of(prepared.train))
+    assert f"{tmp_path / 'a.txt'}: byte 4 is not UTF-8" in error_of(str(tmp_path / "a.txt"), "bytes", tmp_path / "c")
+
+
+def test_shards_of_older_rules_are_found_where_they_are_right(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Python's own library in bytes; of other texts and tokenizers bytes were replaced, and ids others at cuts."""
+    made: list[list[Any]] = []
+    real = cache_module.cached_shards
+    monkeypatch.setattr(cache_module, "cached_shards", lambda *args: (made.append(args[3]), real(*args))[1])
+    for corpus, tokenizer in (("stdlib", "bytes"), (str(folder), "bytes"), (str(folder), "bpe:300")):
+        fingerprint = prepare(corpus, tokenizer, tmp_path).tokenizer.fingerprint
+        assert (made[-1] == [fingerprint, 20]) == (corpus == "stdlib")
+    assert made[1][2:] == ["error"]
+    assert made[2][2:] == ["error", "ids of whole texts"]
+
+
 def test_prepared_once_and_reused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = prepare(str(folder), "bytes", tmp_path)
     monkeypatch.setattr(cache_module, "_build", lambda *_: pytest.fail("built again"))

@@ -1,7 +1,9 @@
 """Corpora: what is read, in which order, which text is held out, and what a mistake says."""
 
+import gzip
 import json
 import os
+import random
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemoe.data import corpus as corpus_module
+from tilemoe.data.conversations import read_examples
 from tilemoe.data.corpus import _by_end, clean_text, open_corpus, split_documents
 
 
@@ -69,7 +72,72 @@ def test_folder_is_read_recursively_sorted_and_by_kind(tmp_path: Path):
 def test_text_is_kept_as_it_is_but_for_nul_bom_and_invalid_bytes(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfx\r\ny\rz\0\n\xff\xfe end")
-    assert read_all(path) == ["x\r\ny\rz\n\ufffd\ufffd end"]
+    assert error_of(path).startswith(f"{path}: byte 11 is not UTF-8")
+    corpus = open_corpus(str(path), undecodable="replace")
+    assert list(corpus.documents()) == ["x\r\ny\rz\n\ufffd\ufffd end"]
+
+
+TEXT = "naïve café, 10 €: “fox”\n" * 400
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(
+    ("content", "first", "count"),
+    [
+        (TEXT.replace("€", "").replace("“", "").replace("”", "").encode("latin-1"), 2, 800),
+        (TEXT.encode("utf-16"), 0, None),  # with its mark
+        (b"\xef\xbb\xbf" + TEXT.encode() + b"\xe2\x82", 3 + len(TEXT.encode()), 2),  # cut within a character
+        (TEXT.encode() * 9 + b"\x80 " + TEXT.encode(), 9 * len(TEXT.encode()), 1),
+        (random.Random(0).randbytes(20_000), None, None),
+    ],
+)
+def test_text_that_is_not_utf8(content: bytes, first: int | None, count: int | None, packed: str, tmp_path: Path):
+    """An error with the file and the place, in the file as decompressed; or replaced, and counted."""
+    path = tmp_path / f"a.txt{packed}"
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": lambda b: pyarrow.compress(b, "zstd", asbytes=True)}[packed]
+    path.write_bytes(compress(content))
+    with pytest.raises(UnicodeDecodeError) as caught:
+        content.decode("utf-8")
+    place = caught.value.start
+    assert first in (None, place)
+    assert error_of(path).startswith(f"{path}: byte {place} is not UTF-8; convert the text to UTF-8, or set data.undec")
+    corpus = open_corpus(str(path), undecodable="replace")
+    assert count in (None, corpus.undecodable_bytes())
+    assert "".join(corpus.documents()).count("\ufffd") == corpus.undecodable_bytes() > 0
+
+
+def test_utf16_without_its_mark_is_no_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(("plain text, " * 99).encode("utf-16-le"))
+    assert "a.txt: byte 1, one of many NUL, is not UTF-8; convert" in error_of(tmp_path)
+
+
+def test_lines_and_rows_that_are_not_utf8(tmp_path: Path):
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("fox", "naïve", "é")]
+    for name, path in (("text", tmp_path / "a.jsonl"), ("chat", tmp_path / "b.jsonl")):
+        path.write_bytes("\n".join(lines).encode("latin-1"))
+        first = "\n".join(lines).index("ï")
+        with raises_one_line(f"{path}: byte {first} is not UTF-8"):
+            list(open_corpus(str(path)).documents() if name == "text" else read_examples(open_corpus(str(path))))
+        corpus = open_corpus(str(path), undecodable="replace")
+        assert (list(corpus.documents()), corpus.undecodable_bytes()) == (["fox", "na\ufffdve", "\ufffd"], 2)
+    column = pyarrow.array([b"fox", "na\u00efve".encode("latin-1")]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "c.parquet")
+    assert error_of(tmp_path / "c.parquet").startswith(f"{tmp_path / 'c.parquet'}[1]: byte 2 of 'text' is not UTF-8")
+    corpus = open_corpus(str(tmp_path / "c.parquet"), undecodable="replace")
+    assert (list(corpus.documents()), corpus.undecodable_bytes()) == (["fox", "na\ufffdve"], 1)
+
+
+def test_the_files_read_and_skipped_are_told(tmp_path: Path):
+    for name in ("a.txt", "b.md", "c.csv", ".hidden", "d/e.pdf", *(f"z{i}.bin" for i in range(7))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"fox\xff" * 9)
+    corpus = open_corpus(str(tmp_path), undecodable="replace")
+    told = corpus.read_and_skipped({"undecodable_bytes": corpus.undecodable_bytes()})
+    skipped = "9 skipped (c.csv, d/e.pdf, z0.bin, z1.bin, z2.bin, ...)"
+    assert told == f"files read: 2, {skipped}, 18 bytes replaced that are not UTF-8"
+    assert open_corpus(str(tmp_path / "a.txt")).read_and_skipped({}) == "files read: 1"
+    stdlib = open_corpus("stdlib")
+    assert (stdlib.skipped, stdlib.undecodable) == ((), "replace")
 
 
 def test_lone_surrogates_become_replacement_characters(tmp_path: Path):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tilemoe.checks import expand_user
-from tilemoe.data.corpus import SPLITS, Corpus, Split, open_corpus, split_documents
+from tilemoe.data.corpus import SPLITS, STDLIB, Corpus, Split, TextNumber, open_corpus, split_parts
 from tilemoe.data.files import only_one_process, staged_folder
 from tilemoe.data.mixture import Mixture
 from tilemoe.data.packing import PackedDocuments
@@ -28,7 +31,8 @@ from tilemoe.data.shards import (
     token_dtype,
     write_index,
 )
-from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
+from tilemoe.data.text_files import Undecodable
+from tilemoe.data.tokenizer import BYTES, TokenIds, Tokenizer, load_tokenizer
 
 Writers = dict[Split, ShardWriter]
 
@@ -39,13 +43,14 @@ _BATCH_CHARS = 1 << 22  # text encoded at once, in parallel; bounds the memory t
 class Prepared:
     """What a run reads: the two splits and the tokenizer of their ids.
 
-    ``notes``: what of the corpus is not as it was given, a line each.
+    ``notes``: what of the corpus is not as it was given, a line each. ``files``: how many were read, and which not.
     """
 
     train: TokenShards | PackedDocuments | Mixture
     heldout: TokenShards | PackedDocuments | Mixture
     tokenizer: Tokenizer
     notes: tuple[str, ...] = ()
+    files: str = ""
 
 
 def prepare(
@@ -55,6 +60,7 @@ def prepare(
     heldout_every: int = 20,
     shard_tokens: int = SHARD_TOKENS,
     read_only: Path | None = None,
+    undecodable: Undecodable = "error",
 ) -> Prepared:
     """The token shards of a corpus, made now or found in ``cache_dir`` with their content verified.
 
@@ -62,17 +68,21 @@ def prepare(
 
     What is found is used when the files of the corpus (names, sizes, modification times), the tokenizer and
     ``heldout_every`` are those it was made from. Several processes may call this at once. ``shard_tokens`` is the size
-    of a full shard where one has to be made. Raises ValueError for anything wrong with the corpus, the tokenizer or
-    the cache.
+    of a full shard where one has to be made, ``undecodable`` is of `open_corpus`. Raises ValueError for anything wrong
+    with the corpus, the tokenizer or the cache.
     """
     cache_dir = expand_user(cache_dir)
-    corpus = open_corpus(corpus_spec)
+    corpus = open_corpus(corpus_spec, undecodable=undecodable)
     with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec, corpus, cache_dir, heldout_every)
         made_from = [tokenizer.fingerprint, heldout_every]
+        if corpus.name != STDLIB:  # of others, older shards may hold replaced bytes without a word
+            made_from.append(undecodable)
+        if tokenizer.name != BYTES:  # with others, older shards have other ids where a text was cut
+            made_from.append("ids of whole texts")
 
         def write(writers: Writers) -> dict[str, Any]:
-            _write_documents(split_documents(corpus, heldout_every), tokenizer, writers)
+            _write_documents(split_parts(corpus, heldout_every), tokenizer, writers)
             if writers["train"].num_tokens and not writers["heldout"].num_tokens:
                 raise ValueError(
                     f"corpus {corpus.name!r}: too little text to hold any out; add text or lower heldout_every "
@@ -83,7 +93,7 @@ def prepare(
         caches = cache_dir, read_only
         folder = cached_shards(caches, corpus, tokenizer, made_from, write, tokenizer.vocab_size, shard_tokens)
         train, heldout = open_splits(folder)
-        return Prepared(train, heldout, tokenizer)
+        return Prepared(train, heldout, tokenizer, files=corpus.read_and_skipped(read_index(folder)))
 
 
 @contextmanager
@@ -163,26 +173,38 @@ def _build(
         entries = {split: writer.entry() for split, writer in writers.items()}
     if not entries["train"]["num_tokens"]:
         raise ValueError(f"corpus {corpus.name!r}: it is empty; put text into it")
-    return {**fields, "dtype": token_dtype(num_values).str, "splits": entries}
+    replaced = corpus.undecodable_bytes() if corpus.undecodable == "replace" else 0
+    return {**fields, "undecodable_bytes": replaced, "dtype": token_dtype(num_values).str, "splits": entries}
 
 
-def _write_documents(pairs: Iterable[tuple[Split, str]], tokenizer: Tokenizer, writers: Writers) -> None:
+def _write_documents(parts: Iterable[tuple[TextNumber, Split, str]], tokenizer: Tokenizer, writers: Writers) -> None:
     separator = np.array([tokenizer.separator_id], dtype=np.int64)
-    for batch in _batches(pairs):
-        encoded = tokenizer.encode_batch([text for _, text in batch])
-        for (split, text), ids in zip(batch, encoded, strict=True):
-            writers[split].append(ids, len(text.encode("utf-8")))
+    whole: list[tuple[Split, str]] = []  # texts of one part, which are encoded many at once
+    chars = 0
+
+    def write(pairs: Iterable[tuple[Split, str]], encode: Callable[[Iterator[str]], Iterable[TokenIds]]) -> None:
+        taken: deque[tuple[Split, int]] = deque()
+
+        def read() -> Iterator[str]:
+            for split, text in pairs:
+                taken.append((split, len(text.encode("utf-8"))))
+                yield text
+
+        for ids in encode(read()):
+            split, num_bytes = taken.popleft()
+            writers[split].append(ids, num_bytes)
             writers[split].append(separator, 1)
 
-
-def _batches(pairs: Iterable[tuple[Split, str]]) -> Iterator[list[tuple[Split, str]]]:
-    batch: list[tuple[Split, str]] = []
-    chars = 0
-    for split, text in pairs:
-        batch.append((split, text))
-        chars += len(text)
-        if chars >= _BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
+    for _, numbered in groupby(parts, itemgetter(0)):
+        text = ((split, part) for _, split, part in numbered)
+        begin = list(islice(text, 2))
+        is_cut = len(begin) > 1
+        if not is_cut:
+            whole += begin
+            chars += len(begin[0][1])
+        if is_cut or chars >= _BATCH_CHARS:
+            write(whole, tokenizer.encode_batch)
+            whole, chars = [], 0
+        if is_cut:
+            write(chain(begin, text), tokenizer.encode_parts)
+    write(whole, tokenizer.encode_batch)

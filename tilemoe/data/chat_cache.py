@@ -12,11 +12,12 @@ from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
 from tilemoe.data.corpus import Corpus, open_corpus
 from tilemoe.data.packing import FLAGS, PackedDocuments, flagged
 from tilemoe.data.shards import read_index
+from tilemoe.data.text_files import Undecodable
 from tilemoe.data.tokenizer import load_tokenizer
 
 TooLong = Literal["error", "skip", "truncate"]
 TOO_LONG = ("error", "skip", "truncate")
-_VERSION = 2  # of how lines become tokens: one more where the same line gives others
+_VERSION = 3  # of how lines become tokens: one more where the same line gives others
 _NAMED = 10  # examples too long, of which the notes give the place
 
 
@@ -29,24 +30,25 @@ def prepare_chat(
     heldout_every: int = 20,
     too_long: TooLong = "error",
     read_only: Path | None = None,
+    undecodable: Undecodable = "error",
 ) -> Prepared:
     """The examples of .jsonl files (`tilemoe.data.conversations`), packed into windows of ``seq_len``.
 
     Every ``heldout_every``-th is held out. One of more than seq_len + 1 tokens, of which the last has no place, is an
     error, or left out ("skip"), or cut at its end ("truncate"; left out where nothing to learn remains); the notes
-    name the first such. Cached as by `prepare`. Raises ValueError for anything wrong with the corpus, naming file and
-    line, the tokenizer or the cache.
+    name the first such. ``undecodable`` is of `open_corpus`. Cached as by `prepare`. Raises ValueError for anything
+    wrong with the corpus, naming file and line, the tokenizer or the cache.
     """
     require_int("seq_len", seq_len, 1)
     require_int("heldout_every", heldout_every, 2)
     require_choice("too_long", too_long, TOO_LONG)
     cache_dir = expand_user(cache_dir)
-    corpus = open_corpus(corpus_spec, CHAT_SUFFIXES)
+    corpus = open_corpus(corpus_spec, CHAT_SUFFIXES, undecodable)
     with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec)
         encoder = ChatEncoder(tokenizer)
         template = None if tokenizer.chat_template is None else tokenizer.chat_template.config()
-        made_from = ["chat", _VERSION, tokenizer.fingerprint, template, seq_len, heldout_every, too_long]
+        made_from = ["chat", _VERSION, tokenizer.fingerprint, template, seq_len, heldout_every, too_long, undecodable]
 
         def write(writers: Writers) -> dict[str, Any]:
             return _write_examples(corpus, encoder, writers, seq_len, heldout_every, too_long)
@@ -55,7 +57,8 @@ def prepare_chat(
             (cache_dir, read_only), corpus, tokenizer, made_from, write, FLAGS * tokenizer.vocab_size
         )
         train, heldout = (PackedDocuments(shards, seq_len) for shards in open_splits(folder))
-        return Prepared(train, heldout, tokenizer, tuple(read_index(folder)["notes"]))
+        index = read_index(folder)
+        return Prepared(train, heldout, tokenizer, tuple(index["notes"]), corpus.read_and_skipped(index))
 
 
 def _write_examples(

@@ -20,14 +20,16 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import processors
 
 from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example, is_learnt
+from tilemoe.data.corpus import clean_text
+from tilemoe.data.windows import END, FIRST, ID, Tokens
 
 if TYPE_CHECKING:
     from tilemoe.data.tokenizer import Tokenizer
@@ -37,6 +39,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 Encoded = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids (n,) and whether each is learnt (n,)
+Span = tuple[int, int]  # [first, end) of characters
 
 
 class Piece(NamedTuple):
@@ -112,7 +115,13 @@ class ChatEncoder:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
         if self._template is not None and self._template.source == PLAIN.source:  # of an export; no need of Jinja
             self._template = None
-        self._theirs: Any = None if self._template is None else _of_transformers(tokenizer, self._template)
+        separator, end = tokenizer.separator_id, tokenizer.backend.id_to_token(tokenizer.separator_id)
+        is_read = tokenizer.backend.encode(f"a{end}a", add_special_tokens=False).ids.count(separator) == 1
+        is_added = separator in tokenizer.backend.get_added_tokens_decoder()
+        self._end_in_text = end if is_added and is_read else None
+        if self._template is not None:
+            self._theirs = _of_transformers(tokenizer, self._template)
+            self._with_special_tokens = type(tokenizer)(self._theirs.backend_tokenizer, tokenizer.name)
 
     def encode(self, example: Example) -> Encoded:
         """ids (n,) and whether each is learnt (n,), of which one at least after the first is.
@@ -124,7 +133,8 @@ class ChatEncoder:
         elif self._template is None:
             encoded = self._encode_pieces(plain_pieces(example.messages))
         else:
-            encoded = self._apply(example, self._template)
+            text, spans = self._rendered(example, self._template)
+            encoded = _marked(self._with_special_tokens.tokens(text), spans)
         if encoded[0].max(initial=0) >= self._tokenizer.vocab_size:
             raise ValueError(
                 f"tokenizer {self._tokenizer.name!r}: its chat template uses tokens that it lacks; add them to its "
@@ -141,43 +151,56 @@ class ChatEncoder:
             return f"user:\n{prompt}\n\n{ASSISTANT}:\n", ends
         turns = [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": "!"}]
         example = Conversation("prompt", tuple(turns))
-        asked: str = self._render(example, turns[:1], tokenize=False, add_generation_prompt=True)
-        after: str = self._render(example, turns, tokenize=False).rpartition("!")[2]
+        asked, _ = self._render(example, turns[:1], add_generation_prompt=True)
+        after = self._render(example, turns)[0].rpartition("!")[2]
         special = self._tokenizer.backend.get_added_tokens_decoder()
         return asked, ends + [token for token in self._tokenizer.encode(after).tolist() if token in special][:1]
 
     def _encode_pieces(self, pieces: Sequence[Piece]) -> Encoded:
-        """Each piece's own tokens, so that none is partly learnt."""
-        ids, learnt = [], []
-        for piece, found in zip(pieces, self._tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
-            ids.append(np.append(found, self._tokenizer.separator_id) if piece.ends else found)
-            learnt.append(np.full(ids[-1].size, piece.is_learnt))
-        return np.concatenate(ids), np.concatenate(learnt)
+        """The tokens of one text, in which the end-of-text token is written out where the tokenizer would read it.
 
-    def _apply(self, example: Conversation, template: ChatTemplate) -> Encoded:
+        Where it would not, what follows that token is a text of its own. The last is appended.
+        """
+        end, text, spans, found = self._end_in_text, "", [], []
+        for place, piece in enumerate(pieces, start=1):
+            is_written = piece.ends and end is not None and place < len(pieces)
+            first = len(text)
+            text += clean_text(piece.text) + (end if is_written and end else "")
+            if piece.is_learnt:
+                spans.append((first, len(text)))
+            if piece.ends and not is_written:
+                ids, learnt = _marked(self._tokenizer.tokens(text), spans)
+                found.append((np.append(ids, self._tokenizer.separator_id), np.append(learnt, piece.is_learnt)))
+                text, spans = "", []
+        ids, learnt = map(np.concatenate, zip(*found, strict=True))
+        return ids, learnt
+
+    def _rendered(self, example: Conversation, template: ChatTemplate) -> tuple[str, list[Span]]:
+        """The text of a conversation, and what of it is learnt."""
         messages = list(example.messages)
-        if _MARKED.search(template.source):
-            options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-            found = self._render(example, messages, **options)
-            marked = np.asarray(found["assistant_masks"], np.bool_)
-            return np.asarray(found["input_ids"], np.int64), _without_weightless(example, marked)
-        text, spans = self._unmarked(example, messages)
-        found = self._theirs(text, add_special_tokens=False, return_offsets_mapping=True)
-        first, end = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2).T
-        learnt = np.zeros(first.size, np.bool_)
-        for span_first, span_end in spans:
-            learnt |= (first >= span_first) & (first < span_end) & (end > first)
-        return np.asarray(found["input_ids"], np.int64), learnt
+        if not _MARKED.search(template.source):
+            return self._unmarked(example, messages)
+        text, marked = self._render(example, messages, return_assistant_tokens_mask=True)
+        spans = [(first, end) for first, end in marked if first < end]
+        are_learnt = [is_learnt(message) for message in messages if message["role"] == ASSISTANT]
+        if all(are_learnt):
+            return text, spans
+        if len(spans) != len(are_learnt):
+            raise ValueError(
+                f"{example.name}: the chat template marks {len(spans)} runs of words of {len(are_learnt)} assistant's "
+                "turns, so the one with weight 0 cannot be told; mark each turn's once, or leave 'weight' out"
+            )
+        return text, list(compress(spans, are_learnt))
 
-    def _unmarked(self, example: Conversation, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a template without marks, and [first, end) of the characters of each turn to learn."""
-        whole: str = self._render(example, messages, tokenize=False)
+    def _unmarked(self, example: Conversation, messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+        """The text of a template without marks, and what of it is learnt."""
+        whole, _ = self._render(example, messages)
         spans = []
         for turn, message in enumerate(messages):
             if not is_learnt(message):
                 continue
-            before: str = self._render(example, messages[:turn], tokenize=False, add_generation_prompt=True)
-            after: str = self._render(example, messages[: turn + 1], tokenize=False)
+            before, _ = self._render(example, messages[:turn], add_generation_prompt=True)
+            after, _ = self._render(example, messages[: turn + 1])
             if not (whole.startswith(after) and after.startswith(before)):
                 raise ValueError(
                     f"{example.name}: the chat template writes messages[{turn}] otherwise when more turns follow, so "
@@ -186,29 +209,29 @@ class ChatEncoder:
             spans.append((len(before), len(after)))
         return whole, spans
 
-    def _render(self, example: Conversation, messages: list[dict[str, Any]], **options: Any) -> Any:
+    def _render(self, example: Conversation, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
+        """The template's text, and what it marks if ``options`` ask for that."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        options |= {"chat_template": self._theirs.chat_template, **self._theirs.special_tokens_map}
         try:
-            return self._theirs.apply_chat_template(messages, **options)
+            texts, marked = render_jinja_template([given], **options)
         except Exception as error:  # a template is a program, and may fail like any
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"{example.name}: the chat template does not take it ({reason}); correct or remove the line"
             ) from error
+        return texts[0], marked[0] if marked else []
 
 
-def _without_weightless(example: Conversation, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """``marked`` (n,) without the runs of those of the assistant's turns whose weight is 0."""
-    are_learnt = [is_learnt(message) for message in example.messages if message["role"] == ASSISTANT]
-    if all(are_learnt):
-        return marked
-    begins = marked & ~np.append(False, marked[:-1])
-    if begins.sum() != len(are_learnt):
-        raise ValueError(
-            f"{example.name}: the chat template marks {begins.sum()} runs of words of {len(are_learnt)} assistant's "
-            "turns, so the one with weight 0 cannot be told; mark each turn's once, or leave 'weight' out"
-        )
-    run = np.cumsum(begins) - 1  # -1 before the first
-    return marked & np.array(are_learnt)[run]
+def _marked(tokens: Tokens, spans: Sequence[Span]) -> Encoded:
+    """The ids (n,), of which those are learnt that have a character in one of ``spans``, or lie there without one."""
+    first, end = tokens[:, FIRST], np.maximum(tokens[:, END], tokens[:, FIRST] + 1)
+    learnt = np.zeros(len(tokens), np.bool_)
+    for span_first, span_end in spans:
+        learnt |= (first < span_end) & (end > span_first)
+    return tokens[:, ID], learnt
 
 
 def plain_pieces(messages: Sequence[dict[str, Any]]) -> list[Piece]:
@@ -232,9 +255,6 @@ def _of_transformers(tokenizer: Tokenizer, template: ChatTemplate) -> Any:
         raise ValueError(
             f"tokenizer {tokenizer.name!r}: applying its chat template needs transformers; pip install 'tilemoe[hf]'"
         ) from error
-    theirs = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend, chat_template=template.source, **dict(template.special_tokens)
     )
-    # It would add special tokens again, and may trim whitespace from the offsets, which the loss mask is made of.
-    theirs.backend_tokenizer.post_processor = processors.Sequence([])
-    return theirs

@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from tilemoe.checks import expand_user, require_int
-from tilemoe.data.text_files import kind_of, open_text, read_records
+from tilemoe.data.text_files import UNDECODABLE, Undecodable, kind_of, not_utf8, open_text, read_records
 
 Split = Literal["train", "heldout"]
+TextNumber = tuple[int, int]  # of the file, and of the text in it
 SPLITS: tuple[Split, ...] = get_args(Split)
 STDLIB = "stdlib"
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
@@ -28,32 +29,62 @@ _CHAT_FIELDS = frozenset({"messages", "conversations", "prompt", "instruction"})
 
 _PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
 _PARQUET_ROWS = 1024  # rows in memory at once
+_FEW_NUL = 4  # of so many characters of a text one at most is NUL
+_NAMED = 5  # skipped files that are named
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of a corpus, relative to ``root`` and sorted. Make one with ``open_corpus``."""
+    """The files of a corpus, relative to ``root`` and sorted. Make one with ``open_corpus``.
+
+    skipped      other files of the folder, which are not read
+    undecodable  what is done about bytes that are not UTF-8: an error, or each becomes U+FFFD ("replace")
+    """
 
     name: str
     root: Path
     files: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+    undecodable: Undecodable = "error"
 
     def documents(self) -> Iterator[str]:
         """Every document's text in order, empty ones included (they hold a position, and no tokens).
 
-        A text file (.txt, .md, .py) is one document, or several of about 1 Mi characters cut at line ends; bytes that
-        are not UTF-8 become U+FFFD. A line of a .jsonl file and a row of a .parquet file are one document each. Text
-        and .jsonl files may be compressed, .gz or .zst.
-        Raises ValueError for a file that cannot be read, naming the file and the line or row.
+        A text file (.txt, .md, .py) is one document, or several of about 1 Mi characters cut at line ends. A line of a
+        .jsonl file and a row of a .parquet file are one document each. Text and .jsonl files may be compressed, .gz or
+        .zst.
+        Raises ValueError for a file that cannot be read or is not UTF-8, naming the file and the line, row or byte.
         """
-        for name in self.files:
+        return (document for _, document in self.parts())
+
+    def parts(self) -> Iterator[tuple[TextNumber, str]]:
+        """`documents`, each with a number: those of one text that was cut have the same."""
+        for file, name in enumerate(self.files):
             path = self.root / name
-            read = _READERS.get(kind_of(path), _read_text)
+            read = _READERS.get(kind_of(path))
+            texts = (_read_text if read is None else read)(path, self.undecodable)
             try:
-                yield from map(clean_text, read(path))
+                for place, text in enumerate(texts):
+                    yield (file, 0 if read is None else place), clean_text(text)
             except OSError as error:
                 raise unreadable(path, error) from error
+
+    def undecodable_bytes(self) -> int:
+        """How many bytes of the texts are not UTF-8."""
+        count = 0
+        for path in (self.root / name for name in self.files):
+            read = _read_parquet if kind_of(path) == ".parquet" else _read_text
+            count += sum(len(UNDECODABLE.findall(text)) for text in read(path, "replace"))
+        return count
+
+    def read_and_skipped(self, index: Mapping[str, Any]) -> str:
+        """How many files are read and which are not, for messages; ``index`` of its shards has `undecodable_bytes`."""
+        names = ", ".join(self.skipped[:_NAMED]) + (", ..." if len(self.skipped) > _NAMED else "")
+        skipped = f", {len(self.skipped):,} skipped ({names})" if names else ""
+        replaced = index.get("undecodable_bytes", 0)
+        counted = f", {replaced:,} bytes replaced that are not UTF-8" if replaced else ""
+        return f"files read: {len(self.files):,}{skipped}{counted}"
 
     def fingerprint(self) -> str:
         """Hex digest of the files' names, sizes and modification times; no content is read."""
@@ -68,29 +99,32 @@ class Corpus:
         return sum(_stat(self.root / name).st_size for name in self.files)
 
 
-def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES) -> Corpus:
+def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES, undecodable: Undecodable = "error") -> Corpus:
     """The corpus that ``spec`` names: "stdlib", or the path of a file or of a folder.
 
-    "stdlib" is the .py files of Python's standard library without its tests. A folder is searched recursively for
-    .txt, .md, .py, .jsonl and .parquet files, or those of ``suffixes`` alone, of which all but .parquet may also be
-    compressed, .gz or .zst; hidden entries and __pycache__ are left out. (A folder that is itself called stdlib is
+    "stdlib" is the .py files of Python's standard library without its tests; bytes that are not UTF-8 are replaced in
+    them, whatever ``undecodable``. A folder is searched recursively for .txt, .md, .py, .jsonl and .parquet files, or
+    those of ``suffixes`` alone, of which all but .parquet may also be compressed, .gz or .zst; hidden entries and
+    __pycache__ are left out. (A folder that is itself called stdlib is
     "./stdlib".) Raises ValueError for a missing path, another kind of file, or nothing usable.
     """
     known = ", ".join(sorted(suffixes))
     if spec == STDLIB and ".py" in suffixes:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = tuple(_walk(root, {".py"}, lambda name: name in _STDLIB_SKIPPED or name.startswith("config-")))
+        found = _walk(root, lambda name: name in _STDLIB_SKIPPED or name.startswith("config-"))
+        files = tuple(name for name in found if kind_of(Path(name)) == ".py")
         if not files:
             raise ValueError(f"corpus 'stdlib': this Python keeps no .py files in {root}; give the path of a text file")
-        return Corpus(STDLIB, root, files)
+        return Corpus(STDLIB, root, files, undecodable="replace")
     if not spec:  # Path("") would be the current folder
         raise ValueError("corpus: the name is empty; give 'stdlib' or a path")
     path = expand_user(spec)
     if path.is_dir():
-        files = tuple(_walk(path, suffixes, lambda name: name.startswith(".") or name == "__pycache__"))
+        found = _walk(path, lambda name: name.startswith(".") or name == "__pycache__")
+        files = tuple(name for name in found if kind_of(Path(name)) in suffixes)
         if not files:
             raise ValueError(f"corpus {spec!r}: no usable file in this folder; put {known} files into it")
-        return Corpus(spec, path, files)
+        return Corpus(spec, path, files, tuple(sorted({*found} - {*files})), undecodable)
     if not path.exists():
         raise ValueError(
             f"corpus {spec!r}: no such file or folder; give 'stdlib' or the path of a {known} file "
@@ -100,7 +134,7 @@ def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES) -> Corpus:
         raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {known}")
     if not path.is_file():  # to open a pipe would wait for a writer
         raise ValueError(f"corpus {spec!r}: it is no regular file; write its content to one")
-    return Corpus(spec, path.parent, (path.name,))
+    return Corpus(spec, path.parent, (path.name,), undecodable=undecodable)
 
 
 def clean_text(text: str) -> str:
@@ -115,34 +149,34 @@ def clean_text(text: str) -> str:
     return text
 
 
-def _walk(root: Path, suffixes: frozenset[str] | set[str], is_skipped: Callable[[str], bool]) -> list[str]:
-    """Sorted POSIX paths, relative to ``root``, of the files with one of ``suffixes`` that no skipped name leads to."""
+def _walk(root: Path, is_hidden: Callable[[str], bool]) -> list[str]:
+    """Sorted POSIX paths, relative to ``root``, of the files that no hidden name leads to."""
 
     def fail(error: OSError) -> NoReturn:
         raise unreadable(root, error) from error
 
     found = []
     for folder, subfolders, names in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if not is_skipped(name)]
-        for name in names:
-            path = Path(folder, name)
-            if kind_of(path) in suffixes and not is_skipped(name) and path.is_file():
-                found.append(path.relative_to(root).as_posix())
+        subfolders[:] = [name for name in subfolders if not is_hidden(name)]
+        paths = [Path(folder, name) for name in names if not is_hidden(name)]
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return sorted(found)
 
 
-def _read_text(path: Path) -> Iterator[str]:
+def _read_text(path: Path, undecodable: Undecodable) -> Iterator[str]:
     """Each piece of a text file, usually one."""
-    with open_text(path, "") as file:
+    with open_text(path, "", undecodable) as file:
         text = file.read(_PIECE)
+        if undecodable == "error" and text.count("\0") > len(text) // _FEW_NUL:  # half of UTF-16's bytes in English
+            raise not_utf8(f"{path}: byte {len(text[: text.index(chr(0))].encode('utf-8'))}, one of many NUL,")
         yield text + file.readline(_PIECE)  # bounded: a file may be one endless line
         while text := file.read(_PIECE):
             yield text + file.readline(_PIECE)
 
 
-def _read_jsonl(path: Path) -> Iterator[str]:
+def _read_jsonl(path: Path, undecodable: Undecodable) -> Iterator[str]:
     """The text of each line that is not blank."""
-    for number, fields in read_records(path):
+    for number, fields in read_records(path, undecodable):
         text = next((fields[key] for key in TEXT_FIELDS if key in fields), None)
         if not isinstance(text, str):
             fix = "correct or remove the line" if _CHAT_FIELDS.isdisjoint(fields) else "read it by --data.format chat"
@@ -153,7 +187,7 @@ def _read_jsonl(path: Path) -> Iterator[str]:
         yield text
 
 
-def _read_parquet(path: Path) -> Iterator[str]:
+def _read_parquet(path: Path, undecodable: Undecodable) -> Iterator[str]:
     """The text of each row; a batch of rows of the one column is in memory at a time."""
     try:
         import pyarrow
@@ -172,16 +206,22 @@ def _read_parquet(path: Path) -> Iterator[str]:
                 )
             row = 0
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
-                for text in batch.column(0).to_pylist():
+                for value in batch.column(0):
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:
+                        if undecodable == "error":
+                            raise not_utf8(f"{path}[{row}]: byte {error.start} of {column!r}") from error
+                        text = error.object.decode("utf-8", "surrogateescape")
                     if not isinstance(text, str):
                         raise ValueError(f"{path}[{row}]: {column!r} holds no string; correct or remove the row")
                     yield text
                     row += 1
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a readable .parquet file; write or copy it again") from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[str]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+_READERS: dict[str, Callable[[Path, Undecodable], Iterator[str]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -197,20 +237,28 @@ def unreadable(path: Path, error: OSError) -> ValueError:
 
 
 def split_documents(corpus: Corpus, heldout_every: int) -> Iterator[tuple[Split, str]]:
-    """(split, text) of every text that is not empty, in the corpus' order: which is trained on, which held out.
+    """(split, text) of `split_parts`, without the numbers."""
+    return ((split, text) for _, split, text in split_parts(corpus, heldout_every))
+
+
+def split_parts(corpus: Corpus, heldout_every: int) -> Iterator[tuple[TextNumber, Split, str]]:
+    """(number, split, text) of every part that is not empty, in the corpus' order: trained on, or held out.
 
     Document ``heldout_every - 1`` and every ``heldout_every``-th after it is held out. A corpus of fewer documents than
     that, such as a single text file, has the end of each document held out instead: its last ``1 / heldout_every``,
-    from the line start before that point where there is one near. ValueError unless heldout_every >= 2.
+    from the line start before that point where there is one near. Parts of one number follow one another in one text.
+    ValueError unless heldout_every >= 2.
     """
     require_int("heldout_every", heldout_every, 2)
-    texts = corpus.documents()
     has_whole_documents = sum(1 for _ in islice(corpus.documents(), heldout_every)) == heldout_every
-    pairs: Iterator[tuple[Split, str]] = _by_end(texts, heldout_every)
-    if has_whole_documents:
-        last = heldout_every - 1
-        pairs = (("heldout" if i % heldout_every == last else "train", text) for i, text in enumerate(texts))
-    return ((split, text) for split, text in pairs if text)
+
+    def splits(place: int, text: str) -> Iterable[tuple[Split, str]]:
+        if not has_whole_documents:
+            return _by_end(iter([text]), heldout_every)
+        return [("heldout" if (place + 1) % heldout_every == 0 else "train", text)]
+
+    numbered = enumerate(corpus.parts())
+    return ((number, *pair) for i, (number, text) in numbered for pair in splits(i, text) if pair[1])
 
 
 def _by_end(texts: Iterator[str], every: int) -> Iterator[tuple[Split, str]]:

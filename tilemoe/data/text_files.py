@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, Literal, TextIO, cast
 
+Undecodable = Literal["error", "replace"]  # what is done about bytes that are not UTF-8
+UNDECODABLE = re.compile("[\udc80-\udcff]")  # such a byte, as Python's "surrogateescape" gives it: never a character
 COMPRESSED = frozenset({".gz", ".zst"})
 
 
@@ -22,21 +26,45 @@ def kind_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def open_text(path: Path, newline: str) -> Iterator[TextIO]:
-    """The text of a file, decompressed where its suffix says so; bytes that are not UTF-8 become U+FFFD.
+def open_text(path: Path, newline: str, undecodable: Undecodable) -> Iterator[TextIO]:
+    """The text of a file, decompressed where its suffix says so, without UTF-8's mark at its beginning.
 
-    ValueError: it is damaged or cut short, or .zst cannot be read here. A file that cannot be opened is an OSError.
+    ``undecodable``: bytes that are not UTF-8 are an error, or come as what `UNDECODABLE` finds ("replace").
+    ValueError: it is damaged or cut short, or not UTF-8, or .zst cannot be read here. A file that cannot be opened is
+    an OSError.
     """
     suffix = path.suffix.lower()
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_open_binary(path, suffix))
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
+        errors = "strict" if undecodable == "error" else "surrogateescape"
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors=errors, newline=newline)
         try:
-            yield stack.enter_context(text)
+            try:
+                yield stack.enter_context(text)
+            except UnicodeDecodeError as error:
+                raise not_utf8(f"{path}: byte {_first_undecodable(path)}") from error
         except (EOFError, zlib.error, OSError) as error:
             if suffix in COMPRESSED and not getattr(error, "errno", None):  # no error of the system's
                 raise ValueError(f"{path}: not a readable {suffix} file; write or copy it again") from error
             raise
+
+
+def not_utf8(place: str) -> ValueError:
+    return ValueError(f"{place} is not UTF-8; convert the text to UTF-8, or set data.undecodable to replace")
+
+
+def _first_undecodable(path: Path) -> int:
+    """The place of the first byte that is not UTF-8 in a file as decompressed."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    with _open_binary(path, path.suffix.lower()) as file:
+        try:
+            while chunk := file.read(io.DEFAULT_BUFFER_SIZE):
+                read += len(chunk)
+                decoder.decode(chunk)
+            decoder.decode(b"", True)
+        except UnicodeDecodeError as error:  # its object ends with what was read last
+            read += error.start - len(error.object)
+    return read
 
 
 def _open_binary(path: Path, suffix: str) -> BinaryIO:
@@ -52,14 +80,17 @@ def _open_binary(path: Path, suffix: str) -> BinaryIO:
     return cast(BinaryIO, pyarrow.CompressedInputStream(path.open("rb"), "zstd"))
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1 on, JSON object) of each line that is not blank; ValueError naming a line that is none."""
-    with open_text(path, "\n") as file:
+def read_records(path: Path, undecodable: Undecodable) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1 on, JSON object) of each line that is not blank; ValueError naming a line that is none.
+
+    ``undecodable``: as of `open_text`; replaced, a byte is U+FFFD.
+    """
+    with open_text(path, "\n", undecodable) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(UNDECODABLE.sub("\N{REPLACEMENT CHARACTER}", line))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: this line is not JSON; correct or remove it") from error
             yield number, record if isinstance(record, dict) else {}

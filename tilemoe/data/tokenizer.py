@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from threading import Event, Thread
@@ -15,12 +18,13 @@ from typing import Any
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tilemoe.checks import expand_user
 from tilemoe.data.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate, read_chat_template
 from tilemoe.data.corpus import Corpus, clean_text, split_documents
 from tilemoe.data.files import only_one_process, write_atomic
+from tilemoe.data.windows import FIRST, ID, Tokens, tokens_of_parts
 
 TokenIds = NDArray[np.int64]
 
@@ -72,19 +76,67 @@ class Tokenizer:
         """(number of tokens,) int64, without separators; NUL is removed and lone surrogates become U+FFFD."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """``encode`` of each text, in parallel where the tokenizer can; a long text in pieces, one at a time."""
+    def encode_batch(self, texts: Iterable[str]) -> list[TokenIds]:
+        """``encode`` of each text, in parallel where the tokenizer can.
+
+        ValueError: a long text cannot be encoded a window at a time, see `tilemoe.data.windows`.
+        """
         texts = [clean_text(text) for text in texts]
         short = [text for text in texts if len(text) <= _PIECE]
         ids_of_short = iter(self._ids(short))
         return [
-            next(ids_of_short) if len(text) <= _PIECE else np.concatenate([self._ids([p])[0] for p in _pieces(text)])
+            next(ids_of_short) if len(text) <= _PIECE else np.concatenate(list(self.encode_parts(_pieces(text))))
             for text in texts
         ]
+
+    def tokens(self, text: str) -> Tokens:
+        """The tokens of a text that is clean already, and their characters in it."""
+        return np.concatenate(list(self._tokens_of_parts(_pieces(text))))
+
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[TokenIds]:
+        """Of each of ``parts``, clean already and together one text, the ids of the text's tokens that begin in it.
+
+        In bounded memory. ValueError as of `encode_batch`.
+        """
+        held, ends = np.empty((0, 4), np.int64), deque[int]()  # tokens, and ends of parts, that are not given yet
+
+        def read() -> Iterator[str]:
+            end = 0
+            for part in parts:
+                end += len(part)
+                ends.append(end)
+                yield part
+
+        beyond = np.full((1, 4), np.iinfo(np.int64).max)
+        for tokens in chain(self._tokens_of_parts(read()), [beyond]):
+            held = np.concatenate([held, tokens])
+            while ends and held.size and held[-1, FIRST] > ends[0]:
+                count = int(np.searchsorted(held[:, FIRST], ends.popleft()))
+                yield held[:count, ID]
+                held = held[count:]
 
     def _ids(self, texts: Sequence[str]) -> list[TokenIds]:
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def _tokens_of_parts(self, parts: Iterable[str]) -> Iterator[Tokens]:
+        # How the likeliest tokens divide a long run of one character depends on its end, how merges do on its start.
+        num_different = 4 if isinstance(self.backend.model, models.Unigram) else 1
+        return tokens_of_parts(parts, _PIECE, self._tokens, num_different)
+
+    def _tokens(self, text: str) -> Tokens:
+        encoding = self._without_trimming.encode(text, add_special_tokens=False)
+        first, end = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+        first = np.maximum.accumulate(first.clip(max=len(text) - 1))
+        begins_word = np.diff(np.asarray(encoding.word_ids, np.int64), prepend=-1) != 0
+        return np.stack([np.asarray(encoding.ids, np.int64), first, end, begins_word], axis=1)
+
+    @cached_property
+    def _without_trimming(self) -> tokenizers.Tokenizer:
+        """The library's own without the step that may trim whitespace from the places of tokens."""
+        backend = copy.deepcopy(self.backend)
+        backend.post_processor = processors.Sequence([])
+        return backend
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids`` without separators; bytes that are not UTF-8 become U+FFFD. ValueError: id unknown."""
@@ -141,6 +193,14 @@ class ByteTokenizer(Tokenizer):
 
     def _ids(self, texts: Sequence[str]) -> list[TokenIds]:  # a hundred times as fast as the library
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) for text in texts]
+
+    def tokens(self, text: str) -> Tokens:
+        (ids,) = self._ids([text])
+        first = np.cumsum((ids & 0xC0) != 0x80) - 1  # all but a character's first byte begin with the bits 10
+        return np.stack([ids, first, first + 1, np.ones_like(ids)], axis=1)
+
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[TokenIds]:
+        return (self._ids([part])[0] for part in parts)
 
     def _text(self, ids: TokenIds) -> str:
         return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")

@@ -41,6 +41,7 @@ class DataConfig:
     sources: tuple[str, ...] = ()  # several corpora instead, each "PATH=WEIGHT": its share of the training sequences
     format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
     too_long: Literal["error", "skip", "truncate"] = "error"  # chat: if it has more tokens than a sequence
+    undecodable: Literal["error", "replace"] = "error"  # bytes that are not UTF-8; replace: by U+FFFD, and counted
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
     heldout_every: int = 20  # every N-th document is kept for evaluation
     cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder

@@ -46,12 +46,13 @@ def prepare_data(settings: DataConfig, tokenizer: str, cache_dir: Path | None = 
     train, heldout = (
         Mixture(tuple(parts), weights) for parts in zip(*((p.train, p.heldout) for p in found), strict=True)
     )
-    return Prepared(train, heldout, found[0].tokenizer, tuple(notes))
+    return Prepared(train, heldout, found[0].tokenizer, tuple(notes), "; ".join(each.files for each in found))
 
 
 def _prepare_corpus(corpus: str, settings: DataConfig, tokenizer: str, cache_dir: Path | None) -> Prepared:
     cache = cache_dir or settings.cache_path
     options: dict[str, Any] = {"heldout_every": settings.heldout_every, "read_only": settings.cache_path}
+    options["undecodable"] = settings.undecodable
     if settings.format == "text":
         return prepare(corpus, tokenizer, cache, **options)
     options |= {"seq_len": settings.seq_len, "too_long": settings.too_long}

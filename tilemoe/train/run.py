@@ -108,7 +108,7 @@ def _without_places(recipe: Recipe) -> dict[str, Any]:
     """Its settings but for where text and a base are kept: the digest of the tokens tells what the text is."""
     settings = to_dict(recipe)
     data, lora = settings["data"], settings["lora"]
-    del data["cache_dir"], data["corpus"]
+    del data["cache_dir"], data["corpus"], data["undecodable"]
     data["sources"] = [float(source.rpartition("=")[2]) for source in data["sources"]]  # the weights
     if lora is not None:
         del lora["base"]
@@ -231,7 +231,8 @@ def _prepare(recipe: Recipe, checkpoint: Checkpoint | None, reporter: Reporter, 
     # The checkpoint's copy: the file that the recipe names may be gone.
     tokenizer = recipe.data.tokenizer if checkpoint is None else checkpoint.tokenizer_spec
     data = prepare_data(recipe.data, tokenizer, cache_dir)
-    reporter.say(f"data: {data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens")
+    tokens = f"{data.train.num_tokens:,} training and {data.heldout.num_tokens:,} held-out tokens"
+    reporter.say(f"data: {tokens}, {data.files}")
     for note in data.notes:
         reporter.say(f"data: {note}")
     parts = data.train.parts if isinstance(data.train, Mixture) else (data.train,)
