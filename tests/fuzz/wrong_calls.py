@@ -33,9 +33,9 @@ _INDICES = "token_of_row pair_of_row row_of_pair pair_start_of_token row_start_o
 # function's before them, and kinds.
 _VALID: tuple[tuple[str, set[str]], ...] = (
     (f"{_NONE_OF_A_CALL} {_NONE_OF_SETTINGS} kernels activation_limit activation_alpha compile_backend", {"None"}),
-    (f"{_NONE_OF_PARTS} Routing.pairs_per_expert expert_parallel.reshard_after_forward", {"None"}),
+    (f"{_NONE_OF_PARTS} Routing.pairs_per_expert statistics expert_parallel.reshard_after_forward", {"None"}),
     (f"{_BOOLS} reshard_after_forward", {"True", "False"}),
-    ("shared_gate", {"True", "False"}),
+    ("shared_gate add_aux_loss", {"True", "False"}),
     ("rate temperature aux_loss_coef z_loss_coef initializer_range", {"0", "2**31", "0.5"}),
     ("alpha scale rope_theta norm_eps", {"2**31", "0.5"}),
     ("moe.activation_limit moe.activation_alpha moe_lora.activation_limit moe_lora.activation_alpha", {"2**31", "0.5"}),

@@ -77,7 +77,8 @@ def layer_config(shape: MoEShape, precision: Precision = "bf16") -> MoEConfig:
 def tilemoe_layer(shape: MoEShape, weights: Weights, kernels: str | None = None) -> Contestant:
     """Ours, as a user builds it; ``kernels`` names a backend, and with it the precision."""
     precision = cast(Precision, "bf16" if kernels is None else backend_named(kernels).precision)
-    moe = MoE(layer_config(shape, precision), device="meta", kernels=kernels)
+    # The router's gradient is timed and not used: with K = 1 it is 0, and in training the layer would refuse that.
+    moe = MoE(layer_config(shape, precision), device="meta", kernels=kernels).eval()
     moe.router.weight, moe.experts.w1, moe.experts.w2 = weights.router, weights.w1, weights.w2
     name = "tilemoe" if kernels is None else f"tilemoe[{kernels}]"
     leaves = (weights.router, weights.w1, weights.w2)

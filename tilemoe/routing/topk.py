@@ -47,8 +47,7 @@ class Routing:
         pairs_per_expert: (E,) int32 pairs of each expert before rounding; None: the same as ``tokens_per_expert``
         expert_ids: (T, K) int32 top-K selection before rounding, or the replayed one; E for a token that the mask
             leaves out. None if a custom router has no such ids
-        statistics: with ``aux_loss_over="model"``, (2E + 1,) fp32 or fp64 of this layer for `aux_loss_of_layers`: each
-            expert's pairs per token, its mean probability, and the z-loss; else None
+        statistics: (2E + 1,) for `aux_loss_of_layers`: pairs per token and probability of each expert, z-loss; or None
         unchecked: True for attributes made by `route`, which are not checked again
 
     ValueError: the type, dtype or shape of an attribute is wrong.
@@ -74,7 +73,8 @@ class Routing:
             return
         require_type("plan", self.plan, RoutingPlan)
         needed = {"scores": self.scores, "tokens_per_expert": self.tokens_per_expert, "aux_loss": self.aux_loss}
-        require_tensors(needed, {"pairs_per_expert": self.pairs_per_expert, "expert_ids": self.expert_ids})
+        optional = {name: getattr(self, name) for name in ("pairs_per_expert", "expert_ids", "statistics")}
+        require_tensors(needed, optional)
         plan, ids = self.plan, self.expert_ids
         leading = (plan.num_tokens,) if plan.pair_start_of_token is None else ()  # as many pairs for every token
         fits = self.scores.ndim == 1 + len(leading) and self.scores.shape[: len(leading)] == leading
@@ -88,6 +88,9 @@ class Routing:
         if ids is not None:
             fits = ids.ndim == 2 and ids.shape[0] == plan.num_tokens
             _require("expert_ids", ids, _INTEGERS, fits, "(T, K) with the tokens of plan")
+        if self.statistics is not None:
+            fits = self.statistics.shape == (2 * plan.num_experts + 1,)
+            _require("statistics", self.statistics, FLOAT_DTYPES, fits, "(2E + 1,) with the experts of plan")
 
     def dense(self) -> Tensor:
         """The scores as a matrix (T, E), 0 where a token is not routed to an expert; differentiable."""
@@ -330,12 +333,10 @@ def _aux_loss(
         here = tokens if isinstance(tokens, Tensor) else counts.new_full((), tokens)
         everywhere = sum_over_ranks(torch.cat([counts.long(), here.long()[None]]), group)
         counts, tokens = everywhere[:-1], everywhere[-1]
-    # Alone in fp64, as the host computes without a mask: padding then changes no bit.
-    dtype = torch.float64 if ranks == 1 else scores.dtype
-    tokens = tokens.clamp(min=1).to(dtype) if isinstance(tokens, Tensor) else max(tokens, 1)
+    tokens = tokens.clamp(min=1).to(scores.dtype) if isinstance(tokens, Tensor) else max(tokens, 1)
     share = ranks / tokens  # of each real token in the mean of the ranks' losses
     aux_loss_coef, z_loss_coef = specialised(router.aux_loss_coef, router.z_loss_coef)
-    z_loss = None if chosen.z_sum is None else _scaled(chosen.z_sum, z_loss_coef * share)
+    z_loss = None if chosen.z_sum is None else z_loss_coef * share * chosen.z_sum
     if chosen.probability_sums is not None and router.aux_loss_over == "model":
         last = scores.new_zeros(()) if z_loss is None else z_loss
         statistics = torch.cat([counts.to(scores.dtype) / tokens, chosen.probability_sums * share, last[None]])
@@ -343,15 +344,10 @@ def _aux_loss(
     parts = []
     if chosen.probability_sums is not None:
         pairs = (counts * chosen.probability_sums).sum()
-        parts.append(_scaled(pairs, aux_loss_coef * num_experts * share / tokens))
+        parts.append(aux_loss_coef * num_experts * share / tokens * pairs)
     if z_loss is not None:
         parts.append(z_loss)
     return sum(parts[1:], start=parts[0]).float(), None
-
-
-def _scaled(value: Tensor, factor: Tensor | float) -> Tensor:
-    """``value * factor`` in value's dtype, to which a factor of any dtype is rounded first."""
-    return value * (factor.to(value.dtype) if isinstance(factor, Tensor) else factor)
 
 
 def aux_loss_of_layers(statistics: Tensor, router: RouterConfig) -> Tensor:
@@ -359,9 +355,8 @@ def aux_loss_of_layers(statistics: Tensor, router: RouterConfig) -> Tensor:
     (L, 2E + 1): fp32 scalar ``aux_loss_coef * E * sum_e f_e P_e + z``, with f_e and P_e the means over the layers.
     """
     num_experts = statistics.shape[1] // 2
-    (aux_loss_coef,) = specialised(router.aux_loss_coef)
     pairs_per_token, probability = statistics[:, :-1].mean(dim=0).split(num_experts)
-    balancing = aux_loss_coef * num_experts * (pairs_per_token * probability).sum()
+    balancing = specialised(router.aux_loss_coef)[0] * num_experts * (pairs_per_token * probability).sum()
     return (balancing + statistics[:, -1].sum()).float()
 
 
