@@ -37,7 +37,6 @@ class MoEOutput(NamedTuple):
         expert_ids: (T, K) int32, each token's top-K experts before token rounding, or the replayed ones; E for a token
             that the mask leaves out. Pass them to `MoE.forward` to replay the routing. None where a custom router's
             `Routing` has none
-        statistics: (2E + 1,) fp32 for one loss of all layers, if ``cfg.router.aux_loss_over`` is "model"; see `Routing`
 
     Examples:
         >>> layer = tilemoe.MoE(tilemoe.MoEConfig(16, 8, num_experts=4, num_experts_per_tok=2))
@@ -52,7 +51,21 @@ class MoEOutput(NamedTuple):
     router_logits: Tensor | None
     pairs_per_expert: Tensor
     expert_ids: Tensor | None = None
-    statistics: Tensor | None = None
+
+
+class MoEOutputOfModel(NamedTuple):
+    """`MoEOutput` where ``cfg.router.aux_loss_over`` is "model", with this layer's part in the loss of all layers.
+
+    statistics: (2E + 1,), see `tilemoe.Routing`.
+    """
+
+    hidden: Tensor
+    aux_loss: Tensor
+    tokens_per_expert: Tensor
+    router_logits: Tensor | None
+    pairs_per_expert: Tensor
+    expert_ids: Tensor | None
+    statistics: Tensor
 
 
 class MoE(nn.Module):
@@ -157,7 +170,7 @@ class MoE(nn.Module):
         token_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
         expert_ids: Tensor | None = None,
-    ) -> MoEOutput:
+    ) -> MoEOutput | MoEOutputOfModel:
         """Route x (..., d) and compute its experts.
 
         ``token_mask``: bool, or integers such as transformers' attention_mask, shaped like x without d, or (T,). False
@@ -215,7 +228,8 @@ class MoE(nn.Module):
         pairs = counts if routing.pairs_per_expert is None else routing.pairs_per_expert
         if x.ndim != 2:  # no view: an in-place change of a view would drop FSDP2's hook on the layer's output
             hidden = torch.ops.aten._unsafe_view.default(hidden, x.shape)
-        return MoEOutput(hidden, routing.aux_loss, counts, logits, pairs, routing.expert_ids, routing.statistics)
+        found = (hidden, routing.aux_loss, counts, logits, pairs, routing.expert_ids)
+        return MoEOutput(*found) if routing.statistics is None else MoEOutputOfModel(*found, routing.statistics)
 
     def _shared_output(self, x: Tensor, shared: MLP) -> Tensor:
         """The shared expert's output (T, d), times the sigmoid of each token's gate if there is one."""

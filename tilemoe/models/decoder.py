@@ -59,7 +59,7 @@ class BlockOutput(NamedTuple):
     """What a block returns; all but hidden are None for a dense block, and the entropy is None in evaluation.
 
     hidden (B, S, d) · aux_loss () fp32 · tokens_per_expert (E,), rows that are computed · pairs_per_expert (E,), pairs
-    before rounding · router_entropy () fp32 · statistics (2E + 1,), see `MoEOutput` · expert_ids (B*S, K). Flat,
+    before rounding · router_entropy () fp32 · statistics (2E + 1,), see `MoEOutputOfModel` · expert_ids (B*S, K). Flat,
     because activation checkpointing does not look into nested tuples.
     """
 
@@ -141,7 +141,7 @@ class Block(nn.Module):
         entropy = None
         if self.training and out.router_logits is not None:
             entropy = router_entropy(out.router_logits, self.mlp.cfg.router, token_mask)
-        routed = (out.tokens_per_expert, out.pairs_per_expert, entropy, out.statistics)
+        routed = (out.tokens_per_expert, out.pairs_per_expert, entropy, getattr(out, "statistics", None))
         return BlockOutput(x + out.hidden, out.aux_loss, *routed, out.expert_ids)
 
     def compile_body(self, backend: str) -> None:
