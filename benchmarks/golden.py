@@ -1,21 +1,14 @@
-"""Hashes of all that tilemoe computes, to show that a change of the code changes no bit of it.
+"""Hashes of what tilemoe computes, to show that a change of the code changes no bit of it.
 
-    python benchmarks/golden.py --backend torch --write results/golden/torch-cpu.json
-    python benchmarks/golden.py --backend triton --check results/golden/triton-interpreted.json
-    python benchmarks/golden.py --backend hopper --check FILE --only 'large/.*bands' --verbose
+    python benchmarks/golden.py --write results/golden.json       # CPU: the torch backend, and Triton's interpreter
+    python benchmarks/golden.py --check results/golden.json
+    python benchmarks/golden.py --device cuda --write FILE        # a GPU: the backends triton and hopper
 
-A file holds a SHA-256 for each tensor of each case of `golden_cases`: outputs and every gradient, NaN as one pattern.
-``--check`` computes them again, lists what differs and ends with 1 if anything does. Hashes hold on one kind of machine
-and one release of PyTorch and Triton alone: the file's header names them, and ``--check`` warns where they differ.
+The file holds a hash for each tensor of each case: outputs and every gradient, NaN as one pattern. ``--check`` computes
+them again and ends with 1 if any differs. Hashes hold on one kind of machine and one release of PyTorch and Triton; the
+header names them. To compare two commits elsewhere, write a file at one and check it at the other.
 
-``torch`` runs on the CPU, with one thread. ``triton`` and ``hopper`` run on a GPU, ``triton`` without one in Triton's
-interpreter. On a GPU each case runs three times, first launched, then recorded, then replayed; a case whose bits do not
-repeat is listed and not written. ``--part 3/8`` takes every eighth case: eight at once fill Triton's cache sooner.
-
-The files in results/golden were made for the redesign. Other commits have changed bits on purpose since (adapters, the
-gradient of normalised scores), so to compare two commits write a file at one and check it at the other.
-
-A case that the package refuses by a ValueError is written as such. Any other error is listed, and ends with 1.
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
 
 from __future__ import annotations
@@ -24,288 +17,355 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import golden_cases
-import golden_large
 import torch
-import torch.utils.deterministic
-from golden_cases import BF16, FP16, FP32, FP64, Case
-from golden_inputs import Source
-from golden_runs import Found, Where
 from torch import Tensor
 
+import tilemoe
+from tilemoe import MoEConfig, RouterConfig, TokenRounding
 from tilemoe.bench import record
+from tilemoe.layers.lora import add_lora, merge_lora
+from tilemoe.models.loss import chunked_cross_entropy
+from tilemoe.testing import poisoned_memory
 
-BACKENDS = ("torch", "triton", "hopper")
-ENVIRONMENT_OF_CPU = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-INTERPRET = "TRITON_INTERPRET"
-REFUSED = "refused"
-_POISON_BYTES = 1 << 30
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Found = dict[str, Tensor]
+Hashes = dict[str, dict[str, str]]  # case -> tensor -> hash
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai", "swiglu_clamped")
+UNGATED = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
+ROUTINGS = ("random", "empty experts", "all on the last", "sentinels", "pairs", "no tokens")
+PRESETS = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss", "granite_moe")
+MODES: tuple[Any, ...] = ("nearest", "stochastic", "nearest_score", "balance", "up", "down")
+LOSSES: dict[str, Any] = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
+SMALL = (17, 24, 16, 4, 2)  # T, d, n, E, K
+BLOCKS = (40, 128, 256, 4, 2)  # widths that FP8 can quantise
+LARGE = {  # on a GPU: many tiles, waves and bands
+    "fine": (4096, 2048, 256, 64, 8),
+    "coarse": (4096, 2048, 1024, 16, 4),
+    "ragged widths": (2500, 1000, 296, 12, 3),
+    "bands": (900, 1160, 8456, 4, 2),
+    "long contraction": (700, 4608, 2304, 4, 2),
+}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Hashes = dict[str, dict[str, str]]
 
-
-def canonical(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers, contiguous; every NaN is the same one."""
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype.is_floating_point:
-        tensor = torch.where(tensor.isnan(), torch.full((), float("nan"), dtype=tensor.dtype).to(tensor.device), tensor)
-    return tensor.view(_AS_INTEGERS[tensor.element_size()])
-
-
-def digest(value: Tensor | str) -> str:
-    """SHA-256 of dtype, shape and bits; text is its own."""
-    if isinstance(value, str):
-        return value
-    found = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
-    found.update(canonical(value).cpu().numpy().tobytes())
+def digest(tensor: Tensor) -> str:
+    """Of dtype, shape, strides' order and bits; every NaN is the same one."""
+    tensor = tensor.detach()
+    head = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride() if tensor.ndim > 2 else ''}"
+    bits = tensor.contiguous()
+    if bits.dtype.is_floating_point:
+        bits = torch.where(bits.isnan(), torch.full_like(bits, float("nan")), bits)
+    found = hashlib.sha256(head.encode())
+    found.update(bits.view(_INTEGERS[bits.element_size()]).cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
-def same(one: Found, other: Found) -> bool:
-    """Whether two runs of a case gave the same bits."""
+@dataclass(frozen=True)
+class Draw:
+    """Uniform numbers that follow from a case's name alone, to the bit: a normal's logarithms differ by processor."""
 
-    def equal(left: Tensor | str, right: Tensor | str) -> bool:
-        if isinstance(left, str) or isinstance(right, str):
-            return left is right or left == right
-        return left.shape == right.shape and torch.equal(canonical(left), canonical(right))
+    case: str
+    device: torch.device
 
-    return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+    def __call__(self, name: str, *shape: int, scale: float = 1.0) -> Tensor:
+        drawn = torch.rand(shape, generator=self.generator(name)).to(self.device)
+        return drawn.mul_(2 * scale).sub_(scale)
+
+    def generator(self, name: str) -> torch.Generator:
+        seed = int.from_bytes(hashlib.sha256(f"{self.case}: {name}".encode()).digest()[:7], "big")
+        return torch.Generator().manual_seed(seed)
+
+    def fill(self, module: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                scale = 1.7 * tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3
+                tensor.copy_(self(name, *tensor.shape, scale=scale) + ("norm" in name))
 
 
-class Unrepeatable(Exception):
-    """Two runs of a case differ."""
+@dataclass(frozen=True)
+class Case:
+    name: str
+    run: Callable[[Draw, str], Found]  # of the draws and the backend's name
 
 
-class Runner:
-    """Runs cases of one backend on one device."""
+@dataclass(frozen=True)
+class Experts:
+    """One call of `tilemoe.moe` and its gradients; ``spoilt`` is a value and the tensor it is written into."""
 
-    def __init__(self, backend: str, device: torch.device) -> None:
-        self.backend, self.device = backend, device
-        self.is_interpreted = backend != "torch" and device.type == "cpu"
-        self.repeats = 3 if device.type == "cuda" else 1
+    sizes: tuple[int, int, int, int, int]
+    dtype: torch.dtype
+    routing: str = "random"
+    activation: str = "swiglu"
+    gate_up: str = "concatenated"
+    transposed: bool = False
+    bias: bool = True
+    wanted: tuple[str, ...] | None = None
+    spoilt: tuple[float, str] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def cases(self) -> Iterator[Case]:
-        if self.is_interpreted:
-            yield from golden_cases.interpreted_cases()
-            return
-        if self.device.type == "cuda":
-            yield from golden_large.gpu_cases()
-            return
-        yield from golden_cases.small_cases((FP32, FP16, BF16, FP64))
-        yield from golden_large.middling_cases()
+    def __call__(self, draw: Draw, kernels: str) -> Found:
+        _, d, n, experts, _ = self.sizes
+        plan, scores = self._plan(draw)
+        width = n * (2 if self.activation in GATED else 1)
+        shapes = {"x": (plan.num_tokens, d), "w1": (experts, width, d), "w2": (experts, d, n)}
+        shapes |= {"b1": (experts, width), "b2": (experts, d)} if self.bias else {}
+        leaves = {name: draw(name, *shape, scale=1.7 * shape[-1] ** -0.5) for name, shape in shapes.items()}
+        leaves["x"] *= d**0.5
+        given = {name: leaf.to(self.dtype) for name, leaf in leaves.items()}
+        if self.transposed:
+            given |= {w: given[w].transpose(1, 2).contiguous().transpose(1, 2) for w in ("w1", "w2")}
+        given["scores"] = draw("scores", *scores) + 1
+        given["do"] = draw("do", plan.num_tokens, d).to(self.dtype)
+        if self.spoilt is not None:
+            flat = given[self.spoilt[1]].reshape(-1)  # a view: none of these is transposed
+            flat[flat.numel() // 3] = self.spoilt[0]
+        do = given.pop("do")
+        wanted = tuple(given) if self.wanted is None else self.wanted
+        for name in wanted:
+            given[name].requires_grad_()
+        options = {"kernels": None if "precision" in self.options else kernels, **self.options}
+        o = tilemoe.moe(**given, plan=plan, activation=self.activation, gate_up=self.gate_up, **options)
+        grads = torch.autograd.grad(o, [given[name] for name in wanted], do) if wanted else ()
+        return {"o": o} | {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
 
-    def hashes(self, case: Case) -> dict[str, str]:
-        """By tensor. Unrepeatable where two runs differ."""
-        try:
-            first = self._run(case)
-        except ValueError as error:
-            return {REFUSED: type(error).__name__}
-        for _ in range(self.repeats - 1):
-            if not same(first, self._run(case)):
-                raise Unrepeatable(case.name)
-        return {name: digest(value) for name, value in first.items()}
+    def _plan(self, draw: Draw) -> tuple[tilemoe.RoutingPlan, tuple[int, ...]]:
+        tokens, _, _, experts, k = self.sizes
+        tokens = 0 if self.routing == "no tokens" else tokens
+        if self.routing == "pairs":
+            token = (draw("token", tokens * k).add_(1).mul_(tokens / 2)).long().clamp_(max=tokens - 1)
+            expert = (draw("expert", tokens * k).add_(1).mul_(experts / 2)).long().clamp_(max=experts - 1)
+            return tilemoe.plan_pairs(token, expert, tokens, experts), (tokens * k,)
+        open_to = experts - 2 if self.routing == "empty experts" else experts
+        ids = draw("ids", tokens, open_to).argsort(dim=1, stable=True)[:, :k].contiguous() + (experts - open_to) // 2
+        if self.routing == "all on the last":
+            ids = torch.full((tokens, 1), experts - 1, device=draw.device)
+        if self.routing == "sentinels":
+            ids[0], ids[-1, 0] = experts, 2**31 - 1
+        return tilemoe.plan_topk(ids, experts), tuple(ids.shape)
 
-    def _run(self, case: Case) -> Found:
-        self._poison()
-        with self._settled(case), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's, of padding; the rounding's, of few tokens
-            return case.run(Where(Source(case.name, self.device), self.backend))
 
-    @contextmanager
-    def _settled(self, case: Case) -> Iterator[None]:
+@dataclass(frozen=True)
+class Layer:
+    """Forward and backward of a `tilemoe.MoE`."""
+
+    config: MoEConfig
+    dtype: torch.dtype
+    mask: bool = False
+    recompute: str | None = None
+    lora_rank: int = 0
+    merged: bool = False
+    tokens: int = 40
+
+    def __call__(self, draw: Draw, kernels: str) -> Found:
+        cfg = self.config
+        layer = tilemoe.MoE(cfg, draw.device, self.dtype, recompute=self.recompute, kernels=kernels)
+        if self.lora_rank:
+            add_lora(layer, self.lora_rank, 16.0)
+        draw.fill(layer)
+        if self.merged:
+            merge_lora(layer)
+        x = draw("x", self.tokens, cfg.hidden_size, scale=1.7).to(self.dtype).requires_grad_()
+        mask = draw("mask", self.tokens) < 0.4 if self.mask else None
+        torch.manual_seed(0)
+        out = layer(x, mask)
+        (out.hidden * draw("do", *x.shape).to(self.dtype)).sum().backward(retain_graph=True)
+        if out.aux_loss.requires_grad:
+            out.aux_loss.backward()
+        assert x.grad is not None
+        grads = {f"d{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        counts = {"tokens_per_expert": out.tokens_per_expert, "pairs_per_expert": out.pairs_per_expert}
+        return {"hidden": out.hidden, "aux_loss": out.aux_loss, "dx": x.grad, **counts, **grads}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One training step of a `tilemoe.DecoderLM` by SGD."""
+
+    dtype: torch.dtype
+    checkpointing: str = "none"
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, draw: Draw, kernels: str) -> Found:
+        moe = MoEConfig(32, 16, 4, 2, router=RouterConfig(selection_bias=True, **LOSSES))
+        config = tilemoe.ModelConfig(61, 32, 2, 4, 2, 8, 64, moe=moe, **self.given)
+        model = tilemoe.DecoderLM(config, device=draw.device, dtype=self.dtype, kernels=kernels)
+        draw.fill(model)
+        model.set_checkpointing(self.checkpointing)
+        ids = (draw("ids", 2, 13).add_(1).mul_(30)).long()
+        out = model(ids[:, :-1], ids[:, 1:])
+        (out.loss + out.aux_loss).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+        model.update_selection_bias(out.pairs_per_expert, 0.01)
+        after = {f"{name} after": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        return {"loss": out.loss, "aux_loss": out.aux_loss, "pairs": out.pairs_per_expert, **after}
+
+
+def _loss(dtype: torch.dtype, chunk: int | None, draw: Draw, kernels: str) -> Found:
+    hidden, weight = (draw(name, rows, 16).to(dtype).requires_grad_() for name, rows in (("h", 50), ("w", 37)))
+    labels = (draw("labels", 50).add_(1).mul_(18)).long()
+    labels[::3] = -100
+    loss = chunked_cross_entropy(hidden, weight, labels=labels, max_chunk_logits=chunk)
+    return {"loss": loss, **dict(zip(("dhidden", "dweight"), torch.autograd.grad(loss, [hidden, weight]), strict=True))}
+
+
+def experts_cases(dtype: torch.dtype, sizes: tuple[int, int, int, int, int]) -> Iterator[tuple[str, Any]]:
+    """Layouts, routings, values and options."""
+    for activation in (*GATED, *UNGATED):
+        for gate_up in ("concatenated", "interleaved") if activation in GATED else ("concatenated",):
+            for transposed in (False, True):
+                name = f"layout/{activation} {gate_up}{' transposed' if transposed else ''}"
+                yield name, Experts(sizes, dtype, "random", activation, gate_up, transposed, bias=transposed)
+    for routing in ROUTINGS:
+        yield f"routing/{routing}", Experts(sizes, dtype, routing)
+        yield f"routing/{routing}, inference", Experts(sizes, dtype, routing, wanted=())
+    for name in ("x", "w1", "w2", "b1", "b2", "scores", "do"):
+        for value in (float("nan"), float("inf")):
+            yield f"values/{value} in {name}", Experts(sizes, dtype, spoilt=(value, name))
+    for wanted in (("x",), ("w1",), ("w2",), ("scores",), ("b1", "b2")):
+        yield f"options/{' '.join(wanted)} wanted", Experts(sizes, dtype, wanted=wanted)
+    yield "options/recomputed", Experts(sizes, dtype, options={"recompute": "up_proj"})
+    yield "options/limit", Experts(sizes, dtype, activation="swiglu_oai", options={"activation_limit": 0.5})
+    if dtype is not torch.float64:
+        yield "fp8/gemms", Experts(BLOCKS, dtype, options={"precision": "fp8"})
+        yield "fp8/sentinels", Experts(BLOCKS, dtype, "sentinels", options={"precision": "fp8"})
+        yield "fp8/saved", Experts(BLOCKS, dtype, options={"save": "fp8"})
+
+
+def layer_cases(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    plain = MoEConfig(24, 16, 4, 2, router=RouterConfig(**LOSSES))
+    shared = MoEConfig(24, 16, 4, 2, router=RouterConfig(**LOSSES), shared_intermediate_size=16, shared_gate=True)
+    for preset in PRESETS:
+        cfg = MoEConfig(24, 16, 16, 4, router=RouterConfig.preset(preset))
+        yield f"router/{preset}", Layer(cfg, dtype)
+        yield f"router/{preset}, mask", Layer(cfg, dtype, mask=True)
+    for mode in MODES:
+        cfg = MoEConfig(24, 16, 4, 2, router=RouterConfig(**LOSSES), rounding=TokenRounding(mode, 16))
+        yield f"rounding/{mode}", Layer(cfg, dtype, tokens=70)
+        yield f"rounding/{mode}, mask", Layer(cfg, dtype, mask=True, tokens=70)
+    yield "layer/shared", Layer(shared, dtype)
+    yield "layer/recomputed", Layer(shared, dtype, recompute="up_proj")
+    yield "layer/one token", Layer(plain, dtype, tokens=1)
+    yield "lora/plain", Layer(plain, dtype, lora_rank=8)
+    yield "lora/merged", Layer(plain, dtype, lora_rank=8, merged=True)
+    yield "loss/whole", lambda draw, kernels: _loss(dtype, None, draw, kernels)
+    yield "loss/chunks", lambda draw, kernels: _loss(dtype, 7 * 37, draw, kernels)
+    for mode in ("none", "attention", "block"):
+        yield f"model/checkpointing {mode}", Model(dtype, mode)
+    yield "model/tied, norm of all heads", Model(dtype, given={"tie_embeddings": True, "qk_norm": "full"})
+    yield "model/first block dense", Model(dtype, given={"dense_intermediate_size": 40, "dense_layers": (0,)})
+
+
+def cases(backend: str, on_gpu: bool) -> Iterator[Case]:
+    """The interpreter's bf16 is wrong; on a GPU fp32 and fp64 are `torch`'s."""
+    dtypes = ("bf16", "fp16") if on_gpu else ("fp32",) if backend == "triton" else tuple(DTYPES)
+    for name in dtypes:
+        dtype = DTYPES[name]
+        for what, run in (*experts_cases(dtype, SMALL), *layer_cases(dtype)):
+            if not (backend == "triton" and not on_gpu and what.startswith("fp8/")):  # e4m3: PyTorch on a CPU
+                yield Case(f"{backend}/{what}/{name}", run)
+        for what, sizes in LARGE.items() if on_gpu else ():
+            for activation, gate_up in (
+                ("swiglu", "concatenated"),
+                ("swiglu_oai", "interleaved"),
+                ("gelu", "concatenated"),
+            ):
+                run = Experts(sizes, dtype, "random", activation, gate_up)
+                yield Case(f"{backend}/{what}/{activation}/{name}", run)
+            if sizes[1] % 128 == sizes[2] % 128 == 0:
+                yield Case(f"{backend}/{what}/fp8/{name}", Experts(sizes, dtype, options={"precision": "fp8"}))
+
+
+@contextmanager
+def let_triton_serve_the_cpu() -> Iterator[None]:
+    """In Triton's interpreter router, plan, rounding and loss, which ask for a GPU, take their kernels, too."""
+    from tilemoe.runtime.device import Device
+
+    device = Device(0, shared_bytes=1 << 20, multiprocessors=3, interpreted=True)
+    with (
+        mock.patch("tilemoe.kernels.experts.triton.backend.device_of", return_value=device),
+        mock.patch("tilemoe.kernels.choose.why_no_triton", return_value=None),
+    ):
+        yield
+
+
+def compute(backend: str, device: torch.device, of: Iterable[Case] | None = None) -> Hashes:
+    """Hashes by case and tensor, of all cases or those given; of a refused case the error's class."""
+    found: Hashes = {}
+    interpreted = backend == "triton" and device.type == "cpu"
+    for case in cases(backend, device.type == "cuda") if of is None else of:
         with ExitStack() as stack:
-            if self.is_interpreted:
-                from golden_seams import let_triton_serve_the_cpu
-
-                stack.enter_context(let_triton_serve_the_cpu(case.by_descriptor))
-            if self.device.type == "cuda" and "model/" in case.name:  # attention's own backward adds in any order
-                stack.enter_context(deterministic(fill=False))
-            torch.manual_seed(0)
-            yield
-
-    def _poison(self) -> None:
-        """Leave NaN in memory that is handed out next. On a CPU the deterministic mode does so."""
-        if self.device.type == "cuda":
-            nan = partial(torch.full, fill_value=float("nan"), device=self.device, dtype=torch.bfloat16)
-            _ = [nan((_POISON_BYTES // 2,)), *(nan((1 << size,)) for size in range(8, 20) for _ in range(4))]
-
-
-@contextmanager
-def deterministic(fill: bool) -> Iterator[None]:
-    """PyTorch's own operators repeat. ``fill``: uninitialised memory is NaN, as in `tilemoe.testing.poisoned_memory`,
-    which this file does not import: `golden_seams` alone names the package, so that older commits can be compared.
-    """
-    enabled = torch.are_deterministic_algorithms_enabled()
-    settings: Any = torch.utils.deterministic  # a module whose attributes are properties: opaque to type checkers
-    filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = fill
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled)
-        settings.fill_uninitialized_memory = filled
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def header(backend: str, device: torch.device) -> dict[str, Any]:
-    """Where hashes come from. All but the commit must agree for a comparison to mean anything."""
-    provenance = record.provenance()
-    found = {name: provenance[name] for name in ("commit", "python", "torch", "triton")}
-    on_cpu = device.type == "cpu"
-    found["machine"] = provenance["machine"] if on_cpu else provenance["gpu"]
-    found["cpu_capability"] = torch.backends.cpu.get_cpu_capability() if on_cpu else None
-    found |= {"backend": backend, "device": device.type, "interpreted": backend != "torch" and on_cpu}
+            stack.enter_context(let_triton_serve_the_cpu() if interpreted else nullcontext())
+            stack.enter_context(poisoned_memory() if device.type == "cpu" else nullcontext())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # numpy's, of padding; rounding's, of few tokens
+            try:
+                tensors = case.run(Draw(case.name, device), backend)
+            except ValueError as error:
+                found[case.name] = {"refused": type(error).__name__}
+                continue
+        found[case.name] = {name: digest(tensor) for name, tensor in tensors.items()}
     return found
 
 
+def header(device: torch.device) -> dict[str, Any]:
+    provenance = record.provenance()
+    on_cpu = device.type == "cpu"
+    machine = torch.backends.cpu.get_cpu_capability() if on_cpu else provenance["gpu"]
+    return {"machine": machine, **{name: provenance[name] for name in ("commit", "torch", "triton")}}
+
+
 def differences(old: Hashes, new: Hashes) -> list[str]:
-    """One line for each case or tensor that is missing, extra or another."""
-    lines = [f"{case}: missing" for case in sorted(old.keys() - new.keys())]
-    lines += [f"{case}: extra" for case in sorted(new.keys() - old.keys())]
-    for case in sorted(old.keys() & new.keys()):
-        before, after = old[case], new[case]
-        for name in sorted(before.keys() | after.keys()):
-            if name not in after:
-                lines.append(f"{case}: {name} is missing")
-            elif name not in before:
-                lines.append(f"{case}: {name} is extra")
-            elif before[name] != after[name]:
-                lines.append(f"{case}: {name} differs")
+    """Each case that is not the same, with the tensors that differ or that only one of them has."""
+    lines = []
+    for case in sorted(old.keys() | new.keys()):
+        one, other = old.get(case, {}), new.get(case, {})
+        names = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
+        if names:
+            lines.append(f"{case} differs: {', '.join(names)}")
     return lines
 
 
-def header_warnings(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    fields = sorted((old.keys() | new.keys()) - {"commit"})
-    return [
-        f"warning: {field} was {old.get(field)!r} and is {new.get(field)!r}: the hashes need not agree"
-        for field in fields
-        if old.get(field) != new.get(field)
-    ]
-
-
-def compute(runner: Runner, chosen: list[Case], verbose: bool) -> tuple[Hashes, list[str]]:
-    """(hashes, what went wrong, one line each)."""
-    found: Hashes = {}
-    problems: list[str] = []
-    for case in chosen:
-        start = time.perf_counter()
-        try:
-            found[case.name] = runner.hashes(case)
-        except Unrepeatable:
-            problems.append(f"{case.name}: does not repeat")
-        except Exception as error:  # one case's fault must not hide the others
-            text = " ".join(str(error).split())[:200]
-            problems.append(f"{case.name}: {type(error).__name__}: {text}")
-        if verbose:
-            print(f"{time.perf_counter() - start:7.3f} s  {case.name}", flush=True)
-    return found, problems
-
-
-def select(cases: Iterator[Case], only: str, part: str) -> list[Case]:
-    """Those whose name the pattern finds, and of these every ``of``-th from ``index`` on."""
-    index, of = (int(number) for number in part.split("/"))
-    every = list(cases)
-    repeated = len(every) - len({case.name for case in every})
-    assert not repeated, f"{repeated} cases share their names"
-    return [case for case in every if re.search(only, case.name)][index::of]
-
-
-def write(path: Path, head: dict[str, Any], found: Hashes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"header": head, "cases": found}, sort_keys=True, indent=0) + "\n", encoding="utf-8")
-
-
-def check(path: Path, head: dict[str, Any], found: Hashes, args: argparse.Namespace, chosen: list[Case]) -> list[str]:
-    """What differs from the file, of the cases that were chosen."""
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    for line in header_warnings(kept["header"], head):
-        print(line)
-    old: Hashes = kept["cases"]
-    if args.only or args.part != "0/1":
-        names = {case.name for case in chosen}
-        old = {name: hashes for name, hashes in old.items() if name in names}
-    return differences(old, found)
-
-
-def summary(found: Hashes, problems: list[str], seconds: float) -> str:
-    tensors = sum(len(hashes) for hashes in found.values())
-    refused = [case for case, hashes in found.items() if REFUSED in hashes]
-    listed = "".join(f"refused: {case}\n" for case in refused)
-    counts = f"{len(found)} cases, {tensors} hashes, {len(refused)} refused, {len(problems)} problems"
-    return f"{listed}{counts}, {seconds:.0f} s"
-
-
-def again_in(environment: dict[str, str], arguments: list[str]) -> int:
-    """Run this program anew: libraries read these variables when they are loaded."""
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=BACKENDS, required=True)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", type=Path, metavar="FILE")
     what.add_argument("--check", type=Path, metavar="FILE")
-    what.add_argument("--list", action="store_true", help="print the cases' names and compute nothing")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cpu for torch, else a GPU if there is one")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="of the cases' names, a regular expression")
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th case, from the I-th on")
-    parser.add_argument("--verbose", action="store_true", help="print each case's seconds")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    args = parse(arguments)
-    on_gpu = args.device == "cuda" or (args.device is None and args.backend != "torch" and torch.cuda.is_available())
-    device = torch.device("cuda" if on_gpu else "cpu")
-    if args.backend == "hopper" and not on_gpu:
-        raise SystemExit("--backend hopper needs a GPU: the interpreter does not run its kernels")
-    wanted = {INTERPRET: "1" if args.backend != "torch" and not on_gpu else "0"}
-    wanted |= {} if on_gpu else ENVIRONMENT_OF_CPU
-    if any(os.environ.get(name, "0") != value for name, value in wanted.items()):
-        return again_in(wanted, arguments)
-    runner = Runner(args.backend, device)
-    chosen = select(runner.cases(), args.only, args.part)
-    if args.list:
-        print("\n".join(case.name for case in chosen))
-        return 0
-    start = time.perf_counter()
-    with ExitStack() as stack:
-        if not on_gpu:
-            stack.enter_context(one_thread())
-            stack.enter_context(deterministic(fill=True))
-        found, problems = compute(runner, chosen, args.verbose)
-    head = header(args.backend, device)
-    if args.write is not None:
-        write(args.write, head, found)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", help="this one alone")
+    args = parser.parse_args(arguments)
+    path, device = args.write or args.check, torch.device(args.device)
+    if args.backend is None:  # Triton decides at import whether it interprets, so each backend has a process
+        backends = ("torch", "triton") if args.device == "cpu" else ("triton", "hopper")
+        hashes: Hashes = {}
+        for backend in backends:
+            interpret = str(int(args.device == "cpu" and backend == "triton"))
+            one = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+            part = Path(f"{path}.{backend}")
+            command = [sys.executable, __file__, "--device", args.device, "--backend", backend, "--write", str(part)]
+            subprocess.run(command, env={**os.environ, **one}, check=True)
+            hashes |= json.loads(part.read_text())["cases"]
+            part.unlink()
     else:
-        problems += check(args.check, head, found, args, chosen)
-    print("\n".join([*problems, summary(found, problems, time.perf_counter() - start)]))
-    return 1 if problems else 0
+        hashes = compute(args.backend, device)
+    if args.write:
+        args.write.write_text(json.dumps({"header": header(device), "cases": hashes}, indent=0) + "\n")
+        return 0
+    kept = json.loads(args.check.read_text())
+    of_these = {case: found for case, found in kept["cases"].items() if case.startswith(args.backend or "")}
+    differing = differences(of_these, hashes)
+    print("\n".join([*differing, f"{len(hashes)} cases, {len(differing)} differ"]))
+    print(f"kept: {kept['header']}\nhere: {header(device)}")
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":
