@@ -89,17 +89,17 @@ test: env
 	$(PYTEST) -m "not gpu"
 
 fuzz: env
-	$(BIN)/python benchmarks/fuzz.py --share $(SHARE) --seed $(SEED) -n $(JOBS) --dist worksteal
+	$(BIN)/python benchmarks/record_tests.py fuzz --share $(SHARE) --seed $(SEED) -n $(JOBS) --dist worksteal
 
 # Every fault of tests/faults, of which the tests have a selection; recorded in results/faults.jsonl. Twenty minutes on two
 # cores, and signals to jobs about an hour more.
 faults: env
-	TILEMOE_FAULTS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py -n $(JOBS) --dist worksteal
+	TILEMOE_FAULTS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/record_tests.py faults -n $(JOBS) --dist worksteal
 
 # F1 and B1 of the Hopper backend compiled for each combination of what they serve, of which the tests have a selection;
 # recorded in results/every_cell.jsonl.
 every-cell: env
-	TILEMOE_CELLS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/every_cell.py -n $(JOBS) --dist worksteal
+	TILEMOE_CELLS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/record_tests.py cells -n $(JOBS) --dist worksteal
 
 # fp16 is left to the other release: it differs from bf16 in little, and this is to take a few minutes. So is the
 # interpreter (test_*_values.py), which in this one refuses a mask made of a vector and a scalar.
@@ -113,13 +113,13 @@ oldest-transformers: env $(OLDEST)
 
 oldest-torch: env $(OLD_TORCH)
 	PYTHONPATH=$(OLD_TORCH) $(BIN)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)")'
-	PYTHONPATH=$(OLD_TORCH) $(BIN)/python benchmarks/versions.py $(TRACED)
+	PYTHONPATH=$(OLD_TORCH) $(BIN)/python benchmarks/record_tests.py versions $(TRACED)
 
 # The newest of both that pip gives today, with the Triton that this torch asks for; apart from check, as oldest-torch is.
 newest: env
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest torch transformers
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'import torch, transformers; print(torch.__version__, transformers.__version__)'
-	PYTHONPATH=$(VENV)/newest $(BIN)/python benchmarks/versions.py $(TRACED)
+	PYTHONPATH=$(VENV)/newest $(BIN)/python benchmarks/record_tests.py versions $(TRACED)
 
 # What uses one core goes two at a time. The tests use all cores and come last, alone, because some of them wait for
 # processes of theirs only so long; their closing line ends the output.

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tilemoe.bench import cases, record, timing
 from tilemoe.config import EXCHANGES, MoEConfig
 from tilemoe.dispatch.choose import Transports
 from tilemoe.layers.moe import MoE
@@ -30,13 +29,7 @@ from tilemoe.parallel.expert import divide_experts
 from tilemoe.routing.topk import route
 from tilemoe.shape import MoEShape
 
-sys.path.insert(0, str(Path(__file__).parent))
-import profiles
-
-from tilemoe.bench import cases, record, timing
-
-Steps = dict[str, Callable[[], object]]
-_GATE = 0.02  # relative, of bf16 sums in another order
+_TOLERANCE = 0.02  # relative, of bf16 sums in another order
 
 
 def main() -> None:
@@ -46,32 +39,21 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=5, help="calls of a round")
     parser.add_argument("--exchange", choices=EXCHANGES, default="auto")
     parser.add_argument("--link-gb-per-s", type=float, default=370.0)
-    parser.add_argument("--profile", type=Path, help="append one more call's kernels, of rank 0, to this file")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     if on_gpu:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     for name, shape in cases.find(options.cases).items():
-        row, steps = measure(shape, options.rounds, options.calls, options.link_gb_per_s, options.exchange)
+        row = measure(shape, options.rounds, options.calls, options.link_gb_per_s, options.exchange)
         if dist.get_rank() == 0:
             print(name, row, flush=True)
             record.append("expert_parallel", [{"case": name, "mode": "sustained", **row}])
-        if options.profile is not None and on_gpu:
-            for what, step in steps.items():  # all take it, one looks
-                if dist.get_rank() == 0:
-                    profiles.write(options.profile, f"{name}, {what}", profiles.of_kernels(step))
-                else:
-                    step()
-                dist.barrier()
-        del steps
     dist.destroy_process_group()
 
 
-def measure(
-    shape: MoEShape, rounds: int, calls: int, link: float, exchange: str = "auto"
-) -> tuple[dict[str, Any], Steps]:
-    """One row of the results, and what it timed; all processes call it. AssertionError: the layer fails its gate."""
+def measure(shape: MoEShape, rounds: int, calls: int, link: float, exchange: str = "auto") -> dict[str, Any]:
+    """One row of the results; all processes call it. AssertionError: the layer computes something else."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
     cfg = MoEConfig(shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.num_experts_per_tok)
@@ -85,10 +67,10 @@ def measure(
     divide_experts([layer.experts], mesh, transports)
     for got, want in zip(_step(layer, x, do), expected, strict=True):
         error = float((got.float() - want.float()).norm() / want.float().norm())
-        assert error < _GATE, f"the layer is off by {error}: not timed"
+        assert error < _TOLERANCE, f"the layer is off by {error}: not timed"
     del expected
     compute, sent_bytes = _compute_alone(layer, x, do)
-    steps: Steps = {"layer": lambda: _step(layer, x, do), "compute": compute}
+    steps: dict[str, Callable[[], object]] = {"layer": lambda: _step(layer, x, do), "compute": compute}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
         for name in timing.turn(list(steps), index):
@@ -97,7 +79,7 @@ def measure(
     most = torch.tensor([sent_bytes], dtype=torch.int64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     link_ms = most.item() / link / 1e6
-    row = {
+    return {
         "ranks": dist.get_world_size(),
         "transport": type(transports.of(device)).__name__,
         "layer_ms": timing.summary(found["layer"]),
@@ -108,7 +90,6 @@ def measure(
         "over_bound": round(layer_ms / (compute_ms + link_ms), 4),
         "communication_share": round(1 - compute_ms / layer_ms, 4),
     }
-    return row, steps
 
 
 def _step(layer: MoE, x: Tensor, do: Tensor) -> tuple[Tensor, Tensor]:

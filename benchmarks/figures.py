@@ -1,34 +1,141 @@
 """Every figure of results/figures, from what is recorded; the same bytes each time with the same matplotlib.
 
-python benchmarks/figures.py
+    python benchmarks/figures.py
+
+overview: time and peak memory of each peer over ours, of the layer and of steps of transformers' models (the README's).
+layer-*, kernels-*: as `tilemoe report` draws them. token-rounding: what it gains over top-K. end_to_end: losses.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import overview
-import rounding_report
+from matplotlib.figure import Figure
 
 from tilemoe.bench import plots, record
-from tilemoe.palette import STYLES
+from tilemoe.config import ROUNDING_MODES
+from tilemoe.palette import STYLES, spread
+
+PEER_STYLES = MappingProxyType(dict(zip(("sonic-moe", "scattermoe", "grouped_mm"), spread(3), strict=True)))
+GPU = "NVIDIA H200"  # of the overview
+TITLES = ("one layer, forward and backward", "a training step of transformers' models")
+
+Row = dict[str, Any]
 
 
 def draw_all(folder: Path) -> Iterator[Path]:
     """Into ``folder``, each as it is drawn."""
     folder.mkdir(parents=True, exist_ok=True)
     mpl.rcParams["svg.hashsalt"] = "tilemoe"
-    yield overview.draw(record.RESULTS, folder)
+    yield overview(folder)
     for mode in ("sustained", "burst"):
         yield plots.plot_layer(mode, None, folder)
     yield plots.plot_kernels("sustained", None, folder)
-    yield rounding_report.plot(argparse.Namespace(gpu=None, kernels=rounding_report.CHOSEN, out=folder))
+    yield token_rounding(folder)
     yield end_to_end(folder)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+class Bar(NamedTuple):
+    """A peer's time and peak memory over ours, in a group of bars of one of the overview's columns."""
+
+    column: int
+    group: str
+    peer: str
+    time: float
+    memory: float
+    commit: str
+
+
+def overview(folder: Path) -> Path:
+    bars = newest_bars()
+    figure, axes = plt.subplots(2, 2, figsize=(13, 5.6), sharex="col", sharey="row", layout="constrained")
+    for column, title in enumerate(TITLES):
+        groups = list(dict.fromkeys(bar.group for bar in bars if bar.column == column))
+        for place, group in enumerate(groups):
+            here = [bar for bar in bars if (bar.column, bar.group) == (column, group)]
+            for index, bar in enumerate(here):
+                at = place + 0.28 * (index - (len(here) - 1) / 2)
+                for axis, value in zip(axes[:, column], (bar.time, bar.memory), strict=True):
+                    axis.bar_label(axis.bar(at, value, 0.26, **PEER_STYLES[bar.peer].bar), fmt="%.2f", fontsize=7)
+        axes[0, column].set_title(title, fontsize=10)
+        axes[1, column].set_xticks(range(len(groups)), groups, rotation=25, ha="right", fontsize=8)
+    for axis in axes.flat:
+        axis.axhline(1.0, color="black", linewidth=0.8)
+    axes[0, 0].set_ylabel("time over tilemoe's")
+    axes[1, 0].set_ylabel("peak memory over tilemoe's")
+    handles = [plt.Rectangle((0, 0), 1, 1, **style.bar) for style in PEER_STYLES.values()]
+    figure.legend(handles, list(PEER_STYLES), loc="outside lower center", ncols=len(PEER_STYLES))
+    commits = ", ".join(sorted({bar.commit for bar in bars}))
+    figure.suptitle(f"Above 1 tilemoe is faster, or smaller · one {GPU.removeprefix('NVIDIA ')} · {commits}")
+    return save(figure, folder / "overview.svg")
+
+
+def newest_bars() -> list[Bar]:
+    """On `GPU`, of the newest sustained row of each layer and peer, by the layers' FLOPs, and of each model's step."""
+    layers: dict[tuple[str, str], Row] = {}
+    for row in record.rows("layer"):
+        if (row["mode"], row["gpu"]) == ("sustained", GPU) and row["contestant"] in PEER_STYLES:
+            layers[row["case"], row["contestant"]] = row
+    places = {name: place for place, name in enumerate(PEER_STYLES)}
+    ordered = sorted(layers.values(), key=lambda row: (flops(row), row["case"], places[row["contestant"]]))
+    bars = [Bar(0, row["case"], row["contestant"], *over_ours(row), row["commit"][:7]) for row in ordered]
+    steps = {
+        (row["case"], row["attention"]): row
+        for row in record.rows("hf_step")
+        if (row["implementation"], row["gpu"]) == ("tilemoe", GPU)
+    }
+    for (case, attention), row in steps.items():
+        group = f"{case}\n({attention})" if sum(other == case for other, _ in steps) > 1 else case
+        bars.append(Bar(1, group, "grouped_mm", row["ratio"], 1 / row["memory_ratio"], row["commit"][:7]))
+    return bars
+
+
+def flops(row: Row) -> int:
+    """Of a layer, up to a factor."""
+    return row["num_tokens"] * row["hidden_size"] * row["intermediate_size"] * row["num_experts_per_tok"]
+
+
+def over_ours(row: Row) -> tuple[float, float]:
+    """A peer's forward and backward together, and its peak, over ours of the same rounds."""
+    ours = row["baseline"]
+    time = [side["forward_ms"]["median"] + side["backward_ms"]["median"] for side in (row, ours)]
+    peak = [max(side["forward_peak_bytes"], side["backward_peak_bytes"]) for side in (row, ours)]
+    return time[0] / time[1], peak[0] / peak[1]
+
+
+def token_rounding(folder: Path) -> Path:
+    """Speed-up of forward + backward over top-K, and the rows that top-K pads, over the cases."""
+    latest = record.latest("token_rounding", "sustained", None, "case", "kernels", "contestant")
+    rows = {(case, contestant): row for (case, kernels, contestant), row in latest.items() if kernels == "chosen"}
+    cases = list(dict.fromkeys(case for case, _ in rows))
+    names = [name for name in ROUNDING_MODES if any(found == name for _, found in rows)]
+    figure, axes = plt.subplots(2, 1, figsize=(11, 7), sharex=True, layout="constrained")
+    width = 0.8 / max(1, len(names))
+    for index, (name, style) in enumerate(zip(names, spread(len(names)), strict=True)):
+        here = [(place, rows[case, name]) for place, case in enumerate(cases) if (case, name) in rows]
+        places = [place + index * width for place, _ in here]
+        axes[0].bar(places, [row["total_speedup"] for _, row in here], width, label=name, **style.bar)
+    axes[0].axhline(1.0, color="black", linewidth=0.8)
+    axes[0].set_ylabel("forward + backward: top-K over this")
+    axes[0].legend(ncols=len(names))
+    centres = [place + 0.4 - width / 2 for place in range(len(cases))]
+    axes[1].bar(centres, [rows[case, "top-K"]["waste_percent"] for case in cases], 0.8, **STYLES[-1].bar)
+    axes[1].set_ylabel("rows that top-K pads, %")
+    axes[1].set_xticks(centres, cases, rotation=30, ha="right")
+    some = next(iter(rows.values()))
+    figure.suptitle(f"Token rounding · {some['gpu'] or some['machine']} · {some['commit']}")
+    return save(figure, folder / "token-rounding.svg")
 
 
 def end_to_end(folder: Path) -> Path:
@@ -39,21 +146,17 @@ def end_to_end(folder: Path) -> Path:
         training, heldout = row["pretrain"]["training"], row["pretrain"]["heldout"]
         axis.plot(*zip(*training, strict=True), lw=0.6, color=style.colour)
         points = [(step, loss) for step, loss, *_ in heldout]
-        axis.plot(*zip(*points, strict=True), label=f"{_name(row)} ({row['commit'][:7]})", **style.line)
+        axis.plot(*zip(*points, strict=True), label=f"{curve_name(row)} ({row['commit'][:7]})", **style.line)
     axis.set(xlabel="optimiser step", ylabel="loss, nats/token", ylim=(1, None))
     axis.grid(alpha=0.3)
     axis.legend(title="held out; thin lines: in training")
     tokens = sorted({row["training_tokens"] for row in rows})
-    figure.suptitle(
-        f"Pre-training of {rows[0]['recipe']}, {', '.join(f'{count / 1e6:.1f} M' for count in tokens)} tokens"
-    )
-    path = folder / "end_to_end.svg"
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    return path
+    counts = ", ".join(f"{count / 1e6:.1f} M" for count in tokens)
+    figure.suptitle(f"Pre-training of {rows[0]['recipe']}, {counts} tokens")
+    return save(figure, folder / "end_to_end.svg")
 
 
-def _name(row: dict[str, Any]) -> str:
+def curve_name(row: Row) -> str:
     """Optimiser and rate, of the command's arguments."""
     given = dict(zip(row["arguments"][::2], row["arguments"][1::2], strict=True))
     optimiser = {"muon": "Muon", "adamw": "AdamW"}[given.get("--optim.name", "adamw")]

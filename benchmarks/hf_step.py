@@ -2,32 +2,33 @@
 
     python benchmarks/hf_step.py --cases gpt-oss-20b,OLMoE-1B-7B --rounds 5
     python benchmarks/hf_step.py --profile gpt-oss-20b
-    python benchmarks/hf_step.py --report
 
-A step is forward, loss and backward in bf16, no optimiser: one model (`hf_cases`) with one batch of random tokens, of
-which only ``experts_implementation`` changes. Each implementation runs once first: its loss and its gradients are
-compared with `grouped_mm`'s, and with ``--exact`` with those of the model in fp32. ``noise`` is what transformers'
-"eager" experts differ from `grouped_mm` by, which round where it does: so it is less than what bf16 leaves open. Where
-bf16 puts a router's logits in another order a token goes elsewhere, so gradients differ by percents. One that runs out
-of memory is recorded so. Then they are timed in the same rounds, in changing order, by the host's clock: a user waits
-for the host, too. The peak of memory counts weights and gradients.
+A step is forward, loss and backward in bf16, no optimiser: one model (`MODELS`, whose widths are public; nothing is
+downloaded) with one batch of random tokens, of which only ``experts_implementation`` changes. Each implementation runs
+once first: its loss and its gradients are compared with `grouped_mm`'s. ``noise`` is what transformers' "eager" experts
+differ from `grouped_mm` by, which round where it does: so it is less than what bf16 leaves open. Where bf16 puts a
+router's logits in another order a token goes elsewhere, so gradients differ by percents. One that runs out of memory is
+recorded so. Then they are timed in the same rounds, in changing order, by the host's clock: a user waits for the host,
+too. The peak of memory counts weights and gradients.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-import hf_cases
 import profiles
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tilemoe.bench import record, timing
 from tilemoe.bench.gate import Difference
@@ -42,6 +43,111 @@ _GROUPS = (("experts", re.compile(r"\.experts\.")), ("router", re.compile(r"\.(g
 
 Row = dict[str, Any]
 Gradients = dict[str, Tensor]
+
+
+# --------------------------------------------------------------------------------------------------------- the models
+
+
+@dataclass(frozen=True)
+class Model:
+    """``model_type`` and ``config`` are transformers'; a batch is (batch, sequence) tokens.
+
+    ``bar``: how many times as fast as grouped_mm a step has to be; None: no promise.
+    """
+
+    model_type: str
+    config: Mapping[str, Any]
+    batch: int = 4
+    sequence: int = 4096
+    attention: str = "sdpa"
+    bar: float | None = None
+
+    def with_config(self, **changes: Any) -> Model:
+        return replace(self, config={**self.config, **changes})
+
+
+_QWEN3 = {
+    "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+_OLMOE = {
+    "num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
+    "num_experts_per_tok": 8, "norm_topk_prob": False, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "vocab_size": 50304,
+}  # fmt: skip
+_MIXTRAL = {
+    "num_hidden_layers": 2, "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+    "sliding_window": None,
+}  # fmt: skip
+_GPT_OSS = {
+    "num_hidden_layers": 4, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "vocab_size": 201088, "sliding_window": 128,
+}  # fmt: skip
+_GLM = {  # behind its dense first layer all are alike
+    "num_hidden_layers": 2, "first_k_dense_replace": 0, "hidden_size": 4096, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True,
+    "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+_GRANITE = {
+    "num_hidden_layers": 8, "hidden_size": 1536, "intermediate_size": 512, "num_local_experts": 40,
+    "num_experts_per_tok": 8, "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 49155,
+    "embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625, "tie_word_embeddings": True,
+}  # fmt: skip
+_DEEPSEEK = {  # its vocabulary, 129280, is cut: one layer of 61 would vanish behind the head
+    "num_hidden_layers": 1, "first_k_dense_replace": 0, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 8192,
+}  # fmt: skip
+
+MODELS = MappingProxyType(
+    {
+        "Qwen3-30B-A3B": Model("qwen3_moe", _QWEN3, bar=1.30),
+        "OLMoE-1B-7B": Model("olmoe", _OLMOE, bar=1.50),
+        "Mixtral-8x7B": Model("mixtral", _MIXTRAL, bar=1.12),
+        # Its attention has sinks, which PyTorch's own has not: "eager" stores every score.
+        "gpt-oss-20b": Model("gpt_oss", _GPT_OSS, batch=8, sequence=1024, attention="eager", bar=1.35),
+        "GLM-4.5-Air": Model("glm4_moe", _GLM),
+        "Granite-3b-a800m": Model("granitemoe", _GRANITE),
+        "DeepSeek-V3": Model("deepseek_v3", _DEEPSEEK, batch=2),
+    }
+)
+_TINY = MappingProxyType(
+    {
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 48,
+        "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
+        "sliding_window": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+)  # fmt: skip
+
+
+def tiny(model: Model) -> Model:
+    """The same architecture, small enough for any machine."""
+    config = {key: _TINY.get(key, value) for key, value in model.config.items()}
+    if model.model_type == "deepseek_v3":  # a head of its own for every query
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    return replace(model, config=config, batch=2, sequence=32)
+
+
+def build(model: Model, device: torch.device, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    """The model with random weights, in training mode, made on ``device``."""
+    config = AutoConfig.for_model(model.model_type, use_cache=False, pad_token_id=None, **model.config)
+    torch.manual_seed(seed)
+    with device:
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
+    return built.to(device).train()
+
+
+# ---------------------------------------------------------------------------------------------------------- the steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +176,8 @@ class Subject:
             torch.cuda.empty_cache()
 
 
-def make(case: hf_cases.Model, device: torch.device) -> Subject:
-    model = hf_cases.build(case, device, torch.bfloat16)
+def make(case: Model, device: torch.device) -> Subject:
+    model = build(case, device, torch.bfloat16)
     integration.use(model)
     generator = torch.Generator(device).manual_seed(1)
     size = (case.batch, case.sequence)
@@ -98,13 +204,11 @@ def difference(actual: Gradients, expected: Gradients) -> dict[str, float]:
     return {group: float(f"{each.relative():.3g}") for group, each in sums.items()}
 
 
-def agree(subject: Subject, implementations: list[str], exact: bool) -> dict[str, Row]:
-    """Implementation, "eager" too, to its loss and its differences from `grouped_mm` and, if asked, from fp32."""
+def agree(subject: Subject, implementations: list[str]) -> dict[str, Row]:
+    """Implementation, "eager" too, to its loss and its differences from `grouped_mm`."""
     found: dict[str, Row] = {}
-    right = in_fp32(subject) if exact else None
     theirs, kept = gradients(subject, THEIRS)
     for name in dict.fromkeys([THEIRS, *implementations, REFERENCE]):
-        start = time.perf_counter()
         try:
             loss, grads = (theirs, kept) if name == THEIRS else gradients(subject, name)
         except torch.OutOfMemoryError as error:
@@ -112,23 +216,9 @@ def agree(subject: Subject, implementations: list[str], exact: bool) -> dict[str
         else:
             found[name] = {"problem": None, "loss": loss, "loss_difference": abs(loss - theirs)}
             found[name]["grad_difference"] = difference(grads, kept)
-            if right is not None:
-                found[name]["grad_error"] = difference(grads, right)
             del grads
         subject.release()
-        seconds = time.perf_counter() - start
-        print(f"  {name}: {found[name]['problem'] or found[name]} {seconds:.1f} s", flush=True)
-    return found
-
-
-def in_fp32(subject: Subject) -> Gradients | None:
-    """The gradients of the same model and batch in fp32, by "eager" experts; None where memory does not allow it."""
-    found = None
-    try:
-        found = gradients(replace(subject, model=copy.deepcopy(subject.model).float()), REFERENCE)[1]
-    except torch.OutOfMemoryError:
-        print("  not compared with fp32: out of memory", flush=True)
-    subject.release()
+        print(f"  {name}: {found[name]['problem'] or found[name]}", flush=True)
     return found
 
 
@@ -154,9 +244,7 @@ def measure(subject: Subject, names: list[str], args: argparse.Namespace) -> tup
     return found, peak
 
 
-def rows_of(
-    case: hf_cases.Model, agreed: dict[str, Row], ms: dict[str, list[float]], peak: Row, names: list[str]
-) -> list[Row]:
+def rows_of(case: Model, agreed: dict[str, Row], ms: dict[str, list[float]], peak: Row, names: list[str]) -> list[Row]:
     """A row for each implementation; ours has the ratios to `grouped_mm`, the noise and whether its bar is held."""
     rows = []
     for name in names:
@@ -174,10 +262,7 @@ def rows_of(
     return rows
 
 
-def one_case(args: argparse.Namespace, name: str, case: hf_cases.Model) -> list[Row]:
-    import transformers
-
-    start = time.perf_counter()
+def one_case(args: argparse.Namespace, name: str, case: Model) -> list[Row]:
     subject = make(case, torch.device(args.device))
     parameters = sum(each.numel() for each in subject.model.parameters())
     layers, vocabulary = case.config["num_hidden_layers"], case.config["vocab_size"]
@@ -188,12 +273,11 @@ def one_case(args: argparse.Namespace, name: str, case: hf_cases.Model) -> list[
     }  # fmt: skip
     print(f"{name}: {parameters / 1e9:.2f} B parameters, {where}", flush=True)
     names = list(dict.fromkeys([OURS, THEIRS, *args.implementations.split(",")]))
-    agreed = agree(subject, names, args.exact)
+    agreed = agree(subject, names)
     ms, peak = measure(subject, [each for each in names if agreed[each]["problem"] is None], args)
     rows = [{**where, **row} for row in rows_of(case, agreed, ms, peak, names)]
     for row in rows:
         print(describe(row), flush=True)
-    print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     return rows
 
 
@@ -215,7 +299,7 @@ def _differences(row: Row) -> str:
     return ", ".join(f"{group} {e:.1e} (noise {noise.get(group)})" for group, e in row["grad_difference"].items())
 
 
-def profile(args: argparse.Namespace, name: str, case: hf_cases.Model) -> None:
+def profile(args: argparse.Namespace, name: str, case: Model) -> None:
     """Print the longest kernels of a step of each implementation; all of them go to results/profiles."""
     subject = make(case, torch.device(args.device))
     folder = record.RESULTS / "profiles"
@@ -233,25 +317,19 @@ def profile(args: argparse.Namespace, name: str, case: hf_cases.Model) -> None:
     print(f"all of them: {path.name}")
 
 
-def report() -> str:
-    """The newest row of every case: ours against `grouped_mm`, and the others."""
-    rows = record.latest(NAME, MODE, None, "case", "batch", "sequence", "attention", "vocabulary", "implementation")
-    return "\n".join(describe(row) for row in rows.values())
-
-
-def cases_of(args: argparse.Namespace, names: str) -> dict[str, hf_cases.Model]:
+def cases_of(args: argparse.Namespace, names: str) -> dict[str, Model]:
     """The models asked for, changed as the options say; on a CPU small ones of the same architecture."""
-    asked = list(hf_cases.MODELS) if names == "all" else names.split(",")
-    unknown = [name for name in asked if name not in hf_cases.MODELS]
+    asked = list(MODELS) if names == "all" else names.split(",")
+    unknown = [name for name in asked if name not in MODELS]
     if unknown:
-        raise SystemExit(f"no case called {unknown[0]!r}; known are all, {', '.join(hf_cases.MODELS)}")
+        raise SystemExit(f"no case called {unknown[0]!r}; known are all, {', '.join(MODELS)}")
     changes = {key: value for key in ("batch", "sequence", "attention") if (value := getattr(args, key)) is not None}
     inner = {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}
     inner = {key: value for key, value in inner.items() if value is not None}
     found = {}
     for name in asked:
-        case = hf_cases.MODELS[name]
-        case = hf_cases.tiny(case) if args.device == "cpu" else case
+        case = MODELS[name]
+        case = tiny(case) if args.device == "cpu" else case
         found[name] = replace(case.with_config(**inner), **changes)
     return found
 
@@ -262,23 +340,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help=f"beside {OURS} and {THEIRS}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="in a round, of each implementation")
-    parser.add_argument("--exact", action="store_true", help="gradients' errors against fp32, where memory allows")
     parser.add_argument("--profile", metavar="CASE", help="print the kernels of a step and measure nothing")
-    parser.add_argument("--report", action="store_true", help="print the newest rows")
     parser.add_argument("--device", default="cuda", help='"cpu" runs tiny models, to see that everything works')
     for name in ("batch", "sequence", "layers", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, help="instead of the case's")
     parser.add_argument("--attention", help="transformers' attn_implementation instead of the case's")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many")
     args = parser.parse_args(arguments)
-    if args.report:
-        print(report())
-        return
-    start = time.perf_counter()
     for name, case in cases_of(args, args.profile or args.cases).items():
-        if time.perf_counter() - start > args.seconds:
-            print(f"{name} is left out: --seconds are over", flush=True)
-        elif args.profile:
+        if args.profile:
             profile(args, name, case)
         else:
             try:

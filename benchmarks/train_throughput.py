@@ -1,67 +1,154 @@
 """The trainer's speed: one recipe, on one GPU and on several, with only the experts' implementation swapped.
 
-    torchrun --nproc-per-node 4 benchmarks/train_throughput.py run --recipe 7b --peers tilemoe,scattermoe
-    python benchmarks/train_throughput.py scale --recipe 1b --processes 1,2,4
-    python benchmarks/train_throughput.py run --recipe single-gpu --peers "tilemoe,tilemoe[fp8],tilemoe[fp8+dense]" \\
+    torchrun --nproc-per-node 4 benchmarks/train_throughput.py --recipe 7b --peers tilemoe,scattermoe
+    python benchmarks/train_throughput.py --recipe 1b --shard-alone        # beside the same under torchrun: scaling
+    python benchmarks/train_throughput.py --recipe single-gpu --peers "tilemoe,tilemoe[fp8],tilemoe[fp8+dense]" \\
         --rounds 3 --steps 3 --warmup 2
-    python benchmarks/train_throughput.py run --recipe benchmarks/recipes/wide.json --peers "tilemoe,tilemoe[fp8]"
+    python benchmarks/train_throughput.py --recipe benchmarks/recipes/wide.json --peers "tilemoe,tilemoe[fp8]"
         (or olmoe.json, on four GPUs: models as wide as FP8 gains from)
-    python benchmarks/train_throughput.py table
 
-``run`` is one process of a job; ``scale`` starts one job after the other, as far as there are GPUs. Every contestant
-trains the recipe's model from the same weights on the same made-up tokens, whose frequencies fall as 1 / rank, one
-contestant after the other; whole optimiser steps are timed, the update included. ``tilemoe[fp8]`` and
-``tilemoe[fp8+dense]`` are ours in a precision of benchmarks/precisions.py, whatever the recipe's. With ``--rounds`` all
-contestants stay in memory and take turns. Rows go to results/train_throughput.jsonl as soon as a contestant is done.
-``tokens_per_second`` and ``mfu`` are those of one GPU, by the formulas of the trainer's own progress line.
+T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
+
+This is one process of a job. Every contestant trains the recipe's model from the same weights on the same made-up
+tokens, whose frequencies fall as 1 / rank, one contestant after the other; whole optimiser steps are timed, the update
+included. Another package computes the experts alone: router, parameters, their names and their values stay ours.
+``tilemoe[fp8]`` and ``tilemoe[fp8+dense]`` are ours in one of `PRECISIONS`, whatever the recipe's. With ``--rounds``
+all contestants stay in memory and take turns. Rows go to results/train_throughput.jsonl as soon as a contestant is
+done. ``tokens_per_second`` and ``mfu`` are those of one GPU, by the formulas of the trainer's own progress line.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, to_dict
+import tilemoe
+from tilemoe.config import CHECKPOINTING_MODES, KEPT_BETWEEN_MICRO_BATCHES, ModelConfig, to_dict
 from tilemoe.data import Prepared, TokenShards, load_tokenizer
 from tilemoe.data.corpus import SPLITS
 from tilemoe.data.shards import ShardWriter, token_dtype, write_index
+from tilemoe.layers.experts import Experts
+from tilemoe.layers.moe import MoE
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.flops import flops_per_token
 from tilemoe.parallel.mesh import build_meshes
 from tilemoe.parallel.model import parallelize
+from tilemoe.plan import RoutingPlan, experts_of_rows
 from tilemoe.shape import MoEShape
 from tilemoe.train.checkpoints.restore import compile_backend, select_device, set_dense_precision
 from tilemoe.train.config import Recipe, load_recipe
-from tilemoe.train.job.collective import any_process, joined, objects_of_processes
+from tilemoe.train.job.collective import joined, objects_of_processes
 from tilemoe.train.job.processes import Job
 from tilemoe.train.loop import Trainer, peak_flops
 from tilemoe.train.progress import StepStats
 
 sys.path.insert(0, str(Path(__file__).parent))
 import profiles
-import swapped_experts
-from precisions import PRECISIONS, in_precision
 
 from tilemoe.bench import gate, peers, record, timing
 
 NAME, MODE = "train_throughput", "sustained"
 TOKENS = 1 << 22  # of the made-up text
-SETTINGS = ("batch_size", "accumulation", "between_micro_batches", "checkpointing", "compile")
 GIB = 2**30
+# model.moe.precision and train.dense_precision of each; bf16 is the layer's own dtype, under a recipe in fp32 that.
+PRECISIONS = MappingProxyType({"bf16": ("bf16", "bf16"), "fp8": ("fp8", "bf16"), "fp8+dense": ("fp8", "fp8")})
+# x (T, d), scores (T, K) fp32, ids (T, K), w1 (E, 2n, d) with rows [gate; up], w2 (E, d, n) -> (T, d)
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+# ----------------------------------------------------------------------------------------------- whose experts
+
+
+class SwappedExperts(Experts):
+    """`Experts` by a ``compute`` of somebody else's."""
+
+    compute: Compute
+
+    def forward(self, x: Tensor, plan: RoutingPlan, scores: Tensor) -> Tensor:
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        w1, w2 = self.w1.to(dtype), self.w2.to(dtype)
+        # What peers sort themselves is all that they take of our plan.
+        ids = experts_of_rows(plan.row_start_of_expert, plan.row_of_pair).clamp(min=0)  # a skipped pair: any
+        return self.compute(x.to(dtype), scores, ids.view(scores.shape), w1, w2)
+
+
+def swap(module: nn.Module, name: str) -> str:
+    """Let the package ``name`` compute the experts of every MoE layer in ``module``; returns its version.
+
+    Before the parameters are sharded, drawn or brought to a device. ImportError: the package is not there.
+    """
+    version, compute = CONTESTANTS[name]()
+    for layer in module.modules():
+        if compute is not None and isinstance(layer, MoE):
+            experts = SwappedExperts(layer.cfg, device="meta", dtype=layer.experts.w1.dtype)
+            experts.compute = compute
+            layer.experts = experts
+    return version
+
+
+def swapped_layer(name: str, shape: MoEShape, weights: peers.Weights) -> peers.Contestant:
+    """One layer so swapped, for the check. ImportError: the package is not there."""
+    moe = tilemoe.MoE(peers.layer_config(shape), device="meta")
+    version = swap(moe, name)
+    moe.router.weight, moe.experts.w1, moe.experts.w2 = weights.router, weights.w1, weights.w2
+    leaves = (weights.router, weights.w1, weights.w2)
+    return peers.Contestant(name, version, lambda x: moe(x).hidden, leaves, lambda grad: grad)
+
+
+def obstacle(name: str, model: ModelConfig, expert_parallel: int) -> str | None:
+    """Why ``name`` cannot compute the experts of ``model``; None if it can. ValueError lists the names."""
+    if name not in CONTESTANTS:
+        raise ValueError(f"no contestant called {name!r}; known are {', '.join(CONTESTANTS)}")
+    if name == "tilemoe":
+        return None
+    moe = model.moe
+    if moe is None:
+        return "the model has no experts"
+    if (moe.activation, moe.gate_up, moe.expert_bias, moe.rounding) != ("swiglu", "concatenated", False, None):
+        return "the adapter knows swiglu, [gate; up] rows, no biases and no rounding alone"
+    return None if expert_parallel == 1 else "it does not divide experts among processes"
+
+
+def _ours() -> tuple[str, Compute | None]:
+    return tilemoe.__version__, None
+
+
+def _scattermoe() -> tuple[str, Compute | None]:
+    from scattermoe import flatten_sort_count, parallel_linear
+
+    def compute(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        order = flatten_sort_count(ids, num_experts=w1.shape[0])
+        h = parallel_linear(x, w1.transpose(1, 2), ids.shape[1], *order, grouped_out=True)
+        gate, up = h.chunk(2, dim=-1)
+        a, scores = F.silu(gate) * up, scores.to(x.dtype)
+        return parallel_linear(a, w2.transpose(1, 2), 1, *order, gates=scores, grouped_in=True)
+
+    return str(record.version("scattermoe")), compute
+
+
+def _grouped_mm() -> tuple[str, Compute | None]:
+    if not torch.cuda.is_available():  # torch.compile would need a C++ compiler
+        return f"torch {torch.__version__}", peers.grouped_mm_experts
+    return f"torch {torch.__version__}, compiled", torch.compile(peers.grouped_mm_experts, dynamic=False)
+
+
+CONTESTANTS = MappingProxyType({"tilemoe": _ours, "scattermoe": _scattermoe, "grouped_mm": _grouped_mm})
 
 
 # ------------------------------------------------------------------------------------------------------ one job
@@ -125,7 +212,14 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 def peer_and_recipe(name: str, recipe: Recipe) -> tuple[str, Recipe]:
     """Whose experts ``name`` means, and the recipe in the precision that it has in brackets, if it has one."""
     peer, bracket, precision = name.removesuffix("]").partition("[")
-    return peer, in_precision(recipe, precision) if bracket else recipe
+    if not bracket:
+        return peer, recipe
+    if precision not in PRECISIONS:
+        raise ValueError(f"no precision called {precision!r}; known are {', '.join(PRECISIONS)}")
+    experts, dense = PRECISIONS[precision]
+    assert recipe.model.moe is not None, "the recipe has experts"
+    model = replace(recipe.model, moe=replace(recipe.model.moe, precision=experts))
+    return peer, replace(recipe, model=model, train=replace(recipe.train, dense_precision=dense))
 
 
 @contextmanager
@@ -157,7 +251,7 @@ def made_up_text(folder: Path, vocab_size: int) -> Prepared:
 def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Job) -> str | None:
     """What any process finds: the package is missing, or its layer, of the recipe's size, computes something else."""
     name, recipe = peer_and_recipe(name, recipe)
-    problem = swapped_experts.obstacle(name, recipe.model, recipe.parallel.expert)
+    problem = obstacle(name, recipe.model, recipe.parallel.expert)
     if problem is None and recipe.model.moe is not None:
         moe = recipe.model.moe
         tokens = recipe.data.batch_size * recipe.data.seq_len
@@ -167,7 +261,7 @@ def reason_to_leave_out(name: str, recipe: Recipe, device: torch.device, job: Jo
         dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
         weights = peers.make_weights(shape, device, dtype)
         try:
-            problem = gate.problem(swapped_experts.contestant(name, shape, weights), shape, weights)
+            problem = gate.problem(swapped_layer(name, shape, weights), shape, weights)
         except ImportError as error:
             problem = f"not importable here: {error}"
     return next((found for found in objects_of_processes(problem, job) if found is not None), None)
@@ -177,7 +271,7 @@ def build(name: str, recipe: Recipe, device: torch.device, job: Job) -> tuple[De
     """(the model, its weights drawn on ``device`` and the same whoever computes it; the contestant's version)."""
     model = DecoderLM(recipe.model, device="meta", recompute=recipe.train.recompute)
     set_dense_precision(model, recipe, device)
-    version = swapped_experts.swap(model, name)
+    version = swap(model, name)
     generator = torch.Generator(device).manual_seed(recipe.train.seed)
     parallel = recipe.parallel_for(job.world_size)
     if dist.is_initialized():
@@ -233,8 +327,6 @@ def take_steps(args: argparse.Namespace, contestant: Contestant) -> None:
     for _ in range(args.steps):
         contestant.stats.append(step(trainer, contestant.name))
         marks.append(time.perf_counter())
-        if any_process(marks[-1] - marks[0] > args.seconds, trainer.job):
-            break
     wait(trainer.device)
     contestant.seconds += time.perf_counter() - marks[0]
     contestant.step_seconds += [later - earlier for earlier, later in pairwise(marks)]
@@ -324,115 +416,29 @@ def describe(row: dict[str, Any]) -> str:
     return f"{row['recipe']} {row['contestant']} on {where}: {row['tokens_per_second']:.0f} tokens/s each{mfu}{peak}"
 
 
-# --------------------------------------------------------------------------------------------- several jobs, tables
-
-
-def scale(counts: list[int], passed_on: list[str]) -> None:
-    """A job for each number of processes; ``passed_on``: arguments of ``run``. SystemExit: one failed, at the end."""
-    device = parse(["run", *passed_on])[0].device
-    available = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else max(counts)
-    failed = []
-    for count in counts:
-        if count > available:
-            print(f"{count} processes are left out: there are {available} GPUs", flush=True)
-            continue
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launcher += ["--nproc-per-node", str(count)]
-        command = [sys.executable, *launcher, str(Path(__file__).resolve()), "run", *passed_on]
-        if subprocess.run(command, check=False).returncode:
-            failed.append(count)
-    if failed:
-        raise SystemExit(f"jobs of {', '.join(map(str, failed))} processes failed, see above")
-
-
-def table(gpu: str | None) -> str:
-    """The last row of each recipe, contestant, number of processes and setting, in Markdown.
-
-    Of one GPU: the speed of each over that of the same contestant alone, sharded or not, whichever was faster.
-    tilemoe's speed: over the row's.
-    """
-    rows = record.latest(NAME, MODE, gpu, "recipe", "contestant", "processes", "sharded", *SETTINGS)
-    lines = [
-        "| recipe | experts | settings | GPUs | tokens/s of each | of one GPU | MFU | peak GiB | tilemoe's speed |",
-        "| :--- | :--- | :--- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in sorted(rows.values(), key=lambda row: (row["recipe"], row["contestant"], row["processes"])):
-        same = [other for other in rows.values() if all(other[key] == row[key] for key in ("recipe", *SETTINGS))]
-        alone = [one["tokens_per_second"] for one in _of(same, contestant=row["contestant"], processes=1)]
-        ours = _of(same, contestant="tilemoe", processes=row["processes"], sharded=row["sharded"])
-        speed = row["tokens_per_second"]
-        cells = [
-            row["recipe"],
-            row["contestant"],
-            settings(row),
-            str(row["processes"]) + (" (FSDP)" if row["sharded"] and row["processes"] == 1 else ""),
-            f"{speed:.0f}",
-            f"{speed / max(alone):.1%}" if alone else "",
-            "" if row["mfu"] is None else f"{row['mfu']:.1%}",
-            "" if row["peak_bytes"] is None else f"{max(row['peak_bytes']) / GIB:.1f}",
-            f"{ours[0]['tokens_per_second'] / speed:.2f}x" if ours and row["contestant"] != "tilemoe" else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def settings(row: dict[str, Any]) -> str:
-    """Micro-batches of a step x sequences of each, and what is not the default."""
-    text = f"{row['accumulation']} x {row['batch_size']}"
-    if row["between_micro_batches"] != "nothing":
-        text += f", {row['between_micro_batches'].replace('_', ' ')} whole between them"
-    if row["checkpointing"] != "none":
-        text += f", {row['checkpointing']} repeated"
-    return text + (", compiled" if row["compile"] else "")
-
-
-def _of(rows: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
-    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
-
-
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(what to do, for ``scale`` the arguments of ``run``)"""
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_subparsers(dest="what", required=True)
-    job = what.add_parser("run", help="one process of a job")
-    job.add_argument("--recipe", default="7b", help="name, or path of a .json")
-    known = [*swapped_experts.CONTESTANTS, *(f"tilemoe[{name}]" for name in PRECISIONS)]
-    job.add_argument("--peers", default="tilemoe", help=f"of {', '.join(known)}; commas between")
-    job.add_argument("--steps", type=int, default=20, help="timed optimiser steps, at least one")
-    job.add_argument("--warmup", type=int, default=3, help="steps before them")
-    job.add_argument("--rounds", type=int, default=1, help="of --steps; above 1 the contestants take turns")
-    job.add_argument("--seconds", type=float, default=float("inf"), help="begin no step of a round after this many")
-    job.add_argument("--accumulation", type=int, default=0, help="micro-batches of a step; 0: as the recipe says")
-    job.add_argument("--batch-size", type=int, default=0, help="sequences of a micro-batch; 0: as the recipe says")
+    parser.add_argument("--recipe", default="7b", help="name, or path of a .json")
+    known = [*CONTESTANTS, *(f"tilemoe[{name}]" for name in PRECISIONS)]
+    parser.add_argument("--peers", default="tilemoe", help=f"of {', '.join(known)}; commas between")
+    parser.add_argument("--steps", type=int, default=20, help="timed optimiser steps, at least one")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=1, help="of --steps; above 1 the contestants take turns")
+    parser.add_argument("--accumulation", type=int, default=0, help="micro-batches of a step; 0: as the recipe says")
+    parser.add_argument("--batch-size", type=int, default=0, help="sequences of a micro-batch; 0: as the recipe says")
     kept = "what stays whole between micro-batches; default: as the recipe says"
-    job.add_argument("--between-micro-batches", choices=KEPT_BETWEEN_MICRO_BATCHES, help=kept)
-    job.add_argument("--checkpointing", choices=CHECKPOINTING_MODES, help="default: as the recipe says")
-    job.add_argument("--compile", action="store_true", help="torch.compile each block")
-    job.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    job.add_argument("--profile", type=Path, help="append one more step's kernels and idle time to this file")
-    job.add_argument("--shard-alone", action="store_true", help="a process alone uses FSDP too, over itself")
-    scaling = what.add_parser("scale", help="a job for each number of processes; further arguments are those of run")
-    scaling.add_argument("--processes", default="1,2,4")
-    tables = what.add_parser("table", help="what is recorded")
-    tables.add_argument("--gpu", help="rows of this GPU alone, by its full name")
-    args, more = parser.parse_known_args(arguments)
-    if more and args.what != "scale":
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    for name in ("steps", "rounds") if args.what == "run" else ():
+    parser.add_argument("--between-micro-batches", choices=KEPT_BETWEEN_MICRO_BATCHES, help=kept)
+    parser.add_argument("--checkpointing", choices=CHECKPOINTING_MODES, help="default: as the recipe says")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--profile", type=Path, help="append one more step's kernels and idle time to this file")
+    parser.add_argument("--shard-alone", action="store_true", help="a process alone uses FSDP too, over itself")
+    args = parser.parse_args(arguments)
+    for name in ("steps", "rounds"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    return args, more
-
-
-def main(arguments: list[str]) -> None:
-    args, more = parse(arguments)
-    if args.what == "run":
-        run(args)
-    elif args.what == "scale":
-        scale([int(count) for count in args.processes.split(",")], more)
-    else:
-        print(table(args.gpu))
+    return args
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(parse(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What the benchmarks' gates let through and what they stop: layers, few tokens, and experts on two processes."""
+"""What the checks before the stopwatch let through and what they stop: layers, few tokens, experts on two processes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -187,7 +187,7 @@ OF_RANKS = MoEShape(64, 32, 16, 8, 3)
 
 
 def check_row() -> None:
-    row, _ = expert_parallel.measure(OF_RANKS, 2, 1, 0.001)
+    row = expert_parallel.measure(OF_RANKS, 2, 1, 0.001)
     assert row["ranks"] == 2
     # Nearly every token has an expert on the other process: twice T d elements out, twice back, of two bytes.
     most = 4 * 64 * 32 * 2

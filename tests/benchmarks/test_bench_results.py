@@ -1,15 +1,11 @@
-"""Cases, statistics, rows, results files and tables; what is recorded of a run of the GPU tests: all without a GPU."""
+"""Cases, statistics, rows, results files and tables, all without a GPU."""
 
 import json
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import fuzz
-import gpu_tests
 import pytest
 
 from tilemoe.bench import cases, kernels, layer, plots, record, summary, timing
@@ -213,65 +209,3 @@ def test_the_report_of_a_layer_without_peers_and_of_another_mode(
     assert "## The layer alone, burst\n" in markdown
     assert "| OLMoE | tilemoe | 1.000 | 2.000 | 954 | 2,861 | 3,815 |" in markdown
     assert "| mine | tilemoe | 1.000 | 2.000 | - | - | - |" in markdown
-
-
-TESTS = """
-import pytest
-def test_good(): pass
-def test_bad(): assert 1 == 2
-@pytest.fixture
-def broken(): raise RuntimeError("no luck")
-def test_error(broken): pass
-@pytest.mark.skip(reason="not here")
-def test_skipped(): pass
-"""
-CODE = """
-import sys, json, pytest
-sys.path.insert(0, sys.argv[1])
-from gpu_tests import Outcomes
-outcomes = Outcomes()
-pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[2]], plugins=[outcomes])
-print("SUMMARY" + json.dumps(outcomes.summary()))
-"""
-
-
-def test_each_outcome_is_counted_and_what_did_not_pass_is_named(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / f"{gpu_tests.SANITIZER}.py").write_text(TESTS)
-    here = Path(gpu_tests.__file__).parent
-    command = [sys.executable, "-c", CODE, str(here), str(tmp_path)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = json.loads(out.split("SUMMARY")[1])
-    counts = {key: found[key] for key in ("passed", "failed", "skipped")}
-    assert counts == {"passed": 1, "failed": 2, "skipped": 1}
-    assert list(found["passed_of_file"].values()) == [1]
-    assert found["sanitizer"] == {"good": "passed", "bad": "failed", "error": "failed", "skipped": "skipped"}
-    reasons = {name.split("::")[-1]: reason for name, reason in found["not_passed"].items()}
-    assert reasons.keys() == {"test_bad", "test_error", "test_skipped"}
-    assert "not here" in reasons["test_skipped"]
-    assert "no luck" in out  # said when it happens, not only at the end
-
-
-def test_fuzzing_counts_cases_and_keeps_the_error_with_its_least_case() -> None:
-    counted, text = fuzz.Counted(), "def judge\nE   AssertionError: off\nE   case=Layer(\nE     seed=0)\nfile.py:1"
-    for name, outcome, count in (("f[0]", "passed", 3), ("f[1]", "failed", 5), ("f[interpreter-fp32]", "passed", 2)):
-        counted.pytest_runtest_logreport(
-            SimpleNamespace(
-                nodeid=f"tests/fuzz/test_x.py::test_{name}",
-                when="call",
-                outcome=outcome,
-                failed=outcome == "failed",
-                longrepr="",
-                longreprtext=text if outcome == "failed" else "",
-                user_properties=[("cases", count)],
-            )
-        )
-    assert counted.cases == {"test_f": 8, "test_f_interpreter": 2}
-    assert counted.reasons == {"tests/fuzz/test_x.py::test_f[1]": "AssertionError: off case=Layer( seed=0)"}
-
-
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_tests.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_tests.py"])
-    with pytest.raises(SystemExit, match="no CUDA GPU here"):
-        gpu_tests.main()

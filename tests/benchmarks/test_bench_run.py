@@ -6,17 +6,18 @@ import argparse
 import json
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import run
 import torch
 
-from tilemoe.bench import cases, kernels, peers, record, step, timing
+from tilemoe.bench import cases, gpu_time, kernels, peers, record, step, timing
 from tilemoe.cli.main import main
 from tilemoe.shape import MoEShape
 
@@ -183,6 +184,19 @@ def test_the_script_passes_on_what_the_package_measures(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["run.py", "layer", "--modes", "brisk"])
     with pytest.raises(ValueError, match="--modes of layer are"):
         run.main()
+
+
+def test_a_window_has_the_lead_that_its_host_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching takes 2 ms, computing 1: the sleep covers what the host falls behind by in the whole window."""
+    slept: list[float] = []
+    monkeypatch.setattr(gpu_time, "sleep", slept.append)
+
+    def step() -> list[timing.Event]:
+        time.sleep(2e-3)
+        return [SimpleNamespace(elapsed_time=lambda other: 1.0)] * 2
+
+    assert gpu_time.rounds({"a": step}, 1, 4.0, 6.0) == {"a": [[1.0]]}
+    assert slept[-1] >= 1.5 * (2.0 + 10 * 1.0)
 
 
 @pytest.mark.parametrize(

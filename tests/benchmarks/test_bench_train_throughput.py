@@ -1,17 +1,15 @@
-"""The trainer's benchmarks: jobs of two processes as users start them, the sums in their table, and their agreement."""
+"""The trainer's speed: jobs of two processes as users start them, what they record, and what is not timed."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
-import swapped_experts
 import torch
-import train_agreement
 import train_throughput
 from torch import Tensor
 
@@ -23,6 +21,10 @@ from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.job.processes import Job
 
 SHAPE = MoEShape(50, 24, 16, 6, 3)
+
+
+def run(*arguments: str) -> None:
+    train_throughput.run(train_throughput.parse([*arguments]))
 
 
 @pytest.fixture
@@ -42,18 +44,20 @@ def path(results: Path, recipe: Recipe) -> Path:
 
 
 @pytest.mark.dist
-def test_jobs_are_started_measured_recorded_and_tabled(
+def test_jobs_are_measured_and_recorded(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two processes through torchrun, then one in this process: the same steps by ours and by PyTorch alone."""
     options = ["--recipe", path, "--peers", "tilemoe,scattermoe,grouped_mm", "--steps", 2, "--warmup", 1]
     arguments = [str(option) for option in [*options, "--device", "cpu"]]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    train_throughput.main(["scale", "--processes", "2", *arguments, "--accumulation", "2"])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    script = str(Path(train_throughput.__file__).resolve())
+    subprocess.run([sys.executable, *launcher, script, *arguments, "--accumulation", "2"], check=True)
     said = capfd.readouterr().out
     assert "scattermoe is left out: not importable here" in said
     assert said.count("tilemoe: step 3, loss") == 1, "only rank 0 speaks"
-    train_throughput.main(["run", *arguments])
+    run(*arguments)
     rows = record.rows("train_throughput")
     assert [(row["contestant"], row["processes"], row["sharded"]) for row in rows] == [
         ("tilemoe", 2, True), ("grouped_mm", 2, True), ("tilemoe", 1, False), ("grouped_mm", 1, False),
@@ -68,15 +72,12 @@ def test_jobs_are_started_measured_recorded_and_tabled(
         assert row["mfu"] is row["peak_bytes"] is None, "nobody states a CPU's rate"
         assert row["commit"] == "0123456789ab"
     assert [row["accumulation"] for row in rows] == [2, 2, 1, 1]
-    capfd.readouterr()
-    train_throughput.main(["table"])
-    assert len(capfd.readouterr().out.splitlines()) == 2 + 4
 
 
 def test_a_job_alone_can_shard_over_itself_and_gives_the_same(path: Path) -> None:
     options = ["--recipe", str(path), "--steps", "1", "--warmup", "2", "--device", "cpu"]
-    train_throughput.main(["run", *options])
-    train_throughput.main(["run", *options, "--shard-alone"])
+    run(*options)
+    run(*options, "--shard-alone")
     plain, sharded = record.rows("train_throughput")
     assert (plain["sharded"], sharded["sharded"]) == (False, True)
     assert sharded["losses"] == pytest.approx(plain["losses"], rel=1e-5)
@@ -92,7 +93,7 @@ def test_precisions_take_turns_on_the_same_weights(
     path.write_text(json.dumps(to_dict(replace(recipe, model=model))))
     peers = ["tilemoe", "tilemoe[fp8]", "tilemoe[fp8+dense]"]
     options = ["--peers", ",".join(peers), "--rounds", "2", "--steps", "1", "--warmup", "1", "--device", "cpu"]
-    train_throughput.main(["run", "--recipe", str(path), *options])
+    run("--recipe", str(path), *options)
     turns = [line.partition(": step")[0] for line in capsys.readouterr().out.splitlines() if ": step " in line]
     assert turns == peers * 3, "each warmed up, then two rounds"
     rows = record.rows("train_throughput")
@@ -102,12 +103,6 @@ def test_precisions_take_turns_on_the_same_weights(
     assert firsts == pytest.approx([firsts[0]] * 3, rel=1e-3)
     with pytest.raises(ValueError, match="no precision called 'fp4'; known are bf16, fp8, fp8"):
         train_throughput.peer_and_recipe("tilemoe[fp4]", recipe)
-
-
-def test_no_timed_step_is_begun_too_late(path: Path) -> None:
-    options = ["--recipe", str(path), "--steps", "9", "--warmup", "1", "--seconds", "0", "--device", "cpu"]
-    train_throughput.main(["run", *options])
-    assert record.rows("train_throughput")[0]["steps"] == 1
 
 
 def test_the_text_is_made_up_alike_and_falls_as_one_over_rank(tmp_path: Path) -> None:
@@ -154,7 +149,7 @@ def stand_in() -> ModuleType:
 def test_swapped_layers_compute_the_same(name: str, weights: peers.Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "scattermoe":
         monkeypatch.setitem(sys.modules, "scattermoe", stand_in())
-    contestant = swapped_experts.contestant(name, SHAPE, weights)
+    contestant = train_throughput.swapped_layer(name, SHAPE, weights)
     assert contestant.name == name
     assert gate.problem(contestant, SHAPE, weights) is None
 
@@ -165,8 +160,8 @@ def test_a_layer_that_computes_something_else_is_not_timed(
     def wrong(x: Tensor, scores: Tensor, ids: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return 1.05 * peers.grouped_mm_experts(x, scores, ids, w1, w2)
 
-    monkeypatch.setattr(swapped_experts, "CONTESTANTS", {"wrong": lambda: ("1", wrong)})
-    train_throughput.main(["run", "--recipe", str(path), "--peers", "wrong", "--device", "cpu"])
+    monkeypatch.setattr(train_throughput, "CONTESTANTS", {"wrong": lambda: ("1", wrong)})
+    run("--recipe", str(path), "--peers", "wrong", "--device", "cpu")
     assert "wrong is left out: output is off by" in capsys.readouterr().out
     assert not (results / "train_throughput.jsonl").exists()
 
@@ -174,42 +169,13 @@ def test_a_layer_that_computes_something_else_is_not_timed(
 def test_what_an_adapter_cannot_do_is_said(recipe: Recipe) -> None:
     model = recipe.model
     assert model.moe is not None
-    assert swapped_experts.obstacle("tilemoe", model, 4) is None
-    assert swapped_experts.obstacle("scattermoe", model, 1) is None
-    assert "divide experts" in str(swapped_experts.obstacle("scattermoe", model, 2))
+    assert train_throughput.obstacle("tilemoe", model, 4) is None
+    assert train_throughput.obstacle("scattermoe", model, 1) is None
+    assert "divide experts" in str(train_throughput.obstacle("scattermoe", model, 2))
     rounded = replace(model, moe=replace(model.moe, rounding=TokenRounding("nearest", 16)))
-    assert "no rounding" in str(swapped_experts.obstacle("scattermoe", rounded, 1))
+    assert "no rounding" in str(train_throughput.obstacle("scattermoe", rounded, 1))
     with pytest.raises(ValueError, match="known are tilemoe, scattermoe, grouped_mm"):
-        swapped_experts.obstacle("scatter", model, 1)
-
-
-def test_scaling_is_against_the_faster_way_to_use_one_gpu(results: Path) -> None:
-    def row(contestant: str, processes: int, speed: float, sharded: bool = True, **others: Any) -> dict[str, Any]:
-        settings = {"batch_size": 6, "accumulation": 4, "between_micro_batches": "nothing", "checkpointing": "none"}
-        settings |= {"compile": False, **others}
-        fixed = {"recipe": "1b", "mode": "sustained", "mfu": 0.25, "peak_bytes": [2**30, 3 * 2**30]}
-        return {
-            **fixed, **settings, "contestant": contestant, "processes": processes, "sharded": sharded,
-            "tokens_per_second": speed,
-        }  # fmt: skip
-
-    rows = [row("tilemoe", 1, 100.0, sharded=False), row("tilemoe", 1, 110.0), row("tilemoe", 4, 99.0)]
-    rows += [row("scattermoe", 4, 66.0), row("tilemoe", 1, 500.0, compile=True, checkpointing="block")]
-    record.append("train_throughput", rows)
-    lines = train_throughput.table(None).splitlines()
-    assert "| 1b | tilemoe | 4 x 6 | 4 | 99 | 90.0% | 25.0% | 3.0 |  |" in lines
-    assert "| 1b | scattermoe | 4 x 6 | 4 | 66 |  | 25.0% | 3.0 | 1.50x |" in lines
-    assert "| 1b | tilemoe | 4 x 6 | 1 (FSDP) | 110 | 100.0% | 25.0% | 3.0 |  |" in lines
-    assert "| 1b | tilemoe | 4 x 6, block repeated, compiled | 1 (FSDP) | 500 | 100.0% | 25.0% | 3.0 |  |" in lines
-    assert len(lines) == 2 + 5
-
-
-def test_arguments_that_nobody_knows_are_refused() -> None:
-    for arguments in (["run", "--pears", "tilemoe"], ["table", "--recipe", "7b"]):
-        with pytest.raises(SystemExit):
-            train_throughput.parse(arguments)
-    with pytest.raises(SystemExit):
-        train_throughput.main(["scale", "--processes", "1", "--pears", "tilemoe"])
+        train_throughput.obstacle("scatter", model, 1)
 
 
 def test_the_recipes_own_compilation_holds(recipe: Recipe, tmp_path: Path) -> None:
@@ -217,49 +183,8 @@ def test_the_recipes_own_compilation_holds(recipe: Recipe, tmp_path: Path) -> No
     for setting, option in (("blocks", []), ("none", ["--compile"])):
         path = tmp_path / "small.json"
         path.write_text(json.dumps(to_dict(replace(recipe, train=replace(recipe.train, compile=setting)))))
-        args, _ = train_throughput.parse(["run", "--recipe", str(path), *option])
+        args = train_throughput.parse(["--recipe", str(path), *option])
         found = train_throughput.recipe_of(args)
         assert found.train.compile == "blocks"
         model, _ = train_throughput.build("tilemoe", found, torch.device("cpu"), Job())
         assert all(block._run is not Block.body for block in model.blocks)
-
-
-@pytest.fixture
-def options(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "corpus").mkdir()
-    for number in range(2 * train_agreement.HELDOUT_EVERY):
-        (tmp_path / "corpus" / f"{number:04d}.txt").write_text(f"{number} and {number * number} words " * 3)
-    recipe = load_recipe("smoke")
-    data = replace(recipe.data, corpus=str(tmp_path / "corpus"), cache_dir=str(tmp_path / "cache"), batch_size=4)
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps(to_dict(replace(recipe, data=data))))
-    return ["--recipe", str(path), "--device", "cpu", "--steps", "6", "--precision", "fp32"]
-
-
-@pytest.mark.dist
-def test_two_processes_train_as_one_and_a_difference_is_seen(options: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"losses: the losses differ by .* allowed is 0\.0"):
-        train_agreement.main(["losses", *options, "--limit", "0"])
-    (row,) = record.rows("train_agreement")
-    assert 0 < row["greatest_difference"] < 1e-5
-    assert (row["mode"], row["processes"], row["steps"]) == ("losses", 2, 6)
-    train_agreement.report(
-        train_agreement.argparse.Namespace(recipe="r", precision="fp32", processes=2, expert=1),
-        "losses", run([1.0, 2.0]), run([1.0, 2.005]), limit=0.01,
-    )  # fmt: skip
-    assert record.rows("train_agreement")[1]["in_step"] == 2
-
-
-@pytest.mark.dist
-def test_a_killed_job_goes_on_bit_for_bit(options: list[str], tmp_path: Path) -> None:
-    train_agreement.main(["kill", *options, "--kill-in-step", "4", "--save-every", "2", "--expert", "2"])
-    (row,) = record.rows("train_agreement")
-    assert (row["mode"], row["greatest_difference"], row["steps"]) == ("kill", 0.0, 6)
-    assert row["kill_in_step"] == 4
-
-
-def run(losses: list[float]) -> train_agreement.Run:
-    found = train_agreement.Run.__new__(train_agreement.Run)
-    found.losses, found.seconds = losses, 1.0
-    return found

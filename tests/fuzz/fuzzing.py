@@ -1,7 +1,7 @@
 """How many cases a run has, by which seed, and how they are drawn.
 
-``FUZZ`` is the share of a full run's parts, 1 for all of them (benchmarks/fuzz.py sets it, and ``FUZZ_SEED``); without
-it a short selection runs, the same each time.
+``FUZZ`` is the share of a full run's parts, 1 for all of them (benchmarks/record_tests.py sets it, and ``FUZZ_SEED``);
+without it a short selection runs, the same each time.
 """
 
 from __future__ import annotations

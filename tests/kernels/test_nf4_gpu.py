@@ -1,6 +1,6 @@
 """Layers with adapters on experts in NF4 on a GPU: as fp64 on the decoded weights, the same bits each time, no waiting.
 
-What is checked, and how, is the benchmark's own check: fresh random inputs each time.
+Inputs are random, and fresh each time (`nf4_checks`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_layers import no_host_sync
-from nf4_adapters import LIMIT, errors_of, gradients
+from nf4_checks import LIMIT, errors_of, gradients
 
 import tilemoe
 from tilemoe.layers.lora import add_lora

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raises_one_line
-from nf4_adapters import errors_of, frozen_bytes
+from nf4_checks import errors_of, frozen_bytes
 from torch import Tensor, nn
 
 from tilemoe import DecoderLM, ModelConfig, MoE, MoEConfig
