@@ -1,6 +1,7 @@
 """What the pages name is there, files, functions, tests and links, and the kernels' times are the newest recorded.
 
-A name is `path.py` or `path.py:name`, or `path.py:Class.method`, in backticks, its path below the root or tilemoe/.
+A name is `path.py` or `path.py:name`, or `path.py:Class.method`, in backticks, its path below the root or tilemoe/. One
+with a commit behind it, `path.py` at a207b99, may have gone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PAGES += [page for page in sorted(ROOT.glob("docs/**/*.md")) if LAB not in page.parents]
 # These tell of code that has gone, too: only their links are held.
 HISTORY = [ROOT / "CHANGELOG.md", *sorted(LAB.glob("*.md"))]
-NAME = re.compile(r"`([\w./-]+\.py)(?::([\w.]+))?`")
+NAME = re.compile(r"`([\w./-]+\.py)(?::([\w.]+))?`(?!\s+at [0-9a-f]{7}\b)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COSTS = kernel_costs(MoEShape(32768, 2048, 1024, 64, 8))  # OLMoE
 TIME = re.compile(r"(\d+\.\d+) ms \(([0-9a-f]{7})\)")
@@ -89,6 +90,7 @@ def test_what_is_not_there_is_found() -> None:
     assert missing("kernels/chose.py", None) == "no file kernels/chose.py"
     assert missing("kernels/choose.py", "choose_nothing") == "no choose_nothing in kernels/choose.py"
     assert missing("kernels/experts/base.py", "Backend.nothing") is not None
+    assert NAME.findall("`gone.py` at a207b99, `here.py` at the root") == [("here.py", "")]
 
 
 def test_the_way_of_a_tensor_is_the_one_told(monkeypatch: pytest.MonkeyPatch) -> None:
