@@ -1,19 +1,13 @@
-"""What the checks before the stopwatch let through and what they stop: layers, few tokens, experts on two processes."""
+"""What `tilemoe bench` lets through to its stopwatch and what it stops."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import expert_parallel
 import pytest
-import small_tokens
 import torch
-from ranks import run_on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilemoe.bench import gate, peers
-from tilemoe.dispatch.all_to_all import AllToAllDispatcher
-from tilemoe.integrations import transformers as integration
 from tilemoe.shape import MoEShape
 from tilemoe.testing import assert_equal
 
@@ -133,85 +127,3 @@ def test_build_names_the_peers_and_says_what_is_missing() -> None:
     assert isinstance(named, peers.Contestant)
     assert named.name == "tilemoe[torch]"
     assert "not importable" in str(peers.build("scattermoe", SHAPE, weights))
-
-
-FEW_TOKENS = MoEShape(5, 32, 16, 8, 3)
-
-
-@pytest.fixture
-def layers() -> Iterator[list[nn.Module]]:
-    integration.register()
-    with torch.no_grad():
-        yield small_tokens.make_layers(FEW_TOKENS, 2, torch.device("cpu"), torch.bfloat16)
-    integration.unregister()
-
-
-@pytest.mark.parametrize("name", small_tokens.IMPLEMENTATIONS)
-def test_contestants_pass_the_gate_and_a_wrong_one_does_not(name: str, layers: list[nn.Module]) -> None:
-    calls = small_tokens.make_calls(layers, 5)
-    outputs = small_tokens.run(layers, calls, name)
-    assert small_tokens.problem(outputs, layers, calls) is None
-    wrong = [outputs[0], 1.1 * outputs[1]]
-    assert "layer 1 is off by " in str(small_tokens.problem(wrong, layers, calls))
-    small_tokens.poison(outputs)
-    assert small_tokens.problem(outputs, layers, calls) is not None
-
-
-def test_layers_are_routed_differently_and_tokens_to_different_experts(layers: list[nn.Module]) -> None:
-    (_, first, scores), (_, second, _) = small_tokens.make_calls(layers, 5)
-    assert not torch.equal(first, second)
-    assert all(len(set(ids)) == 3 for ids in first.tolist())
-    assert scores.dtype == torch.bfloat16
-
-
-def test_bytes_are_those_of_the_chosen_experts(layers: list[nn.Module]) -> None:
-    (call, other) = small_tokens.make_calls(layers, 1)
-    of_expert = (2 * 16 * 32 + 32 * 16) * 2
-    assert small_tokens.bytes_of_weights(layers, [call, other]) == 3 * of_expert
-    repeated = (call[0].repeat(4, 1), call[1].repeat(4, 1), call[2].repeat(4, 1))
-    assert small_tokens.bytes_of_weights(layers, [repeated, repeated]) == 3 * of_expert
-
-
-def test_a_row_compares_with_the_best_peer() -> None:
-    ms = {"tilemoe": [0.1, 0.2, 0.1], "grouped_mm": [0.15, 0.3, 0.2], "batched_mm": [0.4, 0.1, 0.4]}
-    row = small_tokens.row_of(ms, 10**8)
-    assert (row["best_peer"], row["ratio"], row["gb_per_s"]) == ("grouped_mm", 1.5, 1000.0)
-    text = small_tokens.describe({**row, "mode": "graph", "tokens": 4, "wrong": {"other": "off"}})
-    assert "tilemoe 100.0" in text
-    assert "grouped_mm over ours 1.50; other: off" in text
-    alone = small_tokens.row_of({"grouped_mm": [1.0]}, 1)
-    assert alone.keys() == {"ms"}
-
-
-OF_RANKS = MoEShape(64, 32, 16, 8, 3)
-
-
-def check_row() -> None:
-    row = expert_parallel.measure(OF_RANKS, 2, 1, 0.001)
-    assert row["ranks"] == 2
-    # Nearly every token has an expert on the other process: twice T d elements out, twice back, of two bytes.
-    most = 4 * 64 * 32 * 2
-    assert 0.7 * most < row["bytes"] <= most
-    assert row["link_ms"] == pytest.approx(row["bytes"] / 1e3)
-    assert row["bound_ms"] == pytest.approx(row["compute_ms"]["median"] + row["link_ms"], rel=1e-3)
-    assert row["over_bound"] == pytest.approx(row["layer_ms"]["median"] / row["bound_ms"], rel=1e-2)
-
-
-def check_gate() -> None:
-    """A layer whose sums come back wrong is not timed."""
-    combine = AllToAllDispatcher.combine
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AllToAllDispatcher, "combine", lambda *args: 1.05 * combine(*args))
-        with pytest.raises(AssertionError, match=r"the layer is off by 0\.0.*: not timed"):
-            expert_parallel.measure(OF_RANKS, 2, 1, 0.001)
-
-
-@pytest.fixture(scope="module")
-def found_by_ranks(selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_on_ranks(selected([check_row, check_gate]), 2, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("name", ["check_row", "check_gate"])
-def test_two_processes(name: str, found_by_ranks: dict[str, str]) -> None:
-    assert not found_by_ranks[name], found_by_ranks[name]
