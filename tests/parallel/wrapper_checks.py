@@ -76,9 +76,10 @@ def check_data_parallel() -> None:
                 got, want = gradients_of(many), gradients_of(one)
                 assert len(got) == len(want) == len(list(one.parameters()))
                 assert_near(got, want, 1e-5)
-    message = "aten.cat.default got mixed torch.Tensor and DTensor"
-    assert message in PAGE
-    with pytest.raises(RuntimeError, match=message):  # it asks the module that it wraps what to leave alone
+    assert "aten.cat.default got mixed torch.Tensor and DTensor" in PAGE  # PyTorch 2.11 has a colon after default
+    with pytest.raises(
+        RuntimeError, match="aten.cat.default:? got mixed torch.Tensor and DTensor"
+    ):  # it asks the module that it wraps what to leave alone
         DistributedDataParallel(nn.Sequential(many))
 
 
@@ -199,7 +200,7 @@ def check_clipping_of_gradients_that_differ() -> None:
     part = torch.tensor([3.0, 4.0], device=device) / world()
     copied.grad = DTensor.from_local(part, mesh, [Partial()])
     norm = clip_gradients(copied, 1.0)
-    assert_near([norm, whole(copied.grad)], [torch.tensor(5.0), torch.tensor([0.6, 0.8])], 1e-5)
+    assert_near([norm.cpu(), whole(copied.grad).cpu()], [torch.tensor(5.0), torch.tensor([0.6, 0.8])], 1e-5)
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
