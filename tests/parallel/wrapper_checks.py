@@ -78,7 +78,7 @@ def check_data_parallel() -> None:
                 assert_near(got, want, 1e-5)
     assert "aten.cat.default got mixed torch.Tensor and DTensor" in PAGE  # PyTorch 2.11 has a colon after default
     with pytest.raises(
-        RuntimeError, match="aten.cat.default:? got mixed torch.Tensor and DTensor"
+        RuntimeError, match=r"aten.cat.default:? got mixed torch.Tensor and DTensor"
     ):  # it asks the module that it wraps what to leave alone
         DistributedDataParallel(nn.Sequential(many))
 
