@@ -20,7 +20,7 @@ from tilemoe.data import cache as cache_module
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data import open_corpus, prepare
 from tilemoe.data import shards as shards_module
-from tilemoe.data.files import staged_folder
+from tilemoe.data.files import _temporary_name, staged_folder
 from tilemoe.data.shards import ShardWriter, TokenShards, read_index, token_dtype
 
 
@@ -210,11 +210,15 @@ def test_corpus_that_changes_while_it_is_read(folder: Path, tmp_path: Path, monk
 def test_leftovers_of_killed_processes_are_removed(folder: Path, tmp_path: Path):
     directory = prepare(str(folder), "bytes", tmp_path).train.directory
     shutil.rmtree(directory)
-    leftover = directory.with_name(f".tmp-{directory.name}-0123")
+    theirs = directory.with_name(f".tmp-{directory.name}-{'0' * 16}")
+    theirs.mkdir()
+    (theirs / "thesis.tex").write_bytes(b"years of work")
+    leftover = directory.with_name(_temporary_name(directory.name, "1" * 16))
     leftover.mkdir()
     (leftover / "train-00000.bin").write_bytes(b"half")
     prepare(str(folder), "bytes", tmp_path)
-    assert shard_folders(tmp_path) == [directory]
+    assert sorted(shard_folders(tmp_path)) == [theirs, directory]
+    assert [path.name for path in theirs.iterdir()] == ["thesis.tex"]
 
 
 def test_the_second_to_publish_a_folder_yields(tmp_path: Path):

@@ -25,7 +25,7 @@ from tilemoe.shape import MoEShape
 
 ROOT = Path(__file__).parents[2]
 LAB = ROOT / "docs" / "lab"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 PAGES += [page for page in sorted(ROOT.glob("docs/**/*.md")) if LAB not in page.parents]
 # These tell of code that has gone, too: only their links are held.
 HISTORY = [ROOT / "CHANGELOG.md", *sorted(LAB.glob("*.md"))]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from distributed_checkpoint_checks import RUN
 from helpers import write_corpus
+from untrusted_files import write_checkpoint, write_sharded
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 from tilemoe.train.config import DataConfig, OptimConfig, Recipe, TrainConfig
@@ -50,3 +51,15 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(params=["moe", "dense"])
 def recipe(request: pytest.FixtureRequest, moe_recipe: Recipe, dense_recipe: Recipe) -> Recipe:
     return moe_recipe if request.param == "moe" else dense_recipe
+
+
+@pytest.fixture
+def checkpoint(dense_recipe: Recipe) -> Path:
+    """One process' checkpoint in the run's folder, which is ``tmp_path / "run"``."""
+    return write_checkpoint(dense_recipe)
+
+
+@pytest.fixture
+def sharded(dense_recipe: Recipe) -> Path:
+    """A job's, as it was written when manifests said nothing of tensors."""
+    return write_sharded(dense_recipe)

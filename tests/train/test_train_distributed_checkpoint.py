@@ -5,6 +5,7 @@ from pathlib import Path
 import distributed_checkpoint_checks as checks
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import run_on_ranks
 from transformers import AutoModelForCausalLM
 
@@ -12,6 +13,7 @@ from tilemoe.cli.main import main
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints.folder import CheckpointError, open_checkpoint
+from tilemoe.train.checkpoints.pickled import read_pickled
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.optim import make_optimizer
 
@@ -56,6 +58,18 @@ def test_one_machine_exports_what_four_processes_wrote(run_dir: Path, tmp_path: 
     with torch.no_grad():
         logits = theirs(torch.arange(8)[None]).logits
     torch.testing.assert_close(logits, torch.load(run_dir / "logits.pt"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("on_four")
+def test_torch_reads_what_four_processes_wrote(run_dir: Path) -> None:
+    """By the ``.metadata`` that is written for it; the manifest says the same."""
+    path, ours = run_dir / "step_00000002", DecoderLM(checks.MODEL)
+    checkpoint = open_checkpoint(path)
+    checkpoint.load_model(ours)
+    theirs = {f"model.{name}": torch.empty_like(tensor) for name, tensor in ours.state_dict().items()}
+    dcp.load(theirs, checkpoint_id=str(path), no_dist=True)
+    assert_equal(theirs, {f"model.{name}": tensor for name, tensor in ours.state_dict().items()})
+    assert read_pickled(path / ".metadata") == checkpoint.tensors
 
 
 @pytest.mark.usefixtures("on_four")

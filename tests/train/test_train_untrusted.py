@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import raises_one_line
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from untrusted_files import sign, write_sharded
 
 from tilemoe.cli.main import main
 from tilemoe.config import to_dict
@@ -26,12 +28,12 @@ from tilemoe.testing import assert_equal
 from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
-    TrainState,
     file_entries,
     open_checkpoint,
-    save_checkpoint,
 )
+from tilemoe.train.checkpoints.metadata import describe
 from tilemoe.train.checkpoints.restore import build_model, restore
+from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import Recipe, parse_recipe
 from tilemoe.train.optim import make_optimizer
 from tilemoe.train.run import train
@@ -47,27 +49,6 @@ class RunsCode:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, (str(self.marker),)
-
-
-@pytest.fixture
-def checkpoint(dense_recipe: Recipe) -> Path:
-    """One process' checkpoint in the run's folder, which is ``tmp_path / "run"``."""
-    return write_checkpoint(dense_recipe)
-
-
-def write_checkpoint(recipe: Recipe) -> Path:
-    model = build_model(recipe, torch.device("cpu"))
-    state = TrainState(recipe, 3, 30, 1.5, "abc")
-    return save_checkpoint(
-        Path(recipe.train.out_dir), state, model, make_optimizer(model, recipe.optim),
-        tokenizer=load_tokenizer("bytes"), keep_last=2,
-    )  # fmt: skip
-
-
-def sign(path: Path) -> None:
-    """Make the manifest list what is in the folder."""
-    (path / "manifest.json").unlink()
-    (path / "manifest.json").write_bytes(checkpoints._manifest(file_entries(path.iterdir())))
 
 
 @pytest.mark.parametrize(
@@ -93,11 +74,11 @@ def test_a_planted_file_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_what_the_manifest_must_and_must_not_list(checkpoint: Path, verify: bool) -> None:
-    assert open_checkpoint(checkpoint, verify=verify).state.step == 3
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_what_the_manifest_must_and_must_not_list(checkpoint: Path, is_verified: bool) -> None:
+    assert open_checkpoint(checkpoint, verify=is_verified).state.step == 3
     (checkpoint / "notes.txt").write_text("mine")  # is never read
-    assert open_checkpoint(checkpoint, verify=verify).state.step == 3
+    assert open_checkpoint(checkpoint, verify=is_verified).state.step == 3
     entries = file_entries(path for path in checkpoint.iterdir() if path.name != "manifest.json")
     outside = "lists '../manifest.json', which is not in the folder"
     for listed, message in (
@@ -107,7 +88,7 @@ def test_what_the_manifest_must_and_must_not_list(checkpoint: Path, verify: bool
     ):
         (checkpoint / "manifest.json").write_bytes(checkpoints._manifest(listed))
         with raises_one_line(message, CheckpointError):
-            open_checkpoint(checkpoint, verify=verify)
+            open_checkpoint(checkpoint, verify=is_verified)
 
 
 def test_a_listed_tokenizer_is_used(checkpoint: Path) -> None:
@@ -161,20 +142,6 @@ def test_a_cache_that_is_asked_for_is_written(dense_recipe: Recipe, caches: tupl
     assert not theirs.exists()
 
 
-@pytest.fixture
-def sharded(dense_recipe: Recipe) -> Path:
-    """A checkpoint as a job writes it, of a job of this process alone."""
-    path = write_checkpoint(dense_recipe)
-    model = build_model(dense_recipe, torch.device("cpu"))
-    torch.manual_seed(7)
-    tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    dcp.save(tensors | {"rng_cpu.0": torch.get_rng_state()}, checkpoint_id=str(path), no_dist=True)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        (path / name).unlink()
-    sign(path)
-    return path
-
-
 def test_a_jobs_checkpoint_is_read(sharded: Path, dense_recipe: Recipe) -> None:
     model, expected = (
         build_model(replace(dense_recipe, train=replace(dense_recipe.train, seed=seed)), CPU) for seed in (1, 0)
@@ -220,11 +187,12 @@ def test_bytes_that_would_be_unpickled_are_refused(sharded: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"relative_path": "../secret"}, "'../secret' is no file of the folder"),
-        ({"relative_path": "/etc/passwd"}, "'/etc/passwd' is no file of the folder"),
-        ({"offset": 10**12}, "a part of __0_0.distcp reaches past its end"),
-        ({"length": -1}, "a part of __0_0.distcp has the bounds"),
-        ({"transform_descriptors": ["zstd"]}, "a part of a tensor is none of a checkpoint's"),
+        ({"relative_path": "../secret"}, "is in '../secret', which the manifest does not list"),
+        ({"relative_path": "/etc/passwd"}, "is in '/etc/passwd', which the manifest does not list"),
+        ({"relative_path": ".metadata"}, "cannot be in bytes"),
+        ({"offset": 10**12}, r"cannot be in bytes 1000000000000\+\d+ of __0_0\.distcp"),
+        ({"length": -1}, "its tensors are not told of as a manifest does"),
+        ({"transform_descriptors": ["zstd"]}, "its tensors are not told of as a manifest does"),
     ],
 )
 def test_metadata_stay_within_their_files(sharded: Path, change: dict[str, Any], message: str) -> None:
@@ -233,7 +201,7 @@ def test_metadata_stay_within_their_files(sharded: Path, change: dict[str, Any],
     metadata.storage_data[index] = replace(metadata.storage_data[index], **change)
     (sharded / ".metadata").write_bytes(pickle.dumps(metadata))
     sign(sharded)
-    with raises_one_line(f".metadata is refused: {message}"):
+    with raises_one_line(f"cannot be used: .*{message}"):
         restore(sharded, "cpu")
 
 
@@ -251,25 +219,233 @@ HUGE = torch.Size([1 << 30, 1 << 20])  # claimed, and not there
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("rng_cpu.0", HUGE, r"rng_cpu\.0 claims \d+ bytes"),
-        ("optimizer.head.weight.exp_avg", HUGE, r"optimizer\.head\.weight\.exp_avg is \(\d+, \d+\) and its parameter"),
-        ("optimizer.none.exp_avg", torch.Size([1]), r"optimizer\.none\.exp_avg is of no parameter of the model"),
-        ("model.head.weight", None, r"cannot be read \(rank 0: .*model\.head\.weight"),
-        ("model.head.weight", HUGE, r"cannot be read \(rank 0: .*model\.head\.weight"),
+        ("rng_cpu.0", HUGE, r"the parts of rng_cpu\.0 are not all of it"),
+        ("optimizer.head.weight.exp_avg", HUGE, r"the parts of optimizer\.head\.weight\.exp_avg are not all of it"),
+        ("model.head.weight", None, r"the checkpoint and the model differ in head\.weight"),
+        ("model.head.weight", HUGE, r"the parts of model\.head\.weight are not all of it"),
     ],
 )
 def test_claims_are_checked_before_memory_is_taken(
     sharded: Path, dense_recipe: Recipe, name: str, size: torch.Size | None, message: str
 ) -> None:
     metadata = pickle.loads((sharded / ".metadata").read_bytes())
-    entry = metadata.state_dict_metadata.pop(name, metadata.state_dict_metadata["model.norm.weight"])
+    whole = TensorStorageMetadata(TensorProperties(), HUGE, [])
+    entry = metadata.state_dict_metadata.pop(name, whole)
+    metadata.storage_data = {index: part for index, part in metadata.storage_data.items() if index.fqn != name}
     if size is not None:
-        metadata.state_dict_metadata[name] = replace(entry, size=size)
+        metadata.state_dict_metadata[name] = replace(entry, size=size, chunks=[])
     (sharded / ".metadata").write_bytes(pickle.dumps(metadata))
     sign(sharded)
     model = build_model(dense_recipe, CPU)
     with raises_one_line(message):
         open_checkpoint(sharded).load_training(model, make_optimizer(model, dense_recipe.optim))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("rng_cpu.0", torch.zeros(1 << 17, dtype=torch.uint8), r"rng_cpu\.0 claims more bytes"),
+        ("optimizer.head.weight.exp_avg", torch.zeros(2, 3), r"head\.weight\.exp_avg is \(2, 3\) and its parameter"),
+        ("optimizer.none.exp_avg", torch.zeros(1), r"none\.exp_avg is of no parameter of the model"),
+        ("model.head.weight", torch.zeros(2, 3), r"the checkpoint has head\.weight of shape \(2, 3\)"),
+        ("model.none", torch.zeros(2, 3), r"the checkpoint and the model differ in none"),
+    ],
+)
+def test_a_jobs_tensors_that_the_model_has_not(
+    dense_recipe: Recipe, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    path, model = write_sharded(dense_recipe, {name: tensor}), build_model(dense_recipe, CPU)
+    with raises_one_line(message):
+        open_checkpoint(path).load_training(model, make_optimizer(model, dense_recipe.optim))
+
+
+@pytest.fixture
+def told(sharded: Path) -> dict[str, Any]:
+    """Where the tensors of ``sharded`` are, as its manifest then says it; no pickle is there to be read."""
+    tensors = describe(pickle.loads((sharded / ".metadata").read_bytes()))
+    (sharded / ".metadata").write_bytes(b"for others")
+    sign(sharded, tensors)
+    return tensors
+
+
+def test_a_manifest_says_where_tensors_are(sharded: Path, told: dict[str, Any], dense_recipe: Recipe) -> None:
+    model, expected = (
+        build_model(replace(dense_recipe, train=replace(dense_recipe.train, seed=seed)), CPU) for seed in (1, 0)
+    )
+    open_checkpoint(sharded).load_training(model, make_optimizer(model, dense_recipe.optim))
+    assert_equal(model.state_dict(), expected.state_dict())
+    assert torch.equal(torch.get_rng_state(), torch.manual_seed(7).get_state())
+    content = json.loads((sharded / "manifest.json").read_bytes())
+    content["tensors"]["model.norm.weight"]["dtype"] = "float16"
+    (sharded / "manifest.json").write_bytes(checkpoints._canonical(content))
+    with raises_one_line(r"manifest\.json does not match its checksum"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("manifest", ["of this release", "of an earlier one"])
+def test_no_command_unpickles(
+    request: pytest.FixtureRequest, sharded: Path, tmp_path: Path, manifest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if manifest == "of this release":
+        request.getfixturevalue("told")
+    for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(owner, name, lambda *arguments, **options: pytest.fail("it unpickles"))
+    for command in (
+        ["verify", str(sharded)],
+        ["generate", "--prompt", "a", "--max-new-tokens", "2", "--checkpoint", str(sharded)],
+        ["export", "--out", str(tmp_path / "out"), "--checkpoint", str(sharded)],
+    ):
+        assert main(command) == 0
+
+
+@pytest.mark.parametrize(
+    ("of", "change", "message"),
+    [
+        ("tensor", {"dtype": "object"}, "not told of as a manifest does"),
+        ("tensor", {"dtype": "float64"}, None),  # what bytes of the file mean is not for us to know
+        ("tensor", {"shape": [17]}, "are not all of it, each once"),
+        ("tensor", {"shape": [4, 4]}, "is not within it"),
+        ("tensor", {"shape": [16.0]}, "not told of"),
+        ("tensor", {"shape": [True]}, "not told of"),
+        ("tensor", {"shape": [1] * 100}, "not told of"),
+        ("tensor", {"chunks": []}, "are not all of it, each once"),
+        ("tensor", {"chunks": {}}, "are not all of it, each once"),
+        ("tensor", {"chunks": None}, "not told of"),
+        ("chunk", {"offsets": [1]}, "is not within it"),
+        ("chunk", {"offsets": [-1]}, "not told of"),
+        ("chunk", {"offsets": [0, 0]}, "is not within it"),
+        ("chunk", {"sizes": [15]}, "are not all of it, each once"),
+        ("chunk", {"sizes": [1 << 70]}, "not told of"),
+        ("chunk", {"file": "../__0_0.distcp"}, "which the manifest does not list"),
+        ("chunk", {"file": "manifest.json"}, "which the manifest does not list"),
+        ("chunk", {"file": "state.json"}, "cannot be in bytes"),
+        ("chunk", {"file": None}, "which the manifest does not list"),
+        ("chunk", {"offset": 0}, "two parts of tensors share bytes of __0_0.distcp"),
+        ("chunk", {"offset": 1 << 40}, "cannot be in bytes"),
+        ("chunk", {"length": 0}, "cannot be in bytes"),
+        ("chunk", {"length": 1 << 30}, "cannot be in bytes"),
+        ("chunk", {"more": 1}, "not told of"),
+    ],
+)
+def test_what_a_manifest_says_of_tensors_is_checked(
+    sharded: Path, told: dict[str, Any], of: str, change: dict[str, Any], message: str | None
+) -> None:
+    tensor = told["model.norm.weight"]
+    (tensor if of == "tensor" else tensor["chunks"][0]).update(change)
+    sign(sharded, told)
+    if message is None:
+        restore(sharded, "cpu")
+        return
+    with raises_one_line(f"cannot be used: .*{message}", CheckpointError):
+        restore(sharded, "cpu")
+    [finding] = verify(sharded)
+    assert not finding.is_right
+    assert re.search(message, finding.line)
+
+
+def test_a_chunk_twice_or_in_the_place_of_another_is_refused(sharded: Path, told: dict[str, Any]) -> None:
+    norm, other = told["model.norm.weight"], told["model.blocks.0.attention_norm.weight"]
+    for chunks, message in (
+        ([{**norm["chunks"][0], "sizes": [8]}, {**other["chunks"][0], "sizes": [8]}], "not all of it, each once"),
+        ([{**norm["chunks"][0], "sizes": [8], "offsets": [o]} for o in (0, 8)], "share bytes"),
+        ([{**told["rng_cpu.0"]["chunks"][0], "sizes": [16]}], "cannot be in bytes|share bytes"),
+        ([{**norm["chunks"][0], "offset": norm["chunks"][0]["offset"] + 8, "length": 1000}], "is no tensor"),
+        ([{**norm["chunks"][0], "length": 650}], "cut short"),
+    ):
+        sign(sharded, {**told, "model.norm.weight": {**norm, "chunks": chunks}})
+        with raises_one_line(f"cannot be used: .*({message})", CheckpointError):
+            restore(sharded, "cpu")
+
+
+@pytest.mark.parametrize("strides", [[1, 1 << 40], [8], [-8, 1], [8, -1], [1 << 70, 1], [64, 1]])
+def test_an_archive_that_describes_another_tensor(sharded: Path, told: dict[str, Any], strides: list[int]) -> None:
+    """Of 16 x 8, of which a pickle in the archive says how it lies; transposed ones are read."""
+    parts, name = [torch.arange(128.0).view(8, 16).t(), torch.arange(128.0).view(16, 8)], "model.norm.weight"
+    for part in parts:
+        with (sharded / "__0_0.distcp").open("wb") as file:
+            torch.save(part.clone(), file)
+        chunk = {"offsets": [0, 0], "sizes": [16, 8], "file": "__0_0.distcp", "offset": 0}
+        chunk["length"] = (sharded / "__0_0.distcp").stat().st_size
+        sign(sharded, {name: {"dtype": "float32", "shape": [16, 8], "chunks": [chunk]}})
+        assert torch.equal(open_checkpoint(sharded).open_tensors()[name][()], part)
+    content = (sharded / "__0_0.distcp").read_bytes()
+    said = pickle.dumps((8, 1), 2)[2:-3]  # as torch.save writes the strides
+    assert content.count(said) == 1
+    other = pickle.dumps(tuple(strides), 2)[2:-3]
+    (sharded / "__0_0.distcp").write_bytes(content.replace(said, other, 1))
+    with raises_one_line("is another tensor|shorter than argument|longer than argument|is cut short|is no tensor"):
+        open_checkpoint(sharded, verify=False).open_tensors()[name][()]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None, [], "x", 3, {}, {"bytes": 3}, {"sha256": "0"}, {"bytes": "3", "sha256": "0"}, {"bytes": 3, "sha256": 0},
+        {"bytes": True, "sha256": "0"}, {"bytes": -1, "sha256": "0"}, {"bytes": 1.5, "sha256": "0"},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_an_entry_of_a_manifest_that_is_none(checkpoint: Path, entry: object, is_verified: bool) -> None:
+    entries = file_entries(path for path in checkpoint.iterdir() if path.name != "manifest.json")
+    (checkpoint / "manifest.json").write_bytes(checkpoints._manifest({**entries, "state.json": entry}))
+    message = r"is damaged: manifest\.json gives no size and SHA-256 of 'state\.json'"
+    with raises_one_line(message, CheckpointError):
+        open_checkpoint(checkpoint, verify=is_verified)
+    [finding] = verify(checkpoint)
+    assert re.search(message, finding.line)
+
+
+@pytest.mark.parametrize("files", [None, [], ["state.json"], "state.json", 3, {}])
+def test_a_manifest_that_lists_no_files(checkpoint: Path, files: Any) -> None:
+    (checkpoint / "manifest.json").write_bytes(checkpoints._manifest(files))
+    with raises_one_line("is damaged: .*manifest.json", CheckpointError):
+        open_checkpoint(checkpoint)
+    for content in (b"null", b"[]", b"3", b'"x"', b"[" * 100_000, b"\xff", b'{"files":{},"sha256":null}'):
+        (checkpoint / "manifest.json").write_bytes(content)
+        with raises_one_line("is damaged: manifest.json", CheckpointError):
+            open_checkpoint(checkpoint)
+
+
+WRONG = (None, True, "", "\ud800", -1, 10**30, 1.5, float("nan"), [], {}, [[]], {"": {}})
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Each table or list in a JSON value with each of its keys."""
+    found: list[tuple[Any, Any]] = []
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        found += [(value, key), *places(value[key])]
+    return found
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+def test_no_wrong_type_anywhere_is_a_traceback(
+    sharded: Path, told: dict[str, Any], dense_recipe: Recipe, name: str
+) -> None:
+    """In the state, and in what the manifest says of files and of tensors: signed, as anybody can."""
+    model = build_model(dense_recipe, CPU)
+    optimizer = make_optimizer(model, dense_recipe.optim)
+    whole = json.loads((sharded / name).read_bytes())
+    whole.pop("sha256", None)
+    if name == "manifest.json":  # of many that are alike, some
+        whole["tensors"] = {tensor: whole["tensors"][tensor] for tensor in sorted(told)[::9]}
+    for number, (container, key) in enumerate(places(whole)):
+        kept = container[key]
+        for value in WRONG if number % 4 == 0 else WRONG[number % 4 :: 4]:
+            container[key] = value
+            if name == "state.json":
+                (sharded / name).write_text(json.dumps(whole))
+                sign(sharded, told)
+            else:
+                (sharded / name).write_bytes(checkpoints._canonical(whole | {"sha256": checkpoints._digest(whole)}))
+            told_of = ""
+            try:
+                opened = open_checkpoint(sharded, verify=name == "state.json")
+                opened.require_bytes()
+                opened.load_training(model, optimizer)
+            except (ValueError, OSError) as error:
+                told_of = str(error)
+            assert "\n" not in told_of + next(verify(sharded)).line, (key, value)
+        container[key] = kept
 
 
 @pytest.mark.parametrize("name", ["format", "recipe", "step", "tokens", "seconds", "data_fingerprint", "rng_cpu"])

@@ -1,12 +1,12 @@
-"""Atomic writes of files and folders, and locks between processes."""
+"""Atomic writes of files and folders, never through a link, and locks between processes."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,13 +16,25 @@ _TEMPORARY = ".tmp-"
 _HASH_CHUNK = 1 << 18  # bytes
 
 
+def never_a_link(path: str, flags: int) -> int:
+    """The ``opener`` for what is written in place: OSError where the name is a link, wherever that leads."""
+    _require_no_link(path)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _require_no_link(path: str | Path) -> None:
+    if os.path.islink(path):
+        raise OSError(errno.ELOOP, "it is a link, through which nothing is written: move it away", str(path))
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Make ``path`` hold ``content``: at every moment it has its old content or the new one, whole.
 
     Raises:
-        OSError: it cannot be written; it names a file.
+        OSError: it cannot be written, or is a link; it names a file.
     """
     try:
+        _require_no_link(path)
         with _temporary_beside(path, Path.touch) as temporary:
             temporary.write_bytes(content)
             fsync(temporary)
@@ -69,7 +81,7 @@ def only_one_process(target: Path) -> Iterator[None]:
     such locks they only work twice.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".lock-{target.name}").open("a") as lock:
+    with open(target.parent / f".lock-{target.name}", "a", opener=never_a_link) as lock:
         _locked(lock.fileno(), waits=True)
         yield
 
@@ -108,7 +120,7 @@ def _temporary_beside(path: Path, make: Callable[[Path], object]) -> Iterator[Pa
     """
     _remove_abandoned(path)
     while True:
-        temporary = path.with_name(f"{_TEMPORARY}{path.name}-{secrets.token_hex(8)}")
+        temporary = path.with_name(_temporary_name(path.name, secrets.token_hex(8)))
         make(temporary)
         descriptor = os.open(temporary, os.O_RDONLY)
         _locked(descriptor, waits=True)
@@ -122,10 +134,16 @@ def _temporary_beside(path: Path, make: Callable[[Path], object]) -> Iterator[Pa
         os.close(descriptor)
 
 
+def _temporary_name(name: str, token: str) -> str:
+    """One that only we give: it ends in a digest of the rest."""
+    start = f"{_TEMPORARY}{name}-{token}"
+    return f"{start}-{hashlib.sha256(start.encode(errors='surrogateescape')).hexdigest()[:16]}"
+
+
 def _remove_abandoned(path: Path) -> None:
-    name = re.compile(rf"{re.escape(_TEMPORARY + path.name)}-[0-9a-f]+")
     for leftover in path.parent.iterdir():
-        if name.fullmatch(leftover.name) is None or leftover.is_symlink():
+        token = leftover.name.removeprefix(f"{_TEMPORARY}{path.name}-").partition("-")[0]
+        if leftover.name != _temporary_name(path.name, token) or leftover.is_symlink():
             continue
         with contextlib.suppress(OSError):  # BlockingIOError: its writer is alive
             descriptor = os.open(leftover, os.O_RDONLY)

@@ -29,6 +29,7 @@ from tilemoe.train.checkpoints.folder import (
     write_error,
 )
 from tilemoe.train.checkpoints.leftovers import discard, make_temporary, temporary_of
+from tilemoe.train.checkpoints.metadata import describe
 from tilemoe.train.checkpoints.names import step_dir
 from tilemoe.train.checkpoints.sharded_state import begin_write_training, files_of_rank, first_failure
 from tilemoe.train.job.agreement import SEEN_WITHIN_SECONDS, of_all_ranks, seen
@@ -78,7 +79,7 @@ class PendingCheckpoint:
             CheckpointError: in every process, wherever the write failed; older checkpoints are untouched.
         """
         with self._errors_in_one_line():
-            self._written.result()
+            tensors = describe(self._written.result())
             own = file_entries(files_of_rank(self._temporary, dist.get_rank()))
             entries_of_ranks: list[dict[str, Any]] = of_all_ranks(own)
             hashed = {name: entry for entries in entries_of_ranks for name, entry in entries.items()}
@@ -86,7 +87,7 @@ class PendingCheckpoint:
             _require_seen(self._temporary, hashed if dist.get_rank() == 0 else entries_of_ranks[0])
 
             def publish_all() -> None:
-                publish(self._target, self._state, self._tokenizer, hashed)
+                publish(self._target, self._state, self._tokenizer, hashed, tensors)
                 drop_old(self._target.parent, self._keep_last)
 
             _by_first_rank(publish_all)

@@ -10,7 +10,7 @@ A run's folder holds one folder per checkpoint::
         manifest.json          size and SHA-256 of each file above, and of itself
 
 A job of several processes writes other files instead of the first two, see `tilemoe.train.checkpoints.distributed`.
-A checkpoint is written under a temporary name, synced, and renamed. Nothing in the files above is pickled.
+A checkpoint is written under a temporary name, synced, and renamed. No pickle is read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,21 +38,22 @@ from tilemoe.layers.lora import adapter_names
 from tilemoe.models.folder import require_bytes
 from tilemoe.train.checkpoints.leftovers import (
     MARK_FILE,
-    delete_folder,
+    delete_files,
     discard,
+    is_ours,
     make_temporary,
     publish_folder,
     temporary_of,
 )
-from tilemoe.train.checkpoints.metadata import METADATA_FILE
+from tilemoe.train.checkpoints.metadata import METADATA_FILE, StoredTensor, open_tensors
 from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints, step_dir
+from tilemoe.train.checkpoints.pickled import read_pickled
 from tilemoe.train.checkpoints.sharded_state import (
     is_shared,
     read_model,
     read_training,
-    read_whole,
-    read_whole_model,
     set_random,
+    whole_tensors,
 )
 from tilemoe.train.config import Recipe, differences, parse_recipe
 from tilemoe.train.optim import optimizer_tensors
@@ -109,10 +111,13 @@ def save_checkpoint(
     return target
 
 
-def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, Any]) -> None:
+def publish(
+    target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, Any], tensors: dict[str, Any] | None = None
+) -> None:
     """Complete a checkpoint whose tensors are written: sync its files and rename it to ``target``.
 
     hashed: manifest entries of files that are hashed already; all other files are hashed here.
+    tensors: where a job's are, for the manifest.
     """
     temporary = temporary_of(target)
     (temporary / STATE_FILE).write_bytes(state)
@@ -120,7 +125,7 @@ def publish(target: Path, state: bytes, tokenizer: Tokenizer, hashed: dict[str, 
         tokenizer.save(temporary / TOKENIZER_FILE)
     unhashed = (path for path in temporary.iterdir() if path.name not in {MARK_FILE, *hashed})
     entries = hashed | file_entries(unhashed)
-    (temporary / MANIFEST_FILE).write_bytes(_manifest(entries))
+    (temporary / MANIFEST_FILE).write_bytes(_manifest(entries, tensors))
     mode = (temporary / STATE_FILE).stat().st_mode
     for path in temporary.iterdir():
         path.chmod(mode)  # safetensors writes files that only their owner can read, whatever the umask
@@ -137,9 +142,31 @@ def write_error(target: Path, error: BaseException | str) -> CheckpointError:
 
 
 def drop_old(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the ``keep_last`` newest checkpoints; folders without a manifest are ignored."""
-    for path in [path for path in list_checkpoints(run_dir) if (path / MANIFEST_FILE).exists()][:-keep_last]:
-        delete_folder(path)
+    """Delete all but the ``keep_last`` newest of our checkpoints, each with the files that its manifest lists.
+
+    Links and folders that are not ours stay; so does, with a warning, a checkpoint in which something else is.
+    """
+    ours = [(path, files) for path in list_checkpoints(run_dir) if (files := own_files(path))]
+    for path, files in ours[:-keep_last]:
+        if other := _first_other(path, files):
+            warnings.warn(f"{path} is not dropped: tilemoe did not write {other} there; move that away", stacklevel=2)
+        else:
+            delete_files(path, files)
+
+
+def own_files(path: Path) -> list[str]:
+    """The files of a checkpoint of ours, by its manifest; empty where it is none, or a link."""
+    try:
+        return [] if path.is_symlink() else [*_read_manifest(path)[0], MANIFEST_FILE]
+    except (ValueError, OSError):
+        return []
+
+
+def _first_other(path: Path, files: list[str]) -> str | None:
+    """What is in a checkpoint's folder beside its ``files``."""
+    known = {*files, MARK_FILE} if is_ours(path) else set(files)
+    others = (e.name for e in os.scandir(path) if e.name not in known or e.is_dir(follow_symlinks=False))
+    return min(others, default=None)
 
 
 def set_aside(paths: Iterable[Path]) -> list[Path]:
@@ -147,7 +174,7 @@ def set_aside(paths: Iterable[Path]) -> list[Path]:
     moved = []
     for path in paths:
         target, n = path.with_name(f"abandoned_{path.name}"), 1
-        while target.exists():
+        while os.path.lexists(target):
             target, n = path.with_name(f"abandoned_{path.name}.{n}"), n + 1
         os.rename(path, target)
         moved.append(target)
@@ -183,22 +210,30 @@ def file_entries(paths: Iterable[Path]) -> dict[str, Any]:
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(paths)}
 
 
-def _manifest(entries: dict[str, Any]) -> bytes:
-    return _canonical({"files": entries, "sha256": hashlib.sha256(_canonical(entries)).hexdigest()})
+def _manifest(entries: dict[str, Any], tensors: dict[str, Any] | None = None) -> bytes:
+    content = {"files": entries} if tensors is None else {"files": entries, "tensors": tensors}
+    return _canonical(content | {"sha256": _digest(content)})
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Of a manifest without its sum; one without tensors is that of older releases, too."""
+    return hashlib.sha256(_canonical(content if "tensors" in content else content["files"])).hexdigest()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified checkpoint: every file has the size and the SHA-256 of the manifest.
 
-    files: the names that the manifest lists; no other file of the folder is read.
+    files: the bytes of each file that the manifest lists; no other file of the folder is read.
+    tensors: where the manifest says a job's are; older ones' do not.
     """
 
     path: Path
     state: TrainState
     rng_cpu: str
     rng_cuda: list[str]
-    files: frozenset[str]
+    files: dict[str, int]
+    tensors: Any
 
     @property
     def is_sharded(self) -> bool:
@@ -210,6 +245,17 @@ class Checkpoint:
         """What ``tilemoe.data.load_tokenizer`` makes the run's tokenizer from, without its corpus."""
         is_saved = TOKENIZER_FILE in self.files
         return str(self.path / TOKENIZER_FILE) if is_saved else self.state.recipe.data.tokenizer
+
+    def open_tensors(self) -> dict[str, StoredTensor]:
+        """Those that a job wrote, checked but not read. ValueError: the checkpoint says of them what cannot be."""
+        told = read_pickled(self.path / METADATA_FILE) if self.tensors is None else self.tensors
+        return open_tensors(self.path, self.files, told)
+
+    @contextlib.contextmanager
+    def _tensors(self) -> Iterator[dict[str, Any]]:
+        with self.readable(), contextlib.ExitStack() as stack:
+            files = self.path / MODEL_FILE, self.path / OPTIMIZER_FILE
+            yield self.open_tensors() if self.is_sharded else stack.enter_context(whole_tensors(*files))
 
     def require_model(self, config: ModelConfig) -> None:
         """Raise unless this checkpoint's model is ``config``, naming the first setting that differs.
@@ -225,16 +271,13 @@ class Checkpoint:
             )
 
     def load_model(self, model: nn.Module) -> None:
-        """Copy the weights and buffers into ``model``, on any device; processes that share it all call this.
+        """Copy the weights and buffers into ``model``, on any device; of one that is shared, this process' part.
 
         Adapters of ``model`` stay as they are where the checkpoint's has none.
         """
         absent = adapter_names(model) if self.state.recipe.lora is None else set()
-        with self._readable():
-            if self.is_sharded:
-                read_model(self.path, model, absent)
-            else:
-                read_whole_model(self.path / MODEL_FILE, model, absent)
+        with self._tensors() as held:
+            read_model(held, model, absent)
 
     def load_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Weights, optimiser state and torch's random-number generators, bit for bit.
@@ -242,12 +285,9 @@ class Checkpoint:
         Any number of processes can read what one process or a job has written. Random numbers are those of the same
         rank; one that was not there then, and all processes of a job that goes on from one, keep theirs as they are.
         """
-        with self._readable():
-            if self.is_sharded:
-                read_training(self.path, model, optimizer)
-                return
-            read_whole(self.path / MODEL_FILE, self.path / OPTIMIZER_FILE, model, optimizer)
-            if is_shared(model):
+        with self._tensors() as held:
+            read_training(held, model, optimizer)
+            if self.is_sharded or is_shared(model):
                 return
             set_random("rng_cpu", _rng_tensor(self.rng_cpu), torch.set_rng_state)
             if self.rng_cuda and torch.cuda.device_count() == len(self.rng_cuda):
@@ -255,12 +295,12 @@ class Checkpoint:
 
     def require_bytes(self) -> None:
         """CheckpointError where its model is of more parameters than its files can hold; before memory is taken."""
-        with self._readable():
+        with self.readable():
             size = sum((self.path / name).stat().st_size for name in self.files)
             require_bytes(self.state.recipe.model, size, STATE_FILE)
 
     @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
+    def readable(self) -> Iterator[None]:
         """What its files, which anybody can have written, say and cannot be is a CheckpointError that names it."""
         try:
             yield
@@ -288,7 +328,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         CheckpointError: a file is missing, cut short or changed; the message names it.
     """
     try:
-        files = _read_manifest(path)
+        files, tensors = _read_manifest(path)
         if verify:
             _require_files(path, files)
     except ValueError as damage:
@@ -316,7 +356,8 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         raise _damaged(path, f"{TOKENIZER_FILE} is not listed in {MANIFEST_FILE}")
     processes = data.get("processes", 0)  # which releases up to 0.1.0 did not say
     state = TrainState(recipe, data["step"], data["tokens"], data["seconds"], data["data_fingerprint"], processes)
-    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], frozenset(files))
+    sizes = {name: entry["bytes"] for name, entry in files.items()}
+    return Checkpoint(path, state, data["rng_cpu"], data["rng_cuda"], sizes, tensors)
 
 
 def _require_state(path: Path, data: Any) -> None:
@@ -330,32 +371,40 @@ def _require_state(path: Path, data: Any) -> None:
         raise _damaged(path, f"{STATE_FILE} has no such step or seconds")
 
 
-def _read_sums(path: Path, sums: str) -> dict[str, dict[str, Any]]:
-    """What a manifest says of each file; ValueError where it is missing, changed, or names what is not there."""
+def _read_sums(path: Path, sums: str) -> dict[str, Any]:
+    """A manifest; ValueError where it is missing or changed, or its ``files`` are no table of files of the folder."""
     if not (path / sums).is_file():
         raise ValueError(f"{sums} is missing")
     raw = (path / sums).read_bytes()
     try:
-        manifest = json.loads(raw)
-        files: dict[str, dict[str, Any]] = manifest["files"]
-        intact = _canonical(manifest) == raw and hashlib.sha256(_canonical(files)).hexdigest() == manifest["sha256"]
-        outside = sorted(name for name in files if name in ("", ".", "..") or "/" in name or "\\" in name)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{sums} does not match its checksum") from None
+        manifest: dict[str, Any] = json.loads(raw)
+        sha256 = manifest["sha256"]
+        intact = _canonical(manifest) == raw and _digest({k: v for k, v in manifest.items() if k != "sha256"}) == sha256
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        intact = False
     if not intact:
         raise ValueError(f"{sums} does not match its checksum")
-    if outside:
-        raise ValueError(f"{sums} lists {outside[0]!r}, which is not in the folder")
-    return files
+    if not isinstance(manifest["files"], dict):
+        raise ValueError(f"{sums} lists no files")
+    for name, entry in manifest["files"].items():
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise ValueError(f"{sums} lists {name!r}, which is not in the folder")
+        fields = entry if isinstance(entry, dict) else {}
+        if type(fields.get("bytes")) is not int or fields["bytes"] < 0 or not isinstance(fields.get("sha256"), str):
+            raise ValueError(f"{sums} gives no size and SHA-256 of {name!r}")
+    return manifest
 
 
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """As `_read_sums`, of a checkpoint: ValueError where a file that it needs is not listed, too."""
-    files = _read_sums(path, MANIFEST_FILE)
+def _read_manifest(path: Path) -> tuple[dict[str, dict[str, Any]], Any]:
+    """What a checkpoint's says of each file, and of a job's tensors; ValueError where one that it needs is not listed,
+    too.
+    """
+    manifest = _read_sums(path, MANIFEST_FILE)
+    files: dict[str, dict[str, Any]] = manifest["files"]
     needed = {STATE_FILE} if METADATA_FILE in files else {STATE_FILE, MODEL_FILE, OPTIMIZER_FILE}
     if needed - files.keys():
         raise ValueError(f"{min(needed - files.keys())} is not listed in {MANIFEST_FILE}")
-    return files
+    return files, manifest.get("tensors")
 
 
 def _require_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
@@ -379,7 +428,7 @@ def write_sums(folder: Path) -> None:
 def require_sums(folder: Path) -> None:
     """ValueError where a file of the folder is missing, changed or, of a kind that is read, not listed."""
     try:
-        files = _read_sums(folder, SUMS_FILE)
+        files = _read_sums(folder, SUMS_FILE)["files"]
         _require_files(folder, files)
     except ValueError as damage:
         raise ValueError(f"{folder} is damaged: {damage}; export it again") from None
@@ -391,7 +440,7 @@ def require_sums(folder: Path) -> None:
 
 def _is_intact(path: Path) -> bool:
     try:
-        _require_files(path, _read_manifest(path))
+        _require_files(path, _read_manifest(path)[0])
     except ValueError:
         return False
     return True

@@ -10,14 +10,15 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from tilemoe.data.files import rename_synced
+from tilemoe.data.files import never_a_link, rename_synced
 from tilemoe.train.checkpoints.names import list_checkpoints
 
 MARK_FILE = ".tilemoe"
 _MARK = b"Written by tilemoe, which removes this folder when it finds it.\n"
-_NAME = re.compile(r"\.(tmp|trash)-step_\d{8,}")
+_NAME = re.compile(r"\.(tmp|trash)-step_[0-9]{8,}")
 
 
 def temporary_of(target: Path) -> Path:
@@ -31,7 +32,7 @@ def make_temporary(target: Path) -> None:
     Raises:
         OSError: as `clean_stale`, or it cannot be made, or ``target`` is there already.
     """
-    if target.exists():  # newer checkpoints were set aside before the run went on
+    if os.path.lexists(target):  # newer checkpoints were set aside before the run went on
         raise FileExistsError(errno.EEXIST, "something else has this checkpoint's name: move it away", str(target))
     make_marked(temporary_of(target))
 
@@ -45,7 +46,7 @@ def make_marked(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     clean_stale(folder.parent)
     folder.mkdir()
-    (folder / MARK_FILE).write_bytes(_MARK)
+    _mark(folder)
 
 
 def publish_folder(temporary: Path, target: Path) -> None:
@@ -57,19 +58,26 @@ def publish_folder(temporary: Path, target: Path) -> None:
         (target / MARK_FILE).unlink()
 
 
-def delete_folder(path: Path) -> None:
-    """Delete a checkpoint; first it loses its name, so that a kill half-way leaves no half checkpoint."""
+def delete_files(path: Path, names: Iterable[str]) -> None:
+    """Delete a checkpoint of these files; first it loses its name, so that a kill half-way leaves no half checkpoint.
+
+    Raises:
+        OSError: it cannot be done, or something else has come into the folder meanwhile, which stays.
+    """
     with contextlib.suppress(OSError):  # a disk that is full is no reason to keep it
-        (path / MARK_FILE).write_bytes(_MARK)
+        _mark(path)
     trash = path.with_name(f".trash-{path.name}")
     os.rename(path, trash)
-    _remove(trash)
+    for name in names:
+        (trash / name).unlink(missing_ok=True)
+    (trash / MARK_FILE).unlink(missing_ok=True)
+    trash.rmdir()
 
 
 def discard(temporary: Path) -> None:
     """Remove what a failed write has left, if it is ours, as far as that can be done."""
     with contextlib.suppress(OSError):
-        if _is_ours(temporary):
+        if is_ours(temporary):
             _remove(temporary)
 
 
@@ -82,19 +90,29 @@ def clean_stale(run_dir: Path) -> None:
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         if _NAME.fullmatch(path.name) is None:
             continue
-        if not _is_ours(path):
+        if not is_ours(path):
             raise FileExistsError(errno.EEXIST, "tilemoe did not make it and needs its name: move it away", str(path))
         _remove(path)
-    for path in list_checkpoints(run_dir):  # that got its name when the disk was gone or full
+    for path in filter(is_ours, list_checkpoints(run_dir)):  # that got its name when the disk was gone or full
         with contextlib.suppress(OSError):
             (path / MARK_FILE).unlink()
 
 
-def _is_ours(path: Path) -> bool:
-    """An empty folder is what a kill leaves between making it and marking it; to remove it loses nothing."""
+def _mark(folder: Path) -> None:
+    with open(folder / MARK_FILE, "wb", opener=never_a_link) as file:
+        file.write(_MARK)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is a folder with our mark, which a kill may have cut short.
+
+    An empty folder is what a kill leaves between making it and marking it; to remove it loses nothing.
+    """
     if path.is_symlink() or not path.is_dir():
         return False
-    return (path / MARK_FILE).is_file() or not any(path.iterdir())
+    mark = path / MARK_FILE
+    is_marked = mark.is_file() and not mark.is_symlink() and _MARK.startswith(mark.read_bytes())
+    return is_marked or not any(path.iterdir())
 
 
 def _remove(folder: Path) -> None:

@@ -1,99 +1,157 @@
-"""torch.distributed.checkpoint's ``.metadata`` without its pickle's powers: only its own types come out of it.
+"""The tensors of a job's checkpoint, which lie in torch.distributed.checkpoint's files, without reading a pickle.
 
-Its reader unpickles whatever the file says, and again what the file calls bytes. Neither happens here.
+Its own ``.metadata``, a pickle, is for other programs. Our manifest says of each tensor, by name::
+
+    {"dtype": "float32", "shape": [4, 8], "chunks": [{"offsets": [0, 0], "sizes": [2, 8], "file": "__0_0.distcp",
+     "offset": 0, "length": 1577}, ...]}
+
+At ``offset`` of ``file`` is an archive of ``length`` bytes, as torch.save writes it. Of that only the strides and the
+tensor's own bytes are read.
 """
 
 from __future__ import annotations
 
-import pickle
+import itertools
+import math
+import operator
+import pickletools
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 METADATA_FILE = ".metadata"
-_OF_METADATA = (
-    "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-)  # fmt: skip
-_ADMITTED = frozenset(
-    {
-        *(("torch.distributed.checkpoint.metadata", name) for name in _OF_METADATA),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),  # looks a layout up by its name
-        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-    }
-)
-_FIX = "do not use this checkpoint unless you know who made it"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+_MOST_DIMENSIONS = 8
+_MOST_AROUND = 1 << 16  # bytes of an archive beside the tensor's: 1,517 with PyTorch 2.13
+_ENTRY, _STORAGE = b"PK\3\4", b"archive/data/0"  # how an entry of an archive begins; the name of the tensor's bytes
+_NUMBERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ADMITTED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+class Chunk(NamedTuple):
+    """The box of a tensor at ``offsets``, and the archive that holds it."""
+
+    offsets: list[int]
+    sizes: list[int]
+    file: str
+    offset: int
+    length: int
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """What the file says, checked: tensors alone, each part of one within a file of the folder.
+def describe(metadata: Metadata) -> dict[str, Any]:
+    """What the manifest says of tensors that torch has written."""
+    told: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        told[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": []}
+        for chunk in entry.chunks:
+            at = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            place = Chunk(list(chunk.offsets), list(chunk.sizes), at.relative_path, at.offset, at.length)
+            told[name]["chunks"].append(place._asdict())
+    return told
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a folder's files, of which any box can be read, or all, ``()``; as safetensors' slices."""
+
+    folder: Path
+    dtype: torch.dtype
+    shape: list[int]
+    chunks: list[Chunk]
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        starts = [side.start for side in box] or [0] * len(self.shape)
+        ends = [side.stop for side in box] or self.shape
+        out = torch.empty([end - start for start, end in zip(starts, ends, strict=True)], dtype=self.dtype)
+        for chunk in self.chunks:
+            lows = list(map(max, starts, chunk.offsets))
+            highs = [min(end, o + n) for end, o, n in zip(ends, chunk.offsets, chunk.sizes, strict=True)]
+            if all(low < high for low, high in zip(lows, highs, strict=True)):
+                out[_box(lows, highs, starts)].copy_(self._read(chunk)[_box(lows, highs, chunk.offsets)])
+        return out
+
+    def _read(self, chunk: Chunk) -> Tensor:
+        """ValueError: there is no such tensor in that place."""
+        where, rank = f"{chunk.file} at byte {chunk.offset}", len(chunk.sizes)
+        tensor = torch.empty(math.prod(chunk.sizes), dtype=self.dtype)
+        with (self.folder / chunk.file).open("rb") as file:
+            file.seek(chunk.offset)
+            head = file.read(min(chunk.length, _MOST_AROUND))
+            named = head.find(_STORAGE)
+            if named < 30 or not head[:4] == head[named - 30 : named - 26] == _ENTRY:
+                raise ValueError(f"{where} is no tensor")
+            start = named + len(_STORAGE) + int.from_bytes(head[named - 2 : named], "little")
+            file.seek(chunk.offset + start)
+            into = tensor.view(torch.uint8).numpy().data
+            if start + tensor.nbytes > chunk.length or file.readinto(into) != tensor.nbytes:
+                raise ValueError(f"{where} is cut short")
+        described = head[30 + sum(struct.unpack("<HH", head[26:30])) : named]  # which comes first, as a pickle
+        numbers: list[Any] = [said for code, said, _ in pickletools.genops(described) if code.name in _NUMBERS]
+        strides = numbers[2 + rank :]  # after the storage's size, the place in it and the shape
+        last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
+        if numbers[1 : 2 + rank] != [0, *chunk.sizes] or min(strides, default=0) < 0 or last >= tensor.numel():
+            raise ValueError(f"{where} is another tensor")
+        return tensor.as_strided(chunk.sizes, strides)
+
+
+def _box(lows: Any, highs: Any, origin: Any) -> tuple[slice, ...]:
+    return tuple(slice(low - start, high - start) for low, high, start in zip(lows, highs, origin, strict=True))
+
+
+def open_tensors(folder: Path, bytes_of_file: Mapping[str, int], told: Any) -> dict[str, StoredTensor]:
+    """The tensors that a manifest tells of, ``told``, all in files that it lists with so many bytes.
 
     Raises:
-        ValueError: it asks for other types, or says what cannot be; the message names the file and what was refused.
+        ValueError: it tells of what cannot be.
     """
-    path = folder / METADATA_FILE
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        _require_sound(folder, metadata)
-    except MemoryError:
-        raise
-    except Exception as error:  # bytes that are no such pickle fail in any way
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} is refused: {reason}; {_FIX}") from error
-    assert isinstance(metadata, Metadata)
-    return metadata
+        tensors = {name: _checked(folder, name, entry, bytes_of_file) for name, entry in dict(told).items()}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its tensors are not told of as a manifest does ({type(error).__name__}: {error})") from error
+    places = sorted((c.file, c.offset, c.length) for tensor in tensors.values() for c in tensor.chunks)
+    for (file, offset, length), (next_file, next_offset, _) in itertools.pairwise(places):
+        if file == next_file and offset + length > next_offset:
+            raise ValueError(f"two parts of tensors share bytes of {file}")
+    return tensors
 
 
-def _require_sound(folder: Path, metadata: Any) -> None:
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise TypeError("it is no metadata of a checkpoint")
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-            raise TypeError(f"{name!r} is no tensor")  # the reader would unpickle it
-        if not isinstance(entry.size, torch.Size) or not isinstance(entry.properties.dtype, torch.dtype):
-            raise TypeError(f"{name} has no shape and dtype")
-    if not isinstance(metadata.storage_data, dict):
-        raise TypeError("it does not say where the tensors are")
-    for index, part in metadata.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(part, _StorageInfo) or part.transform_descriptors:
-            raise TypeError("a part of a tensor is none of a checkpoint's")
-        _require_within(folder, part)
+def _checked(folder: Path, name: str, told: Any, bytes_of_file: Mapping[str, int]) -> StoredTensor:
+    """KeyError or TypeError: it is no description; ValueError: it is one of what cannot be."""
+    dtype, shape = _DTYPES[told["dtype"]], _counts(told["shape"])
+    chunks = [Chunk(**chunk) for chunk in told["chunks"]]
+    for offsets, sizes, file, offset, length in chunks:
+        needed, ends = math.prod(_counts(sizes)) * dtype.itemsize, map(operator.add, _counts(offsets), sizes)
+        if not len(offsets) == len(sizes) == len(shape) or any(map(operator.gt, ends, shape)):
+            raise ValueError(f"a part of {name} is not within it")
+        if file not in bytes_of_file:
+            raise ValueError(f"a part of {name} is in {file!r}, which the manifest does not list")
+        if sum(_counts([offset, length])) > bytes_of_file[file] or not needed < length <= needed + _MOST_AROUND:
+            raise ValueError(f"a part of {name} cannot be in bytes {offset}+{length} of {file}")
+    is_whole = sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(shape)
+    if not is_whole or len({tuple(chunk.offsets) for chunk in chunks}) < len(chunks):
+        raise ValueError(f"the parts of {name} are not all of it, each once")
+    return StoredTensor(folder, dtype, shape, chunks)
 
 
-def _require_within(folder: Path, part: _StorageInfo) -> None:
-    name, numbers = part.relative_path, (part.offset, part.length)
-    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise ValueError(f"{name!r} is no file of the folder")
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"a part of {name} has the bounds {numbers}")
-    if sum(numbers) > (folder / name).stat().st_size:
-        raise ValueError(f"a part of {name} reaches past its end")
-
-
-class MetadataReader(FileSystemReader):
-    """torch's reader of tensors, with `read_metadata` for its metadata. ``tensors``: shape and dtype of each."""
-
-    def __init__(self, folder: Path) -> None:
-        """ValueError: as `read_metadata`."""
-        super().__init__(str(folder))
-        self.metadata = read_metadata(folder)
-        # `read_metadata` has refused all else.
-        self.tensors = cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return self.metadata
+def _counts(told: Any) -> list[int]:
+    """TypeError: it is no list of some numbers, none below 0."""
+    is_short = type(told) is list and len(told) <= _MOST_DIMENSIONS
+    if not is_short or not all(type(number) is int and 0 <= number < 1 << 63 for number in told):
+        raise TypeError("no list of sizes")
+    return told

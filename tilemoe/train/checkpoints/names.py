@@ -13,7 +13,7 @@ from tilemoe.train.config import Recipe, parse_recipe
 Made = TypeVar("Made")
 STATE_FILE = "state.json"
 _TRIES = 3  # to read a run whose checkpoints come and go
-_STEP_DIR = re.compile(r"step_(\d{8,})")
+_STEP_DIR = re.compile(r"step_([0-9]{8,})")
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
@@ -58,7 +58,7 @@ def _read_recipe(folder: Path) -> Recipe:
     path = [folder, *list_checkpoints(folder)][-1] / STATE_FILE
     try:
         recipe = json.loads(path.read_bytes())["recipe"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{folder}: no model can be read from it; give a run, a step_* folder, or transformers' folder"
         ) from error

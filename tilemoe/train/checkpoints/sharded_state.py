@@ -1,15 +1,15 @@
 """The tensors of a training run that processes share: each writes its pieces, and reads those that it wants.
 
 In torch.distributed.checkpoint's files their names are ``model.<name>``, ``optimizer.<parameter>.<key>`` and
-``rng_cpu.<rank>``, ``rng_cuda.<rank>``. What one process wrote in safetensors is read here by the processes of a job.
+``rng_cpu.<rank>``, ``rng_cuda.<rank>``. What one process wrote in safetensors is read here, too.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tilemoe.train.checkpoints.metadata import MetadataReader
 from tilemoe.train.optim import load_optimizer_tensors, optimizer_tensors
 
 _MOST_RANDOM_BYTES = 1 << 16  # torch's has 5,056 on a CPU
@@ -45,9 +43,10 @@ def begin_write_training(
 ) -> Future[Any]:
     """Write from a copy in host memory, in a thread, over a gloo ``group`` that nobody else uses.
 
-    All processes of the job call it; ``folder``, which all see, exists and is empty.
+    All processes of the job call it; ``folder``, which all see, exists and is empty. Gives torch's ``Metadata``.
     """
-    tensors = _model_tensors(model)  # first: it brings parameters that FSDP has gathered back to their shards
+    state = model.state_dict()  # first: it brings parameters that FSDP has gathered back to their shards
+    tensors = {_MODEL + name: value for name, value in state.items()}
     tensors |= {_OPTIMIZER + name: value for name, value in optimizer_tensors(model, optimizer).items()}
     tensors[f"{_RNG_CPU}{_rank()}"] = torch.get_rng_state()
     if torch.cuda.is_initialized():
@@ -56,33 +55,42 @@ def begin_write_training(
     return started if isinstance(started, Future) else started.upload_completion
 
 
-def read_model(folder: Path, model: nn.Module, absent: Container[str] = ()) -> None:
-    """Weights and buffers but those ``absent`` there, whatever the mesh; in a job all processes call it.
+@contextmanager
+def whole_tensors(model_file: Path, optimizer_file: Path) -> Iterator[dict[str, Any]]:
+    """What one process wrote, by the same names, as safetensors' slices."""
+    with safe_open(str(model_file), "pt") as model, safe_open(str(optimizer_file), "pt") as optimizer:
+        files = {_MODEL: model, _OPTIMIZER: optimizer}
+        yield {kind + name: file.get_slice(name) for kind, file in files.items() for name in file.keys()}  # noqa: SIM118
 
-    ValueError: a tensor is missing or of another shape, or the metadata is refused.
+
+def read_model(held: Mapping[str, Any], model: nn.Module, absent: Container[str] = ()) -> None:
+    """Weights and buffers but those ``absent`` there, whatever the mesh.
+
+    held: slices by name, of a job (`tilemoe.train.checkpoints.metadata.StoredTensor`) or of `whole_tensors`.
+
+    ValueError: a tensor is missing, of another shape, or of none of the model.
     """
-    _read(MetadataReader(folder), _model_tensors(model, absent))
+    _fill({name: t for name, t in model.state_dict().items() if name not in absent}, _under(_MODEL, held))
 
 
-def read_training(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def read_training(held: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Also the optimiser's state and, of a rank that was there when it was written, torch's random numbers."""
-    rank = _rank()
-    reader = MetadataReader(folder)
-    model_tensors = _model_tensors(model)
-    parameters = {_OPTIMIZER + name: parameter for name, parameter in model.named_parameters()}
-    state = {
-        name: _room(name, parameters, entry.size, entry.properties.dtype)
-        for name, entry in reader.tensors.items()
-        if name.startswith(_OPTIMIZER)
-    }
-    setters = {f"{_RNG_CPU}{rank}": torch.set_rng_state}
+    read_model(held, model)
+    of_optimizer, parameters = _under(_OPTIMIZER, held), dict(model.named_parameters())
+    state = {name: _room(name, parameters, part.get_shape()) for name, part in of_optimizer.items()}
+    _fill(state, of_optimizer)
+    load_optimizer_tensors(model, optimizer, state)
+    setters = {f"{_RNG_CPU}{_rank()}": torch.set_rng_state}
     if torch.cuda.is_available():
-        setters[f"{_RNG_CUDA}{rank}"] = torch.cuda.set_rng_state
-    random = {name: _random_room(name, reader.tensors[name].size) for name in setters if name in reader.tensors}
-    _read(reader, {**model_tensors, **state, **random})
-    load_optimizer_tensors(model, optimizer, {name.removeprefix(_OPTIMIZER): t for name, t in state.items()})
-    for name, tensor in random.items():
-        set_random(name, tensor, setters[name])
+        setters[f"{_RNG_CUDA}{_rank()}"] = torch.cuda.set_rng_state
+    for name in setters.keys() & held.keys():
+        if math.prod(held[name].get_shape()) > _MOST_RANDOM_BYTES:
+            raise ValueError(f"checkpoint: {name} claims more bytes than any state of random numbers has")
+        set_random(name, held[name][()], setters[name])
+
+
+def _under(prefix: str, held: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): part for name, part in held.items() if name.startswith(prefix)}
 
 
 def set_random(name: str, state: Any, setter: Callable[[Any], None]) -> None:
@@ -93,7 +101,7 @@ def set_random(name: str, state: Any, setter: Callable[[Any], None]) -> None:
         raise ValueError(f"{name} is no state of PyTorch's random numbers ({error})") from error
 
 
-def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     """For a tensor of a parameter's state: a moment, sharded as its parameter is, or the number of steps.
 
     ValueError: there is no such parameter, or its state cannot have that shape; no memory is taken for it.
@@ -102,33 +110,13 @@ def _room(name: str, parameters: Mapping[str, Tensor], shape: Sequence[int], dty
     if parameter is None:
         raise ValueError(f"checkpoint: {name} is of no parameter of the model; use the settings it was trained with")
     if tuple(shape) == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
     if math.prod(shape) != 1:
         raise ValueError(
             f"checkpoint: {name} is {tuple(shape)} and its parameter {tuple(parameter.shape)}; use the settings it was "
             "trained with"
         )
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
-def _random_room(name: str, size: Sequence[int]) -> Tensor:
-    if math.prod(size) > _MOST_RANDOM_BYTES:
-        raise ValueError(f"checkpoint: {name} claims {math.prod(size)} bytes; no state of random numbers has as many")
-    return torch.empty(tuple(size), dtype=torch.uint8)
-
-
-def _model_tensors(model: nn.Module, absent: Container[str] = ()) -> dict[str, Tensor]:
-    return {_MODEL + name: tensor for name, tensor in model.state_dict().items() if name not in absent}
-
-
-def _read(reader: MetadataReader, tensors: Mapping[str, Tensor]) -> None:
-    with warnings.catch_warnings():
-        # PyTorch wonders whether a process alone is meant to be.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-        except CheckpointException as error:  # which is no Exception; it has the traceback of every process
-            raise ValueError(f"it cannot be read ({first_failure(error)})") from error
+    return torch.empty(tuple(shape))
 
 
 def first_failure(error: CheckpointException) -> str:
@@ -141,46 +129,25 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def read_whole_model(file: Path, model: nn.Module, absent: Container[str] = ()) -> None:
-    """Weights and buffers of a ``model``, shared or not, but those ``absent`` there, from what one process wrote."""
-    _fill({name: tensor for name, tensor in model.state_dict().items() if name not in absent}, file)
-
-
-def read_whole(model_file: Path, optimizer_file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Weights, buffers and the optimiser's state of a shared ``model``, from what one process wrote."""
-    read_whole_model(model_file, model)
-    parameters = dict(model.named_parameters())
-    state: dict[str, Tensor] = {}
-    with safe_open(str(optimizer_file), "pt") as file:
-        for name in file.keys():  # noqa: SIM118 (it is no mapping)
-            state[name] = _room(name, parameters, file.get_slice(name).get_shape(), torch.float32)
-    _fill(state, optimizer_file)
-    load_optimizer_tensors(model, optimizer, state)
-
-
 @torch.no_grad()
-def _fill(targets: Mapping[str, Tensor], path: Path) -> None:
-    """ValueError: a tensor is missing, of another shape, or of no target. Of tied ones the file has one."""
-    with safe_open(str(path), "pt") as file:
-        held = set(file.keys())
-        place_of = {
-            name: (target.to_local() if isinstance(target, DTensor) else target).data_ptr()
-            for name, target in targets.items()
-        }
-        tied = {place for name, place in place_of.items() if name in held}
-        wanted = {name: t for name, t in targets.items() if name in held or place_of[name] not in tied}
-        if differing := sorted(held ^ wanted.keys()):
-            raise ValueError(
-                f"{path.name} and the model differ in {differing[0]}; use the settings it was trained with"
-            )
-        for name, target in wanted.items():
-            shape = tuple(file.get_slice(name).get_shape())
-            if shape != tuple(target.shape):
-                raise ValueError(f"{path.name} has {name} of shape {shape}, the model of {tuple(target.shape)}")
-            if isinstance(target, DTensor):
-                copy_part(target, file.get_slice(name).__getitem__)
-            else:
-                target.copy_(file.get_tensor(name))
+def _fill(targets: Mapping[str, Tensor], held: Mapping[str, Any]) -> None:
+    """ValueError: a tensor is missing, of another shape, or of no target. Of tied ones there may be one."""
+    place_of = {
+        name: (target.to_local() if isinstance(target, DTensor) else target).data_ptr()
+        for name, target in targets.items()
+    }
+    tied = {place for name, place in place_of.items() if name in held}
+    wanted = {name: t for name, t in targets.items() if name in held or place_of[name] not in tied}
+    if differing := sorted(held.keys() ^ wanted.keys()):
+        raise ValueError(f"the checkpoint and the model differ in {differing[0]}; use the settings it was trained with")
+    for name, target in wanted.items():
+        shape = tuple(held[name].get_shape())
+        if shape != tuple(target.shape):
+            raise ValueError(f"the checkpoint has {name} of shape {shape}, the model of {tuple(target.shape)}")
+        if isinstance(target, DTensor):
+            copy_part(target, held[name].__getitem__)
+        else:
+            target.copy_(held[name][()])
 
 
 def copy_part(target: DTensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from tilemoe.models.folder import is_hf, read_config
 from tilemoe.models.huggingface import whole_parameters
 from tilemoe.train.checkpoints.folder import MANIFEST_FILE, SUMS_FILE, open_checkpoint, require_sums
-from tilemoe.train.checkpoints.metadata import read_metadata
 from tilemoe.train.checkpoints.names import is_step_dir, list_checkpoints
 
 
@@ -49,7 +48,8 @@ def _find(path: Path) -> Finding:
 def _of_checkpoint(path: Path) -> str:
     checkpoint = open_checkpoint(path)
     if checkpoint.is_sharded:
-        read_metadata(path)
+        with checkpoint.readable():
+            checkpoint.open_tensors()
     whose = "a job" if checkpoint.is_sharded else "one process"
     size = sum((path / name).stat().st_size for name in checkpoint.files)
     state = checkpoint.state

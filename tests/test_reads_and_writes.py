@@ -1,0 +1,137 @@
+"""Walks the package: nothing in it reads a pickle or runs text as code, and what writes in place follows no link."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tilemoe
+
+ROOT = Path(tilemoe.__file__).parent
+MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
+# Readers of pickles, and modules with nothing else. Processes of a job send each other pickled objects by torch's
+# collectives, which read no file.
+READERS = {"pickle", "_pickle", "marshal", "shelve", "dbm", "dill", "cloudpickle", "joblib", "yaml"}
+READERS |= {
+    "torch.load",
+    "torch.serialization",
+    "torch.jit.load",
+    "torch.hub",
+    "torch.package",
+    "numpy.load",
+    "np.load",
+}
+READERS |= {
+    f"torch.distributed.checkpoint.{name}" for name in ("load", "filesystem", "state_dict_loader", "format_utils")
+}
+RUNNERS = {"eval", "exec", "__import__"}
+# Functions that write by a name alone, into a folder that they, or who calls them, have just made under a new name.
+IN_NEW_FOLDERS = {
+    "data/files.py": {"write_atomic"},
+    "data/shards.py": {"append", "write_index"},
+    "integrations/peft.py": {"save_adapter"},
+    "models/huggingface.py": {"_write_json", "_write_shards"},
+    "train/checkpoints/folder.py": {"publish", "save_checkpoint", "write_sums"},
+    "train/job/agreement.py": {"_problem", "require_shared"},
+}
+# Whoever runs it says where its figures and records go.
+ASKED_FOR = ("bench/", "cli/plan_plot.py")
+WRITERS = {"write_text", "write_bytes", "touch", "save_file", "save_model", "savefig"}
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def nodes(tree: ast.AST, function: str = "") -> Iterator[tuple[ast.AST, str]]:
+    """Each node with the name of the function around it."""
+    for child in ast.iter_child_nodes(tree):
+        yield child, function
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        yield from nodes(child, child.name if is_function else function)  # type: ignore[attr-defined]
+
+
+def readers(source: str) -> list[str]:
+    """What of a module reads pickles or runs text."""
+    found = []
+    for node, _ in nodes(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [dotted(node)]
+        found += [name for name in names if any(f"{name}.".startswith(f"{reader}.") for reader in READERS)]
+        if isinstance(node, ast.Name) and node.id in RUNNERS:
+            found.append(node.id)
+        if isinstance(node, ast.Call) and dotted(node.func) == "compile":
+            found.append("compile")
+        if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            found.append(node.arg)
+    return found
+
+
+def writers(source: str) -> list[tuple[str, str]]:
+    """The functions of a module that open for writing, make or fill a file wherever its name leads, and how."""
+    found = []
+    for node, function in nodes(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name, words = dotted(node.func).rpartition(".")[2], {word.arg for word in node.keywords}
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else name
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        modes += [
+            word.value.value for word in node.keywords if word.arg == "mode" and isinstance(word.value, ast.Constant)
+        ]
+        is_open = name == "open" and any(set(mode) <= set("rwxabt+") and set(mode) & set("wa+x") for mode in modes)
+        if (is_open and "opener" not in words) or name in WRITERS:
+            found.append((function, name))
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_reads_a_pickle(module: str) -> None:
+    assert readers((ROOT / module).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(ASKED_FOR)])
+def test_what_writes_in_place_follows_no_link(module: str) -> None:
+    found = {function for function, _ in writers((ROOT / module).read_text(encoding="utf-8"))}
+    assert found == IN_NEW_FOLDERS.get(module, set())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle", "from pickle import load", "import marshal as m", "import torch; torch.load(f)",
+        "from torch import load", "from torch.distributed.checkpoint import load", "eval(text)", "f = exec",
+        "compile(t, n, m)",
+        "from torch.distributed.checkpoint.filesystem import FileSystemReader", "np.load(f)", "from numpy import load",
+        "g(f, weights_only=True)", "g(f, allow_pickle=False)", "def f():\n  from shelve import open",
+    ],
+)  # fmt: skip
+def test_the_walk_sees_readers(line: str) -> None:
+    assert readers(line)
+    assert not readers("import pickletools, torch\nmodel.eval()\ntorch.compile(f)\nre.compile(t)\njson.load(f)")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open(p, 'w')",
+        "p.open('ab')",
+        "(a / b).open(mode='r+')",
+        "p.write_text(t)",
+        "(a / b).touch()",
+        "save_file(t, p)",
+    ],
+)
+def test_the_walk_sees_writers(line: str) -> None:
+    assert writers(f"def f():\n  {line}")[0][0] == "f"
+    assert not writers("open(p, 'w', opener=never_a_link)\np.open('rb')\nopen(p)")

@@ -1,0 +1,120 @@
+"""The ``.metadata`` of a job's older checkpoint, a pickle, as plain values: what it names is not looked up or called.
+
+Only the opcodes and names are understood with which torch.distributed.checkpoint writes where its tensors are.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_MOST_BYTES, _MOST_VALUES = 1 << 26, 1 << 12  # of the file; at once on the stack, which gets 1,000 pairs at a time
+_PLAIN = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"}
+_TAKEN = {  # how many values an opcode takes; 0: those since the last mark
+    "TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "APPENDS": 0, "SETITEM": 2, "SETITEMS": 0,
+    "STACK_GLOBAL": 2, "NEWOBJ": 2, "REDUCE": 2, "BUILD": 1,
+}  # fmt: skip
+_HOMES = ("torch", "torch.serialization", "pathlib", "pathlib._local")
+_CLASSES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+
+def read_pickled(path: Path) -> dict[str, Any]:
+    """What it tells of tensors, as our manifests do, unchecked (see `tilemoe.train.checkpoints.metadata`).
+
+    Raises:
+        ValueError: PyTorch writes no such file.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError("it is larger than any that was written")
+        return _tensors(_value(path.read_bytes()))
+    except (ValueError, TypeError, AttributeError, LookupError) as error:  # what damaged bytes come to
+        told = " ".join(str(error).split())[:200] if type(error) is ValueError else "it is none of a checkpoint"
+        raise ValueError(f"{path} is refused: {told}; use the checkpoint only if you know who made it") from error
+
+
+def _value(raw: bytes) -> Any:
+    """In lists: an object is its name and state, a function's result the name and arguments, a dict keys and values."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: list[Any] = []
+    said: Any
+    for code, said, at in pickletools.genops(raw):
+        taken: list[Any] = []
+        if code.name in _TAKEN:
+            start = len(stack) - _TAKEN[code.name] if _TAKEN[code.name] else marks.pop()
+            taken = stack[start:]
+            del stack[start:]
+        if code.name in _PLAIN:
+            stack.append(said)
+        elif code.name.startswith(("EMPTY", "TUPLE")):
+            stack.append(taken)
+        elif code.name.startswith(("APPEND", "SETITEM")):
+            stack[-1].extend(taken)
+        elif code.name == "MARK":
+            marks.append(len(stack))
+        elif code.name == "MEMOIZE":
+            memo.append(stack[-1])
+        elif code.name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[said])
+        elif code.name == "STACK_GLOBAL":
+            stack.append(_known(*taken))
+        elif code.name == "NEWOBJ" and taken[1] == [] and taken[0].startswith(_CLASSES):
+            stack.append(taken[:1])
+        elif code.name == "REDUCE":
+            stack.append(taken)
+        elif code.name == "BUILD" and len(stack[-1]) == 1:
+            stack[-1].extend(taken)
+        elif code.name == "STOP" and len(stack) == 1 and not marks and (at or 0) + 1 == len(raw):
+            return stack[0]
+        elif code.name not in ("PROTO", "FRAME"):
+            raise ValueError(f"it has opcode {code.name} where no checkpoint has it")
+        if len(stack) + len(marks) > _MOST_VALUES:
+            raise ValueError("it is nested as no checkpoint's is")
+    raise ValueError("it does not end")
+
+
+def _known(module: str, name: str) -> str:
+    if module not in _HOMES + _CLASSES:
+        raise ValueError(f"it asks for {module}.{name}, which no checkpoint needs")
+    return f"{module}.{name}"
+
+
+def _tensors(value: Any) -> dict[str, Any]:
+    metadata = _fields(value, "Metadata")
+    _fields(metadata["storage_meta"], "StorageMeta")
+    told: dict[str, Any] = {}
+    chunk_at: dict[Any, dict[str, Any]] = {}
+    for name, tensor in _pairs(metadata["state_dict_metadata"]):
+        entry = _fields(tensor, "TensorStorageMetadata")
+        dtype = entry["properties"][1][0].removeprefix("torch.")
+        told[name] = {"dtype": dtype, "shape": _sizes(entry["size"]), "chunks": []}
+        for chunk in entry["chunks"]:
+            sides = {side: _sizes(sizes) for side, sizes in _fields(chunk, "ChunkStorageMetadata").items()}
+            told[name]["chunks"].append(sides)
+            chunk_at[name, tuple(sides["offsets"])] = sides
+    for index, place in _pairs(metadata["storage_data"]):
+        at, where = _fields(index, "MetadataIndex"), _fields(place, "_StorageInfo")
+        where["file"] = where.pop("relative_path")
+        chunk_at[at["fqn"], tuple(_sizes(at["offset"]))] |= where
+    return told
+
+
+def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def _fields(value: Any, name: str) -> dict[str, Any]:
+    if not value[0].endswith(f".{name}"):
+        raise ValueError(f"it has {value[0]} in the place of a {name}")
+    fields = dict(_pairs(value[1]))
+    if not all(type(key) is str for key in fields):
+        raise ValueError(f"a {name} has what is none of its fields")
+    return fields
+
+
+def _sizes(value: Any) -> list[Any]:
+    _, [sizes] = value
+    return sizes
