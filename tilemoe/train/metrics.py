@@ -23,10 +23,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tilemoe.data.files import never_a_link
 from tilemoe.train.trackers import Tracker
 
 TIMING_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu"})
 METRICS_FILE = "metrics.jsonl"
+_BEGINNINGS = (b'{"kind": "train", "step": ', b'{"kind": "eval", "step": ')
 _RENAMED = MappingProxyType({"loss": "nats_per_token"})  # since 0.1.0, runs of which may go on
 
 
@@ -43,9 +45,11 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
             where, fix = f"{path} line {number}", "move the file away to go on without it"
+            if not line.endswith(b"\n"):
+                if not any(line.startswith(begin) or begin.startswith(line) for begin in _BEGINNINGS):
+                    raise ValueError(f"{where} is not a record of a run; {fix}")
+                return
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -69,7 +73,7 @@ def truncate_metrics(path: Path, step: int) -> None:
         if record["step"] > step or (record["step"] == step and record["kind"] == "eval"):
             break
         kept = end
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=never_a_link) as file:
         file.truncate(kept)
         os.fsync(file.fileno())
 
@@ -84,7 +88,7 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         # Unbuffered: what a full disk has refused is not written again, after a part of it, when the file closes.
         self._path = run_dir / METRICS_FILE
-        self._file = self._path.open("ab", buffering=0)
+        self._file = open(self._path, "ab", buffering=0, opener=never_a_link)  # noqa: SIM115
         self._trackers = trackers
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ def draw(run_dir: Path, title: str) -> Path:
 
     canvas = FigureCanvasAgg(make_figure(list(read_metrics(run_dir / METRICS_FILE)), title))
     drawn = io.BytesIO()
-    canvas.print_png(drawn)
+    canvas.print_png(drawn, metadata={"Software": "tilemoe"})
     target = run_dir / PLOT_FILE
     write_atomic(target, drawn.getvalue())
     return target

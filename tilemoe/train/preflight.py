@@ -1,19 +1,34 @@
-"""Checks before a corpus is read (which may take hours), so that a run fails early."""
+"""Checks before a corpus is read (which may take hours) or a step is made, so that a run fails early."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
 from tilemoe.layers.float8 import require_torchao
 from tilemoe.models.flops import count_parameters
+from tilemoe.train.checkpoints.folder import own_files
+from tilemoe.train.checkpoints.names import STATE_FILE, is_step_dir, list_checkpoints
 from tilemoe.train.checkpoints.restore import make_decoder
 from tilemoe.train.config import Recipe
 from tilemoe.train.job.processes import Job
+from tilemoe.train.metrics import METRICS_FILE
+from tilemoe.train.plots import PLOT_FILE
 from tilemoe.train.sample import prompt_ids
+from tilemoe.train.trackers import TENSORBOARD_DIR, WANDB_DIR
 
+RESULT_FILE = "result.json"
+_HEAD_BYTES = 200
+_BEGINNINGS = {  # of our files; metrics may be a first line cut short, which is looked at when it is read
+    METRICS_FILE: rb'\{"kind": "(train", "step": \d+, "tokens": |eval", "step": \d+, "nats_per_token": )|[^\n]{,50}\Z',
+    RESULT_FILE: rb'\{\n  "heldout_nats_per_byte": ',
+    # Of earlier releases, in which it is matplotlib's, it has 2 to 4 panels of 550 x 420 pixels.
+    PLOT_FILE: rb"\x89PNG(.*Software\0tilemoe|.{12}\0\0(\x04L|\x06r|\x08\x98)\0\0\x01\xa4.*Software\0Matplotlib)",
+    STATE_FILE: rb'\{"data_fingerprint":"',
+}
 _WEIGHT_BYTES, _STATE_BYTES = 4, 8  # of a parameter in a checkpoint: fp32, and AdamW's two moments; Muon has one
 
 
@@ -30,6 +45,31 @@ def require_ready(recipe: Recipe, job: Job, *, is_new: bool, init_from: Path | N
         _require_tokenizer(recipe, init_from)
     if job.is_first:  # it alone writes there, or is the first to
         _require_folder(recipe)
+
+
+def require_own(recipe: Recipe, step: int) -> None:
+    """ValueError: something in train.out_dir has a name that a run from ``step`` on writes, and is not ours."""
+    run_dir, train = recipe.train.out_path, recipe.train
+    newer = [path.name for path in list_checkpoints(run_dir, after=step)]
+    plot = [PLOT_FILE] * train.plot
+    folders = [TENSORBOARD_DIR] * train.tensorboard + [WANDB_DIR] * train.wandb
+    for name in (METRICS_FILE, RESULT_FILE, *plot, *folders, *newer):
+        path = run_dir / name
+        if path.is_symlink() or (path.exists() and not _is_own(path)):
+            what = "is a link, through which nothing is written" if path.is_symlink() else "was not written by tilemoe"
+            raise ValueError(f"train.out_dir: {path} {what}; move it away, or choose another --train.out-dir")
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file begins as ours do, a checkpoint is ours, or a folder is one to which new files are added."""
+    if path.name in (TENSORBOARD_DIR, WANDB_DIR):
+        return path.is_dir()
+    if is_step_dir(path):
+        return bool(own_files(path)) or _is_own(path / STATE_FILE)  # the manifest may be damaged
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return re.match(_BEGINNINGS[path.name], file.read(_HEAD_BYTES), re.DOTALL) is not None
 
 
 def require_prompt(recipe: Recipe, tokenizer: Tokenizer) -> None:

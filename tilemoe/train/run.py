@@ -38,13 +38,12 @@ from tilemoe.train.job.signals import StopRequest, sigterm_interrupts, stop_requ
 from tilemoe.train.loop import Trainer, data_fingerprint, seed_process
 from tilemoe.train.metrics import METRICS_FILE, MetricsWriter, truncate_metrics
 from tilemoe.train.plots import draw
-from tilemoe.train.preflight import require_prompt, require_ready
+from tilemoe.train.preflight import RESULT_FILE, require_own, require_prompt, require_ready
 from tilemoe.train.progress import Reporter, make_reporter
 from tilemoe.train.sample import continue_text
 from tilemoe.train.trackers import TensorBoard, Tracker, WandB
 
 Made = TypeVar("Made")
-RESULT_FILE = "result.json"
 _FIXED = ("data.", "optim.name ", "train.seed ")  # what a resumed run keeps
 _OF_A_STEP = ("data.batch_size ", "train.accumulation ")  # what it keeps unless a step has the same sequences
 _SAMPLE_TEMPERATURE, _SAMPLE_TOP_K = 0.8, 40
@@ -304,6 +303,7 @@ def _enter(run_dir: Path, trainer: Trainer, checkpoint: Checkpoint | None) -> No
             f"train.out_dir {run_dir}: another process has trained in it and dropped {checkpoint.path.name} meanwhile; "
             "run the same command again"
         )
+    require_own(trainer.recipe, 0 if checkpoint is None else checkpoint.state.step)
     if checkpoint is not None:
         trainer.load(checkpoint)
     if not trainer.job.is_first:
@@ -320,6 +320,7 @@ def _finish(trainer: Trainer, evaluation: Evaluation, parameters: int, reporter:
     plot = None
     if trainer.job.is_first:
         result = _result(trainer, evaluation, parameters)
+        require_own(recipe, trainer.step)  # what came since the first step
         write_atomic(run_dir / RESULT_FILE, (json.dumps(result, indent=2) + "\n").encode())
         if recipe.train.plot:
             plot = _if_installed(lambda: _draw(run_dir, recipe.name, reporter), "plot", "plot", reporter)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tilemoe.config import to_dict
+from tilemoe.data.files import never_a_link
 from tilemoe.train.config import Recipe
 
+TENSORBOARD_DIR, WANDB_DIR = "tensorboard", "wandb"
 _PROJECT = "tilemoe"
 _WANDB_ID = "run-id.txt"  # in W&B's folder: under which the run goes on there
 
@@ -32,7 +34,7 @@ class TensorBoard:
     def __init__(self, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+        self._writer = SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=first_step)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -56,7 +58,7 @@ class WandB:
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
         import wandb
 
-        id_file = run_dir / "wandb" / _WANDB_ID
+        id_file = run_dir / WANDB_DIR / _WANDB_ID
         id_file.parent.mkdir(exist_ok=True)  # else it would take another folder
         try:
             self._run: Any = wandb.init(
@@ -70,7 +72,8 @@ class WandB:
         except wandb.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(f"train.wandb: {reason}; run wandb login, or set WANDB_MODE=offline") from error
-        id_file.write_text(self._run.id)
+        with open(id_file, "w", opener=never_a_link) as file:
+            file.write(self._run.id)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._run.log(dict(numbers), step=step)
