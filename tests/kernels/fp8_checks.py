@@ -5,7 +5,7 @@ T tokens · d hidden_size · n intermediate_size · R rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -107,17 +107,8 @@ def assert_wgrads_agree(
     assert not right.any() or relative_error(db1, right) < 1e-3, "db1"
 
 
-def transposed_by_torch(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> Iterator[WgradOperands]:
-    """What `wgrad_operands` makes, expert by expert; zeros where it leaves what was there."""
-    half = by_token.shape[1] // 256 * 128  # two slices, or one
-    whole = whole_transposed_by_torch(by_token, by_row, plan)
-    for columns in (slice(half), slice(half, None)):
-        if whole.by_token[columns].shape[0]:
-            yield whole._replace(first=columns.start or 0, by_token=whole.by_token[columns])
-
-
-def whole_transposed_by_torch(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> WgradOperands:
-    """The operands in a single slice."""
+def transposed_by_torch(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> WgradOperands:
+    """What `wgrad_operands` makes, in a single slice, expert by expert; zeros where it leaves what was there."""
     tokens, starts = quantize(by_token, (1, by_token.shape[1])), plan.row_start_of_expert.tolist()
     room = (ceil_div(plan.capacity, BLOCK) + plan.num_experts) * BLOCK
     left, right = (torch.zeros(t.shape[1], room, device=t.device) for t in (by_token, by_row))

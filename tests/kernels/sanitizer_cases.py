@@ -43,8 +43,7 @@ def write_past_the_end_kernel(out, size, BLOCK: tl.constexpr):
 def backends(which: str, dtype: torch.dtype, precision: str) -> list[str]:
     """Names of the backends to run, without plain PyTorch's, and those that compute in another precision."""
     chosen = {choose_experts(torch.device("cuda"), dtype, WIDTHS[precision], precision).name}
-    portable = {"triton" if precision == "bf16" else "triton_fp8"}
-    wanted = {"portable": portable, "chosen": chosen, "all": portable | chosen}[which]
+    wanted = {"portable": {"triton"}, "chosen": chosen, "all": {"triton"} | chosen}[which]
     return sorted(name for name in wanted - {"torch"} if backend_named(name).precision == precision)
 
 

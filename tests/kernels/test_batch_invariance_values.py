@@ -40,12 +40,6 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", exact)
 
 
-def test_experts_in_fp8_of_any_batch() -> None:
-    """Scales are of 128 neighbours of a token's own row."""
-    batch = make_batch(Sizes(20, 128, 128, 2, 2), torch.float32)
-    assert_tokens_keep_their_bits(batch, partial(results, kernels="triton_fp8"))
-
-
 def test_experts_in_4_bit_of_any_batch() -> None:
     batch = make_batch(Sizes(20, 64, 64, 2, 2), torch.float32)
     assert_tokens_keep_their_bits(batch, partial(results_in_4_bit, kernels="triton"))

@@ -162,7 +162,9 @@ def test_why_it_is_not_fp8_is_the_layers_own_fault_first(monkeypatch: pytest.Mon
         assert f"not in FP8 ({why}): change that" in choose_experts(device, dtype, widths, "fp8").reason
     monkeypatch.setattr(serves, "gpu", lambda index: Device(89, 99 * 1024, 128))
     choose._known_experts_on.cache_clear()
-    assert "those for Hopper alone are measured" in choose_experts(device, torch.bfloat16, (128, 128), "fp8").reason
+    elsewhere = choose_experts(device, torch.bfloat16, (128, 128), "fp8")
+    assert elsewhere.name == "triton"
+    assert "not in FP8 (the FP8 kernels are for Hopper alone, compute capability 9.0): change" in elsewhere.reason
 
 
 def test_compute_dtype() -> None:

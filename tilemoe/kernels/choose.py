@@ -137,7 +137,7 @@ def why_not_fp8(device: torch.device, dtype: torch.dtype, widths: Sequence[int] 
     if dtype == torch.float32:
         return f"FP8 kernels give bfloat16 and float16, not {dtype}"
     if choose_experts(device, dtype, widths).name != "hopper":
-        return "of the FP8 kernels those for Hopper alone are measured; kernels='triton_fp8' is there to try"
+        return "the FP8 kernels are for Hopper alone, compute capability 9.0"
     return None
 
 
@@ -250,7 +250,11 @@ def _steps_of(module: Any) -> ExpertParallelKernels:
 
 def choose_packing(device: torch.device, dtype: torch.dtype) -> Choice[RowPacking]:
     """The quantisation of rows of this dtype that are exchanged between processes in FP8."""
-    why = why_no_triton(device) or backend_named("triton_fp8").why_unsupported(device, dtype)
+    why = why_no_triton(device) or backend_named("triton").why_unsupported(device, dtype)
+    if why is None:
+        from tilemoe.kernels.experts.triton_fp8.operands import why_no_e4m3
+
+        why = why_no_e4m3(device)
     if why is not None:
         return Choice("torch", RowPacking(pack_rows, unpack_rows), why)
     from tilemoe.kernels.experts.triton_fp8 import quantize as by_triton

@@ -15,12 +15,11 @@ from tilemoe.runtime.tracing import constant_when_traced
 _BACKENDS: dict[str, type[Backend] | str] = {
     "torch": "tilemoe.kernels.experts.torch.backend:TorchBackend",
     "torch_fp8": "tilemoe.kernels.experts.torch.fp8:TorchFp8Backend",
-    "triton_fp8": "tilemoe.kernels.experts.triton_fp8.backend:TritonFp8Backend",
     "hopper_fp8": "tilemoe.kernels.experts.hopper_fp8.backend:HopperFp8Backend",
     "triton": "tilemoe.kernels.experts.triton.backend:TritonBackend",
     "hopper": "tilemoe.kernels.experts.hopper.backend:HopperBackend",
 }
-_NEED_TRITON = ("triton", "hopper", "triton_fp8", "hopper_fp8")
+_NEED_TRITON = ("triton", "hopper", "hopper_fp8")
 
 
 def register_backend(name: str, cls: type[Backend]) -> None:

@@ -3,7 +3,8 @@
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
 x and do are quantised once per token (not per row) in each operator that reads them, a in F1's epilogue, dh for B3 and
-again for B4; weights are quantised and cached by `triton_fp8.operands`.
+again for B4; weights are quantised and cached by `triton_fp8.operands`. A weight gradient that TMA cannot describe, a
+buffer not aligned to 16 bytes, is left to the portable kernel, which reads unquantised operands.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import triton
 from torch import Tensor
 
 from tilemoe.activations import ActivationSpec
-from tilemoe.kernels.experts.base import GemmOperand, Operand
+from tilemoe.config import quantizes_wgrad
+from tilemoe.kernels.experts.base import Backend, GemmOperand, Operand
 from tilemoe.kernels.experts.hopper import configs
 from tilemoe.kernels.experts.hopper.backend import DTYPES, HopperBackend, describable_weight
 from tilemoe.kernels.experts.hopper_fp8 import host
 from tilemoe.kernels.experts.quantize import BLOCK, why_not_quantized
 from tilemoe.kernels.experts.triton.backend import aligned_rows, score_grad
+from tilemoe.kernels.experts.triton.configs import Kernel
 from tilemoe.kernels.experts.triton.tiles import listed_tiles
-from tilemoe.kernels.experts.triton_fp8.backend import WideWeightGrads
 from tilemoe.kernels.experts.triton_fp8.operands import block_weight, quantized_blocks, quantized_rows, row_weight
-from tilemoe.kernels.experts.triton_fp8.wgrad import WgradOperands
+from tilemoe.kernels.experts.triton_fp8.wgrad import wgrad_operands
 from tilemoe.plan import RoutingPlan
 from tilemoe.runtime.device import Device, device_of
-from tilemoe.runtime.launch import Launch
 
 
-class HopperFp8Backend(WideWeightGrads, HopperBackend):
+class HopperFp8Backend(HopperBackend):
     name = "hopper_fp8"
     batch_invariance = "yes on an H100, bf16"
     precision = "fp8"
@@ -75,11 +76,30 @@ class HopperFp8Backend(WideWeightGrads, HopperBackend):
         launch.run()
         return dh, score_grad(partial, do, b2, s, plan, tiles, host.TILE.block_m), a_scaled
 
-    def _wgrad_launch(self, operands: WgradOperands, out: Tensor, plan: RoutingPlan, adds: bool) -> Launch:
-        device = device_of(out)
-        if not describable_weight(out, device):
-            return super()._wgrad_launch(operands, out, plan, adds)
-        return host.wgrad_launch(operands, out, plan, device, adds)
+    def up_proj_wgrad_bias_grad(
+        self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if quantizes_wgrad(x.shape[1], dh.shape[1]):  # what B4 reads of dh is rounded, db1 is not
+            return Backend.up_proj_wgrad_bias_grad(self, x, dh, plan, column_major, out)
+        return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
+
+    def _weight_grad(
+        self,
+        kernel: Kernel,
+        by_token: Tensor,
+        by_row: Tensor,
+        out: Tensor,
+        plan: RoutingPlan,
+        adds: bool,
+        sums: Tensor | None = None,
+    ) -> None:
+        device, is_wide = device_of(out), quantizes_wgrad(by_token.shape[1], by_row.shape[1])
+        if plan.capacity == 0 or not (is_wide and describable_weight(out, device)):
+            super()._weight_grad(kernel, by_token, by_row, out, plan, adds, sums)
+            return
+        assert sums is None, "`up_proj_wgrad_bias_grad` asks for none"
+        for operands in wgrad_operands(aligned_rows(by_token), by_row.contiguous(), plan):
+            host.wgrad_launch(operands, out, plan, device, adds).run()
 
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
@@ -111,7 +131,7 @@ def _device(rows: Tensor) -> Device:
     device = device_of(rows)
     why = configs.why_unsupported(device, triton.__version__) or _why_not_dtype(rows.dtype)
     if why is not None:
-        raise ValueError(f"kernels='hopper_fp8': {why}; pass kernels=None, or 'triton_fp8'")
+        raise ValueError(f"kernels='hopper_fp8': {why}; pass kernels=None")
     return device
 
 

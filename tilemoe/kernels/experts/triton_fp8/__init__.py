@@ -1,1 +1,1 @@
-"""The portable expert GEMMs with FP8 operands, in Triton, for GPUs of compute capability 8.9 and above."""
+"""Triton kernels that make FP8 operands, for GPUs of compute capability 8.9 and above: quantised, and transposed."""

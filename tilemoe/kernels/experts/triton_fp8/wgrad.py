@@ -1,4 +1,4 @@
-"""B2 and B4 with FP8 operands, ``out_e = A_e^T B_e``: the operands' transposed copies, and the portable GEMM.
+"""Transposed copies of the FP8 operands of B2 and B4, ``out_e = A_e^T B_e``.
 
 T tokens · E experts · R_max static row capacity · p, q widths of A (gathered: x or do) and B (dh or a_scaled)
 C capacity of the list of row tiles · L = C * 128 room along the rows · c width of a slice of A's columns
@@ -6,8 +6,8 @@ C capacity of the list of row tiles · L = C * 128 room along the rows · c widt
 Tensor cores read 8-bit operands contiguous along the contraction, here an expert's rows. So both operands are copied:
 A's quantised tokens as they are, gathered and transposed, (c, L), one slice of columns after the other to bound the
 memory; B times its tokens' scales, quantised with one scale per expert and transposed, (q, L). An expert's rows take
-whole blocks of 128, from `first_block` on, zeros past its last. So the GEMM scales nothing but its result, by the
-expert's scale.
+whole blocks of 128, from `first_block` on, zeros past its last. So the GEMM (`hopper_fp8.gemm_wgrad`) scales nothing
+but its result, by the expert's scale.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -21,19 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilemoe.kernels.experts.base import is_column_major
 from tilemoe.kernels.experts.quantize import BLOCK
-from tilemoe.kernels.experts.triton.gemm_wgrad import store_gradient
 from tilemoe.kernels.experts.triton.tiles import TileList, listed_tiles
 from tilemoe.kernels.experts.triton_fp8.operands import quantized_rows
 from tilemoe.kernels.experts.triton_fp8.quantize import rounded, scale_for
 from tilemoe.kernels.launching import launch_of
 from tilemoe.plan import RoutingPlan
-from tilemoe.runtime.device import Device
-from tilemoe.runtime.launch import Launch, ceil_div, persistent_grid
+from tilemoe.runtime.launch import Launch, ceil_div
 
 _BLOCK = tl.constexpr(BLOCK)
-_TILE = 128  # BM and BN of the portable GEMM
 SLICE = 2048  # columns of A whose gathered copy exists at a time
 PART = 2048  # columns of B whose largest magnitude one CTA finds
 _PART = tl.constexpr(PART)
@@ -98,19 +94,6 @@ def quantize_launch(
     indices = (plan.token_of_row, plan.row_start_of_expert, *tiles)
     args = (rows, token_scale, largest, data, scale, *indices, width, tiles.capacity)
     return launch_of(quantize_transposed_kernel, (tiles.capacity * (width // BLOCK),), args, {}), data, scale
-
-
-def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
-    """The portable GEMM: a slice of out (E, p, q), dense, p or q contiguous; adds: out, fp32, is accumulated into."""
-    first, by_token, by_row, scale = operands
-    width, q = by_token.shape[0], by_row.shape[0]
-    transposed = is_column_major(out)
-    to = out.transpose(1, 2) if transposed else out
-    sizes = (plan.num_experts, first, width, out.shape[1], q, by_token.shape[1] // BLOCK)
-    constants = {"TRANSPOSED": transposed, "ADDS": adds, "BLOCK_M": _TILE, "BLOCK_N": _TILE}
-    grid = persistent_grid(device, plan.num_experts * (width // _TILE) * (q // _TILE))
-    args = (by_token, by_row, scale, to, plan.row_start_of_expert, *sizes)
-    return launch_of(wgrad_kernel, grid, args, constants, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -211,32 +194,3 @@ def _scale_of_expert(largest, count):
         most = tl.maximum(most, tl.max(found, axis=0))
         has_nan = tl.maximum(has_nan, tl.max((found != found).to(tl.int32), axis=0))
     return scale_for(most, has_nan)
-
-
-@triton.jit(do_not_specialize=["capacity"])
-def wgrad_kernel(
-    by_token, by_row, scale, out, row_start_of_expert, num_experts, first_of_slice, width, p, q, capacity,
-    TRANSPOSED: tl.constexpr, ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """by_token (c, L), by_row (q, L), scale (E) -> ``width`` = c rows, from first_of_slice on, of out (E, p, q), or
-    columns of (E, q, p) if TRANSPOSED; else as `triton.gemm_wgrad`. BM and BN divide c and q.
-    """
-    row_tiles = width // BLOCK_M
-    tiles = row_tiles * (q // BLOCK_N)
-    step = tl.arange(0, _BLOCK)
-    for index in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
-        expert = index // tiles
-        first = index % row_tiles * BLOCK_M
-        col = index % tiles // row_tiles * BLOCK_N
-        start = tl.load(row_start_of_expert + expert)
-        end = tl.load(row_start_of_expert + expert + 1)
-        place = first_block(start, expert) * _BLOCK + step[None, :]
-        along, columns = (first + tl.arange(0, BLOCK_M)).to(tl.int64), (col + tl.arange(0, BLOCK_N)).to(tl.int64)
-        left_pointers = by_token + along[:, None] * (capacity * _BLOCK) + place
-        right_pointers = by_row + columns[:, None] * (capacity * _BLOCK) + place
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for block in range(tl.cdiv(end - start, _BLOCK)):
-            left, right = tl.load(left_pointers + block * _BLOCK), tl.load(right_pointers + block * _BLOCK)
-            acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=_BLOCK)  # as in `gemm.contract`
-        acc *= tl.load(scale + expert, mask=end > start, other=0.0)
-        store_gradient(out, acc, (expert, first_of_slice + first, col), p, q, TRANSPOSED, ADDS, False, BLOCK_M, BLOCK_N)
