@@ -155,7 +155,7 @@ def test_tokens_that_the_mask_leaves_out_choose_by_themselves() -> None:
     model = make("deepseek_v3")
     other, mask = other_ids(model), torch.arange(B * SEQ).view(B, SEQ) % 3 > 0
     other[:, ~mask] = -1
-    with record_routing(model) as record, replay_routing(model, other, mask):
+    with record_routing(model) as record, replay_routing(model, other, mask.long()):
         model(input_ids=tokens())
     ids = record.expert_ids(B)
     assert torch.equal(ids[:, mask], other[:, mask])

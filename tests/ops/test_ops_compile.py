@@ -239,6 +239,7 @@ TOKENS = (32, 51, 27)
 LOSSES = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}
 LAYERS: dict[str, tuple[MoEConfig, str | None]] = {
     "softmax": (MoEConfig(D, N, E, K, router=RouterConfig(**LOSSES)), None),
+    "loss over the model": (MoEConfig(D, N, E, K, router=RouterConfig(**LOSSES, aux_loss_over="model")), None),
     "recompute": (MoEConfig(D, N, E, K, activation="gelu", router=RouterConfig(**LOSSES)), "up_proj"),
     "clamped": (
         MoEConfig(

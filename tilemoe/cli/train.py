@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tilemoe.checks import expand_user
 from tilemoe.cli.parsing import parse
@@ -60,7 +60,8 @@ def run(arguments: Sequence[str]) -> None:
 def _run(arguments: Sequence[str], job: Job) -> None:
     first = _Parser(add_help=False, allow_abbrev=False)
     for option in _STARTS:
-        first.add_argument(option, **({"nargs": "?", "const": _LATEST} if option == "--resume" else {}))
+        optional: dict[str, Any] = {"nargs": "?", "const": _LATEST} if option == "--resume" else {}
+        first.add_argument(option, **optional)
     known, overrides = first.parse_known_args(list(arguments))
     if "-h" in overrides or "--help" in overrides:
         _override(load_recipe(known.recipe or list_recipes()[0]), overrides)
