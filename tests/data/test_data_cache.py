@@ -417,3 +417,19 @@ def test_index_with_a_valid_checksum_but_without_a_field(write_shards: Write):
     shards_module.write_index(directory, fields)
     with pytest.raises(ValueError, match="KeyError: 'separator_id'"):
         TokenShards(directory, "train")
+
+
+@pytest.mark.parametrize("heldout_every", [2, 20])  # whole documents are held out, or the end of each
+def test_a_long_line_takes_no_many_times_its_memory(tmp_path: Path, heldout_every: int):
+    size = 24 << 20
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("a b\n" * (size // 4), "b"))
+    )
+    tracemalloc.start()
+    try:
+        made = prepare(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "cache", heldout_every=heldout_every)
+        assert tracemalloc.get_traced_memory()[1] < 5 * size + (32 << 20)
+    finally:
+        tracemalloc.stop()
+    separators = 2 if heldout_every == 2 else 3
+    assert made.train.num_tokens + made.heldout.num_tokens == size + 1 + separators

@@ -6,6 +6,8 @@ import os
 import random
 import sys
 import sysconfig
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data.conversations import read_examples
-from tilemoe.data.corpus import _by_end, clean_text, open_corpus, split_documents
+from tilemoe.data.corpus import Corpus, _by_end, clean_text, open_corpus, split_documents
 
 
 def read_all(spec: Path | str) -> list[str]:
@@ -280,3 +282,46 @@ def test_cut_keeps_the_text_and_about_the_share(text: str, every: int):
 def test_heldout_every_is_checked(folder: Path, every: object):
     with pytest.raises(ValueError, match="heldout_every must be an integer >= 2"):
         split_documents(open_corpus(str(folder)), every)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("read", [Corpus.documents, read_examples])
+def test_a_line_has_a_limit_and_no_more_of_it_is_read(
+    tmp_path: Path, name: str, read: Callable[[Corpus], Iterator[object]]
+):
+    path, size = tmp_path / name, 100 << 20
+    first = json.dumps({"text": "ok", "prompt": "a", "completion": "b"}).encode() + b"\n"
+    packed = {".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, codec="zstd", asbytes=True)}
+    path.write_bytes(packed.get(path.suffix, bytes)(first + b'{"text": "' + b"a" * size + b'"}\n'))
+    tracemalloc.start()
+    try:
+        with raises_one_line(rf"{name}:2: this line has more than 1,000 characters; .* raise data.longest_line"):
+            list(read(open_corpus(str(path), longest_line=1000)))
+        assert tracemalloc.get_traced_memory()[1] < size / 10
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_line_may_be_as_long_as_the_limit(tmp_path: Path):
+    line = json.dumps({"text": "a" * 50})
+    (tmp_path / "a.jsonl").write_text(f"{line}\n{line}")
+    assert len(list(open_corpus(str(tmp_path), longest_line=len(line)).documents())) == 2
+    with raises_one_line("a.jsonl:1: this line has more"):
+        list(open_corpus(str(tmp_path), longest_line=len(line) - 1).documents())
+
+
+def test_pipes_and_links_that_lead_to_no_file_are_skipped_by_name(tmp_path: Path):
+    folder, outside = tmp_path / "corpus", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (outside / "c.txt").write_text("outside")
+    for name in "abcdefg":
+        (folder / f"{name}.bin").write_text("not read")
+    (folder / "a.txt").write_text("read")
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (folder / "zfolder").symlink_to(outside)
+    corpus = open_corpus(str(folder))
+    assert (list(corpus.documents()), corpus.files) == (["read"], ("a.txt",))
+    for name in ("pipe.txt", "gone.txt", "zfolder"):
+        assert f"{name} is no regular file" in corpus.read_and_skipped({})

@@ -1,6 +1,9 @@
 """Which files of a transformers' folder are read: those of its index, and no other."""
 
 import json
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tilemoe.config import MoEConfig
+from tilemoe.data import load_tokenizer
+from tilemoe.integrations.peft import load_adapter
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import assert_equal
+from tilemoe.train.metrics import read_metrics
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -81,3 +87,67 @@ def test_what_the_index_lists_and_the_folder_lacks_is_named(shards: Path) -> Non
         path.write_text(text)
         with raises_one_line(r"model\.safetensors\.index\.json"):
             load_hf(shards)
+
+
+def read_chat(folder: Path) -> object:
+    return load_tokenizer(str(folder / "tokenizer.json")).chat_template
+
+
+READERS = {
+    "config.json": load_hf,
+    "model.safetensors.index.json": load_hf,
+    "tokenizer.json": read_chat,
+    "tokenizer_config.json": read_chat,
+    "chat_template.jinja": read_chat,
+    "metrics.jsonl": lambda folder: list(read_metrics(folder / "metrics.jsonl")),
+    "adapter_config.json": lambda folder: load_adapter(load_hf(folder), folder),
+}
+
+
+@pytest.fixture
+def within_5_s() -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    pytest.importorskip("peft")  # its import takes seconds
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(5)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_or_a_device_is_read_as_no_file(shards: Path, name: str, within_5_s: None) -> None:
+    load_tokenizer("bytes").save(shards / "tokenizer.json")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (shards / name).unlink(missing_ok=True)
+        make(shards / name)
+        with pytest.raises((ValueError, OSError), match="no regular file") as caught:
+            READERS[name](shards)
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", list(READERS)[:5])
+def test_a_file_of_endless_size_is_not_read(shards: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_tokenizer("bytes").save(shards / "tokenizer.json")
+    with (shards / name).open("a") as file:
+        file.truncate(1 << 40)
+    with raises_one_line(rf"{name}.*it has more than 64 MiB"):
+        READERS[name](shards)
+
+
+def test_weights_are_not_read_through_a_link_out_of_the_folder(shards: Path) -> None:
+    expected = load_hf(shards).state_dict()
+    file = sorted(shards.glob("*.safetensors"))[0]
+    outside = shards.parent / file.name
+    file.rename(outside)
+    file.symlink_to(outside)
+    with raises_one_line(rf"{file.name} is a link to {outside}, out of the folder"):
+        load_hf(shards)
+    blobs = shards.parent / "models--a--b" / "blobs"  # as the hub's cache keeps them
+    blobs.mkdir(parents=True)
+    outside.rename(blobs / "0123")
+    file.unlink()
+    file.symlink_to(blobs / "0123")
+    assert_equal(load_hf(shards).state_dict(), expected)

@@ -30,6 +30,7 @@ class EvalOptions:
     format: Literal["text", "chat"] | None = None  # as of `tilemoe train`; default: the training's, else text
     too_long: Literal["error", "skip", "truncate"] | None = None  # chat: as of `tilemoe train`; default: the training's
     undecodable: Literal["error", "replace"] | None = None  # as of `tilemoe train`; default: the training's, else error
+    longest_line: int | None = None  # as of `tilemoe train`; default: the training's, else as there
     heldout_every: int | None = None  # every N-th document is held out, and read; default: the training's, else 20
     batches: int = 0  # batches to read, spread over the held-out split; 0: all of it
     batch_size: int | None = None  # sequences per batch; default: the training's, else 8
@@ -43,6 +44,7 @@ class EvalOptions:
             ("heldout-every", self.heldout_every, 2),
             ("batch-size", self.batch_size, 1),
             ("seq-len", self.seq_len, 1),
+            ("longest-line", self.longest_line, 1),
         ):
             if value is not None and value < least:
                 raise ValueError(f"--{name} must be >= {least}, got {value}")
@@ -53,7 +55,7 @@ class EvalOptions:
             raise ValueError(f"--seq-len ({self.seq_len}) must not exceed the {max_seq_len} that the model takes")
         if self.corpus is not None:
             default = replace(default, sources=())
-        names = ("corpus", "format", "too_long", "undecodable", "heldout_every", "batch_size", "seq_len")
+        names = ["corpus", "format", "too_long", "undecodable", "longest_line", "heldout_every", "batch_size", "seq_len"]
         return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
 

@@ -31,10 +31,11 @@ from tilemoe.data.shards import (
     token_dtype,
     write_index,
 )
-from tilemoe.data.text_files import Undecodable
-from tilemoe.data.tokenizer import BYTES, TokenIds, Tokenizer, load_tokenizer
+from tilemoe.data.text_files import LONGEST_LINE, Undecodable
+from tilemoe.data.tokenizer import BYTES, TokenIds, Tokenizer, load_tokenizer, pieces_of
 
 Writers = dict[Split, ShardWriter]
+Text = tuple[Split, str, bool]  # whether the separator comes after it
 
 _BATCH_CHARS = 1 << 22  # text encoded at once, in parallel; bounds the memory together with the longest document
 
@@ -61,6 +62,7 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     read_only: Path | None = None,
     undecodable: Undecodable = "error",
+    longest_line: int = LONGEST_LINE,
 ) -> Prepared:
     """The token shards of a corpus, made now or found in ``cache_dir`` with their content verified.
 
@@ -68,11 +70,11 @@ def prepare(
 
     What is found is used when the files of the corpus (names, sizes, modification times), the tokenizer and
     ``heldout_every`` are those it was made from. Several processes may call this at once. ``shard_tokens`` is the size
-    of a full shard where one has to be made, ``undecodable`` is of `open_corpus`. Raises ValueError for anything wrong
-    with the corpus, the tokenizer or the cache.
+    of a full shard where one has to be made, ``undecodable`` and ``longest_line`` are of `open_corpus`. Raises
+    ValueError for anything wrong with the corpus, the tokenizer or the cache.
     """
     cache_dir = expand_user(cache_dir)
-    corpus = open_corpus(corpus_spec, undecodable=undecodable)
+    corpus = open_corpus(corpus_spec, undecodable=undecodable, longest_line=longest_line)
     with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec, corpus, cache_dir, heldout_every)
         made_from = [tokenizer.fingerprint, heldout_every]
@@ -179,32 +181,42 @@ def _build(
 
 def _write_documents(parts: Iterable[tuple[TextNumber, Split, str]], tokenizer: Tokenizer, writers: Writers) -> None:
     separator = np.array([tokenizer.separator_id], dtype=np.int64)
-    whole: list[tuple[Split, str]] = []  # texts of one part, which are encoded many at once
+    whole: list[Text] = []  # texts of one part, which are encoded many at once
     chars = 0
 
-    def write(pairs: Iterable[tuple[Split, str]], encode: Callable[[Iterator[str]], Iterable[TokenIds]]) -> None:
-        taken: deque[tuple[Split, int]] = deque()
+    def write(texts: Iterable[Text], encode: Callable[[Iterator[str]], Iterable[TokenIds]]) -> None:
+        taken: deque[tuple[Split, int, bool]] = deque()
 
         def read() -> Iterator[str]:
-            for split, text in pairs:
-                taken.append((split, len(text.encode("utf-8"))))
+            for split, text, is_end in texts:
+                taken.append((split, len(text.encode("utf-8")), is_end))
                 yield text
 
         for ids in encode(read()):
-            split, num_bytes = taken.popleft()
+            split, num_bytes, is_end = taken.popleft()
             writers[split].append(ids, num_bytes)
-            writers[split].append(separator, 1)
+            if is_end:
+                writers[split].append(separator, 1)
 
     for _, numbered in groupby(parts, itemgetter(0)):
         text = ((split, part) for _, split, part in numbered)
         begin = list(islice(text, 2))
-        is_cut = len(begin) > 1
+        is_cut = len(begin) > 1 or len(begin[0][1]) > _BATCH_CHARS
         if not is_cut:
-            whole += begin
+            whole += ((*pair, True) for pair in begin)
             chars += len(begin[0][1])
         if is_cut or chars >= _BATCH_CHARS:
             write(whole, tokenizer.encode_batch)
             whole, chars = [], 0
         if is_cut:
-            write(chain(begin, text), tokenizer.encode_parts)
+            write(_pieces(chain(begin, text)), tokenizer.encode_parts)
     write(whole, tokenizer.encode_batch)
+
+
+def _pieces(texts: Iterable[tuple[Split, str]]) -> Iterator[Text]:
+    """The texts in pieces, for the ids of a long one take many times its memory."""
+    for split, text in texts:
+        end = 0
+        for piece in pieces_of(text):
+            end += len(piece)
+            yield split, piece, end == len(text)

@@ -12,7 +12,7 @@ from tilemoe.data.conversations import CHAT_SUFFIXES, read_examples
 from tilemoe.data.corpus import Corpus, open_corpus
 from tilemoe.data.packing import FLAGS, PackedDocuments, flagged
 from tilemoe.data.shards import read_index
-from tilemoe.data.text_files import Undecodable
+from tilemoe.data.text_files import LONGEST_LINE, Undecodable
 from tilemoe.data.tokenizer import load_tokenizer
 
 TooLong = Literal["error", "skip", "truncate"]
@@ -31,19 +31,20 @@ def prepare_chat(
     too_long: TooLong = "error",
     read_only: Path | None = None,
     undecodable: Undecodable = "error",
+    longest_line: int = LONGEST_LINE,
 ) -> Prepared:
     """The examples of .jsonl files (`tilemoe.data.conversations`), packed into windows of ``seq_len``.
 
     Every ``heldout_every``-th is held out. One of more than seq_len + 1 tokens, of which the last has no place, is an
     error, or left out ("skip"), or cut at its end ("truncate"; left out where nothing to learn remains); the notes
-    name the first such. ``undecodable`` is of `open_corpus`. Cached as by `prepare`. Raises ValueError for anything
-    wrong with the corpus, naming file and line, the tokenizer or the cache.
+    name the first such. ``undecodable`` and ``longest_line`` are of `open_corpus`. Cached as by `prepare`. Raises
+    ValueError for anything wrong with the corpus, naming file and line, the tokenizer or the cache.
     """
     require_int("seq_len", seq_len, 1)
     require_int("heldout_every", heldout_every, 2)
     require_choice("too_long", too_long, TOO_LONG)
     cache_dir = expand_user(cache_dir)
-    corpus = open_corpus(corpus_spec, CHAT_SUFFIXES, undecodable)
+    corpus = open_corpus(corpus_spec, CHAT_SUFFIXES, undecodable, longest_line)
     with usable_cache(cache_dir):
         tokenizer = load_tokenizer(tokenizer_spec)
         encoder = ChatEncoder(tokenizer)

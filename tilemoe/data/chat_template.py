@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from tilemoe.data.conversations import ASSISTANT, Completion, Conversation, Example, is_learnt
 from tilemoe.data.corpus import clean_text
+from tilemoe.data.files import read_text
 from tilemoe.data.windows import END, FIRST, ID, Tokens
 
 if TYPE_CHECKING:
@@ -79,11 +80,11 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     path, fields = folder / TOKENIZER_CONFIG_FILE, {}
     try:
         if path.exists():
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = json.loads(read_text(path))
         source = fields.get("chat_template")
         if (folder / TEMPLATE_FILE).exists():
             path = folder / TEMPLATE_FILE
-            source = path.read_text(encoding="utf-8")
+            source = read_text(path)
         if isinstance(source, list):  # as transformers' releases before 5 saved several
             source = {entry["name"]: entry["template"] for entry in source}
         if isinstance(source, dict):

@@ -57,7 +57,7 @@ def read_examples(corpus: Corpus) -> Iterator[Example]:
     for file in corpus.files:
         path = corpus.root / file
         try:
-            for number, record in read_records(path, corpus.undecodable):
+            for number, record in read_records(path, corpus.undecodable, corpus.longest_line):
                 yield _example(f"{path}:{number}", record)
         except OSError as error:
             raise unreadable(Path(path), error) from error

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from tilemoe.checks import expand_user, require_int
-from tilemoe.data.text_files import UNDECODABLE, Undecodable, kind_of, not_utf8, open_text, read_records
+from tilemoe.data.text_files import (
+    LONGEST_LINE,
+    UNDECODABLE,
+    Undecodable,
+    kind_of,
+    not_utf8,
+    open_text,
+    read_records,
+)
 
 Split = Literal["train", "heldout"]
 TextNumber = tuple[int, int]  # of the file, and of the text in it
@@ -38,8 +46,9 @@ _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 class Corpus:
     """The files of a corpus, relative to ``root`` and sorted. Make one with ``open_corpus``.
 
-    skipped      other files of the folder, which are not read
+    skipped      other entries of the folder, which are not read; first those that are no regular files
     undecodable  what is done about bytes that are not UTF-8: an error, or each becomes U+FFFD ("replace")
+    longest_line  characters that a line of .jsonl may have
     """
 
     name: str
@@ -47,6 +56,7 @@ class Corpus:
     files: tuple[str, ...]
     skipped: tuple[str, ...] = ()
     undecodable: Undecodable = "error"
+    longest_line: int = LONGEST_LINE
 
     def documents(self) -> Iterator[str]:
         """Every document's text in order, empty ones included (they hold a position, and no tokens).
@@ -62,13 +72,18 @@ class Corpus:
         """`documents`, each with a number: those of one text that was cut have the same."""
         for file, name in enumerate(self.files):
             path = self.root / name
-            read = _READERS.get(kind_of(path))
-            texts = (_read_text if read is None else read)(path, self.undecodable)
+            is_text = kind_of(path) in TEXT_SUFFIXES
             try:
-                for place, text in enumerate(texts):
-                    yield (file, 0 if read is None else place), clean_text(text)
+                for place, text in enumerate(self._texts(path)):
+                    yield (file, 0 if is_text else place), clean_text(text)
             except OSError as error:
                 raise unreadable(path, error) from error
+
+    def _texts(self, path: Path) -> Iterator[str]:
+        kind = kind_of(path)
+        if kind == ".jsonl":
+            return _read_jsonl(path, self.undecodable, self.longest_line)
+        return (_read_parquet if kind == ".parquet" else _read_text)(path, self.undecodable)
 
     def undecodable_bytes(self) -> int:
         """How many bytes of the texts are not UTF-8."""
@@ -99,7 +114,12 @@ class Corpus:
         return sum(_stat(self.root / name).st_size for name in self.files)
 
 
-def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES, undecodable: Undecodable = "error") -> Corpus:
+def open_corpus(
+    spec: str,
+    suffixes: frozenset[str] = SUFFIXES,
+    undecodable: Undecodable = "error",
+    longest_line: int = LONGEST_LINE,
+) -> Corpus:
     """The corpus that ``spec`` names: "stdlib", or the path of a file or of a folder.
 
     "stdlib" is the .py files of Python's standard library without its tests; bytes that are not UTF-8 are replaced in
@@ -112,7 +132,7 @@ def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES, undecodable: Und
     if spec == STDLIB and ".py" in suffixes:
         root = Path(sysconfig.get_paths()["stdlib"])
         found = _walk(root, lambda name: name in _STDLIB_SKIPPED or name.startswith("config-"))
-        files = tuple(name for name in found if kind_of(Path(name)) == ".py")
+        files = tuple(name for name in found if kind_of(Path(name)) == ".py" and (root / name).is_file())
         if not files:
             raise ValueError(f"corpus 'stdlib': this Python keeps no .py files in {root}; give the path of a text file")
         return Corpus(STDLIB, root, files, undecodable="replace")
@@ -121,10 +141,13 @@ def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES, undecodable: Und
     path = expand_user(spec)
     if path.is_dir():
         found = _walk(path, lambda name: name.startswith(".") or name == "__pycache__")
-        files = tuple(name for name in found if kind_of(Path(name)) in suffixes)
+        irregular = [name for name in found if not (path / name).is_file()]  # pipes, and links that lead to no file
+        files = tuple(sorted(name for name in {*found} - {*irregular} if kind_of(Path(name)) in suffixes))
+        others = sorted({*found} - {*files, *irregular})
+        skipped = *(f"{name} is no regular file" for name in irregular), *others
         if not files:
             raise ValueError(f"corpus {spec!r}: no usable file in this folder; put {known} files into it")
-        return Corpus(spec, path, files, tuple(sorted({*found} - {*files})), undecodable)
+        return Corpus(spec, path, files, skipped, undecodable, longest_line)
     if not path.exists():
         raise ValueError(
             f"corpus {spec!r}: no such file or folder; give 'stdlib' or the path of a {known} file "
@@ -134,7 +157,7 @@ def open_corpus(spec: str, suffixes: frozenset[str] = SUFFIXES, undecodable: Und
         raise ValueError(f"corpus {spec!r}: cannot read this kind of file; convert it to {known}")
     if not path.is_file():  # to open a pipe would wait for a writer
         raise ValueError(f"corpus {spec!r}: it is no regular file; write its content to one")
-    return Corpus(spec, path.parent, (path.name,), undecodable=undecodable)
+    return Corpus(spec, path.parent, (path.name,), undecodable=undecodable, longest_line=longest_line)
 
 
 def clean_text(text: str) -> str:
@@ -150,7 +173,10 @@ def clean_text(text: str) -> str:
 
 
 def _walk(root: Path, is_hidden: Callable[[str], bool]) -> list[str]:
-    """Sorted POSIX paths, relative to ``root``, of the files that no hidden name leads to."""
+    """Sorted POSIX paths, relative to ``root``, of what no hidden name leads to and is no folder.
+
+    A link to a folder is not followed, and is among them.
+    """
 
     def fail(error: OSError) -> NoReturn:
         raise unreadable(root, error) from error
@@ -158,8 +184,8 @@ def _walk(root: Path, is_hidden: Callable[[str], bool]) -> list[str]:
     found = []
     for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = [name for name in subfolders if not is_hidden(name)]
-        paths = [Path(folder, name) for name in names if not is_hidden(name)]
-        found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+        names += [name for name in subfolders if Path(folder, name).is_symlink()]
+        found += [Path(folder, name).relative_to(root).as_posix() for name in names if not is_hidden(name)]
     return sorted(found)
 
 
@@ -174,9 +200,9 @@ def _read_text(path: Path, undecodable: Undecodable) -> Iterator[str]:
             yield text + file.readline(_PIECE)
 
 
-def _read_jsonl(path: Path, undecodable: Undecodable) -> Iterator[str]:
+def _read_jsonl(path: Path, undecodable: Undecodable, longest_line: int) -> Iterator[str]:
     """The text of each line that is not blank."""
-    for number, fields in read_records(path, undecodable):
+    for number, fields in read_records(path, undecodable, longest_line):
         text = next((fields[key] for key in TEXT_FIELDS if key in fields), None)
         if not isinstance(text, str):
             fix = "correct or remove the line" if _CHAT_FIELDS.isdisjoint(fields) else "read it by --data.format chat"
@@ -219,9 +245,6 @@ def _read_parquet(path: Path, undecodable: Undecodable) -> Iterator[str]:
                     row += 1
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a readable .parquet file; write or copy it again") from error
-
-
-_READERS: dict[str, Callable[[Path, Undecodable], Iterator[str]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _stat(path: Path) -> os.stat_result:

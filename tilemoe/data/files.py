@@ -6,14 +6,39 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 _TEMPORARY = ".tmp-"
 _HASH_CHUNK = 1 << 18  # bytes
+_LARGEST = 1 << 26  # bytes of a file that is read whole: settings, a tokenizer, an index of tensors
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file for reading. OSError: it is a pipe or a device, of which a read may never end, or as of ``open``.
+
+    To open a pipe does not wait for its writer here.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of UTF-8, read whole. OSError: as `open_regular`, or it is too large."""
+    with open_regular(path) as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise OSError(errno.EFBIG, f"it has more than {_LARGEST >> 20} MiB", str(path))
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
 
 
 def never_a_link(path: str, flags: int) -> int:
@@ -166,7 +191,7 @@ def _remove(path: Path) -> None:
 def sha256_file(path: Path) -> str:
     """Hex digest of a file's content, read in pieces."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_HASH_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, cast
 
+from tilemoe.data.files import open_regular
+
 Undecodable = Literal["error", "replace"]  # what is done about bytes that are not UTF-8
 UNDECODABLE = re.compile("[\udc80-\udcff]")  # such a byte, as Python's "surrogateescape" gives it: never a character
 COMPRESSED = frozenset({".gz", ".zst"})
+LONGEST_LINE = 1 << 26  # characters
 
 
 def kind_of(path: Path) -> str:
@@ -69,25 +72,33 @@ def _first_undecodable(path: Path) -> int:
 
 def _open_binary(path: Path, suffix: str) -> BinaryIO:
     if suffix == ".gz":
+        open_regular(path).close()  # or the library would wait for a pipe's writer
         return cast(BinaryIO, gzip.open(path, "rb"))
     if suffix != ".zst":
-        return path.open("rb")
+        return open_regular(path)
     try:
         import pyarrow
     except ImportError as error:
         raise ValueError(f"{path}: reading .zst needs pyarrow; pip install 'tilemoe[data]'") from error
     # Not zstandard, to which a file cut short is one that ends there.
-    return cast(BinaryIO, pyarrow.CompressedInputStream(path.open("rb"), "zstd"))
+    return cast(BinaryIO, pyarrow.CompressedInputStream(open_regular(path), "zstd"))
 
 
-def read_records(path: Path, undecodable: Undecodable) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(
+    path: Path, undecodable: Undecodable, longest_line: int = LONGEST_LINE
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1 on, JSON object) of each line that is not blank; ValueError naming a line that is none.
 
-    ``undecodable``: as of `open_text`; replaced, a byte is U+FFFD.
+    ``undecodable``: as of `open_text`; replaced, a byte is U+FFFD. ``longest_line``: in characters; no more is read.
     """
     with open_text(path, "\n", undecodable) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
+        for number, line in enumerate(iter(lambda: file.readline(longest_line + 1), ""), start=1):
+            if len(line) > longest_line and not line.endswith("\n"):
+                raise ValueError(
+                    f"{path}:{number}: this line has more than {longest_line:,} characters; divide or remove it, or "
+                    "raise data.longest_line"
+                )
+            if line.isspace():
                 continue
             try:
                 record = json.loads(UNDECODABLE.sub("\N{REPLACEMENT CHARACTER}", line))

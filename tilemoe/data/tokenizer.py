@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tilemoe.checks import expand_user
 from tilemoe.data.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate, read_chat_template
 from tilemoe.data.corpus import Corpus, clean_text, split_documents
-from tilemoe.data.files import only_one_process, write_atomic
+from tilemoe.data.files import only_one_process, read_text, write_atomic
 from tilemoe.data.windows import FIRST, ID, Tokens, tokens_of_parts
 
 TokenIds = NDArray[np.int64]
@@ -85,13 +85,13 @@ class Tokenizer:
         short = [text for text in texts if len(text) <= _PIECE]
         ids_of_short = iter(self._ids(short))
         return [
-            next(ids_of_short) if len(text) <= _PIECE else np.concatenate(list(self.encode_parts(_pieces(text))))
+            next(ids_of_short) if len(text) <= _PIECE else np.concatenate(list(self.encode_parts(pieces_of(text))))
             for text in texts
         ]
 
     def tokens(self, text: str) -> Tokens:
         """The tokens of a text that is clean already, and their characters in it."""
-        return np.concatenate(list(self._tokens_of_parts(_pieces(text))))
+        return np.concatenate(list(self._tokens_of_parts(pieces_of(text))))
 
     def encode_parts(self, parts: Iterable[str]) -> Iterator[TokenIds]:
         """Of each of ``parts``, clean already and together one text, the ids of the text's tokens that begin in it.
@@ -237,7 +237,7 @@ def load_tokenizer(
 
 def _parse(path: Path, fix: str) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return tokenizers.Tokenizer.from_str(read_text(path))
     except OSError as error:
         raise ValueError(f"tokenizer {str(path)!r}: cannot be read ({error.strerror}); {fix}") from error
     except UnicodeDecodeError as error:
@@ -280,11 +280,11 @@ def _train_bpe(corpus: Corpus, vocab_size: int, heldout_every: int) -> tokenizer
 def _training_sample(corpus: Corpus, heldout_every: int) -> Iterator[str]:
     stride = 1 + corpus.file_bytes() // _BPE_SAMPLE_BYTES
     texts = (text for split, text in split_documents(corpus, heldout_every) if split == "train")
-    pieces = chain.from_iterable(map(_pieces, islice(texts, 0, None, stride)))
+    pieces = chain.from_iterable(map(pieces_of, islice(texts, 0, None, stride)))
     return chain.from_iterable(map(_without_longer_words, pieces))
 
 
-def _pieces(text: str) -> Iterator[str]:
+def pieces_of(text: str) -> Iterator[str]:
     """``text`` in parts of at most `_PIECE` characters, each but the first beginning with a blank if there is one."""
     start = 0
     while len(text) - start > _PIECE:

@@ -8,7 +8,6 @@ PEFT's `ParamWrapper` adapts a stacked parameter (E, o, i) by ``lora_A`` (E r, i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +23,7 @@ from tilemoe.checks import require_path, require_text, require_type, shown
 from tilemoe.layers.lora import ATTENTION, EXPERTS, LoRAExperts, add_lora
 from tilemoe.layers.lora_linear import LoRALinear
 from tilemoe.models.decoder import DecoderLM
+from tilemoe.models.folder import read_settings
 from tilemoe.models.hf_config import hf_config_dict
 from tilemoe.models.huggingface import Piece, pieces
 
@@ -225,10 +225,7 @@ def _asked(path: Path, model: DecoderLM, peft: ModuleType) -> DecoderLM:
 
 def _read_settings(path: Path, peft: ModuleType) -> dict[str, Any]:
     """Of an adapter_config.json, as PEFT has those it leaves out; ValueError as `_asked`."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give a folder that PEFT saved") from error
+    found = read_settings(path, "a folder that PEFT saved")
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a table of settings, got {shown(found)}; give a folder that PEFT saved")
     usual = peft.LoraConfig().to_dict()

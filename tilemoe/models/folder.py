@@ -10,6 +10,7 @@ from typing import Any
 
 from tilemoe.checks import expand_user
 from tilemoe.config import ModelConfig
+from tilemoe.data.files import read_text
 from tilemoe.models.flops import count_parameters
 from tilemoe.models.hf_config import config_from_hf
 
@@ -60,12 +61,12 @@ def read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def read_settings(path: Path) -> Any:
-    """The contents of a config.json; ValueError if it cannot be read."""
+def read_settings(path: Path, folder: str = "a folder with a model in it") -> Any:
+    """The contents of a config.json; ValueError, which asks for ``folder``, if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give a folder with a model in it") from error
+        raise ValueError(f"{path} cannot be read ({error}); give {folder}") from error
 
 
 def require_bytes(config: ModelConfig, size: int, where: str) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tilemoe.checks import require_path
 from tilemoe.config import ModelConfig
-from tilemoe.data.files import staged_folder
+from tilemoe.data.files import read_text, staged_folder
 from tilemoe.kernels.experts.base import FLOAT_DTYPES
 from tilemoe.layers.lora import has_lora
 from tilemoe.models.decoder import DecoderLM
@@ -228,6 +228,7 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
         for file in files:
             if not file.is_file():
                 raise ValueError(f"{file} is missing, which {INDEX_FILE} lists; download or export the model again")
+            _require_inside(file)
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
@@ -248,11 +249,19 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{folder}: {error}") from error
 
 
+def _require_inside(file: Path) -> None:
+    """ValueError: it is a link to another folder, which is not the hub's cache."""
+    target = file.resolve()
+    is_of_hub = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+    if target.parent != file.parent.resolve() and not is_of_hub:
+        raise ValueError(f"{file} is a link to {target}, out of the folder; put the file itself there")
+
+
 def _read_index(path: Path) -> dict[str, str]:
     """The name of each tensor's file. ValueError: the index is damaged, or a name leads out of its folder."""
     fix = "download or export the model again"
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        listed = json.loads(read_text(path))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {fix}") from error
     if not isinstance(listed, dict) or not listed:

@@ -42,12 +42,13 @@ class DataConfig:
     format: Literal["text", "chat"] = "text"  # chat: .jsonl of "messages", or of "prompt" and "completion"
     too_long: Literal["error", "skip", "truncate"] = "error"  # chat: if it has more tokens than a sequence
     undecodable: Literal["error", "replace"] = "error"  # bytes that are not UTF-8; replace: by U+FFFD, and counted
+    longest_line: int = 1 << 26  # characters of a line of .jsonl; a longer one is an error
     tokenizer: str = "bytes"  # "bytes", "bpe:N" (trained on the corpus), or the path of a tokenizer.json
     heldout_every: int = 20  # every N-th document is kept for evaluation
     cache_dir: str | None = None  # token shards; default $TILEMOE_CACHE, else the user's cache folder
 
     def __post_init__(self) -> None:
-        require_fields("data.", self, at_least={"seq_len": 1, "batch_size": 1, "heldout_every": 2})
+        require_fields("data.", self, at_least={"seq_len": 1, "batch_size": 1, "heldout_every": 2, "longest_line": 1})
         for name in ("corpus", "tokenizer"):
             require_text(f"data.{name}", getattr(self, name))
         self._check_sources()

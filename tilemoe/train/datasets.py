@@ -52,7 +52,7 @@ def prepare_data(settings: DataConfig, tokenizer: str, cache_dir: Path | None = 
 def _prepare_corpus(corpus: str, settings: DataConfig, tokenizer: str, cache_dir: Path | None) -> Prepared:
     cache = cache_dir or settings.cache_path
     options: dict[str, Any] = {"heldout_every": settings.heldout_every, "read_only": settings.cache_path}
-    options["undecodable"] = settings.undecodable
+    options |= {"undecodable": settings.undecodable, "longest_line": settings.longest_line}
     if settings.format == "text":
         return prepare(corpus, tokenizer, cache, **options)
     options |= {"seq_len": settings.seq_len, "too_long": settings.too_long}

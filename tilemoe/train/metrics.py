@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tilemoe.data.files import never_a_link
+from tilemoe.data.files import never_a_link, open_regular
 from tilemoe.train.trackers import Tracker
 
 TIMING_FIELDS = frozenset({"seconds", "tokens_per_second", "mfu"})
@@ -43,7 +43,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Each record, and the byte at which its line ends."""
     end = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             where, fix = f"{path} line {number}", "move the file away to go on without it"
             if not line.endswith(b"\n"):

@@ -107,7 +107,7 @@ def _without_places(recipe: Recipe) -> dict[str, Any]:
     """Its settings but for where text and a base are kept: the digest of the tokens tells what the text is."""
     settings = to_dict(recipe)
     data, lora = settings["data"], settings["lora"]
-    del data["cache_dir"], data["corpus"], data["undecodable"]
+    del data["cache_dir"], data["corpus"], data["undecodable"], data["longest_line"]
     data["sources"] = [float(source.rpartition("=")[2]) for source in data["sources"]]  # the weights
     if lora is not None:
         del lora["base"]
