@@ -55,7 +55,16 @@ class EvalOptions:
             raise ValueError(f"--seq-len ({self.seq_len}) must not exceed the {max_seq_len} that the model takes")
         if self.corpus is not None:
             default = replace(default, sources=())
-        names = ["corpus", "format", "too_long", "undecodable", "longest_line", "heldout_every", "batch_size", "seq_len"]
+        names = [
+            "corpus",
+            "format",
+            "too_long",
+            "undecodable",
+            "longest_line",
+            "heldout_every",
+            "batch_size",
+            "seq_len",
+        ]
         return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
 
