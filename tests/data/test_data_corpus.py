@@ -109,8 +109,11 @@ def test_text_that_is_not_utf8(content: bytes, first: int | None, count: int | N
 
 
 def test_utf16_without_its_mark_is_no_text(tmp_path: Path):
-    (tmp_path / "a.txt").write_bytes(("plain text, " * 99).encode("utf-16-le"))
-    assert "a.txt: byte 1, one of many NUL, is not UTF-8; convert" in error_of(tmp_path)
+    for text, byte in (("plain text, " * 99, 1), ("привет мир " * 99, 13)):
+        (tmp_path / "a.txt").write_bytes(text.encode("utf-16-le"))
+        assert f"a.txt: byte {byte}, one of many NUL, is not UTF-8; convert" in error_of(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"plain\n" * (1 << 18) + ("text " * 250_000).encode("utf-16-le"))
+    assert f"a.txt: byte {6 * (1 << 18) + 1}, one of many NUL," in error_of(tmp_path)
 
 
 def test_lines_and_rows_that_are_not_utf8(tmp_path: Path):

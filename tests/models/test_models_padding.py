@@ -68,16 +68,14 @@ def alone(model: DecoderLM) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("rounding", [None, TokenRounding("nearest", 16), TokenRounding("balance", 32)], ids=str)
 @pytest.mark.parametrize(("length", "all_padding"), [(31, 0), (70, 0), (70, 2)])
-@pytest.mark.parametrize("known_by", ["mask", "attention mask", "documents", "documents that learn separators"])
+@pytest.mark.parametrize("known_by", ["mask", "attention mask", "documents"])
 def test_a_step_is_that_of_the_real_tokens(
     rounding: TokenRounding | None, length: int, all_padding: int, known_by: str
 ) -> None:
     model = make(rounding, "block" if known_by == "mask" else "none")
     ids, labels, positions = windows(length, all_padding)
     options: dict[str, Any] = {"documents": Documents.of(positions)}
-    if known_by == "documents that learn separators":
-        labels = torch.where(ids == SEPARATOR, ids, labels)
-    elif known_by != "documents":
+    if known_by != "documents":
         real = torch.arange(length) < torch.tensor([*REAL, *[0] * all_padding])[:, None]
         labels = torch.where(real, labels, 3)  # a label of padding is none
         options = {"token_mask": real if known_by == "mask" else real.long()}
@@ -104,6 +102,24 @@ def test_a_text_of_one_word_is_no_padding() -> None:
     ids[0, -1] = SEPARATOR
     assert model(ids, documents=last).pairs_per_expert.sum(1).tolist() == [40, 40]
     assert model(ids, ids).pairs_per_expert.sum(1).tolist() == [40, 40]
+    ids[0, :8] = torch.arange(8)  # a text that ends in one word, all of which is learnt
+    labels = torch.cat([ids[:, 1:], ids[:, -1:]], 1)
+    learnt = model(ids, labels, documents=last)
+    assert learnt.pairs_per_expert.sum(1).tolist() == [40, 40]
+    logits = model(ids, documents=last).logits
+    torch.testing.assert_close(learnt.loss, torch.nn.functional.cross_entropy(logits[0], labels[0]))
+
+
+def test_labels_that_are_the_ids_say_nothing_of_padding() -> None:
+    """As of transformers, which shifts them itself: a last document of one id is padding then."""
+    model, text = make(), torch.arange(1, 13)[None]
+    filled = torch.cat([text, torch.full((1, 20), SEPARATOR)], 1)
+    positions = torch.cat([torch.arange(12), torch.arange(20)])[None]
+    alone, padded = (
+        model(ids, ids, documents=Documents.of(at)) for ids, at in ((text, positions[:, :12]), (filled, positions))
+    )
+    assert torch.equal(alone.pairs_per_expert, padded.pairs_per_expert)
+    torch.testing.assert_close(alone.aux_loss, padded.aux_loss)
 
 
 def test_a_mask_of_ones_changes_no_bit_and_one_of_padding_none_of_the_text() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tilemoe.config import ModelConfig, MoEConfig, RouterConfig
 from tilemoe.data import prepare
+from tilemoe.layers.lora import add_lora
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.testing import assert_equal
 from tilemoe.train import muon
@@ -209,6 +210,17 @@ def test_gate_and_up_move_as_two_matrices(activation: str, gate_up: str, adjust_
     changes = [change for weight, its in zip(got, orders, strict=True) for change in separate(weight, its)]
     for left, right in zip(changes, want, strict=True):
         assert_near(left, right)
+
+
+def test_an_adapter_of_gate_and_up_is_two_matrices() -> None:
+    model = DecoderLM(MODEL)
+    add_lora(model, 4, 8.0)
+    group = make_optimizer(model, CONFIG).param_groups[0]
+    adapters = model.blocks[1].mlp.experts
+    orders = dict(zip(map(id, group["params"]), group["gate_up"], strict=True))
+    assert [orders[id(adapters.get_parameter(name))] for name in ("up_a", "up_b", "down_a", "down_b")] == [
+        None, MOE.gate_up, None, None,
+    ]  # fmt: skip
 
 
 def with_gradients(model: nn.Module) -> nn.Module:

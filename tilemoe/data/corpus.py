@@ -37,7 +37,7 @@ _CHAT_FIELDS = frozenset({"messages", "conversations", "prompt", "instruction"})
 
 _PIECE = 1 << 20  # characters of a text file that make one document; a longer file is cut at a line end
 _PARQUET_ROWS = 1024  # rows in memory at once
-_FEW_NUL = 4  # of so many characters of a text one at most is NUL
+_FEW_NUL = 64  # of so many characters of a text one at most is NUL; of UTF-16 without a mark at least the blanks are
 _NAMED = 5  # skipped files that are named
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -191,13 +191,14 @@ def _walk(root: Path, is_hidden: Callable[[str], bool]) -> list[str]:
 
 def _read_text(path: Path, undecodable: Undecodable) -> Iterator[str]:
     """Each piece of a text file, usually one."""
+    place = 0
     with open_text(path, "", undecodable) as file:
-        text = file.read(_PIECE)
-        if undecodable == "error" and text.count("\0") > len(text) // _FEW_NUL:  # half of UTF-16's bytes in English
-            raise not_utf8(f"{path}: byte {len(text[: text.index(chr(0))].encode('utf-8'))}, one of many NUL,")
-        yield text + file.readline(_PIECE)  # bounded: a file may be one endless line
-        while text := file.read(_PIECE):
-            yield text + file.readline(_PIECE)
+        while text := file.read(_PIECE) + file.readline(_PIECE):  # bounded: a file may be one endless line
+            if undecodable == "error" and text.count("\0") > len(text) // _FEW_NUL:
+                place += len(text[: text.index("\0")].encode("utf-8"))
+                raise not_utf8(f"{path}: byte {place}, one of many NUL,")
+            place += len(text.encode("utf-8", "surrogateescape"))
+            yield text
 
 
 def _read_jsonl(path: Path, undecodable: Undecodable, longest_line: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemoe.layers.experts import Experts
+from tilemoe.layers.lora import LoRAExperts
 from tilemoe.layers.mlp import MLP
 from tilemoe.train.config import OptimConfig
 from tilemoe.train.muon import MuonWithAdamW, adamw_group, muon_group
@@ -40,6 +41,7 @@ def gate_up_orders(model: nn.Module) -> dict[int, str]:
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     mlps = [module for module in model.modules() if isinstance(module, MLP)]
     layouts = [(each.w1, each.cfg) for each in experts] + [(each.w1, each.spec) for each in mlps]
+    layouts += [(each.up_b, each.cfg) for each in experts if isinstance(each, LoRAExperts)]
     return {id(weight): layout.gate_up for weight, layout in layouts if layout.is_gated}
 
 

@@ -45,14 +45,17 @@ class Documents(NamedTuple):
         return cls(positions, bounds.to(torch.int32))
 
     def real_tokens(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """(B, S) bool: False in a sequence's last document if that is one id again and again, and learns no other.
+        """(B, S) bool: False in a sequence's last document if that is one id again and again and none of it is learnt.
 
-        So is a window filled up. labels (B, S) as of a model, -100 where nothing is learnt. No host sync.
+        Nor is it where the sequence's labels are its ids, not shifted, so that no label says what is padding. labels
+        (B, S) as of a model, -100 where nothing is learnt. No host sync.
         """
         place = torch.arange(ids.shape[1], device=ids.device)
-        in_last = place >= place[-1] - self.positions[:, -1:]
-        is_filler = (ids == ids[:, -1:]) & ((labels == ids) | (labels < 0))
-        return ~(in_last & (is_filler | ~in_last).all(dim=1, keepdim=True))
+        before = place < place[-1] - self.positions[:, -1:]
+        is_one_id = (before | (ids == ids[:, -1:])).all(dim=1, keepdim=True)
+        is_unlearnt = (before | (labels < 0)).all(dim=1, keepdim=True)
+        is_unshifted = (labels == ids).all(dim=1, keepdim=True) & before[:, :1]
+        return before | ~(is_one_id & (is_unlearnt | is_unshifted))
 
 
 def varlen_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
