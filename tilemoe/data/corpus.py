@@ -193,12 +193,14 @@ def _read_text(path: Path, undecodable: Undecodable) -> Iterator[str]:
     """Each piece of a text file, usually one."""
     place = 0
     with open_text(path, "", undecodable) as file:
-        while text := file.read(_PIECE) + file.readline(_PIECE):  # bounded: a file may be one endless line
+        while (text := file.read(_PIECE) + file.readline(_PIECE)) or not place:  # bounded: one line may be endless
             if undecodable == "error" and text.count("\0") > len(text) // _FEW_NUL:
                 place += len(text[: text.index("\0")].encode("utf-8"))
                 raise not_utf8(f"{path}: byte {place}, one of many NUL,")
             place += len(text.encode("utf-8", "surrogateescape"))
             yield text
+            if not text:
+                return
 
 
 def _read_jsonl(path: Path, undecodable: Undecodable, longest_line: int) -> Iterator[str]:
