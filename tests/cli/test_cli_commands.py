@@ -172,7 +172,10 @@ def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_
     from tilemoe.train.checkpoints.restore import restore
 
     out = tmp_path / "hub"
-    assert run("export", "--checkpoint", finished, "--out", out)[0] == 0
+    status, said, _ = run("export", "--checkpoint", finished, "--out", out)
+    assert status == 0
+    assert "note: transformers trains it otherwise" in said  # one loss of both layers, with half the strength
+    assert "router_aux_loss_coef 0.02 in config.json" in said
     ids = torch.arange(97, 117)[None]
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import raises_one_line
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from untrusted_files import sign, write_sharded
 
@@ -514,3 +515,21 @@ def test_a_pipe_is_no_corpus(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     with raises_one_line(r"pipe\.txt': it is no regular file"):
         open_corpus(str(tmp_path / "pipe.txt"))
+
+
+@pytest.mark.parametrize(
+    "command", [("export", "--out", "out", "--checkpoint"), ("train", "--train.steps", "3", "--resume")]
+)
+def test_weights_that_are_not_finite_are_said_of_the_checkpoint(
+    dense_recipe: Recipe, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(replace(dense_recipe, train=replace(dense_recipe.train, steps=2)))
+    checkpoint = Path(dense_recipe.train.out_dir) / "step_00000002"
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["norm.weight"][0] = float("nan")
+    save_file(tensors, checkpoint / "model.safetensors")
+    sign(checkpoint)
+    with raises_one_line("norm.weight is not finite; take an earlier checkpoint", CheckpointError):
+        restore(checkpoint, "cpu")
+    assert main([*command, str(checkpoint)]) == 2
+    assert "norm.weight is not finite" in capsys.readouterr().err

@@ -173,7 +173,7 @@ def _require_no_noise(data: Mapping[str, Any], architecture: Architecture) -> No
 
 def _moe_from_hf(data: Mapping[str, Any], architecture: Architecture, width: int, std: float) -> MoEConfig:
     # Saved by some releases under the second name, which is an alias of the first.
-    experts = "num_local_experts" if "num_local_experts" in data else "num_experts"
+    experts = "num_experts" if data.get("num_local_experts") is None else "num_local_experts"
     coefficient = number(data, "router_aux_loss_coef", float, architecture.aux_loss_coef)
     return MoEConfig(
         hidden_size=width,

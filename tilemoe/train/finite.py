@@ -16,12 +16,12 @@ from tilemoe.train.optim import optimizer_tensors
 
 
 @torch.no_grad()
-def find_non_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+def find_non_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str | None:
     """The name of the first weight, buffer or optimiser state with a NaN or an infinity, in this process' part.
 
     It synchronises with the device once and copies no tensor.
     """
-    tensors = {**model.state_dict(), **optimizer_tensors(model, optimizer)}
+    tensors = {**model.state_dict(), **({} if optimizer is None else optimizer_tensors(model, optimizer))}
     names, largest = [], []
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -156,6 +156,8 @@ class Trainer:
         # Stays, of a rank (of a GPU) that was not there when it was saved.
         seed_process(self.recipe.train.seed, self.job, state.step)
         checkpoint.load_training(self.model, self.optimizer)
+        for name in filter(None, objects_of_processes(find_non_finite(self.model, self.optimizer), self.job)):
+            checkpoint.refuse_non_finite(name)
         self.step, self.tokens, self.seconds = state.step, state.tokens, state.seconds
         self._saved_step = state.step
 

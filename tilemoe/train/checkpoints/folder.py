@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -269,6 +269,9 @@ class Checkpoint:
                 f"checkpoint {self.path} is of another model: {difference}; "
                 "use the settings it was trained with, or another train.out_dir"
             )
+
+    def refuse_non_finite(self, name: str) -> NoReturn:
+        raise CheckpointError(f"checkpoint {self.path}: {name} is not finite; take an earlier checkpoint")
 
     def load_model(self, model: nn.Module) -> None:
         """Copy the weights and buffers into ``model``, on any device; of one that is shared, this process' part.
