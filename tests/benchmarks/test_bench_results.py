@@ -33,7 +33,7 @@ def test_cases_are_found_by_name() -> None:
     assert list(cases.find("main")) == list(cases.MAIN)
     assert len(cases.find("all")) == len(cases.MAIN) + len(cases.MORE)
     assert cases.find("OLMoE,7B-n256")["OLMoE"].num_experts == 64
-    with pytest.raises(ValueError, match="known are main, all, 7B-n256"):
+    with pytest.raises(ValueError, match="known are main, all, cpu, 7B-n256"):
         cases.find("7B-n256,7B-n255")
 
 

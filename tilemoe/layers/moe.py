@@ -198,7 +198,7 @@ class MoE(nn.Module):
         if token_mask is not None:
             shape = flat.shape[:1] if token_mask.ndim == 1 else x.shape[:-1]
             token_mask = checked_mask(token_mask, shape, x.device).flatten()
-            padding = ~token_mask[:, None]
+            padding = token_mask.unsqueeze(1).logical_not()
             flat = flat.masked_fill(padding, 0.0)  # before anything reads x: 0 times NaN is NaN
         if expert_ids is not None and expert_ids.ndim == x.ndim and expert_ids.shape[:-1] == x.shape[:-1]:
             expert_ids = expert_ids.reshape(flat.shape[0], expert_ids.shape[-1])
