@@ -3,7 +3,7 @@
 # these, ruff, codespell, mypy
 # fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core; with SEED=N what is left
 # of that seed's
-# every-cell: the Hopper backend's F1 and B1 compiled for each combination that they serve
+# every-cell: the Hopper backend's up_proj and down_proj_dgrad compiled for each combination that they serve
 # oldest-torch, newest: what traces, compiles and differentiates, and the API's examples, on the oldest PyTorch, and on
 # the newest with the newest transformers; recorded in results/versions.jsonl. Apart from check, because each downloads
 # 3 GB: before a release, and once a week
@@ -96,7 +96,7 @@ fuzz: env
 faults: env
 	TILEMOE_FAULTS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/record_tests.py faults -n $(JOBS) --dist worksteal
 
-# F1 and B1 of the Hopper backend compiled for each combination of what they serve, of which the tests have a selection;
+# up_proj and down_proj_dgrad of the Hopper backend compiled for each combination of what they serve, of which the tests have a selection;
 # recorded in results/every_cell.jsonl.
 every-cell: env
 	TILEMOE_CELLS=all OMP_NUM_THREADS=1 $(BIN)/python benchmarks/record_tests.py cells -n $(JOBS) --dist worksteal

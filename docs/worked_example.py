@@ -84,16 +84,16 @@ def computed(the: Example) -> dict[str, list[str]]:
     ranges = enumerate(pairwise(plan.row_start_of_expert.tolist()))
     da = torch.cat([do_rows[start:end] @ the.w2[expert] for expert, (start, end) in ranges])
     backward = [
-        line("da' = do w2 (B1)", da.flatten()),
-        line("ds of each row (B1)", ds[plan.pair_of_row.long()]),
-        line("dh (B1)", dh.flatten()),
-        line("a_scaled (B1)", a_scaled.flatten()),
-        line("dw2 (B2)", kernels.down_proj_wgrad(the.do, a_scaled, plan).flatten(1)),
-        line("dx_rows (B3)", dx_rows),
-        line("dw1 (B4)", kernels.up_proj_wgrad(the.x, dh, plan).flatten(1)),
-        line("dx (B5)", dx),
+        line("da' = do w2", da.flatten()),
+        line("ds of each row", ds[plan.pair_of_row.long()]),
+        line("dh", dh.flatten()),
+        line("a_scaled", a_scaled.flatten()),
+        line("dw2", kernels.down_proj_wgrad(the.do, a_scaled, plan).flatten(1)),
+        line("dx_rows", dx_rows),
+        line("dw1", kernels.up_proj_wgrad(the.x, dh, plan).flatten(1)),
+        line("dx", dx),
     ]
-    forward = [line("h (F1)", h.flatten()), line("a (F1)", a.flatten()), line("y (F2)", y), line("o (F3)", o)]
+    forward = [line("h", h.flatten()), line("a", a.flatten()), line("y", y), line("o", o)]
     naive = [line("<do, y> of each row", (do_rows * y).sum(dim=1))]
     return {"forward": forward, "backward": backward, "naive": naive}
 

@@ -38,7 +38,8 @@ FP8_WGRAD_WIDTH, FP8_WGRAD_ELEMENTS = 1024, 2048 * 2048
 
 
 def quantizes_wgrad(by_token: int, by_row: int) -> bool:
-    """Whether B2 or B4 reads FP8: by_token, the width of x or do, and by_row, that of dh or a_scaled."""
+    """Whether down_proj_wgrad or up_proj_wgrad reads FP8: by_token, the width of x or do, and by_row, that of dh or
+    a_scaled."""
     return min(by_token, by_row) >= FP8_WGRAD_WIDTH and by_token * by_row >= FP8_WGRAD_ELEMENTS
 
 

@@ -104,7 +104,7 @@ def cases() -> Iterator[Case]:
 
 
 def check_it_is_the_exchange_of_rounded_tokens() -> None:
-    """To the bit: so F1's and B1's results are also those of tokens that crossed as they are."""
+    """To the bit: so up_proj's and down_proj_dgrad's results are also those of tokens that crossed as they are."""
     for case in cases():
         found = case.shared("fp8", case.x, case.do)
         assert_equal(found, case.shared("bf16", rounded(case.x), rounded(case.do)))

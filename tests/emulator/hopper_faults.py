@@ -11,16 +11,16 @@ from triton_checks import Case
 
 Fault = tuple[str, str, str, str]
 
-# As many columns as fill B1's slices: past them nothing is stored.
+# As many columns as fill down_proj_dgrad's slices: past them nothing is stored.
 SWIGLU = Case(torch.float16, hidden_size=192, intermediate_size=256)
 TRANSPOSED = replace(SWIGLU, transposed=True)
 INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
 UNGATED = replace(SWIGLU, activation="relu2")
 CLAMPED = replace(SWIGLU, activation="swiglu_oai")
 BIAS = replace(SWIGLU, bias=True, hidden_size=136, intermediate_size=200)
-# Whose db1 takes one more tile of B4.
+# Whose db1 takes one more tile of up_proj_wgrad.
 SUMS_ALONE = replace(BIAS, hidden_size=128)
-# Too long a contraction of F2 for a stationary weight.
+# Too long a contraction of down_proj for a stationary weight.
 LONG_BIAS = replace(BIAS, intermediate_size=264)
 
 PROTOCOL = "deadlock|more arrivals"
@@ -77,9 +77,9 @@ FAULTS: dict[str, Fault] = {
         "block_tile_coords", "(remaining == BLOCKS + 1)", "(remaining == 99)", "stored twice",
     ),
     "nobody moves up": ("block_tile_coords", "gl.where(takes_one, row - WARPGROUP_M, row)", "row", NUMBERS),
-    "F1 overwrites a slice of h": ("store_h", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
-    "F1 overwrites a slice of a": ("store_act", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
-    "F1 ends before its stores": ("act_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "up_proj overwrites a slice of h": ("store_h", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "up_proj overwrites a slice of a": ("store_act", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "up_proj ends before its stores": ("act_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
     "no consumer waits for its turn": (
         "pingpong_consumer",
         "mbarrier.wait(mma_order.index(CONSUMER), ",
@@ -101,12 +101,14 @@ FAULTS: dict[str, Fault] = {
         WAIT_BLOCKS.replace("COUNT)", "COUNT + 1)"),
         NUMBERS,
     ),
-    "F2 has no third block": ("pingpong_consumer", "count > 2", "count > 3", NUMBERS),
-    "F2 overwrites a slice": ("store_block", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
-    "F2 ends before its stores": ("pingpong_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
-    "F2 stores past the expert's end": ("store_block", "end, last,", "end + 64, last - 64,", "stored twice"),
-    "tile_info before the stage is free, F1": ("gather_producer", FREE + TILE, TAKEN + TILE, PUBLISHED),
-    "tile_info before the stage is free, B2": ("wgrad_producer", FREE + WEIGHTS, TAKEN + WEIGHTS, PUBLISHED),
+    "down_proj has no third block": ("pingpong_consumer", "count > 2", "count > 3", NUMBERS),
+    "down_proj overwrites a slice": ("store_block", "tma.store_wait(BUFFERS - 1)", "tma.store_wait(BUFFERS)", NUMBERS),
+    "down_proj ends before its stores": ("pingpong_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "down_proj stores past the expert's end": ("store_block", "end, last,", "end + 64, last - 64,", "stored twice"),
+    "tile_info before the stage is free, up_proj": ("gather_producer", FREE + TILE, TAKEN + TILE, PUBLISHED),
+    "tile_info before the stage is free, down_proj_wgrad": (
+        "wgrad_producer", FREE + WEIGHTS, TAKEN + WEIGHTS, PUBLISHED,
+    ),
     "another tile is published": ("gather_producer", TILE, TILE.replace("row", "next_row"), f"{NUMBERS}|{ANOTHER}"),
     "the end is not published": ("gather_producer", NO_TILE, "producer_acquire(ring, step)", "deadlock"),
     "the scheduler gives a tile twice": ("scheduler_next", "number + 2 * gl", "number + 1 * gl", "stored twice"),
@@ -126,26 +128,28 @@ FAULTS: dict[str, Fault] = {
     "all of h in one stage": ("load_h", "        step += 1", "        pass", PROTOCOL),
     "h of the first consumer's rows": ("load_h", "row + consumer * WARPGROUP_M", "row", NUMBERS),
     "h of the first slice": ("load_h", "col + i * EPILOGUE_N", "col", NUMBERS),
-    "B1 reads h before it is there": ("dact_slice", WAIT_FULL, TAKE, f"{EITHER}|nobody waited for"),
-    "B1's slice in the stage of another": (
+    "down_proj_dgrad reads h before it is there": ("dact_slice", WAIT_FULL, TAKE, f"{EITHER}|nobody waited for"),
+    "down_proj_dgrad's slice in the stage of another": (
         "dact_slices", f"slices[i], {SLICE_ARGS} + i,", f"slices[i], {SLICE_ARGS},", PROTOCOL,
     ),
-    "B1's consumers in one place": ("dact_slice", "index(CONSUMER * BLOCKS),", "index(0),", FENCE),
-    "B1 releases a stage twice": ("dact_slice", RELEASE_SLICE, f"{RELEASE}; {RELEASE}", PROTOCOL),
-    "B1 releases no stage": ("dact_slice", RELEASE_SLICE, "pass", "deadlock"),
-    "B1 releases an operand's stage": ("dact_slice", RELEASE_SLICE, RELEASE, f"{SOONER}|{NUMBERS}"),
-    "B1 releases a stage while it is stored": ("dact_slice", "tma.store_wait(0)", "pass", NUMBERS),
-    "B1 waits for a_scaled only": ("dact_slice", "tma.store_wait(0)", "tma.store_wait(1)", NUMBERS),
-    "B1 stores without a fence": ("dact_slice", "fence_async_shared()", "pass", FENCE),
-    "B1 has no pending release": ("dact_consumer", "pending_release = True", "pass", "deadlock"),
-    "B1 releases what is not pending": (
+    "down_proj_dgrad's consumers in one place": ("dact_slice", "index(CONSUMER * BLOCKS),", "index(0),", FENCE),
+    "down_proj_dgrad releases a stage twice": ("dact_slice", RELEASE_SLICE, f"{RELEASE}; {RELEASE}", PROTOCOL),
+    "down_proj_dgrad releases no stage": ("dact_slice", RELEASE_SLICE, "pass", "deadlock"),
+    "down_proj_dgrad releases an operand's stage": ("dact_slice", RELEASE_SLICE, RELEASE, f"{SOONER}|{NUMBERS}"),
+    "down_proj_dgrad releases a stage while it is stored": ("dact_slice", "tma.store_wait(0)", "pass", NUMBERS),
+    "down_proj_dgrad waits for a_scaled only": ("dact_slice", "tma.store_wait(0)", "tma.store_wait(1)", NUMBERS),
+    "down_proj_dgrad stores without a fence": ("dact_slice", "fence_async_shared()", "pass", FENCE),
+    "down_proj_dgrad has no pending release": ("dact_consumer", "pending_release = True", "pass", "deadlock"),
+    "down_proj_dgrad releases what is not pending": (
         "dact_consumer", "            pending_release = False", "            pass", EITHER,
     ),
-    "B1 skips no slices": ("dact_consumer", "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}"),
-    "B1 counts one slice": ("dact_consumer", "step += BN // EPILOGUE_N", "step += 1", f"{SOONER}|{ANOTHER}"),
-    "B1 ends before its stores": ("dact_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
-    "B2 overwrites a slice": ("store_gradient", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
-    "B2 ends before its stores": ("wgrad_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "down_proj_dgrad skips no slices": ("dact_consumer", "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}"),
+    "down_proj_dgrad counts one slice": (
+        "dact_consumer", "step += BN // EPILOGUE_N", "step += 1", f"{SOONER}|{ANOTHER}",
+    ),
+    "down_proj_dgrad ends before its stores": ("dact_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
+    "down_proj_wgrad overwrites a slice": ("store_gradient", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS),
+    "down_proj_wgrad ends before its stores": ("wgrad_consumer", "tma.store_wait(0)", "pass", UNFINISHED),
 }  # fmt: skip
 # Of a gradient that is added to a sum.
 OF_ADDING: dict[str, Fault] = {
@@ -155,7 +159,7 @@ OF_ADDING: dict[str, Fault] = {
     "the sum overwritten": ("add_slice", "tma_add(", "tma_store(", NUMBERS),
     "nothing transposed": ("add_slice", "if TRANSPOSED:", "if False:", "what the buffer holds"),
 }
-# Two tiles of columns, of four steps each, of F2 with a bias and of B3.
+# Two tiles of columns, of four steps each, of down_proj with a bias and of up_proj_dgrad.
 STATIONARY = replace(UNGATED, bias=True, hidden_size=264, intermediate_size=200)
 NEXT, NEXT_OF_CONSUMER = "expert, row, col, count = next_", "expert, first, end, col, count = next_"
 A_BYTES, B_BYTES = "rows.block_type.nbytes", "weight.block_type.nbytes"
@@ -274,22 +278,22 @@ OF_STATIONARY: dict[str, Fault] = {
 }  # fmt: skip
 OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "the parts are the halves of a tile": (TRANSPOSED, ("gate_up_slices", "elif B_K_MAJOR", "elif True", NUMBERS)),
-    "F1 stores the parts as halves": (TRANSPOSED, ("store_h", "elif B_K_MAJOR", "elif True", NUMBERS)),
-    "F1 has the halves of a tile for parts": (SWIGLU, ("gate_up_slices", "elif B_K_MAJOR", "elif False", NUMBERS)),
+    "up_proj stores the parts as halves": (TRANSPOSED, ("store_h", "elif B_K_MAJOR", "elif True", NUMBERS)),
+    "up_proj has the halves of a tile for parts": (SWIGLU, ("gate_up_slices", "elif B_K_MAJOR", "elif False", NUMBERS)),
     "up's weight only": (TRANSPOSED, ("load_weight", "0, k, col", "1, k, col", NUMBERS)),
     "fewer bytes than come of a weight": (TRANSPOSED, ("load_gathered", "weight.block", "-weight.block", "more bytes")),
     "more bytes than come of a weight": (TRANSPOSED, ("load_gathered", "weight.block", "2 * weight.block", "deadlock")),
     "half a part for a tile": (
         TRANSPOSED, ("gather_producer", "cdiv(width_out, BN)", "cdiv(width_out, 2 * BN)", NUMBERS),
     ),
-    "F1 takes halves for pairs": (
+    "up_proj takes halves for pairs": (
         INTERLEAVED, ("gate_up_slices", "deinterleave(acc, BN)", "(acc[:, : BN // 2], acc[:, BN // 2 :])", NUMBERS),
     ),
-    "F1 swaps the columns of a pair": (INTERLEAVED, ("gate_up_slices", "gate, up =", "up, gate =", NUMBERS)),
-    "F1 stores a where h is": (INTERLEAVED, ("store_act", "col = col // 2", "pass", f"{NUMBERS}|{ANOTHER}")),
-    "F1 sees half of h": (INTERLEAVED, ("up_proj_act_kernel", "2 * n if GATE", "n if GATE", NUMBERS)),
-    "F1 stores the slope": (UNGATED, ("store_act", "value, _slope", "_slope, value", NUMBERS)),
-    "F1 stores half a tile": (UNGATED, ("store_act", "BN if GATE", "BN // 2 if GATE", NUMBERS)),
+    "up_proj swaps the columns of a pair": (INTERLEAVED, ("gate_up_slices", "gate, up =", "up, gate =", NUMBERS)),
+    "up_proj stores a where h is": (INTERLEAVED, ("store_act", "col = col // 2", "pass", f"{NUMBERS}|{ANOTHER}")),
+    "up_proj sees half of h": (INTERLEAVED, ("up_proj_act_kernel", "2 * n if GATE", "n if GATE", NUMBERS)),
+    "up_proj stores the slope": (UNGATED, ("store_act", "value, _slope", "_slope, value", NUMBERS)),
+    "up_proj stores half a tile": (UNGATED, ("store_act", "BN if GATE", "BN // 2 if GATE", NUMBERS)),
     "nobody adds the bias": (BIAS, ("act_consumer", "acc += broadcast", "broadcast", NUMBERS)),
     "the bias of another expert": (BIAS, ("act_consumer", "columns(bias, expert", "columns(bias, 0 * expert", NUMBERS)),
     "the bias of the first columns": (BIAS, ("load_tile_columns", "inside = col +", "inside =", NUMBERS)),
@@ -305,12 +309,12 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     "no bias past half of h": (
         replace(BIAS, gate_up="interleaved"), ("load_tile_columns", "col + column, 2 * n", "col + column, n", NUMBERS),
     ),
-    "F2 publishes another expert": (
+    "down_proj publishes another expert": (
         LONG_BIAS, ("pingpong_producer", "4 * expert + count", "4 * next_expert + count", NUMBERS),
     ),
-    "F2 adds another expert's bias": (LONG_BIAS, ("pingpong_consumer", "count // 4,", "count // 8,", NUMBERS)),
-    "F2 adds the first columns' bias": (LONG_BIAS, ("pingpong_consumer", "col + gl", "gl", NUMBERS)),
-    "F2 adds the left half's bias": (
+    "down_proj adds another expert's bias": (LONG_BIAS, ("pingpong_consumer", "count // 4,", "count // 8,", NUMBERS)),
+    "down_proj adds the first columns' bias": (LONG_BIAS, ("pingpong_consumer", "col + gl", "gl", NUMBERS)),
+    "down_proj adds the left half's bias": (
         LONG_BIAS, ("store_block", "j * EPILOGUE_N, EPILOGUE_N", "0, EPILOGUE_N", NUMBERS),
     ),
     "A has no ones": (BIAS, ("copy_a", "width_of_a(p, ones)", "p", NUMBERS)),
@@ -335,36 +339,40 @@ OF_LAYOUTS: dict[str, tuple[Case, Fault]] = {
     ),
     "h's blocks in one place": (INTERLEAVED, ("load_h", "BLOCKS + block)", "BLOCKS)", NUMBERS)),
     "the same block of h twice": (INTERLEAVED, ("load_h", " + block * EPILOGUE_N", "", NUMBERS)),
-    "B1 has one block": (INTERLEAVED, ("dact_slice", "BLOCKS + BLOCKS - 1", "BLOCKS", NUMBERS)),
+    "down_proj_dgrad has one block": (INTERLEAVED, ("dact_slice", "BLOCKS + BLOCKS - 1", "BLOCKS", NUMBERS)),
     "nobody stores dh's second block": (
         INTERLEAVED, ("dact_slice", 'if GATE_UP == "interleaved":\n        tma', "if False:\n        tma", NUMBERS),
     ),
     "dh's blocks in one place": (INTERLEAVED, ("dact_slice", "* col + EPILOGUE_N", "* col", "stored twice")),
-    "B1 takes halves for pairs": (
+    "down_proj_dgrad takes halves for pairs": (
         INTERLEAVED,
         (
             "interleaved_half_grad", "deinterleave(buffer.load(both), EPILOGUE_N)",
             "halves(buffer.load(both), WARPGROUP_M, EPILOGUE_N)", NUMBERS,
         ),
     ),
-    "B1 stores halves for pairs": (
+    "down_proj_dgrad stores halves for pairs": (
         INTERLEAVED,
         ("interleaved_half_grad", "dtype)).reshape", "dtype)).permute([0, 2, 1]).reshape", NUMBERS),
     ),
-    "B1 joins the left half and itself": (INTERLEAVED, ("interleaved_grad", "right_a, da", "left_a, da", NUMBERS)),
-    "B1's gradient without the score": (UNGATED, ("dact_slice", "score[:, None] * slope", "slope", NUMBERS)),
-    "B1 stores no gradient": (UNGATED, ("dact_slice", "    buffer.store", "    ", NUMBERS)),
-    "B1 joins pairs, not halves": (CLAMPED, ("joined", ".permute([0, 2, 1])", "", NUMBERS)),
-    "B1 takes the left half twice": (
+    "down_proj_dgrad joins the left half and itself": (
+        INTERLEAVED, ("interleaved_grad", "right_a, da", "left_a, da", NUMBERS),
+    ),
+    "down_proj_dgrad's gradient without the score": (
+        UNGATED, ("dact_slice", "score[:, None] * slope", "slope", NUMBERS),
+    ),
+    "down_proj_dgrad stores no gradient": (UNGATED, ("dact_slice", "    buffer.store", "    ", NUMBERS)),
+    "down_proj_dgrad joins pairs, not halves": (CLAMPED, ("joined", ".permute([0, 2, 1])", "", NUMBERS)),
+    "down_proj_dgrad takes the left half twice": (
         CLAMPED,
         ("concatenated_grad", "gate_buffer.slice(HALF", "gate_buffer.slice(0", NUMBERS),
     ),
-    "B1 takes more than half a slice": (
+    "down_proj_dgrad takes more than half a slice": (
         CLAMPED,
         ("concatenated_grad", "up_buffer.slice(HALF, HALF", "up_buffer.slice(HALF, EPILOGUE_N", "outside the buffer"),
     ),
-    "B1's loop keeps to a slice": (CLAMPED, ("dact_slices", "da, next_da, third_da = ", "_ = ", NUMBERS)),
-    "B1's loop stays in a stage": (
+    "down_proj_dgrad's loop keeps to a slice": (CLAMPED, ("dact_slices", "da, next_da, third_da = ", "_ = ", NUMBERS)),
+    "down_proj_dgrad's loop stays in a stage": (
         CLAMPED,
         (
             "dact_slices", f"                da, {SLICE_ARGS} + i,",

@@ -28,29 +28,30 @@ SWIGLU = Case(torch.float16, hidden_size=384, intermediate_size=256)
 INTERLEAVED = replace(SWIGLU, gate_up="interleaved")
 UNGATED = replace(SWIGLU, activation="relu2")
 BIAS = replace(SWIGLU, bias=True)
-# No contraction of F2 and B3 for a stationary weight, and two tiles of columns, one of them of a half.
+# No contraction of down_proj and up_proj_dgrad for a stationary weight, and two tiles of columns, one of them of a
+# half.
 LONG = replace(UNGATED, intermediate_size=384)
 LONG_BIAS = replace(BIAS, intermediate_size=640)
-# One step of F1 for each of five tiles of columns: the consumers' tiles differ.
+# One step of up_proj for each of five tiles of columns: the consumers' tiles differ.
 SHORT = replace(SWIGLU, hidden_size=128, intermediate_size=640)
-# Three tiles of B1, of two steps and four slices each.
+# Three tiles of down_proj_dgrad, of two steps and four slices each.
 WIDE = replace(SWIGLU, hidden_size=256, intermediate_size=640)
 
 RELEASE = "mbarrier.arrive(empty.index(stage), count=1)"
 WAIT = "product = warpgroup_mma_wait(0, deps=(product,))"
 COPY = "cp_async(scale_smem.index(stage), first_scale + k // BK)"
 TOKENS = "scale_token = load_tokens(token_of_row, next_row, next_end, gl.arange(0, BM, THREAD_LAYOUT))"
-MAINLOOP, F1, F2 = "scaled_mainloop", "hopper_fp8.gemm.act_consumer", "rows_consumer"
+MAINLOOP, UP_PROJ, DOWN_PROJ = "scaled_mainloop", "hopper_fp8.gemm.act_consumer", "rows_consumer"
 MMA, ISSUE = "hopper_fp8.mainloop.mma_mainloop", "hopper_fp8.mainloop.issue_mma"
-B3, ROWS_KERNEL = F2, "hopper_fp8.gemm.gemm_rows_kernel"
-B1, STORE_ACT = "hopper_fp8.gemm.dact_consumer", "hopper_fp8.gemm.store_act"
+UP_PROJ_DGRAD, ROWS_KERNEL = DOWN_PROJ, "hopper_fp8.gemm.gemm_rows_kernel"
+DACT, STORE_ACT = "hopper_fp8.gemm.dact_consumer", "hopper_fp8.gemm.store_act"
 LAST_WAIT = "ring, tile_info, step)\n    tma.store_wait(0)"
 OF_ROWS = "row_scale.index(stage).slice(CONSUMER * WARPGROUP_M"
 WAIT_IN_LOOP = "(1, deps=(acc,))\n        consumer_release_previous(ring, step)"
 LAST_RELEASE = "(0, deps=(acc,))\n    consumer_release_previous(ring, step)"
 BUFFER, ANOTHER_EXPERT = "scale_smem.index(CONSUMER)", ("weight_scale, expert", "weight_scale, 0 * expert")
 FAULTS: dict[str, tuple[Case, Fault]] = {
-    # Of F2, with block scales.
+    # Of down_proj, with block scales.
     "nobody copies the rows' scales": (LONG, ("load_gathered", COPY, "pass", NUMBERS)),
     "the rows' scales in another stage": (LONG, ("load_gathered", COPY, COPY.replace("stage", "0"), NUMBERS)),
     "the rows' scales of the first step": (LONG, ("load_gathered", COPY, COPY.replace(" + k // BK", ""), NUMBERS)),
@@ -78,21 +79,21 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
         SWIGLU, ("scale_pointers", "gl.minimum(right_column // BLOCK, width // BLOCK - 1)", "right_column // BLOCK",
                  "outside the tensor"),
     ),
-    "F2 copies no rows' scales": (
+    "down_proj copies no rows' scales": (
         LONG, (ROWS_KERNEL, "row_scale = (rows_scale, scale_smem)", "row_scale = None", NUMBERS),
     ),
-    "F2 reads a stage before it is full": (LONG, (MAINLOOP, WAIT_FULL, TAKE, SOONER)),
-    "F2 releases a stage before its second product": (
+    "down_proj reads a stage before it is full": (LONG, (MAINLOOP, WAIT_FULL, TAKE, SOONER)),
+    "down_proj releases a stage before its second product": (
         LONG, (MAINLOOP, f"{WAIT}\n        {RELEASE}", f"{RELEASE}\n        {WAIT}", NUMBERS),
     ),
-    "F2 releases no stage": (LONG, (MAINLOOP, RELEASE, "pass", "deadlock")),
-    "F2 releases a stage twice": (LONG, (MAINLOOP, RELEASE, f"{RELEASE}; {RELEASE}", PROTOCOL)),
-    "F2 does not count a step": (LONG, (MAINLOOP, "        step += 1", "        pass", f"{PROTOCOL}|{ANOTHER}")),
+    "down_proj releases no stage": (LONG, (MAINLOOP, RELEASE, "pass", "deadlock")),
+    "down_proj releases a stage twice": (LONG, (MAINLOOP, RELEASE, f"{RELEASE}; {RELEASE}", PROTOCOL)),
+    "down_proj does not count a step": (LONG, (MAINLOOP, "        step += 1", "        pass", f"{PROTOCOL}|{ANOTHER}")),
     "the left half twice": (LONG, (MAINLOOP, "b.slice(BLOCK, BLOCK)", "b.slice(0, BLOCK)", NUMBERS)),
-    "the first consumer's rows for F2": (
+    "the first consumer's rows for down_proj": (
         LONG, (MAINLOOP, "a_smem.shape[1]).slice(CONSUMER", "a_smem.shape[1]).slice(0", NUMBERS),
     ),
-    # With scales by row and by column: F1, B1 and B3.
+    # With scales by row and by column: up_proj, down_proj_dgrad and up_proj_dgrad.
     "a stage is read before it is full": (SWIGLU, (ISSUE, WAIT_FULL, TAKE, f"{SOONER}|{NUMBERS}")),
     "a stage is released with its product in flight": (
         SWIGLU, (MMA, WAIT_IN_LOOP, WAIT_IN_LOOP.replace("(1,", "(2,"), NUMBERS),
@@ -115,33 +116,35 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "the scales of the first rows": (
         SWIGLU, ("row_scale_pointers", "load_tokens(token_of_row, row", "load_tokens(token_of_row, 0", NUMBERS),
     ),
-    "the first consumer's row scales for F1": (
-        SWIGLU, (F1, "token_of_row, row, end", "token_of_row, row - CONSUMER * WARPGROUP_M, end", NUMBERS),
+    "the first consumer's row scales for up_proj": (
+        SWIGLU, (UP_PROJ, "token_of_row, row, end", "token_of_row, row - CONSUMER * WARPGROUP_M, end", NUMBERS),
     ),
-    "the first consumer's row scales for B1": (
-        SWIGLU, (B1, "token_of_row, first, end", "token_of_row, row, end", NUMBERS),
+    "the first consumer's row scales for down_proj_dgrad": (
+        SWIGLU, (DACT, "token_of_row, first, end", "token_of_row, row, end", NUMBERS),
     ),
-    "the first consumer's row scales for B3": (
-        LONG, (B3, "None, row, end", "None, row - CONSUMER * WARPGROUP_M, end", NUMBERS),
+    "the first consumer's row scales for up_proj_dgrad": (
+        LONG, (UP_PROJ_DGRAD, "None, row, end", "None, row - CONSUMER * WARPGROUP_M, end", NUMBERS),
     ),
-    "F1 gathers no row scales": (SWIGLU, (F1, "x_scale, token_of_row", "x_scale, None", NUMBERS)),
-    "B1 gathers no row scales": (SWIGLU, (B1, "do_scale, token_of_row", "do_scale, None", NUMBERS)),
-    "another expert's column scales for F1": (SWIGLU, (F1, *ANOTHER_EXPERT, NUMBERS)),
-    "another expert's column scales for B1": (SWIGLU, (B1, *ANOTHER_EXPERT, NUMBERS)),
-    "another expert's column scales for B3": (
-        LONG, (B3, "load_columns(weight_scale, expert", "load_columns(weight_scale, 0 * expert", NUMBERS),
+    "up_proj gathers no row scales": (SWIGLU, (UP_PROJ, "x_scale, token_of_row", "x_scale, None", NUMBERS)),
+    "down_proj_dgrad gathers no row scales": (SWIGLU, (DACT, "do_scale, token_of_row", "do_scale, None", NUMBERS)),
+    "another expert's column scales for up_proj": (SWIGLU, (UP_PROJ, *ANOTHER_EXPERT, NUMBERS)),
+    "another expert's column scales for down_proj_dgrad": (SWIGLU, (DACT, *ANOTHER_EXPERT, NUMBERS)),
+    "another expert's column scales for up_proj_dgrad": (
+        LONG, (UP_PROJ_DGRAD, "load_columns(weight_scale, expert", "load_columns(weight_scale, 0 * expert", NUMBERS),
     ),
-    "the first columns' scales for F1": (SWIGLU, (F1, "stride_se, col,", "stride_se, 0,", NUMBERS)),
-    "the first columns' scales for B1": (LONG, (B1, "col + gl.arange", "gl.arange", NUMBERS)),
-    "the first columns' scales for B3": (LONG, (B3, "col + gl.arange", "gl.arange", NUMBERS)),
+    "the first columns' scales for up_proj": (SWIGLU, (UP_PROJ, "stride_se, col,", "stride_se, 0,", NUMBERS)),
+    "the first columns' scales for down_proj_dgrad": (LONG, (DACT, "col + gl.arange", "gl.arange", NUMBERS)),
+    "the first columns' scales for up_proj_dgrad": (LONG, (UP_PROJ_DGRAD, "col + gl.arange", "gl.arange", NUMBERS)),
     "gate's column scales for up": (SWIGLU, ("load_tile_columns", " + column // RUN % 2 * n", "", NUMBERS)),
-    "the next columns' scales for up": (SWIGLU, (F1, "BN, True, GATE_UP", 'BN, True, "none"', NUMBERS)),
-    "column scales past the last of B1": (LONG, (B1, "PAIR_LAYOUT), n)", "PAIR_LAYOUT), 2 * n)", "past the tensor")),
-    "column scales past the last of B3": (
-        LONG, (B3, "columns, width_out)", "columns, 2 * width_out)", "past the tensor"),
+    "the next columns' scales for up": (SWIGLU, (UP_PROJ, "BN, True, GATE_UP", 'BN, True, "none"', NUMBERS)),
+    "column scales past the last of down_proj_dgrad": (
+        LONG, (DACT, "PAIR_LAYOUT), n)", "PAIR_LAYOUT), 2 * n)", "past the tensor"),
+    ),
+    "column scales past the last of up_proj_dgrad": (
+        LONG, (UP_PROJ_DGRAD, "columns, width_out)", "columns, 2 * width_out)", "past the tensor"),
     ),
     "nobody passes on the columns' scales": (SWIGLU, ("scale_slices", "buffer.store(column_scale)", "pass", NUMBERS)),
-    "both consumers pass columns' scales on in one place": (SHORT, (F1, BUFFER, "scale_smem.index(0)", NUMBERS)),
+    "both consumers pass columns' scales on in one place": (SHORT, (UP_PROJ, BUFFER, "scale_smem.index(0)", NUMBERS)),
     **{
         f"the {slice} slice without its rows' scales": (
             SWIGLU, ("scale_slices", f"{slice} * (rows * ", f"{slice} * (", NUMBERS),
@@ -157,7 +160,7 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "the third slice's column scales for the fourth": (
         SWIGLU, ("scale_slices", "buffer.slice(3 * EPILOGUE_N,", "buffer.slice(2 * EPILOGUE_N,", NUMBERS),
     ),
-    "B3 copies row scales with each stage": (
+    "up_proj_dgrad copies row scales with each stage": (
         LONG,
         (ROWS_KERNEL, "row_scale: gl.constexpr = None", "row_scale = (rows_scale, scale_smem)", "past the tensor"),
     ),
@@ -168,19 +171,19 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "a slice is overwritten": (SWIGLU, ("store_slices", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS)),
     "up's columns where gate's are": (SWIGLU, ("store_slices", "last, i // 2, col", "last, i % 2, col", ANOTHER)),
     "h is overwritten by a": (SWIGLU, ("store_quantized", "tma.store_wait(1)", "tma.store_wait(2)", NUMBERS)),
-    "a is overwritten by the next h": (SWIGLU, (F1, "tma.store_wait(0)  # of", "# of", NUMBERS)),
+    "a is overwritten by the next h": (SWIGLU, (UP_PROJ, "tma.store_wait(0)  # of", "# of", NUMBERS)),
     "a's right block in the left one's buffer": (
         UNGATED, (STORE_ACT, "staging.index(2 * CONSUMER + 1)", "staged", NUMBERS),
     ),
     "a store without a fence": (SWIGLU, ("fence_and_store", "fence_async_shared()", "pass", FENCE)),
-    "F1 ends before its stores": (SWIGLU, (F1, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
-    "F2 ends before its stores": (LONG_BIAS, (F2, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
-    "B1 ends before its stores": (SWIGLU, (B1, "tma.store_wait(0)", "pass", UNFINISHED)),
-    "B1 has no pending release": (SWIGLU, (B1, "pending_release = True", "pass", "deadlock")),
-    "B1 releases what is not pending": (
-        WIDE, (B1, "            pending_release = False", "            pass", EITHER),
+    "up_proj ends before its stores": (SWIGLU, (UP_PROJ, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
+    "down_proj ends before its stores": (LONG_BIAS, (DOWN_PROJ, LAST_WAIT, LAST_WAIT.partition("\n")[0], UNFINISHED)),
+    "down_proj_dgrad ends before its stores": (SWIGLU, (DACT, "tma.store_wait(0)", "pass", UNFINISHED)),
+    "down_proj_dgrad has no pending release": (SWIGLU, (DACT, "pending_release = True", "pass", "deadlock")),
+    "down_proj_dgrad releases what is not pending": (
+        WIDE, (DACT, "            pending_release = False", "            pass", EITHER),
     ),
-    "B1 skips no slices": (SWIGLU, (B1, "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}")),
+    "down_proj_dgrad skips no slices": (SWIGLU, (DACT, "steps + BN // EPILOGUE_N", "steps", f"{SOONER}|{ANOTHER}")),
     "the largest of half a block": (SWIGLU, ("largest_of", "range(1, len(parts))", "range(0)", NUMBERS)),
     "the largest, not of magnitudes": (SWIGLU, ("largest_of", "gl.max(gl.abs(parts[0])", "gl.max((parts[0])", NUMBERS)),
     "a is multiplied by its scale": (SWIGLU, ("store_quantized", "1.0 / of_row", "of_row", NUMBERS)),
@@ -197,13 +200,13 @@ FAULTS: dict[str, tuple[Case, Fault]] = {
     "gate and up exchanged": (SWIGLU, (STORE_ACT, "gated_value(second, fourth", "gated_value(fourth, second", NUMBERS)),
     "pairs out of order": (INTERLEAVED, (STORE_ACT, "pairs_value(third", "pairs_value(second", NUMBERS)),
     "a of pairs where h is": (INTERLEAVED, (STORE_ACT, "col // 2, n", "col, n", f"{NUMBERS}|{ANOTHER}")),
-    "F1 stores the slope": (UNGATED, ("hopper_fp8.gemm.value", "act, _slope", "_slope, act", NUMBERS)),
+    "up_proj stores the slope": (UNGATED, ("hopper_fp8.gemm.value", "act, _slope", "_slope, act", NUMBERS)),
     "a's left block twice": (UNGATED, (STORE_ACT, "col + BLOCK, n", "col, n", f"{NUMBERS}|{ANOTHER}")),
-    "nobody adds the bias": (BIAS, (F1, "slices = add_bias", "_ = add_bias", NUMBERS)),
-    "F2 adds no bias": (LONG_BIAS, (F2, "slices = add_bias", "_ = add_bias", NUMBERS)),
+    "nobody adds the bias": (BIAS, (UP_PROJ, "slices = add_bias", "_ = add_bias", NUMBERS)),
+    "down_proj adds no bias": (LONG_BIAS, (DOWN_PROJ, "slices = add_bias", "_ = add_bias", NUMBERS)),
     "another expert's bias": (BIAS, ("hopper_fp8.mainloop.add_bias", "bias + expert", "bias + 0 * expert", NUMBERS)),
-    "the next columns' bias for up": (BIAS, (F1, 'n if GATE_UP == "concatenated" else BLOCK', "BLOCK", NUMBERS)),
-    "the gate's bias for up": (BIAS, (F1, "stride_bias, col, col + apart", "stride_bias, col, col", NUMBERS)),
+    "the next columns' bias for up": (BIAS, (UP_PROJ, 'n if GATE_UP == "concatenated" else BLOCK', "BLOCK", NUMBERS)),
+    "the gate's bias for up": (BIAS, (UP_PROJ, "stride_bias, col, col + apart", "stride_bias, col, col", NUMBERS)),
     "one slice's bias twice": (
         BIAS, ("add_bias_to_slices", "stride, left_column + EPILOGUE_N", "stride, left_column", NUMBERS),
     ),
@@ -314,35 +317,43 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
         STATIONARY, (KEPT, "stride_bias, col, col + BLOCK", "stride_bias, col, col", NUMBERS),
     ),
     "nobody adds the bias": (STATIONARY, (KEPT, "slices = add_bias", "_ = add_bias", NUMBERS)),
-    "F2's producer stores no row scales": (
+    "down_proj's producer stores no row scales": (
         STATIONARY, (STATIONARY_KERNEL, "row_scale = scale_smem", "row_scale = None", NUMBERS),
     ),
-    "B3's producer stores row scales": (
+    "up_proj_dgrad's producer stores row scales": (
         STATIONARY,
         (STATIONARY_KERNEL, "row_scale: gl.constexpr = None", "row_scale = scale_smem", "what the buffer holds"),
     ),
-    "B3 reads A before it is there": (STATIONARY, (OF_STEP, WAIT_FULL, TAKE, f"{SOONER}|{NUMBERS}")),
-    "B3 reads B before it is there": (STATIONARY, (OF_STEP, B_FULL, "pass", EITHER)),
-    "B3 reads B's first slice, always": (STATIONARY, (OF_STEP, "b_smem.index(k_block)", "b_smem.index(0)", NUMBERS)),
-    "B3 forgets all products but the last": (
+    "up_proj_dgrad reads A before it is there": (STATIONARY, (OF_STEP, WAIT_FULL, TAKE, f"{SOONER}|{NUMBERS}")),
+    "up_proj_dgrad reads B before it is there": (STATIONARY, (OF_STEP, B_FULL, "pass", EITHER)),
+    "up_proj_dgrad reads B's first slice, always": (
+        STATIONARY, (OF_STEP, "b_smem.index(k_block)", "b_smem.index(0)", NUMBERS),
+    ),
+    "up_proj_dgrad forgets all products but the last": (
         STATIONARY, (BY_ROWS, "phase, acc, True)", "phase, acc, False)", "forgets others in flight"),
     ),
-    "B3 does not count a step": (
+    "up_proj_dgrad does not count a step": (
         STATIONARY, (BY_ROWS, "range(1, steps):\n        step += 1", "range(1, steps):\n        pass", EITHER),
     ),
-    "B3 releases a stage before its product": (
+    "up_proj_dgrad releases a stage before its product": (
         OF_FOUR, (BY_ROWS, f"acc = warpgroup_mma_wait{LAST_RELEASE}",
                   "consumer_release_previous(ring, step)\n    acc = warpgroup_mma_wait(0, deps=(acc,))", NUMBERS),
     ),
-    "B3 releases no stage": (STATIONARY, (BY_ROWS, WAIT_IN_LOOP, WAIT_IN_LOOP.partition("\n")[0], "deadlock")),
-    "B3 releases a stage twice": (
+    "up_proj_dgrad releases no stage": (
+        STATIONARY, (BY_ROWS, WAIT_IN_LOOP, WAIT_IN_LOOP.partition("\n")[0], "deadlock"),
+    ),
+    "up_proj_dgrad releases a stage twice": (
         STATIONARY, (BY_ROWS, WAIT_IN_LOOP, f"{WAIT_IN_LOOP}; consumer_release_previous(ring, step)", PUBLISHED),
     ),
-    "B3 does not release B": (STATIONARY, (BY_ROWS, "release_b(b_ring, steps - 1, arrivals)", "pass", "deadlock")),
-    "B3 releases B's first slice for all": (
+    "up_proj_dgrad does not release B": (
+        STATIONARY, (BY_ROWS, "release_b(b_ring, steps - 1, arrivals)", "pass", "deadlock"),
+    ),
+    "up_proj_dgrad releases B's first slice for all": (
         STATIONARY, (BY_ROWS, "release_b(b_ring, k_block - 1,", "release_b(b_ring, 0,", EITHER),
     ),
-    "B3's scales of the first rows": (STATIONARY, (KEPT, "(rows_scale, None, row", "(rows_scale, None, 0", NUMBERS)),
+    "up_proj_dgrad's scales of the first rows": (
+        STATIONARY, (KEPT, "(rows_scale, None, row", "(rows_scale, None, 0", NUMBERS),
+    ),
     "another expert's column scales": (
         STATIONARY, (KEPT, "load_columns(weight_scale, expert", "load_columns(weight_scale, 0 * expert", NUMBERS),
     ),
@@ -353,7 +364,7 @@ OF_STATIONARY: dict[str, tuple[Case, Fault]] = {
     "it ends before its stores": (STATIONARY, (KEPT, "tma.store_wait(0)", "pass", UNFINISHED)),
 }  # fmt: skip
 
-# Of a weight gradient: B2's last slice of columns.
+# Of a weight gradient: down_proj_wgrad's last slice of columns.
 TRANSPOSES, GRADIENT, WGRAD_KERNEL = "transposed_producer", "transposed_consumer", "gemm_transposed_kernel"
 ACQUIRE, FIRST_BLOCK = "stage = producer_acquire(ring, step)", "(start // BLOCK + expert)"
 STEPS = "gl.cdiv(end - start, BLOCK)"

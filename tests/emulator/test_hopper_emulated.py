@@ -74,7 +74,7 @@ def test_every_layout_bias_and_activation(index: int) -> None:
 
 @pytest.mark.parametrize("counts", ENDS)
 def test_tiles_in_bands(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three column tiles are walked two and one at a time, F1's five two, two and one."""
+    """Three column tiles are walked two and one at a time, up_proj's five two, two and one."""
     asked = choose_bands(monkeypatch, host, {3: 2, 5: 2})
     case = Case(FP16, hidden_size=264, intermediate_size=520)
     with emulated(ctas=2) as launches:
@@ -193,7 +193,8 @@ def test_work_items_of_a_stationary_weight_share_an_expert_s_blocks_evenly() -> 
 
 @pytest.mark.parametrize("ctas", [1, 2, 3, 4, 5, 12])
 def test_the_scheduler_leaves_its_counter_at_zero(ctas: int) -> None:
-    """However many CTAs there are for three tiles (F1: six): some prefetch in vain, some have nothing to prefetch."""
+    """However many CTAs there are for three tiles (up_proj: six): some prefetch in vain, some have nothing to
+    prefetch."""
     plan, spec = plan_of(65, 0, 130, 40), activation_spec("swiglu", "concatenated", None, None)
     given, counts = make_inputs(plan, 136, 200, dtype=FP16), list[int]()
     with emulated(ctas):
@@ -226,7 +227,7 @@ def assert_agree_with_a_fault(case: Case, fault: Fault, counts: tuple[int, ...] 
     function, text, instead, _ = fault
     if function == "gather_producer":  # as many steps as stages: a tile begins where the one before did
         case = replace(case, hidden_size=256)
-    if function.startswith("pingpong"):  # F2 too, and not as many steps as fill the stages once or twice
+    if function.startswith("pingpong"):  # down_proj too, and not as many steps as fill the stages once or twice
         case = replace(case, intermediate_size=max(case.intermediate_size, 264))
     launches = [found for found in recorded(case, counts) if function in functions_of(found[0].kernel)]
     assert launches, f"no kernel calls {function}"

@@ -168,7 +168,7 @@ def test_rows_past_the_last_are_not_written() -> None:
 
 
 def test_tiles_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B1 walks three column tiles two and one at a time, F1 five two, two and one."""
+    """down_proj_dgrad walks three column tiles two and one at a time, up_proj five two, two and one."""
     asked = choose_bands(monkeypatch, host, {3: 2, 5: 2})
     with emulated():
         assert_gemms_agree(plan_of(130, 65, 3), Case(torch.float16, hidden_size=128, intermediate_size=640))
@@ -178,7 +178,7 @@ def test_tiles_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("columns", [slice(128, 512), slice(256, 384)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_columns_of_a_quantised_weight(transposed: bool, columns: slice) -> None:
-    """F2 and B3 a slice of d at a time, of operands that are quantised once for all slices."""
+    """down_proj and up_proj_dgrad a slice of d at a time, of operands that are quantised once for all slices."""
     plan = plan_of(65, 0, 130, 40)
     given = make_inputs(plan, 640, 256, dtype=torch.float16, bias=True)
     w1, w2, b2 = given["w1"], given["w2"], given["b2"][:, columns]
@@ -253,7 +253,7 @@ def recorded(case: Case, counts: tuple[int, ...] = OF_FAULTS) -> list[Recorded]:
 
 @cache
 def recorded_wgrad() -> list[Recorded]:
-    """B2's launch for the last slice on two CTAs, in up to three chunks, and what it wrote; else NaN."""
+    """down_proj_wgrad's launch for the last slice on two CTAs, in up to three chunks, and what it wrote; else NaN."""
     plan, width = plan_of(*OF_WGRAD_FAULTS), 640
     torch.manual_seed(0)
     by_token, by_row = torch.randn(plan.num_tokens, width).half(), torch.randn(plan.capacity, width).half()

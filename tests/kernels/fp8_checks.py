@@ -36,7 +36,8 @@ class Fp8Case(NamedTuple):
 
 
 def assert_gemms_agree(ours: Backend, plan: RoutingPlan, case: Fp8Case, limits: Mapping[torch.dtype, float]) -> None:
-    """F1, F2, B1 and B3 to ``limits``, RMS error over RMS value; what F1 has quantised to e4m3's rounding."""
+    """up_proj, down_proj, down_proj_dgrad and up_proj_dgrad to ``limits``, RMS error over RMS value; what up_proj has
+    quantised to e4m3's rounding."""
     spec = activation_spec(case.activation, case.gate_up, None, None)
     widths = (case.hidden_size, case.intermediate_size)
     given = make_inputs(plan, *widths, case.activation, dtype=case.dtype, bias=case.bias)
@@ -80,7 +81,8 @@ def assert_gemms_agree(ours: Backend, plan: RoutingPlan, case: Fp8Case, limits: 
 def assert_wgrads_agree(
     ours: Backend, plan: RoutingPlan, d: int, width: int, column_major: bool, dtype: torch.dtype, limit: float
 ) -> None:
-    """B2 and B4, written and added to what is there, with db1 and without, to ``limit``; all in FP8."""
+    """down_proj_wgrad and up_proj_wgrad, written and added to what is there, with db1 and without, to ``limit``; all
+    in FP8."""
     torch.manual_seed(0)
     by_token = torch.randn(plan.num_tokens, d, device=plan.device).to(dtype)
     by_row = torch.randn(plan.capacity, width, device=plan.device).to(dtype)

@@ -1,4 +1,5 @@
-"""The cells of F1 and B1: every combination that their Hopper kernels are compiled for, and what each promises.
+"""The cells of up_proj and down_proj_dgrad: every combination that their Hopper kernels are compiled for, and what
+each promises.
 
 T tokens · d hidden_size · n intermediate_size · E experts · w = 2n gated, n ungated
 """
@@ -41,7 +42,7 @@ WIDTHS = MappingProxyType(
 )
 # The order of tiles is the producer's, which knows of an activation only whether and where there is a gate.
 ACTIVATIONS_OF_WIDE = ("swiglu", "relu2")
-# Single elements stored to shared memory: an interleaved F1 stores its activation so, 64 by each consumer.
+# Single elements stored to shared memory: an interleaved up_proj stores its activation so, 64 by each consumer.
 STORES_OF_TWO_BYTES = MappingProxyType({("up_proj_act", "interleaved"): 128})
 COPIES = MappingProxyType({"up_proj_act": {16}, "down_proj_dgrad_dact": {4, 16}, "down_proj": set()})
 DTYPE_NAMES = MappingProxyType({torch.bfloat16: "bf16", torch.float16: "fp16"})

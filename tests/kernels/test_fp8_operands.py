@@ -181,7 +181,7 @@ def test_what_stands_is_kept_among_processes(launched: Launched, monkeypatch: py
 
 
 class _Products(torch.autograd.Function):
-    """x (T,q) times weight (E,p,q) of two FP8 operands, as F1 and B3 read them."""
+    """x (T,q) times weight (E,p,q) of two FP8 operands, as up_proj and up_proj_dgrad read them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

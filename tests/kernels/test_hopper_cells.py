@@ -1,10 +1,11 @@
-"""F1 and B1 compiled for every cell that the Hopper backend serves: wgmma, the weight by TMA, spills within a bound.
+"""up_proj and down_proj_dgrad compiled for every cell that the Hopper backend serves: wgmma, the weight by TMA, spills
+within a bound.
 
 A cell is an activation, the order of gate and up, the weights' stride order, biases or none, widths and a dtype, as
 `hopper_cells.every_cell` lists them. Every day there is a selection, always the same, beside the pairs of values in
 `test_hopper_layouts`; ``TILEMOE_CELLS=all``, as `make every-cell` sets it, compiles all. Cells that Triton does not
-tell apart are compiled once: B1 with and without b2, which another kernel adds. fp16 is not left out: F1 spills what it
-spills in bf16, wherever both were counted, but B1 up to three values more or fewer.
+tell apart are compiled once: down_proj_dgrad with and without b2, which another kernel adds. fp16 is not left out:
+up_proj spills what it spills in bf16, wherever both were counted, but down_proj_dgrad up to three values more or fewer.
 
 T tokens · d hidden_size · n intermediate_size · E experts
 """

@@ -79,7 +79,7 @@ def all_launches(dtype: torch.dtype) -> dict[str, Launch]:
 
 
 def sums_launches(of: Operands, turned: Tensor) -> dict[str, Launch]:
-    """B4 that gives db1, too, of either order, stored or added."""
+    """up_proj_wgrad that gives db1, too, of either order, stored or added."""
     sums, launches = torch.zeros(2, of.h.shape[1]), dict[str, Launch]()
     for order, w1 in (("", of.w1), (", column-major", turned)):
         out = w1.transpose(1, 2)

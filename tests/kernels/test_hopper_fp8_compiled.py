@@ -40,30 +40,50 @@ IS_3_6 = triton.__version__.startswith("3.6.")
 
 Case = tuple[str, str, bool]  # activation, gate_up, bias
 # At most so many spill loads in all of a kernel and in a step of a mainloop; and where a case has others.
-SPILLS = {"F1": (0, 0), "F1, inference": (0, 0), "F2": (17, 4), "B1": (0, 0), "B3": (0, 0)}
+SPILLS = {
+    "up_proj": (0, 0),
+    "up_proj, inference": (0, 0),
+    "down_proj": (17, 4),
+    "down_proj_dgrad": (0, 0),
+    "up_proj_dgrad": (0, 0),
+}
 OTHER_SPILLS: dict[Case, dict[str, tuple[int, int]]] = {
-    ("swiglu", "concatenated", False): {"F1": (2, 0), "B1": (4, 0)},
-    ("swiglu", "concatenated", True): {"F2": (1, 0), "B1": (4, 0)},
+    ("swiglu", "concatenated", False): {"up_proj": (2, 0), "down_proj_dgrad": (4, 0)},
+    ("swiglu", "concatenated", True): {"down_proj": (1, 0), "down_proj_dgrad": (4, 0)},
     ("swiglu", "interleaved", False): {},
-    ("swiglu_oai", "concatenated", True): {"B1": (2, 0)},
-    ("geglu", "interleaved", False): {"F1": (1, 0)},
-    ("gelu", "concatenated", True): {"F1": (1, 0), "F1, inference": (1, 0), "B1": (4, 0)},
+    ("swiglu_oai", "concatenated", True): {"down_proj_dgrad": (2, 0)},
+    ("geglu", "interleaved", False): {"up_proj": (1, 0)},
+    ("gelu", "concatenated", True): {"up_proj": (1, 0), "up_proj, inference": (1, 0), "down_proj_dgrad": (4, 0)},
     ("relu2", "concatenated", True): {},
 }
-SPILLS_OF_39 = {"F1": (89, 0), "F1, inference": (80, 0), "F2": (40, 7), "B1": (25, 0), "B3": (0, 0)}
+SPILLS_OF_39 = {
+    "up_proj": (89, 0),
+    "up_proj, inference": (80, 0),
+    "down_proj": (40, 7),
+    "down_proj_dgrad": (25, 0),
+    "up_proj_dgrad": (0, 0),
+}
 STATIONARY_SPILLS_OF_39 = 14  # with a bias: scalars of a block, loaded outside of the mainloops
 WGMMA = r"wgmma\.mma_async\.sync\.aligned\.(\w+\.f32\.e4m3\.e4m3)"
-# F2's, a half of the tile's columns, within one of the weight's blocks; the others', with scales by row.
+# down_proj's, a half of the tile's columns, within one of the weight's blocks; the others', with scales by row.
 BLOCKS, ROWS = "m64n128k32.f32.e4m3.e4m3", "m64n256k32.f32.e4m3.e4m3"
-COPIES = {"F2": {16, 4}, "B1": {16, 4}}  # bytes: F2's row scales and B1's indices of pairs are copied one by one
+COPIES = {
+    "down_proj": {16, 4},
+    "down_proj_dgrad": {16, 4},
+}  # bytes: down_proj's row scales and down_proj_dgrad's indices of pairs are copied one by one
 # Instructions of a mainloop with scales by row, which waits, multiplies and arrives; and of B as well as of A.
 LONGEST_STEP, LONGEST_STATIONARY_STEP = 59, 64 if IS_3_6 else 66
 
 
 def gemm_launches(case: Case, dtype: torch.dtype) -> dict[str, Launch]:
-    """Those of F2 and B3, which know nothing of activation and layout, beside swiglu's in two blocks alone."""
+    """Those of down_proj and up_proj_dgrad, which know nothing of activation and layout, beside swiglu's in two blocks
+    alone."""
     activation, gate_up, bias = case
-    names = SPILLS if (activation, gate_up) == ("swiglu", "concatenated") else SPILLS.keys() - {"F2", "B3"}
+    names = (
+        SPILLS
+        if (activation, gate_up) == ("swiglu", "concatenated")
+        else SPILLS.keys() - {"down_proj", "up_proj_dgrad"}
+    )
     spec, kernels = activation_spec(activation, gate_up, None, None), HopperFp8Backend()
     plan, w = plan_topk(torch.arange(2 * T).view(T, 2) % E, E), spec.width_factor * N
 
@@ -169,7 +189,7 @@ def test_kernels(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
     spills = {}
     for name, (_, compiled) in zip(launches, compile_launches(launches.values(), 90), strict=True):
         ptx, code = str(compiled.asm["ptx"]), machine_code(compiled, tmp_path)
-        assert set(re.findall(WGMMA, ptx)) == {BLOCKS if name == "F2" else ROWS}, name
+        assert set(re.findall(WGMMA, ptx)) == {BLOCKS if name == "down_proj" else ROWS}, name
         assert "cp.async.bulk.tensor" in ptx, name
         assert bytes_of_copies(ptx) == COPIES.get(name, {16}), name
         assert compiled.metadata.shared <= H200.shared_bytes, name
@@ -178,7 +198,7 @@ def test_kernels(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
         assert_threads_meet_after_tile_info(ptx)
         loops = mainloops(code)
         assert len(loops) == 2, "one for each consumer"
-        if name == "F2":
+        if name == "down_proj":
             assert_threads_meet_before_release(ptx)
             assert_multiplies_halves(loops)
         else:
@@ -198,18 +218,18 @@ def test_registers_of_three_warpgroups_fit() -> None:
         assert tile.consumer_registers % 8 == tile.producer_registers % 8 == 0
 
 
-@pytest.mark.parametrize("name", ["F2", "F2, bias", "B3"])
+@pytest.mark.parametrize("name", ["down_proj", "down_proj, bias", "up_proj_dgrad"])
 @pytest.mark.parametrize("contraction", [128, 256, 512])
 def test_stationary_weight(contraction: int, name: str, tmp_path: Path) -> None:
     launch = stationary_launch(contraction, name)
     compiled = compile_launch(launch, 90)
     ptx, code = str(compiled.asm["ptx"]), machine_code(compiled, tmp_path)
-    assert set(re.findall(WGMMA, ptx)) == {ROWS if name == "B3" else BLOCKS}
+    assert set(re.findall(WGMMA, ptx)) == {ROWS if name == "up_proj_dgrad" else BLOCKS}
     for dimensions in (2, 4):
         assert re.search(rf"cp\.async\.bulk\.tensor\.{dimensions}d\.shared::\w+\.global", ptx), dimensions
     assert "cp.async.c" not in ptx
     assert compiled.metadata.shared <= H200.shared_bytes
-    assert spill_loads(code) <= (0 if IS_3_6 or name != "F2, bias" else STATIONARY_SPILLS_OF_39)
+    assert spill_loads(code) <= (0 if IS_3_6 or name != "down_proj, bias" else STATIONARY_SPILLS_OF_39)
     assert_threads_meet_before_tma_stores(ptx)
     # But for B's barriers, of whose arrivals, with the bytes to come, no consumer learns that tile_info is there.
     of_a, of_b = re.subn(rf".*mbarrier\.arrive\.expect_tx.*, {STATIONARY.block_n * BLOCK};\n", "", ptx)
@@ -219,7 +239,7 @@ def test_stationary_weight(contraction: int, name: str, tmp_path: Path) -> None:
     assert not re.search(r"\(C75\d\d\)", ptxas_messages(compiled, 90, tmp_path)), "it waits for each wgmma"
     loops = mainloops(code)
     assert len(loops) == 2, "one for each consumer"
-    if name == "B3":
+    if name == "up_proj_dgrad":
         assert_threads_meet_after_products(ptx)
         assert_threads_meet_around_column_scales(ptx)
         assert_only_multiplies(loops, LONGEST_STATIONARY_STEP)
@@ -232,10 +252,10 @@ def test_stationary_weight(contraction: int, name: str, tmp_path: Path) -> None:
 def stationary_launch(contraction: int, name: str) -> Launch:
     kernels, plan = HopperFp8Backend(), plan_topk(torch.arange(2 * T).view(T, 2) % E, E)
     rows, bias = torch.zeros(plan.capacity, contraction, dtype=torch.bfloat16), None
-    if name == "F2, bias":
+    if name == "down_proj, bias":
         bias = torch.zeros(E, D, dtype=torch.bfloat16)
     with recorded_launches(H200) as launches:
-        if name == "B3":
+        if name == "up_proj_dgrad":
             kernels.up_proj_dgrad(rows, rows.new_zeros(E, contraction, D), plan)
         else:
             kernels.down_proj(rows, rows.new_zeros(E, D, contraction), bias, plan)

@@ -76,7 +76,7 @@ def test_every_layout(activation: str, bias: bool, gate_up: str) -> None:
 
 
 def test_tiles_in_bands() -> None:
-    """F1 beyond 8 column tiles, B1 beyond 32, both with a contraction beyond 1024."""
+    """up_proj beyond 8 column tiles, down_proj_dgrad beyond 32, both with a contraction beyond 1024."""
     plan = plan_topk(torch.rand(300, 4, device="cuda").topk(2, 1).indices, 4)
     case = Fp8Case("swiglu", "concatenated", False, False, BF16, 1152, 8704)
     assert_gemms_agree(HopperFp8Backend(), plan, case, LIMITS_OF_17408)

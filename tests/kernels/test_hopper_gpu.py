@@ -32,7 +32,7 @@ from tilemoe.testing import assert_equal, assert_moe_matches_reference, forward_
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 4e-3, FP16: 6e-4}
-OTHERS = {"up_proj_act_kernel", "gemm_dgrad_dact_kernel", "gemm_wgrad_kernel"}  # than F2 and B3
+OTHERS = {"up_proj_act_kernel", "gemm_dgrad_dact_kernel", "gemm_wgrad_kernel"}  # than down_proj and up_proj_dgrad
 
 
 def kernels_of(n: int, w: int) -> set[str]:
@@ -81,7 +81,8 @@ def each_launch(note: Callable[[Launch], None]) -> Iterator[None]:
 
 @contextmanager
 def launches_of_row_gemms() -> Iterator[list[Launch]]:
-    """Launches within the block of kernels whose tiles may be walked in bands, in their order: F1 twice, F2, B1, B3."""
+    """Launches within the block of kernels whose tiles may be walked in bands, in their order: up_proj twice,
+    down_proj, down_proj_dgrad, up_proj_dgrad."""
     launches: list[Launch] = []
 
     def note(launch: Launch) -> None:
@@ -138,7 +139,8 @@ def test_tiles_in_bands(backend: TritonBackend, gate_up: str) -> None:
 
 
 def test_b3_in_bands_of_its_own_kernel() -> None:
-    """Eleven column tiles, six and five at a time. Longer contractions, and wider dx, are the portable B3's."""
+    """Eleven column tiles, six and five at a time. Longer contractions, and wider dx, are the portable
+    up_proj_dgrad's."""
     case = Case(BF16, hidden_size=1400, intermediate_size=520)
     with launches_of_row_gemms() as launches:
         assert_kernels_agree(HopperBackend(), random_plan(1500, 5, 2), case, TOLERANCE[BF16])
@@ -194,7 +196,7 @@ def test_weight_gradients_are_added_exactly(name: str, transposed: bool) -> None
         assert_added_exactly(HopperBackend(), routing.plan, case)
 
 
-# With dh as wide as gpt-oss's B4 is the portable kernel.
+# With dh as wide as gpt-oss's up_proj_wgrad is the portable kernel.
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize(

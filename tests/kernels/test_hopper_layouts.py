@@ -50,7 +50,7 @@ def cells() -> list[Cell]:
 ON_36 = triton.__version__.startswith("3.6.")
 CELLS = cells()
 COMPILED = CELLS if ON_36 else CELLS[2:4]  # of another release, swiglu_oai's: compiling all takes minutes
-# F2 knows of the activation nothing.
+# down_proj knows of the activation nothing.
 OF_DOWN_PROJ = [
     Cell("silu", "none", transposed, bias, transposed != bias) for transposed, bias in product((False, True), repeat=2)
 ]
@@ -76,7 +76,7 @@ SPILLS = SPILLS_OF_36 if ON_36 else SPILLS_OF_39
 
 
 def assert_as_promised(kernel: Kernel, cell: Cell, dtype: torch.dtype, folder: Path) -> None:
-    widths = (1536, 512) if cell.even else (1000, 456)  # F2 of 256 and less: `test_hopper_compiled`
+    widths = (1536, 512) if cell.even else (1000, 456)  # down_proj of 256 and less: `test_hopper_compiled`
     gate_up = cell.gate_up if cell.activation in GATED_ACTIVATIONS else "concatenated"
     layout = {"transposed": cell.transposed, "bias": cell.bias, "widths": widths, "dtype": dtype}
     operands = make_operands(cell.activation, gate_up, **layout)

@@ -29,7 +29,7 @@ NAMES = "hopper, hopper_fp8, torch, torch_fp8, triton"
 
 
 class Doubled(TorchBackend):
-    """F2 gives twice what it should, so that it is seen; its gradients are those of the plain layer."""
+    """down_proj gives twice what it should, so that it is seen; its gradients are those of the plain layer."""
 
     name = "doubled"
 
@@ -121,7 +121,7 @@ def test_unknown_names_are_refused_in_one_line(name: Any) -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "torch.compile"])
 @pytest.mark.parametrize("kernels", ["doubled", Doubled()], ids=["name", "instance"])
 def test_a_users_backend_trains(kernels: str | Backend, compiled: bool) -> None:
-    """Its F2 is taken, in inference, too, and what it inherits makes the gradients."""
+    """Its down_proj is taken, in inference, too, and what it inherits makes the gradients."""
     register_backend("doubled", Doubled)
     function = torch.compile(moe, backend="aot_eager", fullgraph=True) if compiled else moe
     found, plain = forward_and_grads(function, INPUTS, PLAN, kernels=kernels), forward_and_grads(moe, INPUTS, PLAN)
@@ -162,7 +162,7 @@ def test_an_instance_of_no_registered_class_says_how_to_register_it() -> None:
 
 
 def test_what_is_for_inference_is_what_is_for_training_unless_a_backend_says_more() -> None:
-    """So a subclass that overrides F1 and F2 has overridden them everywhere."""
+    """So a subclass that overrides up_proj and down_proj has overridden them everywhere."""
     spec, given = ActivationSpec("swiglu"), INPUTS
     a, _ = Doubled().up_proj_act(given["x"], given["w1"], given["b1"], PLAN, spec)
     assert torch.equal(Doubled().up_proj_act_inference(given["x"], given["w1"], given["b1"], PLAN, spec), a)

@@ -135,7 +135,7 @@ def test_from_the_first_kernel_that_is_not_compiled_on_nothing_is_launched(log: 
     operator, args = repeating(experts.moe_forward), list(case.args("moe"))
     watch(operator, tuple(args))
     log.events.clear()
-    args[5] = b2  # F2 with a bias: F1 is compiled, as is F3
+    args[5] = b2  # down_proj with a bias: up_proj is compiled, as is combine
     watch(operator, tuple(args))
     assert log.compiled() == ["gemm_stationary_kernel"]
     place = log.events.index((*log.compiled(), *log.threads()))

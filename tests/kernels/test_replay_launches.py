@@ -90,7 +90,7 @@ def test_quantised_weights_are_found_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hopper", "hopper, pairs", "triton, many rows", "triton, fp32"])
 def test_h_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of h is made before F2 and h given back; in the backward h is made again."""
+    """What is kept of h is made before down_proj and h given back; in the backward h is made again."""
     case = CASES[name]
     monkeypatch.setattr(case, "n", 128)
     rows, width = case.tokens * case.k, 2 * case.n

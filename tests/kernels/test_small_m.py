@@ -1,4 +1,4 @@
-"""F1 and F2 for few rows without a GPU: compiled for five GPUs, and when they are chosen.
+"""up_proj and down_proj for few rows without a GPU: compiled for five GPUs, and when they are chosen.
 
 T tokens · d hidden_size · n intermediate_size · E experts · K experts per token
 """
@@ -40,7 +40,8 @@ def launches(
     dtype: torch.dtype = BF16,
     widths: tuple[int, int] = (2048, 768),
 ) -> tuple[Launch, Launch]:
-    """F1 and F2, with biases, for 4 experts and 2 per token. ``transposed``: weights of the other stride order."""
+    """up_proj and down_proj, with biases, for 4 experts and 2 per token. ``transposed``: weights of the other stride
+    order."""
     (d, n), experts = widths, 4
     spec = activation_spec(activation, gate_up, None, None)
     plan = plan_topk(torch.arange(2 * tokens).view(tokens, 2) % experts, experts)

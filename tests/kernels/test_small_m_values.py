@@ -1,4 +1,4 @@
-"""F1 and F2 for few rows in Triton's interpreter.
+"""up_proj and down_proj for few rows in Triton's interpreter.
 
 T tokens · K experts per token · E experts
 """
@@ -87,12 +87,12 @@ def test_the_operator_takes_them_for_inference_and_only_there(monkeypatch: pytes
     class Watched:
         @staticmethod
         def up_proj_act_launch(*args: object) -> object:
-            ran.append("F1")
+            ran.append("up_proj")
             return real.up_proj_act_launch(*args)  # type: ignore[arg-type]
 
         @staticmethod
         def down_proj_launch(*args: object) -> object:
-            ran.append("F2")
+            ran.append("down_proj")
             return real.down_proj_launch(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(triton_backend, "small_m_kernels", Watched)
@@ -104,7 +104,7 @@ def test_the_operator_takes_them_for_inference_and_only_there(monkeypatch: pytes
     inputs = make_inputs(plan, 24, 16)
     with torch.no_grad():
         o = run(**inputs)
-    assert ran == ["F1", "F2"]
+    assert ran == ["up_proj", "down_proj"]
     ran.clear()
     torch.testing.assert_close(forward_and_grads(moe, inputs, plan, kernels="triton")["o"], o)
     assert ran == []

@@ -35,7 +35,7 @@ GATHERED_BY_REGISTER = {("up_proj_wgrad", 120)}
 SPILLS = {("down_proj_dgrad_dact", 100): 48}
 if not triton.__version__.startswith("3.6."):
     SPILLS |= {("up_proj_act", 90): 4, ("down_proj_dgrad_dact", 90): 16}
-SPILLS_WITH_SUMS = {120: 3}  # of B4 that gives db1, too
+SPILLS_WITH_SUMS = {120: 3}  # of up_proj_wgrad that gives db1, too
 D, N, E, T, K = 1536, 256, 2, 64, 2
 
 

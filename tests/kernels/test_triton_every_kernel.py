@@ -80,7 +80,7 @@ def layer_launches(
         pairs = (rows.row_of_pair, rows.code_of_pair, rows.pair_start_of_token)
         rounding.score_grad(rows.scores, logits, chosen, None, rows.norm, *pairs, how)
         forward_and_grads(moe, inputs, plan, **options)
-        if bias:  # alone, as where w1 is frozen; else B4 gives it in 16 bits
+        if bias:  # alone, as where w1 is frozen; else up_proj_wgrad gives it in 16 bits
             bias_grad.up_proj_bias_grad(torch.zeros(T * K, inputs["b1"].shape[1], dtype=dtype), plan, device)
         with torch.no_grad():
             moe(plan=plan, **inputs, **options)

@@ -30,7 +30,8 @@ T, D, N, E = 64, 2048, 1024, 2
 
 
 def launches(device: Device, dtype: torch.dtype) -> list[Launch]:
-    """F1 and B1, gathered, and F2 and B3: each once with blocks along the contraction and once along the output."""
+    """up_proj and down_proj_dgrad, gathered, and down_proj and up_proj_dgrad: each once with blocks along the
+    contraction and once along the output."""
     plan, spec = plan_topk(torch.arange(2 * T).view(T, 2) % E, E), activation_spec("relu", "concatenated", None, None)
     w2 = quantize_nf4(torch.zeros(E, D, N))
     x, a = torch.zeros(T, D, dtype=dtype), torch.zeros(2 * T, N, dtype=dtype)

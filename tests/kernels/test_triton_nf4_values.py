@@ -50,7 +50,8 @@ def products(
     kernels: Backend, weights: Sequence[Weight], rows: dict[str, Tensor], biases: Sequence[Tensor | None],
     plan: RoutingPlan,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """F1, F2, B1 and B3 alone, F2 and B3 of a part of d too; rows that are in use."""
+    """up_proj, down_proj, down_proj_dgrad and up_proj_dgrad alone, down_proj and up_proj_dgrad of a part of d too;
+    rows that are in use."""
     (w1, w2), (b1, b2), part = weights, biases, slice(64, D)
     found = {
         "h": kernels.up_proj(rows["x"], w1, b1, plan, SPEC),

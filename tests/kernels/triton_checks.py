@@ -198,7 +198,8 @@ def assert_kernels_agree(kernels: Backend, plan: RoutingPlan, case: Case, tolera
 
 
 def assert_inference_agrees(kernels: Backend, plan: RoutingPlan, case: Case, tolerance: float) -> None:
-    """F1 and F2 as inference runs them against the torch set in fp64, RMS-relative, each given what the other wrote."""
+    """up_proj and down_proj as inference runs them against the torch set in fp64, RMS-relative, each given what the
+    other wrote."""
     spec = activation_spec(case.activation, case.gate_up, case.limit, None)
     given = make_inputs(
         plan, case.hidden_size, case.intermediate_size, case.activation, dtype=case.dtype, bias=case.bias

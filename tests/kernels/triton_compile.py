@@ -105,7 +105,8 @@ def make_operands(
 
 
 def row_gemm_launch(host: ModuleType, kernel: str, of: Operands, device: Device, tall: bool = False) -> Launch:
-    """Of a GEMM over routed rows, by a backend's ``host``; ``tall``: where F2 and B3 have tiles of their own."""
+    """Of a GEMM over routed rows, by a backend's ``host``; ``tall``: where down_proj and up_proj_dgrad have tiles of
+    their own."""
     tiles = of.tall_tiles if tall else of.tiles
     launch: Launch
     if kernel == "up_proj_act":

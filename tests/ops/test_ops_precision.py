@@ -94,7 +94,8 @@ def test_error_budget() -> None:
 
 
 def test_narrow_weight_gradients_have_operands_as_they_are() -> None:
-    """x, do and the weights are e4m3's: what is inexact comes from rounding a and dh, which these B2 and B4 do not."""
+    """x, do and the weights are e4m3's: what is inexact comes from rounding a and dh, which these down_proj_wgrad and
+    up_proj_wgrad do not."""
     layer = Layer(activation="relu")
 
     def exact(*shape: int) -> Tensor:

@@ -47,7 +47,7 @@ def test_it_is_the_oracle(activation: str, bias: bool, precision: str) -> None:
 def test_gradients_are_those_of_the_h_that_is_kept(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit those of a layer whose F1 gives h so, and the output is the plain layer's."""
+    """To the bit those of a layer whose up_proj gives h so, and the output is the plain layer's."""
     plan = PLANS[name]
     inputs = make_inputs(plan, 16, 64, dtype=dtype, bias=True)
     plain = forward_and_grads(tilemoe.moe, inputs, plan, kernels="torch")
@@ -126,7 +126,7 @@ def test_saved_is_h_in_e4m3_with_its_scales(activation: str, width: int, precisi
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_no_h_of_either_kind_outlives_its_reader(retain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forward h is gone before F2; in backward what was kept before B1, and h after it."""
+    """In forward h is gone before down_proj; in backward what was kept before down_proj_dgrad, and h after it."""
     alive: dict[str, set[str]] = {}
     refs: dict[str, StorageWeakRef] = {}
 

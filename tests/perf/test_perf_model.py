@@ -254,7 +254,8 @@ def test_layer_roofline_on_an_h200(shape: MoEShape, forward: float, backward: fl
 
 
 def forward_intensity(shape: MoEShape, *, training: bool) -> float:
-    """FLOPs per byte of F1 and F2 for a 16-bit gated layer, the gathered rows of x counted each time they are read.
+    """FLOPs per byte of up_proj and down_proj for a 16-bit gated layer, the gathered rows of x counted each time they
+    are read.
 
     ``3 / (2/d + 2G/d + 3/(T rho))``; in training, where h is written too, ``4/d`` in place of ``2/d``. G = d/n, and
     T rho = R/E rows of an expert. Paper (arXiv 2512.14080), section 3.

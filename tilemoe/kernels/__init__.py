@@ -1,1 +1,2 @@
-"""The kernels: of the experts (F1 to B5, by backend), router, plan, rounding, expert parallelism, language model."""
+"""The kernels: of the experts (up_proj to combine_grad, by backend), router, plan, rounding, expert parallelism,
+language model."""

@@ -46,7 +46,7 @@ def _sum_copies(copies: Tensor, token_of_copy: Tensor, copy_of_token: Tensor, fi
     tokens = copy_of_token.shape[0] // ranks
     if copies.shape[0] == 0:  # no token was routed, but there may be tokens
         return copies.new_zeros(tokens, copies.shape[1])
-    # The copies as a routing whose experts are the ranks: B5 of it is the sum over a token's copies.
+    # The copies as a routing whose experts are the ranks: combine_grad of it is the sum over a token's copies.
     plan = RoutingPlan(token_of_copy, token_of_copy, copy_of_token, None, first_copy, ranks, tokens, unchecked=True)
     total = copies.new_empty(tokens, copies.shape[1])
     choose_experts(copies.device, copies.dtype, copies.shape[1:]).impl.combine_grad(copies, plan, total)

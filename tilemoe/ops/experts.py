@@ -1,4 +1,5 @@
-"""The expert MLP as operators over any backend: one for the forward (F1 to F3), several for the backward (B1 to B5).
+"""The expert MLP as operators over any backend: one for the forward (up_proj to combine), several for the backward
+(the backward's kernels).
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
@@ -135,7 +136,7 @@ def moe_forward(
     shape = shape_of(x, w2.shape[1], w2.shape[2], plan, spec, save)
     h: Tensor | None = None
     scale: Tensor | None = None
-    if save != "none":  # F1
+    if save != "none":  # up_proj
         a, h = backend.up_proj_act(x, w1, b1, plan, spec)
         if save == "fp8":
             kept = backend.quantize_h(h)
@@ -147,11 +148,11 @@ def moe_forward(
     w2 = backend.weight_operand(w2, 2)
     o: Tensor | None = None
     for columns in slices:
-        y = down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)  # F2
+        y = down_proj(a, w2[:, columns], None if b2 is None else b2[:, columns], plan)  # down_proj
         if columns is slices[-1]:
             del a  # with a single slice, a is freed before o is allocated
         o = x.new_empty(x.shape) if o is None else o
-        backend.combine(y, s, plan, o[:, columns])  # F3
+        backend.combine(y, s, plan, o[:, columns])  # combine
         del y  # freed before the next slice is allocated
     assert o is not None, "d is at least 1"
     return o, h, scale
@@ -186,9 +187,10 @@ def _save(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None, 
 
 
 def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """B1 to B5, each step only if its result is needed; h is freed as soon as B1 has read it.
+    """the backward's kernels, each step only if its result is needed; h is freed as soon as down_proj_dgrad has read
+    it.
 
-    Returns None for a weight gradient that B2 or B4 has accumulated into ``.grad`` itself.
+    Returns None for a weight gradient that down_proj_wgrad or up_proj_wgrad has accumulated into ``.grad`` itself.
     """
     need_x, need_w1, need_w2, need_s, need_b1, need_b2 = ctx.needs_input_grad[:6]
     if do is None:
@@ -208,19 +210,19 @@ def moe_backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, 
             h = dequantize_h(h, scale, x.dtype, *routed)
             del scale
             ctx.maybe_clear_saved_tensors()  # frees the quantised h before dh is allocated
-        dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # B1
+        dh, ds, a_scaled = down_proj_dgrad_dact(do, w2, b2, h, s, *routed)  # down_proj_dgrad
         del h
         ctx.maybe_clear_saved_tensors()  # frees h now; does nothing under retain_graph
         if need_w2:
-            dw2 = _wgrad(ctx, 2, w2, down_proj_wgrad, add_down_proj_wgrad, do, a_scaled, *routed)  # B2
+            dw2 = _wgrad(ctx, 2, w2, down_proj_wgrad, add_down_proj_wgrad, do, a_scaled, *routed)  # down_proj_wgrad
         del a_scaled
         if need_x:  # before dw1 and db1, since dx_rows lives beside every gradient made so far
-            dx = up_proj_input_grad(dh, w1, *routed)  # B3 and B5
+            dx = up_proj_input_grad(dh, w1, *routed)  # up_proj_dgrad and combine_grad
             _announce(ctx, dx, ds if need_s else None)
         if need_w1 and need_b1:
             dw1, db1 = _wgrad_and_bias_grad(ctx, w1, x, dh, *routed)
         elif need_w1:
-            dw1 = _wgrad(ctx, 1, w1, up_proj_wgrad, add_up_proj_wgrad, x, dh, *routed)  # B4
+            dw1 = _wgrad(ctx, 1, w1, up_proj_wgrad, add_up_proj_wgrad, x, dh, *routed)  # up_proj_wgrad
         elif need_b1:
             db1 = up_proj_bias_grad(dh, *routed)
         db1 = None if db1 is None else db1.to(b1.dtype)
@@ -246,7 +248,7 @@ def _wgrad(
 
 
 def _wgrad_and_bias_grad(ctx: Any, w1: Tensor, x: Tensor, dh: Tensor, *routed: Any) -> tuple[Tensor | None, Tensor]:
-    """B4 with db1: (dw1 as by `_wgrad`, db1 in the compute dtype)."""
+    """up_proj_wgrad with db1: (dw1 as by `_wgrad`, db1 in the compute dtype)."""
     total = sum_to_add_to(ctx, 1, w1) if ctx.accumulate else None
     if total is None:
         return up_proj_wgrad_bias_grad(x, dh, is_column_major(w1), *routed)
@@ -284,7 +286,7 @@ class _DependentOnInputs(torch.autograd.Function):
 def _up_proj(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
-    """F1 again, for h."""
+    """up_proj again, for h."""
     return backend.up_proj_act(x, w1, b1, without_derived(plan), spec)[1]
 
 
@@ -313,7 +315,7 @@ def _down_proj_dgrad_dact(
     spec: ActivationSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """B1: (dh, ds, a_scaled)."""
+    """down_proj_dgrad: (dh, ds, a_scaled)."""
     return backend.down_proj_dgrad_dact(do, w2, b2, h, s, without_derived(plan), spec)
 
 
@@ -326,7 +328,7 @@ def _down_proj_dgrad_dact_fake(
 def _down_proj_wgrad(
     do: Tensor, a_scaled: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
-    """B2: dw2."""
+    """down_proj_wgrad: dw2."""
     return backend.down_proj_wgrad(do, a_scaled, without_derived(plan), column_major)
 
 
@@ -337,13 +339,13 @@ def _down_proj_wgrad_fake(do: Tensor, a_scaled: Tensor, column_major: bool, plan
 def _add_down_proj_wgrad(
     total: Tensor, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[()]:
-    """B2: dw2, accumulated into ``total``."""
+    """down_proj_wgrad: dw2, accumulated into ``total``."""
     backend.down_proj_wgrad(do, a_scaled, without_derived(plan), is_column_major(total), total)
     return ()
 
 
 def _up_proj_input_grad(dh: Tensor, w1: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend) -> Tensor:
-    """B3 and B5: dx; dx_rows (R_max, d) exists one slice of d at a time."""
+    """up_proj_dgrad and combine_grad: dx; dx_rows (R_max, d) exists one slice of d at a time."""
     plan = without_derived(plan)
     d, n = w1.shape[2], w1.shape[1] // spec.width_factor
     dx = dh.new_empty(plan.num_tokens, d)
@@ -362,7 +364,7 @@ def _up_proj_input_grad_fake(dh: Tensor, w1: Tensor, plan: RoutingPlan, *_: Any)
 def _up_proj_wgrad(
     x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
-    """B4: dw1."""
+    """up_proj_wgrad: dw1."""
     return backend.up_proj_wgrad(x, dh, without_derived(plan), column_major)
 
 
@@ -373,7 +375,7 @@ def _up_proj_wgrad_fake(x: Tensor, dh: Tensor, column_major: bool, plan: Routing
 def _add_up_proj_wgrad(
     total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[()]:
-    """B4: dw1, accumulated into ``total``."""
+    """up_proj_wgrad: dw1, accumulated into ``total``."""
     backend.up_proj_wgrad(x, dh, without_derived(plan), is_column_major(total), total)
     return ()
 
@@ -381,7 +383,7 @@ def _add_up_proj_wgrad(
 def _up_proj_wgrad_bias_grad(
     x: Tensor, dh: Tensor, column_major: bool, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """B4: (dw1, db1 in the compute dtype)."""
+    """up_proj_wgrad: (dw1, db1 in the compute dtype)."""
     return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), column_major)
 
 
@@ -394,7 +396,7 @@ def _up_proj_wgrad_bias_grad_fake(
 def _add_up_proj_wgrad_bias_grad(
     total: Tensor, x: Tensor, dh: Tensor, plan: RoutingPlan, spec: ActivationSpec, backend: Backend
 ) -> Tensor:
-    """B4: db1 in the compute dtype; dw1 is accumulated into ``total``."""
+    """up_proj_wgrad: db1 in the compute dtype; dw1 is accumulated into ``total``."""
     return backend.up_proj_wgrad_bias_grad(x, dh, without_derived(plan), is_column_major(total), total)[1]
 
 

@@ -5,9 +5,10 @@ w = 2n gated, n ungated · P pairs · c the adapters' scale
 
 Expert e computes with ``w1_e + c up_b_e up_a_e`` and ``w2_e + c down_b_e down_a_e`` (LoRA, arXiv 2106.09685, one pair
 of adapters for each expert and matrix). The low-rank products are GEMMs of their own, over the same rows and by the
-same kernels: ``u = x up_a^T`` and ``v = do down_b`` gather inside their loads as F1 and B1 do. Saved: x, h (R_max, w),
-u (R_max, r), the scores and the plan, which is what `tilemoe.moe` saves, and u. Of the weights only the adapters get
-gradients. w1 and w2 may be in NF4, 4 bits per value: kernels decode each tile before they multiply it.
+same kernels: ``u = x up_a^T`` and ``v = do down_b`` gather inside their loads as up_proj and down_proj_dgrad do.
+Saved: x, h (R_max, w), u (R_max, r), the scores and the plan, which is what `tilemoe.moe` saves, and u. Of the weights
+only the adapters get gradients. w1 and w2 may be in NF4, 4 bits per value: kernels decode each tile before they
+multiply it.
 """
 
 from __future__ import annotations

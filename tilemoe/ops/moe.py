@@ -50,12 +50,13 @@ def moe(
     fp32 or better. x, w1, w2, b1, b2 share one float dtype, except under autocast, which casts them to its own.
     Weights may have any strides. ``recompute="up_proj"`` keeps no h and runs the up projection again in backward.
     ``kernels``: a `Backend`, or the name that one is registered by; None chooses by device, dtype and shape.
-    ``precision="fp8"`` quantises the operands of the up and down projections, of their dgrads (F1, F2, B1, B3) and of
-    wide layers' weight gradients (B2, B4) to e4m3 where a backend can (`select_kernels` says), and is "bf16", operands
-    as they are, where none can, which a warning says once; with ``kernels`` it is a ValueError there.
-    ``save="fp8"`` keeps h, the pre-activation (rows, 2n or n), between forward and backward in e4m3, with a scale for
-    each 128 elements of a row, whose width must be a multiple of 128: o has the same bits, and the gradients are those
-    of the quantised h. Not with ``recompute``, in fp64, or on a GPU below compute capability 8.9.
+    ``precision="fp8"`` quantises the operands of the up and down projections, of their dgrads (up_proj, down_proj,
+    down_proj_dgrad, up_proj_dgrad) and of wide layers' weight gradients (down_proj_wgrad, up_proj_wgrad) to e4m3 where
+    a backend can (`select_kernels` says), and is "bf16", operands as they are, where none can, which a warning says
+    once; with ``kernels`` it is a ValueError there. ``save="fp8"`` keeps h, the pre-activation (rows, 2n or n),
+    between forward and backward in e4m3, with a scale for each 128 elements of a row, whose width must be a multiple
+    of 128: o has the same bits, and the gradients are those of the quantised h. Not with ``recompute``, in fp64, or on
+    a GPU below compute capability 8.9.
 
     ``accumulate=True`` is for several backwards per step: the kernels accumulate the gradients of w1 and w2, where
     these are leaves, into their ``.grad`` in fp32 (fp64 for fp64), which becomes their ``grad_dtype``, and autograd

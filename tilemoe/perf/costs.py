@@ -59,9 +59,9 @@ def is_in_fp8(step: str, shape: MoEShape) -> bool:
 def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
     """Kernel to cost, in the order they run; `FORWARD` writes h, as training does.
 
-    ``precision`` "fp8": what F1, F2, B1 and B3 read has a byte an element, and x, do and dh are read and written once
-    more to be quantised (docs/fp8.md); their scales are not counted. Weights count as kept. B2 and B4 see
-    `_wgrad_cost`.
+    ``precision`` "fp8": what up_proj, down_proj, down_proj_dgrad and up_proj_dgrad read has a byte an element, and x,
+    do and dh are read and written once more to be quantised (docs/fp8.md); their scales are not counted. Weights count
+    as kept. down_proj_wgrad and up_proj_wgrad see `_wgrad_cost`.
     """
     tokens, d, n = shape.num_tokens, shape.hidden_size, shape.intermediate_size
     rows, w, size = shape.num_rows, shape.width, shape.element_bytes
@@ -86,8 +86,9 @@ def kernel_costs(shape: MoEShape, precision: str = "bf16") -> dict[str, Cost]:
 
 
 def _wgrad_cost(shape: MoEShape, columns: int, precision: str) -> Cost:
-    """B2's, of n columns, or B4's, of w. In FP8 do or x is quantised, then gathered into a transposed copy; a_scaled or
-    dh is read for its largest magnitudes, and again to be quantised into one; the GEMM reads both copies.
+    """down_proj_wgrad's, of n columns, or up_proj_wgrad's, of w. In FP8 do or x is quantised, then gathered into a
+    transposed copy; a_scaled or dh is read for its largest magnitudes, and again to be quantised into one; the GEMM
+    reads both copies.
     """
     d, rows, size = shape.hidden_size, shape.num_rows, shape.element_bytes
     by_token, by_row, index = shape.num_tokens * d, rows * columns, _INDEX_BYTES * rows

@@ -176,7 +176,7 @@ class TrainConfig:
     dense_precision: Literal["bf16", "fp8"] = "bf16"  # attention's projections; fp8: by torchao, bf16: as above
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["none", "blocks"] = "none"  # blocks: torch.compile every decoder block
-    recompute: Literal["up_proj"] | None = None  # up_proj: experts save no pre-activations, the backward reruns F1
+    recompute: Literal["up_proj"] | None = None  # up_proj: experts save no pre-activations, the backward reruns up_proj
     deterministic: bool = False  # bit-equal runs on a GPU, too; the attention's backward is slower
     threads: int = 0  # CPU threads; 0 leaves the choice to torch
     selection_bias_rate: float = 0.001  # step of the router's selection bias, where the model has one

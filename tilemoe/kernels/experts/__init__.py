@@ -1,1 +1,2 @@
-"""The experts' kernels F1 to B5 (see `Backend` in `base`) and their helpers, a folder for each backend."""
+"""The experts' kernels up_proj to combine_grad (see `Backend` in `base`) and their helpers, a folder for each
+backend."""

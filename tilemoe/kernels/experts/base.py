@@ -7,9 +7,9 @@ T tokens · d hidden_size · n intermediate_size · E experts · R_max static ro
 A row is one routed (token, expert) pair; rows are sorted by expert. R of R_max rows are in use: those past R of any
 (R_max, .) tensor are unspecified and never read.
 
-Forward: F1 up_proj_act, F2 down_proj, F3 combine. Backward: B1 down_proj_dgrad_dact, B2 down_proj_wgrad, B3
-up_proj_dgrad, B4 up_proj_wgrad, B5 combine_grad. y and dx_rows, the only buffers of size R_max x d, may be made and
-combined a slice of d at a time: F2 and B3 take a slice of the weight, (E,c,n) of w2 or (E,w,c) of w1, and F3 and B5
+Forward: up_proj, down_proj, combine. Backward: down_proj_dgrad, down_proj_wgrad, up_proj_dgrad, up_proj_wgrad,
+combine_grad. y and dx_rows, the only buffers of size R_max x d, may be made and combined a slice of d at a time:
+down_proj and up_proj_dgrad take a slice of the weight, (E,c,n) of w2 or (E,w,c) of w1, and combine and combine_grad
 write to columns of a wider tensor.
 """
 
@@ -74,14 +74,14 @@ GemmOperand = Any
 
 
 class Backend(ABC):
-    """One implementation of the eight kernels F1 to B5 and of the bias gradients.
+    """One implementation of the eight kernels up_proj to combine_grad and of the bias gradients.
 
     A backend is stateless: an instance stands for its class, and `register_backend` makes one. Subclass an existing one
     and override what you do better. A method may refuse operands with a ValueError that names the fix.
 
     Operands and results are tensors of the layer's dtype. A backend that multiplies in a narrower precision quantises
-    them to an `Operand` inside its methods; what F2 and B3 read in every slice of d it may quantise once for all slices
-    (`rows_operand`, `weight_operand`).
+    them to an `Operand` inside its methods; what down_proj and up_proj_dgrad read in every slice of d it may quantise
+    once for all slices (`rows_operand`, `weight_operand`).
 
     ValueError: a method's, as above. Shapes and dtypes: the legend of `tilemoe.kernels.experts.base` and each method.
 
@@ -89,7 +89,7 @@ class Backend(ABC):
         >>> from tilemoe.kernels.experts.torch.backend import TorchBackend
         >>> class Doubled(TorchBackend):
         ...     name = "doubled"
-        ...     def combine(self, y, s, plan, o):  # F3
+        ...     def combine(self, y, s, plan, o):  # combine
         ...         super().combine(2 * y, s, plan, o)
         >>> issubclass(Doubled, tilemoe.Backend)
         True
@@ -124,16 +124,16 @@ class Backend(ABC):
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[GemmOperand, Tensor]:
-        """F1: gather x by token, ``h = x w1^T + b1``, ``a = act(h)``. Returns (a (R_max, n), h (R_max, w))."""
+        """up_proj: gather x by token, ``h = x w1^T + b1``, ``a = act(h)``. Returns (a (R_max, n), h (R_max, w))."""
 
     def up_proj_act_inference(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> GemmOperand:
-        """F1 where nothing will be differentiated: returns a (R_max, n) only, so that h need not be stored."""
+        """up_proj where nothing will be differentiated: returns a (R_max, n) only, so that h need not be stored."""
         return self.up_proj_act(x, w1, b1, plan, spec)[0]
 
     def up_proj(self, x: Tensor, w1: GemmOperand, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec) -> Tensor:
-        """F1's GEMM without the activation: h (R_max, w)."""
+        """up_proj's GEMM without the activation: h (R_max, w)."""
         return self.up_proj_act(x, w1, b1, plan, spec)[1]
 
     def quantize_h(self, h: Tensor) -> Operand:
@@ -150,15 +150,16 @@ class Backend(ABC):
 
     @abstractmethod
     def down_proj(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) if w2 (E, c, n) and b2 (E, c) are a slice of d."""
+        """down_proj: ``y = a w2^T + b2`` (R_max, d), or (R_max, c) if w2 (E, c, n) and b2 (E, c) are a slice of d."""
 
     def down_proj_inference(self, a: GemmOperand, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2 on `up_proj_act_inference`'s result: the two may have kernels of their own for few rows."""
+        """down_proj on `up_proj_act_inference`'s result: the two may have kernels of their own for few rows."""
         return self.down_proj(a, w2, b2, plan)
 
     @abstractmethod
     def combine(self, y: Tensor, s: Tensor, plan: RoutingPlan, o: Tensor) -> None:
-        """F3: ``o_t = sum over t's rows r of s_r y_r``, written to o (T, c) of y's dtype, whose rows have any stride.
+        """combine: ``o_t = sum over t's rows r of s_r y_r``, written to o (T, c) of y's dtype, whose rows have any
+        stride.
 
         s of any float dtype; y (R_max, c) contiguous. Sums are fp32, or fp64 where s or y is.
         """
@@ -167,7 +168,7 @@ class Backend(ABC):
     def down_proj_dgrad_dact(
         self, do: Tensor, w2: Tensor, b2: Tensor | None, h: Tensor, s: Tensor, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """B1: gather do (T, d), ``da' = do w2``, ``ds = <da', a> + <do, b2>``, ``dh = act'(h) s da'``,
+        """down_proj_dgrad: gather do (T, d), ``da' = do w2``, ``ds = <da', a> + <do, b2>``, ``dh = act'(h) s da'``,
         ``a_scaled = s a``. Returns (dh (R_max, w), ds, a_scaled (R_max, n)); ds has s's shape and dtype, 0 for a
         skipped pair.
         """
@@ -176,7 +177,8 @@ class Backend(ABC):
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """B2: ``dw2_e = sum over e's rows r of do_t(r)^T a_scaled_r`` (E, d, n); zeros for an empty expert.
+        """down_proj_wgrad: ``dw2_e = sum over e's rows r of do_t(r)^T a_scaled_r`` (E, d, n); zeros for an empty
+        expert.
 
         column_major: strides of the result, see `is_column_major`. out: of these strides, in `compute_dtype`; the
         gradient is added to it, unrounded where a kernel does it, and out is returned. An operator's first call may run
@@ -187,20 +189,21 @@ class Backend(ABC):
 
     @abstractmethod
     def up_proj_dgrad(self, dh: GemmOperand, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
-        """B3: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) if w1 (E, w, c) is a slice of d."""
+        """up_proj_dgrad: ``dx_rows = dh w1`` (R_max, d), or (R_max, c) if w1 (E, w, c) is a slice of d."""
 
     @abstractmethod
     def up_proj_wgrad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """B4: ``dw1_e = sum over e's rows r of dh_r^T x_t(r)`` (E, w, d); zeros for an empty expert.
+        """up_proj_wgrad: ``dw1_e = sum over e's rows r of dh_r^T x_t(r)`` (E, w, d); zeros for an empty expert.
 
         column_major, out: as for `down_proj_wgrad`.
         """
 
     @abstractmethod
     def combine_grad(self, dx_rows: Tensor, plan: RoutingPlan, dx: Tensor) -> None:
-        """B5: ``dx_t = sum over t's rows r of dx_rows_r``, dx_rows (R_max, c); dx (T, c) is written as by `combine`."""
+        """combine_grad: ``dx_t = sum over t's rows r of dx_rows_r``, dx_rows (R_max, c); dx (T, c) is written as by
+        `combine`."""
 
     @abstractmethod
     def down_proj_bias_grad(self, do: Tensor, s: Tensor, plan: RoutingPlan) -> Tensor:
@@ -216,7 +219,7 @@ class Backend(ABC):
     def up_proj_wgrad_bias_grad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """B4 where db1 is needed, too: (dw1, db1) as by `up_proj_wgrad` and `up_proj_bias_grad`.
+        """up_proj_wgrad where db1 is needed, too: (dw1, db1) as by `up_proj_wgrad` and `up_proj_bias_grad`.
 
         One kernel may compute both. A NaN in x does not reach db1. db1 is not added to anything.
         """

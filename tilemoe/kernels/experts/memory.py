@@ -96,7 +96,8 @@ def forward_peak_bytes(shape: MoEShape) -> int:
 
 
 def backward_peak_bytes(shape: MoEShape) -> int:
-    """Peak bytes of a backward that computes every gradient, those included; h is freed once B1 has read it.
+    """Peak bytes of a backward that computes every gradient, those included; h is freed once down_proj_dgrad has read
+    it.
 
     With ``save="fp8"`` the saved h is freed as soon as it is dequantised.
     """
@@ -136,18 +137,20 @@ def _reread(size: _Sizes, shape: MoEShape, operand: int) -> float:
 
 
 def _output_peak(size: _Sizes, h: int, slices: Sequence[slice]) -> int:
-    """Peak of F2 and F3: a lives until the last slice of y is made, and o from the first that is combined on."""
+    """Peak of down_proj and combine: a lives until the last slice of y is made, and o from the first that is combined
+    on."""
     if len(slices) == 1:
         return h + size.y + max(size.a, size.o)
     return h + size.a + size.o + size.column * widest(slices)
 
 
 def _input_grad_peak(size: _Sizes, slices: Sequence[slice]) -> int:
-    """Peak of B3 and B5: dx is made while dw2 exists and B4 has yet to read dh."""
+    """Peak of up_proj_dgrad and combine_grad: dx is made while dw2 exists and up_proj_wgrad has yet to read dh."""
     return size.h + size.w2 + size.o + size.column * widest(slices)
 
 
 def _peaks_of_other_steps(size: _Sizes) -> tuple[int, int, int]:
-    """Peaks of B1 (h, dh, a_scaled), of B2 (dh, a_scaled, dw2) and of B4, the last (dh and all gradients)."""
+    """Peaks of down_proj_dgrad (h, dh, a_scaled), of down_proj_wgrad (dh, a_scaled, dw2) and of up_proj_wgrad, the
+    last (dh and all gradients)."""
     dh, a_scaled = size.h, size.a
     return size.h + dh + a_scaled, dh + a_scaled + size.w2, dh + size.w2 + size.o + size.w1

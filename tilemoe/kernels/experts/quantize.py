@@ -1,10 +1,11 @@
 """Quantisation to FP8 (e4m3) with one scale per block, in PyTorch: ``value = data * scale``.
 
-For F1, B1 and B3 a block is a row of x, do or dh, or all of a weight that makes one column of the product; for F2 it is
-1 x 128 of a or 128 x 128 of w2; for B2 and B4, where `quantizes_wgrad`, a row of x or do, and an expert's rows of dh or
-a_scaled, multiplied by their tokens' scales. h is kept in blocks of 1 x 128. A scale is the block's largest magnitude
-/ 448 in fp32, so that the largest value maps to 448; 1 for a block of zeros. ``data`` is ``value * (1 / scale)``, the
-inverse and the product in fp32, rounded to nearest, ties to even. A NaN or an infinity makes its block NaN.
+For up_proj, down_proj_dgrad and up_proj_dgrad a block is a row of x, do or dh, or all of a weight that makes one
+column of the product; for down_proj it is 1 x 128 of a or 128 x 128 of w2; for down_proj_wgrad and up_proj_wgrad,
+where `quantizes_wgrad`, a row of x or do, and an expert's rows of dh or a_scaled, multiplied by their tokens' scales.
+h is kept in blocks of 1 x 128. A scale is the block's largest magnitude / 448 in fp32, so that the largest value maps
+to 448; 1 for a block of zeros. ``data`` is ``value * (1 / scale)``, the inverse and the product in fp32, rounded to
+nearest, ties to even. A NaN or an infinity makes its block NaN.
 
 Quantising is idempotent: values that were quantised, multiplied back and rounded to their dtype give the same ``data``
 and scales again, since the block's largest value is reproduced exactly and e4m3 is coarser than the dtype. Exception:

@@ -43,7 +43,9 @@ class HopperBackend(TritonBackend):
     ) -> tuple[GemmOperand, Tensor]:
         d, n = x.shape[1], w1.shape[1] // spec.width_factor
         following = _device("down_proj", x, plan, n, d)
-        if following is not None:  # one launch makes F2's tile list together with F1's, whichever kernel F1 takes
+        if (
+            following is not None
+        ):  # one launch makes the tile lists of up_proj and down_proj, whichever kernels they take
             listed_tiles(plan, tile_rows(x.element_size(), following), tile_of("down_proj", n).block_m)
         device = _device("up_proj_act", x, plan, d, n)
         weight = split_parts(w1, spec).transpose(2, 3)

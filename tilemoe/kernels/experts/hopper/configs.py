@@ -74,8 +74,9 @@ NARROW = 2048  # largest d for which the limit is MAX_CONTRACTION_OF_NARROW
 # Weight gradients contract over an expert's rows, whose number no compile-time choice may depend on. down_proj_wgrad is
 # faster with few rows, up to 9% slower with thousands; up_proj_wgrad of a wider dh no faster with thousands.
 MAX_WIDTH_OF_DH = 2047
-# Activations whose B1 epilogue is a rolled loop over slices: unrolled, their code does not fit the instruction cache,
-# and took up to 2.4 times as long. The loop costs register moves, which made swiglu's kernel 3 to 9% slower.
+# Activations whose down_proj_dgrad epilogue is a rolled loop over slices: unrolled, their code does not fit the
+# instruction cache, and took up to 2.4 times as long. The loop costs register moves, which made swiglu's kernel 3 to
+# 9% slower.
 ACTIVATIONS_IN_A_LOOP = ("swiglu_oai", "swiglu_clamped", "geglu")
 MIN_WIDTH = 64  # of d and n: narrower, most of a tile would be padding
 

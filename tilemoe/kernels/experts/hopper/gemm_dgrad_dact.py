@@ -1,13 +1,14 @@
-"""B1, dgrad of the down-projection fused with the activation's backward and the scores' gradient:
+"""down_proj_dgrad fused with the activation's backward and the scores' gradient:
 ``da' = do w2``, ``dh = act'(h) s da'``, ``a_scaled = s act(h)``, and each row's ``<da', act(h)>``.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · BM, BN tile · S stages
 
-Cooperative, with the producer, dynamic scheduler and tile order of F1 (`gemm_gather_act`): do gathered by cp.async, w2
-by TMA. The epilogue has no buffers of its own but uses stages of the pipeline. For each slice of 64 columns the
-producer loads h (gate and up) into B's buffer of one more stage; the consumer overwrites that with dh, and A's buffer
-with a_scaled, and starts TMA stores of both. It releases the stage one slice later, when the stores have read it (a
-pending release); a tile's last one during the next tile's first wgmma. So neither h's loads nor the stores are exposed.
+Cooperative, with the producer, dynamic scheduler and tile order of up_proj (`gemm_gather_act`): do gathered by
+cp.async, w2 by TMA. The epilogue has no buffers of its own but uses stages of the pipeline. For each slice of 64
+columns the producer loads h (gate and up) into B's buffer of one more stage; the consumer overwrites that with dh, and
+A's buffer with a_scaled, and starts TMA stores of both. It releases the stage one slice later, when the stores have
+read it (a pending release); a tile's last one during the next tile's first wgmma. So neither h's loads nor the stores
+are exposed.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -181,7 +182,8 @@ def dact_consumer(
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
     ROLLED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of B1. pairs (S, BM): pair_of_row of the tile's rows, in its first stage. partial: see the kernel."""
+    """Consumer of down_proj_dgrad. pairs (S, BM): pair_of_row of the tile's rows, in its first stage. partial: see the
+    kernel."""
     steps = gl.cdiv(d, BK)
     step, pending_release = 0, False
     layout: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
@@ -240,7 +242,7 @@ def gemm_dgrad_dact_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """B1: do (T, d) gathered, weight (E, d, n), s (pairs) in the caller's order, a_scaled (R_max, n).
+    """down_proj_dgrad: do (T, d) gathered, weight (E, d, n), s (pairs) in the caller's order, a_scaled (R_max, n).
 
     h and dh: (2, R_max, n) of concatenated gate and up, else (R_max, w); GATE_UP is "none" where there is no gate.
     partial (column tiles, R_max) fp32: <da', a> over a tile's columns. ROLLED: the epilogue is a loop over slices.

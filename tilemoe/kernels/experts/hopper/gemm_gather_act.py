@@ -1,4 +1,4 @@
-"""F1, the up-projection fused with the activation: ``h = x w1^T + b1, a = act(h)``; and the producer that B1 shares.
+"""up_proj fused with the activation: ``h = x w1^T + b1, a = act(h)``; and the producer that down_proj_dgrad shares.
 
 A grouped GEMM: row r of A is x's row token_of_row[r], gathered by the producer warp group's cp.async; B is the expert's
 weight, by TMA. Two cooperative consumer warp groups (see `pipeline`) add the bias, compute the activation and store h,
@@ -104,7 +104,8 @@ def load_gathered(
 
 @gluon.jit
 def load_h(ring, step, h, row, col, BN: gl.constexpr, GATE_UP: gl.constexpr):
-    """Producer of B1: after a tile's k-blocks, a stage for each epilogue slice, B's buffer holding both consumers' h.
+    """Producer of down_proj_dgrad: after a tile's k-blocks, a stage for each epilogue slice, B's buffer holding both
+    consumers' h.
 
     h: descriptor of (2, R_max, n) with boxes (2, 64, 64) for concatenated gate and up; else of (R_max, w) with boxes
     (64, 64), two of them for each slice if interleaved.
@@ -144,13 +145,14 @@ def gather_producer(
     scheduler_smem, extra,
     BN: gl.constexpr, B_K_MAJOR: gl.constexpr, BAND: gl.constexpr, EVEN_K: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """Producer of F1 and B1: A is ``source`` (T, width_in), its rows gathered by token; see `load_tokens`.
+    """Producer of up_proj and down_proj_dgrad: A is ``source`` (T, width_in), its rows gathered by token; see
+    `load_tokens`.
 
     tile_info: (expert, first row, end of the expert's rows, first column); expert -1 tells the consumers to stop.
 
     row_scale: None, or (scales (T, width_in / BK), shared memory (S, BM) that they are copied to beside A).
-    extra: B1's (h, pair_of_row, pairs), else None. h's stages follow the k-blocks; pairs (S, BM) gets pair_of_row of
-    the tile's rows, in its first stage.
+    extra: down_proj_dgrad's (h, pair_of_row, pairs), else None. h's stages follow the k-blocks; pairs (S, BM) gets
+    pair_of_row of the tile's rows, in its first stage.
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte copies.
     width_in, stride_source = width_in // 8 * 8, stride_source // 8 * 8
@@ -280,7 +282,7 @@ def act_consumer(
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr,
     KEEP_H: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F1. Epilogue: add the bias, store h (if KEEP_H) and act(h)."""
+    """Consumer of up_proj. Epilogue: add the bias, store h (if KEEP_H) and act(h)."""
     steps = gl.cdiv(d, BK)
     step = 0
     expert, row, end, col = receive_tile(ring, tile_info, step)
@@ -330,7 +332,7 @@ def up_proj_act_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F1: ``h = x w1^T + b1``, ``a = act(h)``; x (T, d) gathered, bias (E, w), a (R_max, n); KEEP_H: h is written.
+    """up_proj: ``h = x w1^T + b1``, ``a = act(h)``; x (T, d) gathered, bias (E, w), a (R_max, n); KEEP_H: h is written.
 
     GATE_UP "concatenated": weight (E, 2, n, d), h (R_max, 2, n); a tile is BN/2 columns of gate and the same of up,
     as two halves if B_K_MAJOR, else alternating every 64 columns. "interleaved" and "none" (no gate): weight

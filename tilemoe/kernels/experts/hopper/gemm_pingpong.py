@@ -1,4 +1,4 @@
-"""F2 (down-projection) and B3 (dgrad of the up-projection), ping-pong: ``out_r = rows_r weight_e (+ bias_e)``.
+"""down_proj and up_proj_dgrad, ping-pong: ``out_r = rows_r weight_e (+ bias_e)``.
 
 E experts · R_max static row capacity · BN tile columns · BK k-block · S stages
 width_in, width_out: the GEMM's K and N, of one expert's weight
@@ -179,7 +179,8 @@ def pingpong_consumer(
     out, bias, stride_bias, num_tiles, width_in, width_out, ring, tile_info, staging, bias_smem, mma_order,
     CONSUMER: gl.constexpr, BN: gl.constexpr, B_K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F2 and B3: every other tile of the CTA. mma_order: (CONSUMERS, 1) mbarriers, see above."""
+    """Consumer of down_proj and up_proj_dgrad: every other tile of the CTA. mma_order: (CONSUMERS, 1) mbarriers, see
+    above."""
     total = gl.load(num_tiles) * gl.cdiv(width_out, BN)
     steps = gl.cdiv(width_in, BK)
     step = CONSUMER * steps
@@ -238,7 +239,8 @@ def gemm_rows_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3: rows (R_max, width_in), weight (E, width_in, width_out), bias (E, width_out), out (R_max, width_out).
+    """down_proj and up_proj_dgrad: rows (R_max, width_in), weight (E, width_in, width_out), bias (E, width_out), out
+    (R_max, width_out).
 
     BAND: see `tile_place`.
     """

@@ -1,12 +1,13 @@
-"""F2 and B3 with a short contraction, weight-stationary: ``out_r = rows_r weight_e (+ bias_e)``, as in `gemm_pingpong`.
+"""down_proj and up_proj_dgrad with a short contraction, weight-stationary: ``out_r = rows_r weight_e (+ bias_e)``, as
+in `gemm_pingpong`.
 
 E experts · R_max static row capacity · BN tile columns · BK k-block · S stages of A · B_STAGES k-blocks of B
 width_in, width_out: the GEMM's K and N, of one expert's weight
 
-With so few k-blocks a tile's loads exceed what its wgmmas hide: F2 of n = 256 asks L2 for twice what it gives. So a CTA
-keeps BN columns of an expert's weight, over the whole contraction, in shared memory and streams only A: a work item is
-these columns of up to CHUNK_M rows, in blocks of 64 rows. Items are walked with columns innermost: neighbouring CTAs
-have the same rows and other columns, so that A comes from DRAM once.
+With so few k-blocks a tile's loads exceed what its wgmmas hide: down_proj of n = 256 asks L2 for twice what it gives.
+So a CTA keeps BN columns of an expert's weight, over the whole contraction, in shared memory and streams only A: a
+work item is these columns of up to CHUNK_M rows, in blocks of 64 rows. Items are walked with columns innermost:
+neighbouring CTAs have the same rows and other columns, so that A comes from DRAM once.
 
 One producer warp; two consumer warp groups in a ping-pong schedule, which alternate blocks. ``b_ring`` is ``ring`` with
 B's own barriers, ``b_full`` and ``b_empty``, one of each for a k-block of B, whose phase flips with each item of the
@@ -243,7 +244,8 @@ def gemm_stationary_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3 with width_in <= B_STAGES * BK: as `gemm_pingpong.gemm_rows_kernel`, but with tiles of CHUNK_M rows."""
+    """down_proj and up_proj_dgrad with width_in <= B_STAGES * BK: as `gemm_pingpong.gemm_rows_kernel`, but with tiles
+    of CHUNK_M rows."""
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)
     staging = gl.allocate_shared_memory(
         rows.dtype, [BUFFERS * CONSUMERS, WARPGROUP_M, EPILOGUE_N], gl.NVMMASharedLayout(128, 16, 2)

@@ -1,4 +1,5 @@
-"""B2 and B4, the weight gradients: ``out_e = A_e^T B_e``, contracted over the expert's rows; A is gathered by token.
+"""The weight gradients down_proj_wgrad and up_proj_wgrad: ``out_e = A_e^T B_e``, contracted over the expert's rows; A
+is gathered by token.
 
 T tokens · E experts · R_max static row capacity · p, q widths of A (gathered) and B (contiguous)
 BM x BN tile of (p, q) · BK k-block: rows of the expert per stage

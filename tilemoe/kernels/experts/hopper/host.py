@@ -55,7 +55,8 @@ def rows_launch(
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """F2 and B3: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q), plus bias (E, q).
+    """down_proj and up_proj_dgrad: (launch, out (R_max, q)), each expert's rows (R_max, p) times its weight (E, p, q),
+    plus bias (E, q).
 
     weight: p or q contiguous. bias: q contiguous. tiles: of `tile_of`'s block_m.
     """
@@ -85,7 +86,8 @@ def up_proj_act_launch(
     keep_h: bool,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor]:
-    """F1: (launch, a (R_max, n), h (R_max, w), or (0, w) if not kept). w1 (E, w, d), w or d contiguous; b1 (E, w)."""
+    """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) if not kept). w1 (E, w, d), w or d contiguous; b1 (E,
+    w)."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
     a, h = act_outputs(x, plan, spec, n, keep_h)
     weight = split_parts(w1, spec).transpose(2, 3)
@@ -116,7 +118,7 @@ def dgrad_dact_launch(
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """B1: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32).
+    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32).
 
     partial: each row's <da', a> over the columns of one tile, for `score_grad` to add up.
     """
@@ -148,7 +150,8 @@ def wgrad_launch(
     adds: bool = False,
     sums: Tensor | None = None,
 ) -> Launch:
-    """B2 and B4: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q of out is contiguous.
+    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); p or q
+    of out is contiguous.
 
     adds: out, fp32, is accumulated into instead of overwritten. sums: (E, q) fp32, to get each expert's sum of by_row's
     rows.
@@ -189,7 +192,8 @@ def hopper_launch(
 
 
 def gather_constants(kernel: Kernel, spec: ActivationSpec, column_tiles: int, contraction: int) -> dict[str, Any]:
-    """Constants of F1 and B1. GATE_UP: the layout of gate and up, "none" where the activation has no gate."""
+    """Constants of up_proj and down_proj_dgrad. GATE_UP: the layout of gate and up, "none" where the activation has no
+    gate."""
     band = band_tiles(kernel, column_tiles, contraction)
     return {"ACTIVATION": spec.name, "GATE_UP": gate_up_layout(spec) or "none", "BAND": band}
 
@@ -202,7 +206,8 @@ def h_output(h: Tensor, parts: int, n: int) -> Any:
 
 
 def h_descriptors(h: Tensor, dh: Tensor, n: int, spec: ActivationSpec) -> tuple[Any, Any]:
-    """(descriptor that B1 reads h by, ragged one that it writes dh by); concatenated gate and up: one box of both."""
+    """(descriptor that down_proj_dgrad reads h by, ragged one that it writes dh by); concatenated gate and up: one box
+    of both."""
     if gate_up_layout(spec) != "concatenated":
         return described(h, _EPILOGUE_BLOCK), ragged_descriptor(dh, _EPILOGUE_BLOCK)
     h, dh = (t.unflatten(1, (2, n)).transpose(0, 1) for t in (h, dh))

@@ -4,17 +4,18 @@ BM, BN tile · BK k-block (contraction per stage) · S stages
 
 Kernels are persistent and warp-specialised: a producer (a warp group where it issues cp.async, one warp where all loads
 are TMA) fills stages of shared memory with A (BM x BK) and B (BK x BN); two consumer warp groups run wgmma on them.
-Cooperative kernels (F1, B1, B2, B4): the consumers share a tile, 64 of its 128 rows each, with an epilogue each. In F1
-and B1 a consumer whose rows all lie past the expert's last row skips its mainloop: a ragged end costs half a tile.
-Ping-pong kernels (F2, B3: `gemm_pingpong`, `gemm_stationary`): each consumer has whole tiles (or blocks of 64 rows),
-and one's epilogue overlaps the other's mainloop, which meanwhile has the tensor cores to itself.
+Cooperative kernels (up_proj, down_proj_dgrad, down_proj_wgrad, up_proj_wgrad): the consumers share a tile, 64 of its
+128 rows each, with an epilogue each. In up_proj and down_proj_dgrad a consumer whose rows all lie past the expert's
+last row skips its mainloop: a ragged end costs half a tile. Ping-pong kernels (down_proj, up_proj_dgrad:
+`gemm_pingpong`, `gemm_stationary`): each consumer has whole tiles (or blocks of 64 rows), and one's epilogue overlaps
+the other's mainloop, which meanwhile has the tensor cores to itself.
 
 Pipeline, as CUTLASS's PipelineTmaAsync: the tuple ``ring = (a_smem, b_smem, full, empty)`` of operand buffers (S, ...)
 and mbarriers (S, 1). Each role counts its k-blocks in ``step``, from 0: stage step % S, phase step // S % 2.
 
 Tile scheduler: the producer decodes a tile's coordinates and passes them to the consumers in shared memory,
-``tile_info``, with the tile's first stage. Static: CTA i of P has tiles i, i + P, ... Dynamic (F1, B1): see
-`scheduler_next`.
+``tile_info``, with the tile's first stage. Static: CTA i of P has tiles i, i + P, ... Dynamic (up_proj,
+down_proj_dgrad): see `scheduler_next`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -293,8 +294,8 @@ def mma_mainloop(
 ):
     """Returns (accumulator (WARPGROUP_M, BN) fp32 of this consumer's rows over ``steps`` >= 1 stages, next step).
 
-    pending_release: the preceding stage is still being read by the previous tile's TMA stores (B1). It is released when
-    they are done, while the first wgmma runs.
+    pending_release: the preceding stage is still being read by the previous tile's TMA stores (down_proj_dgrad). It is
+    released when they are done, while the first wgmma runs.
     A_K_MAJOR: a_smem is (S, BM, BK), else (2 S, BK, 64), a block for each consumer. B_K_MAJOR: see `b_operand`.
     """
     acc = issue_mma(ring, step, zero_accumulator(BN), False, CONSUMER, BN, A_K_MAJOR, B_K_MAJOR)

@@ -1,10 +1,12 @@
-"""FP8 on Hopper: F1, F2, B1, B3, and B2 and B4 of wide layers, read e4m3 operands; the rest is the Hopper backend's.
+"""FP8 on Hopper: up_proj, down_proj, down_proj_dgrad, up_proj_dgrad, and down_proj_wgrad and up_proj_wgrad of wide
+layers, read e4m3 operands; the rest is the Hopper backend's.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-x and do are quantised once per token (not per row) in each operator that reads them, a in F1's epilogue, dh for B3 and
-again for B4; weights are quantised and cached by `triton_fp8.operands`. A weight gradient that TMA cannot describe, a
-buffer not aligned to 16 bytes, is left to the portable kernel, which reads unquantised operands.
+x and do are quantised once per token (not per row) in each operator that reads them, a in up_proj's epilogue, dh for
+up_proj_dgrad and again for up_proj_wgrad; weights are quantised and cached by `triton_fp8.operands`. A weight gradient
+that TMA cannot describe, a buffer not aligned to 16 bytes, is left to the portable kernel, which reads unquantised
+operands.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class HopperFp8Backend(HopperBackend):
     def up_proj_wgrad_bias_grad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if quantizes_wgrad(x.shape[1], dh.shape[1]):  # what B4 reads of dh is rounded, db1 is not
+        if quantizes_wgrad(x.shape[1], dh.shape[1]):  # what up_proj_wgrad reads of dh is rounded, db1 is not
             return Backend.up_proj_wgrad_bias_grad(self, x, dh, plan, column_major, out)
         return super().up_proj_wgrad_bias_grad(x, dh, plan, column_major, out)
 
@@ -115,7 +117,8 @@ class HopperFp8Backend(HopperBackend):
         return a, h
 
     def _rows_times(self, rows: Operand, weight: Operand, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2 and B3: out (R_max, q), rows (R_max, p) times weight (E, q, p) transposed, which is contiguous along p."""
+        """down_proj and up_proj_dgrad: out (R_max, q), rows (R_max, p) times weight (E, q, p) transposed, which is
+        contiguous along p."""
         if plan.capacity == 0:
             return weight.scale.new_empty(0, weight.data.shape[1], dtype=weight.dtype)
         tiles, device = listed_tiles(plan, host.rows_tile(weight.data.shape[2]).block_m), device_of(weight.data)

@@ -1,16 +1,17 @@
-"""F1, F2, B1 and B3 with FP8 operands: F1 ``a = act(x w1^T + b1)``, F2 and B3 ``out_r = rows_r weight_e^T (+ bias_e)``,
-B1 as in `hopper.gemm_dgrad_dact`.
+"""up_proj, down_proj, down_proj_dgrad and up_proj_dgrad with FP8 operands: up_proj ``a = act(x w1^T + b1)``, down_proj
+and up_proj_dgrad ``out_r = rows_r weight_e^T (+ bias_e)``, down_proj_dgrad as in `hopper.gemm_dgrad_dact`.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 parts = 2 where gate and up are two halves of a tile, else 1 · BM, BN tile · S stages
 
 All four are cooperative: `hopper`'s producer warp group (A by cp.async, B by TMA), dynamic scheduler and tile order;
-two consumer warp groups run a mainloop of `mainloop` and an epilogue. F1 quantises a there.
+two consumer warp groups run a mainloop of `mainloop` and an epilogue. up_proj quantises a there.
 
 Operands are e4m3, contiguous along the contraction, seen as half as many elements of the layer's 16-bit dtype: x and
-do (T, d / 2), rows (R_max, in / 2), weight descriptors (E, parts, out, in / 2). Scales are fp32. F1, B1 and B3 have
-one for each row of A and each output column of the weight: (., 1) and (E, out, 1). F2 has block scales, (R_max,
-in / 128) and (E, out / 128, in / 128), the latter with the strides given. Output descriptors are ragged.
+do (T, d / 2), rows (R_max, in / 2), weight descriptors (E, parts, out, in / 2). Scales are fp32. up_proj,
+down_proj_dgrad and up_proj_dgrad have one for each row of A and each output column of the weight: (., 1) and (E, out,
+1). down_proj has block scales, (R_max, in / 128) and (E, out / 128, in / 128), the latter with the strides given.
+Output descriptors are ragged.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -73,7 +74,8 @@ def rows_consumer(
     out, bias, stride_bias, row_scale, weight_scale, stride_se, stride_sout, stride_sin, width_in, width_out,
     ring, scale_smem, tile_info, staging, CONSUMER: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F2 and B3. Epilogue: scale (SCALES "rows"), add the bias, store. scale_smem: see the kernel."""
+    """Consumer of down_proj and up_proj_dgrad. Epilogue: scale (SCALES "rows"), add the bias, store. scale_smem: see
+    the kernel."""
     steps = width_in // BK
     step = 0
     expert, row, end, col = receive_tile(ring, tile_info, step)
@@ -122,7 +124,7 @@ def gemm_rows_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3: rows (R_max, width_in), weight (E, 1, width_out, width_in), bias (E, width_out).
+    """down_proj and up_proj_dgrad: rows (R_max, width_in), weight (E, 1, width_out, width_in), bias (E, width_out).
 
     out (R_max, width_out). width_in counts elements of 16 bits: half the contraction's length.
     """
@@ -194,7 +196,7 @@ def act_consumer(
     ring, scale_smem, tile_info, staging,
     CONSUMER: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, KEEP_H: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of F1. Epilogue: scale, add the bias, store h (if KEEP_H), quantise and store act(h)."""
+    """Consumer of up_proj. Epilogue: scale, add the bias, store h (if KEEP_H), quantise and store act(h)."""
     steps = width_in // BK
     step = 0
     BN: gl.constexpr = 2 * BLOCK
@@ -250,7 +252,8 @@ def up_proj_act_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F1: x (T, d) gathered, bias (E, w). Writes a (R_max, n) in FP8, its scales (R_max, n / 128), and h if KEEP_H.
+    """up_proj: x (T, d) gathered, bias (E, w). Writes a (R_max, n) in FP8, its scales (R_max, n / 128), and h if
+    KEEP_H.
 
     width_in is d in elements of 16 bits: d / 2. GATE_UP: as in `hopper.gemm_gather_act`.
     """
@@ -285,7 +288,7 @@ def dact_consumer(
     ring, scale_smem, tile_info, pairs,
     CONSUMER: gl.constexpr, BN: gl.constexpr, GATE_UP: gl.constexpr, ACTIVATION: gl.constexpr, ROLLED: gl.constexpr,
 ):  # fmt: skip
-    """Consumer of B1: as `hopper.gemm_dgrad_dact.dact_consumer`, with scales."""
+    """Consumer of down_proj_dgrad: as `hopper.gemm_dgrad_dact.dact_consumer`, with scales."""
     steps = width_in // BK
     step, pending_release = 0, False
     layout: gl.constexpr = gl.SliceLayout(1, zero_tile().type.layout)
@@ -346,7 +349,7 @@ def gemm_dgrad_dact_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """B1: do (T, d) gathered, weight (E, 1, n, d), both FP8; the rest is as in `hopper.gemm_dgrad_dact`.
+    """down_proj_dgrad: do (T, d) gathered, weight (E, 1, n, d), both FP8; the rest is as in `hopper.gemm_dgrad_dact`.
 
     width_in is d in elements of 16 bits: d / 2.
     """

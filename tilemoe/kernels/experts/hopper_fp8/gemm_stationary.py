@@ -1,4 +1,5 @@
-"""F2 and B3 with a short contraction and FP8 operands, weight-stationary: ``out_r = rows_r weight_e^T (+ bias_e)``.
+"""down_proj and up_proj_dgrad with a short contraction and FP8 operands, weight-stationary: ``out_r = rows_r
+weight_e^T (+ bias_e)``.
 
 E experts · R_max static row capacity · BN tile columns · S stages of A · B_STAGES k-blocks of B
 
@@ -238,7 +239,8 @@ def gemm_stationary_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """F2 and B3 with width_in <= B_STAGES * BK: as `gemm.gemm_rows_kernel`, but rows is a TMA descriptor."""
+    """down_proj and up_proj_dgrad with width_in <= B_STAGES * BK: as `gemm.gemm_rows_kernel`, but rows is a TMA
+    descriptor."""
     gl.static_assert(B_STAGES == STEPS and STAGES >= 2 * STEPS, "see above")
     gl.static_assert(BN == 2 * BLOCK, "two blocks of scales")
     ring, b_ring = new_rings(weight, rows.dtype, STAGES, B_STAGES)

@@ -1,4 +1,5 @@
-"""B2 and B4 with FP8 operands, ``out_e = A_e^T B_e`` contracted over the expert's rows, from transposed copies.
+"""down_proj_wgrad and up_proj_wgrad with FP8 operands, ``out_e = A_e^T B_e`` contracted over the expert's rows, from
+transposed copies.
 
 E experts · p, q widths of A and B · c width of a slice of A · L room along the rows, laid out by `triton_fp8.wgrad`
 BM x BN tile of (c, q) · BK k-block: 128 rows, as 64 elements of 16 bits · G CTAs

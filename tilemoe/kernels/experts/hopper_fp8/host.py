@@ -52,7 +52,8 @@ def rows_launch(
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """F2 and B3: (launch, out (R_max, q)), rows (R_max, p) times weight (E, q, p) transposed, plus bias (E, q).
+    """down_proj and up_proj_dgrad: (launch, out (R_max, q)), rows (R_max, p) times weight (E, q, p) transposed, plus
+    bias (E, q).
 
     bias: q contiguous. tiles: of `rows_tile`'s block_m.
     """
@@ -74,7 +75,7 @@ def rows_launch(
 
 
 def rows_tile(width_in: int) -> TileConfig:
-    """The tile of F2 and B3 for a contraction of length ``width_in``.
+    """The tile of down_proj and up_proj_dgrad for a contraction of length ``width_in``.
 
     Weight-stationary only where the k-blocks of two blocks divide the stages: each consumer then always waits at the
     same stages, whose phases it has followed. Loads land in any order, so another's stage might be a phase behind.
@@ -94,7 +95,8 @@ def up_proj_act_launch(
     keep_h: bool,
     device: Device,
 ) -> tuple[Launch, Operand, Tensor]:
-    """F1: (launch, a (R_max, n) quantised, h (R_max, w) in x's dtype, or (0, w) if not kept). b1's rows: contiguous."""
+    """up_proj: (launch, a (R_max, n) quantised, h (R_max, w) in x's dtype, or (0, w) if not kept). b1's rows:
+    contiguous."""
     d, n, dtype = x.data.shape[1], w1.data.shape[1] // spec.width_factor, x.dtype
     scale = x.data.new_empty(plan.capacity, n // BLOCK, dtype=torch.float32)
     a = Operand(x.data.new_empty(plan.capacity, n), scale, ROWS, dtype)
@@ -123,7 +125,8 @@ def dgrad_dact_launch(
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """B1: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32) as `hopper`'s; w2 (E, n, d)."""
+    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32) as `hopper`'s; w2
+    (E, n, d)."""
     n, d = w2.data.shape[1:]
     column_tiles = ceil_div(n, TILE.block_n)
     dh, a_scaled, partial = dact_outputs(h, s, plan, n, column_tiles)
@@ -142,7 +145,8 @@ def dgrad_dact_launch(
 
 
 def wgrad_launch(operands: WgradOperands, out: Tensor, plan: RoutingPlan, device: Device, adds: bool) -> Launch:
-    """B2 and B4: a slice of out (E, p, q), p or q contiguous; adds: out, fp32, is accumulated into."""
+    """down_proj_wgrad and up_proj_wgrad: a slice of out (E, p, q), p or q contiguous; adds: out, fp32, is accumulated
+    into."""
     width, q = operands.by_token.shape[0], operands.by_row.shape[0]
     left, right = (_pairs(data, torch.bfloat16) for data in (operands.by_token, operands.by_row))
     to, transposed = gradient_descriptor(out, adds)

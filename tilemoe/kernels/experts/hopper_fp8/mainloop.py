@@ -2,15 +2,15 @@
 
 BM, BN tile · BK k-block, 128 bytes · S stages
 
-Scales per row and per column of the product (F1, B1, B3), or one for all of it (B2, B4): `mma_mainloop`, which leaves
-the tensor cores to sum over the whole contraction, in B2 and B4 over a chunk of it; the epilogue scales the sum once.
-Tensor cores accumulate FP8 products with some 14 bits: at a contraction of 7168 that adds an error of .2%, where
-rounding the operands has 3.7%.
+Scales per row and per column of the product (up_proj, down_proj_dgrad, up_proj_dgrad), or one for all of it
+(down_proj_wgrad, up_proj_wgrad): `mma_mainloop`, which leaves the tensor cores to sum over the whole contraction, in
+down_proj_wgrad and up_proj_wgrad over a chunk of it; the epilogue scales the sum once. Tensor cores accumulate FP8
+products with some 14 bits: at a contraction of 7168 that adds an error of .2%, where rounding the operands has 3.7%.
 
-Block scales (F2): `scaled_mainloop`, ``acc += (row scale x weight scale) * (A B of one k-block)``. The product of each
-k-block is scaled and added to an fp32 accumulator by CUDA cores: by one consumer while the tensor cores work for the
-other. A tile is two halves of 128 columns, each within one block of the weight's scales: the product of a half takes 64
-registers of a thread, beside 128 of the accumulator.
+Block scales (down_proj): `scaled_mainloop`, ``acc += (row scale x weight scale) * (A B of one k-block)``. The product
+of each k-block is scaled and added to an fp32 accumulator by CUDA cores: by one consumer while the tensor cores work
+for the other. A tile is two halves of 128 columns, each within one block of the weight's scales: the product of a half
+takes 64 registers of a thread, beside 128 of the accumulator.
 
 The pipeline moves bytes: for it, two FP8 values of a row are one element of the layer's 16-bit dtype, so that BK is
 that of the 16-bit kernels, whose producer, scheduler and stages serve here. `operand` views a stage as e4m3 again.

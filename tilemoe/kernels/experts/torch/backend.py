@@ -1,4 +1,4 @@
-"""F1 to B5 and the bias gradients in plain PyTorch, as `Backend` documents them.
+"""up_proj to combine_grad and the bias gradients in plain PyTorch, as `Backend` documents them.
 
 Where a GEMM is a loop over experts its gather is done expert by expert; where it is `F.grouped_mm` the gathered operand
 is materialised, one transient (R_max, d) buffer at a time.

@@ -4,10 +4,11 @@ It computes what the FP8 kernels do, but for the order of sums, and is no faster
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 
-F1, B1 and B3 read operands with one scale for each row of x, do and dh, and one for each output column of the weight;
-F2 with one for each 1 x 128 of a and each 128 x 128 of w2 (`kernels.experts.quantize`). Of wide layers B2 and B4 read
-the quantised x and do, and dh and a_scaled with one scale per expert; other weight gradients and the bias gradients
-read x, a, do and dh unquantised, and h is kept unquantised.
+up_proj, down_proj_dgrad and up_proj_dgrad read operands with one scale for each row of x, do and dh, and one for each
+output column of the weight; down_proj with one for each 1 x 128 of a and each 128 x 128 of w2
+(`kernels.experts.quantize`). Of wide layers down_proj_wgrad and up_proj_wgrad read the quantised x and do, and dh and
+a_scaled with one scale per expert; other weight gradients and the bias gradients read x, a, do and dh unquantised, and
+h is kept unquantised.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class TorchFp8Backend(TorchBackend):
     def up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec
     ) -> tuple[Tensor, Tensor]:
-        """F1: (a (R_max, n), h (R_max, w))."""
+        """up_proj: (a (R_max, n), h (R_max, w))."""
         a, h = super().up_proj_act(_rows(x), _weight(w1, 2), _fp32(b1), plan, spec)
         return a.to(x.dtype), h.to(x.dtype)
 
     def down_proj(self, a: Tensor, w2: GemmOperand, b2: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2: y (R_max, d), or a slice of d if w2 and b2 are one; its width is a multiple of 128."""
+        """down_proj: y (R_max, d), or a slice of d if w2 and b2 are one; its width is a multiple of 128."""
         return super().down_proj(_dense(a, ROWS), _dense(w2, WEIGHTS), _fp32(b2), plan).to(a.dtype)
 
     def down_proj_dgrad_dact(
@@ -61,20 +62,20 @@ class TorchFp8Backend(TorchBackend):
         plan: RoutingPlan,
         spec: ActivationSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """B1: (dh (R_max, w), ds like s, a_scaled (R_max, n)); b2's term of ds reads do unquantised."""
+        """down_proj_dgrad: (dh (R_max, w), ds like s, a_scaled (R_max, n)); b2's term of ds reads do unquantised."""
         dh, ds, a_scaled = super().down_proj_dgrad_dact(_rows(do), _weight(w2, 1), None, h, s, plan, spec)
         if b2 is not None:
             ds += rows_to_pairs(rows_dot_bias(do, b2, plan).to(s.dtype), s, plan)
         return dh, ds, a_scaled.to(h.dtype)
 
     def up_proj_dgrad(self, dh: Tensor, w1: GemmOperand, plan: RoutingPlan) -> Tensor:
-        """B3: dx_rows (R_max, d), or a slice of d if w1 is one; its width is a multiple of 128."""
+        """up_proj_dgrad: dx_rows (R_max, d), or a slice of d if w1 is one; its width is a multiple of 128."""
         return super().up_proj_dgrad(_rows(dh), _weight(w1, 1), plan).to(dh.dtype)
 
     def down_proj_wgrad(
         self, do: Tensor, a_scaled: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """B2: dw2 (E, d, n), or ``out``."""
+        """down_proj_wgrad: dw2 (E, d, n), or ``out``."""
         operands = _wgrad_operands(do, a_scaled, plan)
         dw2 = super().down_proj_wgrad(*operands, plan, column_major, out)
         return dw2 if out is not None else dw2.to(do.dtype)
@@ -82,7 +83,7 @@ class TorchFp8Backend(TorchBackend):
     def up_proj_wgrad(
         self, x: Tensor, dh: Tensor, plan: RoutingPlan, column_major: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """B4: dw1 (E, w, d), or ``out``."""
+        """up_proj_wgrad: dw1 (E, w, d), or ``out``."""
         operands = _wgrad_operands(x, dh, plan)
         dw1 = super().up_proj_wgrad(*operands, plan, column_major, out)
         return dw1 if out is not None else dw1.to(x.dtype)
@@ -104,7 +105,8 @@ def _dense(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _wgrad_operands(by_token: Tensor, by_row: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
-    """(x or do (T, p), dh or a_scaled (R_max, q)) as B2 and B4 multiply them: unchanged, or after quantising, in fp32.
+    """(x or do (T, p), dh or a_scaled (R_max, q)) as down_proj_wgrad and up_proj_wgrad multiply them: unchanged, or
+    after quantising, in fp32.
 
     A token's scale is not multiplied back into its row but into its rows of the other operand, which are quantised
     after that, with one scale for each expert.

@@ -1,7 +1,8 @@
 """The activations of `tilemoe.activations` as Triton device functions; their name is a compile-time constant.
 
-Values, and the gradients that B1 needs. All arithmetic is fp32; PRECISE False uses approximations good to a 16-bit
-result. ``limit`` is a parameter of swiglu_oai and swiglu_clamped, ``alpha`` of swiglu_oai (swiglu_clamped's is 1).
+Values, and the gradients that down_proj_dgrad needs. All arithmetic is fp32; PRECISE False uses approximations good to
+a 16-bit result. ``limit`` is a parameter of swiglu_oai and swiglu_clamped, ``alpha`` of swiglu_oai (swiglu_clamped's
+is 1).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

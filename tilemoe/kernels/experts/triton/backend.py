@@ -134,7 +134,7 @@ class TritonBackend(Backend):
     def _up_proj_act(
         self, x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, keep_h: bool
     ) -> tuple[GemmOperand, Tensor]:
-        """F1: (a, h); h is (0, w) where it is not kept."""
+        """up_proj: (a, h); h is (0, w) where it is not kept."""
         n = w1.shape[1] // spec.width_factor
         device = _check(x, x.shape[1], n)
         if plan.capacity == 0:
@@ -145,7 +145,8 @@ class TritonBackend(Backend):
         return a, h
 
     def _rows(self, kernel: Kernel, rows: Tensor, weight: Weight, bias: Tensor | None, plan: RoutingPlan) -> Tensor:
-        """F2 and B3: rows (R_max, in) times their expert's weight (E, in, out), plus bias (E, out)."""
+        """down_proj and up_proj_dgrad: rows (R_max, in) times their expert's weight (E, in, out), plus bias (E,
+        out)."""
         if isinstance(weight, Nf4Weight):
             return _times_nf4(rows.contiguous(), None, weight, bias, plan)
         device = _check(rows, *weight.shape[1:])
@@ -165,7 +166,7 @@ class TritonBackend(Backend):
         out: Tensor | None,
         db1: Tensor | None,
     ) -> Tensor:
-        """B4, which writes db1 (E, w) fp32, too, if given."""
+        """up_proj_wgrad, which writes db1 (E, w) fp32, too, if given."""
         shape = (plan.num_experts, dh.shape[1], x.shape[1])
         dw1 = empty_weight_grad(x, shape, column_major) if out is None else out
         transposed = dw1.transpose(1, 2)  # the gathered operand's width comes first
@@ -182,7 +183,8 @@ class TritonBackend(Backend):
         adds: bool,
         sums: Tensor | None = None,
     ) -> None:
-        """B2 and B4, written (adds: added) to out (E, p, q), from by_token (T, p) and by_row (R_max, q).
+        """down_proj_wgrad and up_proj_wgrad, written (adds: added) to out (E, p, q), from by_token (T, p) and by_row
+        (R_max, q).
 
         sums (E, q): of each expert's rows of by_row, written if given.
         """
@@ -211,7 +213,8 @@ def _times_nf4(rows: Tensor, index: Tensor | None, weight: Nf4Weight, bias: Tens
 def score_grad(
     partial: Tensor, do: Tensor, b2: Tensor | None, s: Tensor, plan: RoutingPlan, tiles: TileList, tile_m: int
 ) -> Tensor:
-    """ds like s, from B1's ``partial`` (column tiles, R_max) and, with b2, from do (T, d), whose rows are aligned.
+    """ds like s, from down_proj_dgrad's ``partial`` (column tiles, R_max) and, with b2, from do (T, d), whose rows are
+    aligned.
 
     tiles: the plan's row tiles of height ``tile_m``.
     """

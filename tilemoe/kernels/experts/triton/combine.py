@@ -1,4 +1,4 @@
-"""F3 (combine) and B5: ``out_t = sum over t's rows r of s_r rows_r``; B5 has no scores.
+"""combine and combine_grad: ``out_t = sum over t's rows r of s_r rows_r``; combine_grad has no scores.
 
 T tokens · P pairs · R_max static row capacity · BLOCK_D columns of a CTA
 
@@ -26,7 +26,8 @@ _BYTES_OF_THREAD = 32  # bytes of a row per thread: two 16-byte loads, 5 to 8% f
 
 
 def combine(rows: Tensor, s: Tensor | None, plan: RoutingPlan, out: Tensor) -> None:
-    """F3, or B5 without s: writes to out (T, c) each token's sum of score times rows (R_max, c), 0 if it has no rows.
+    """combine, or combine_grad without s: writes to out (T, c) each token's sum of score times rows (R_max, c), 0 if
+    it has no rows.
 
     s (P) of any float dtype, in the caller's order; sums are taken in fp32, or in fp64 if s is, in the order of the
     token's pairs. ``out`` and ``rows`` may be column slices of wider tensors: any row stride, columns contiguous.

@@ -29,19 +29,19 @@ MIN_BLOCK = 16  # the smallest tile dimension that tensor cores take
 # Bands of columns (`band_tiles`), measured on an H100, whose column tiles are 128 or 256 wide (docs/lab/hopper.md).
 ROW_MAJOR_K = 1024  # contractions up to this are not walked in bands: each band reads the rows again
 ROW_MAJOR_TILES, ROW_MAJOR_TILES_OF_B1 = 8, 32  # nor outputs of up to so many column tiles
-LONG_K = 2048  # F2 and B3 have narrower bands from here on: F2 gains by it
+LONG_K = 2048  # down_proj and up_proj_dgrad have narrower bands from here on: down_proj gains by it
 _MOST_TILES, _MOST_TILES_OF_LONG_K, _MOST_TILES_WITH_ACTIVATION = 8, 4, 6  # of a band
 _BARRIER_BYTES = 1024  # shared memory reserved for the pipeline's mbarriers and for alignment
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile of block_m x block_n with k-blocks of block_k; in a gated F1, gate and up have block_n columns each.
+    """A tile of block_m x block_n with k-blocks of block_k; in a gated up_proj, gate and up have block_n columns each.
 
     slices: number of column slices that the epilogue processes one after the other, to save registers.
     flatten: software-pipeline across tiles, so that the epilogue overlaps the next tile's loads.
     tma_stores: store by TMA where the GPU has it, which costs shared memory and a wait.
-    load_ahead: B1's epilogue prefetches the next slice's h, which costs registers.
+    load_ahead: down_proj_dgrad's epilogue prefetches the next slice's h, which costs registers.
     """
 
     block_m: int
@@ -108,7 +108,8 @@ _FEW_ROWS, _VERY_FEW_ROWS = 32, 8
 
 
 def band_tiles(kernel: Kernel, column_tiles: int, width_in: int) -> int:
-    """Threadblock swizzle of F1, F2, B1 and B3: column tiles of a band, or 0 for plain row-major order.
+    """Threadblock swizzle of up_proj, down_proj, down_proj_dgrad and up_proj_dgrad: column tiles of a band, or 0 for
+    plain row-major order.
 
     All row tiles of all experts are walked within one band of columns before the next band; bands are about equally
     wide. In row-major order a wave of tiles reads few rows and all of a wide weight.
@@ -135,8 +136,8 @@ def choose_tile(
 ) -> TileConfig:
     """The tile of ``kernel`` for elements of ``itemsize`` bytes, no wider than the widths' next power of two.
 
-    Row GEMMs: ``rows_width`` is K and ``out_width`` is N, of F1 the columns of a. Weight gradients: the widths of the
-    gathered and of the contiguous operand.
+    Row GEMMs: ``rows_width`` is K and ``out_width`` is N, of up_proj the columns of a. Weight gradients: the widths of
+    the gathered and of the contiguous operand.
     ``gate_up``: the layout of gate and up in h, None where the kernel has no h or the activation no gate.
     """
     tile = _base_tile(kernel, itemsize, device)

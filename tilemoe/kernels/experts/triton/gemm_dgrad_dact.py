@@ -1,4 +1,4 @@
-"""B1, dgrad of the down-projection fused with the activation's backward, then the scores' gradient:
+"""down_proj_dgrad fused with the activation's backward, then the scores' gradient:
 ``da' = do w2``, ``dh = act'(h) s da'``, ``a_scaled = s act(h)``; ``ds = <da', act(h)>`` (+ ``<do, b2>``).
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · P pairs
@@ -72,8 +72,8 @@ def gemm_dgrad_dact_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """B1 but for ds: reads do (T, d), weight (E, 1, d, n), h (R_max, parts * n) and s (P); writes dh like h, a_scaled
-    (R_max, n) and partial (column tiles, R_max).
+    """down_proj_dgrad but for ds: reads do (T, d), weight (E, 1, d, n), h (R_max, parts * n) and s (P); writes dh like
+    h, a_scaled (R_max, n) and partial (column tiles, R_max).
     """
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_do = d // 8 * 8, n // 8 * 8, stride_do // 8 * 8
@@ -137,7 +137,7 @@ def dact_epilogue(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """B1's epilogue for a slice of da' (BM, BN): stores dh and a_scaled, returns <da', a> (BM)."""
+    """down_proj_dgrad's epilogue for a slice of da' (BM, BN): stores dh and a_scaled, returns <da', a> (BM)."""
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     if GATED:
         a, dgate, dup = gated_grad(gate, up, da * score[:, None], limit, alpha, ACTIVATION, PRECISE)

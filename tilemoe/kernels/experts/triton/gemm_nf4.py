@@ -4,8 +4,8 @@ E experts · R_max static row capacity · BM, BN, BK tile · all widths are mult
 
 Persistent CTAs walk the tile list, column tiles innermost. Each k-block of the weight is decoded in registers just
 before it is multiplied; two CTAs share an SM where they can (`nf4_registers`). Codes are read as int32 words of 8
-neighbours, which lie along the contraction in F1 and F2 (decoded as (BN, BK), then transposed), along the output in B1
-and B3 (decoded as (BK, BN)).
+neighbours, which lie along the contraction in up_proj and down_proj (decoded as (BN, BK), then transposed), along the
+output in down_proj_dgrad and up_proj_dgrad (decoded as (BK, BN)).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -132,7 +132,8 @@ def gemm_nf4_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``out_r = rows_r weight_e (+ bias_e)``, F2 and B3; with GATHER ``rows[index[r]]``, the GEMMs of F1 and B1.
+    """``out_r = rows_r weight_e (+ bias_e)``, down_proj and up_proj_dgrad; with GATHER ``rows[index[r]]``, the GEMMs
+    of up_proj and down_proj_dgrad.
 
     codes (E, lines, words) and absmax (E, lines, blocks), both contiguous along their last dimension. With BLOCKED_IN a
     line is an output column, its blocks along the contraction; else a line is one index of the contraction.

@@ -1,4 +1,5 @@
-"""Grouped GEMMs over rows: F1 ``a = act(x w1^T + b1)``, x gathered; F2 and B3 ``out_r = rows_r weight_e + bias_e``.
+"""Grouped GEMMs over rows: up_proj ``a = act(x w1^T + b1)``, x gathered; down_proj and up_proj_dgrad ``out_r = rows_r
+weight_e + bias_e``.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BM, BN, BK tile
@@ -59,7 +60,7 @@ def gemm_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """F2 and B3: rows (R_max, in), weight (E, 1, in, out), bias (E, out), out (R_max, out)."""
+    """down_proj and up_proj_dgrad: rows (R_max, in), weight (E, 1, in, out), bias (E, out), out (R_max, out)."""
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     width_in, width_out = width_in // 8 * 8, width_out // 8 * 8
     column_tiles = tl.cdiv(width_out, BLOCK_N)
@@ -137,7 +138,7 @@ def up_proj_act_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """F1: ``h = x w1^T + b1`` and ``a = act(h)``; x (T, d) gathered by pointer, a (R_max, n).
+    """up_proj: ``h = x w1^T + b1`` and ``a = act(h)``; x (T, d) gathered by pointer, a (R_max, n).
 
     Weight (E, 2, d, n) and h (R_max, 2, n) where gate and up are concatenated: then they are the halves of a tile. Else
     (E, 1, d, w) and (R_max, w): interleaved columns are split in registers. h is not written unless KEEP_H.
@@ -190,7 +191,8 @@ def act_epilogue(
     ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     KEEP_H: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """F1's epilogue for gate and up (BM, BN); interleaved, or without a gate, ``gate`` is h and ``up`` is not used."""
+    """up_proj's epilogue for gate and up (BM, BN); interleaved, or without a gate, ``gate`` is h and ``up`` is not
+    used."""
     if INTERLEAVED:
         if KEEP_H:
             store_rows(h, gate, end, row, col, 2 * n, USE_TMA, BLOCK_M, BLOCK_N)

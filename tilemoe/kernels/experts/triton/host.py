@@ -48,7 +48,8 @@ def rows_launch(
     tiles: TileList,
     device: Device,
 ) -> tuple[Launch, Tensor]:
-    """F2 and B3: (launch, out (R_max, q)), rows (R_max, p) times weight (E, p, q) of any strides, plus bias (E, q)."""
+    """down_proj and up_proj_dgrad: (launch, out (R_max, q)), rows (R_max, p) times weight (E, p, q) of any strides,
+    plus bias (E, q)."""
     p, q = weight.shape[1:]
     out = rows.new_empty(plan.capacity, q)
     tile = choose_tile(kernel, p, q, rows.element_size(), device)
@@ -80,7 +81,7 @@ def up_proj_act_launch(
     keep_h: bool,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor]:
-    """F1: (launch, a (R_max, n), h (R_max, w), or (0, w) where it is not kept)."""
+    """up_proj: (launch, a (R_max, n), h (R_max, w), or (0, w) where it is not kept)."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
     tile = choose_tile("up_proj_act", d, n, x.element_size(), device, gate_up_layout(spec))
     a, h = act_outputs(x, plan, spec, n, keep_h)
@@ -117,7 +118,7 @@ def dgrad_dact_launch(
     spec: ActivationSpec,
     device: Device,
 ) -> tuple[Launch, Tensor, Tensor, Tensor]:
-    """B1: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32).
+    """down_proj_dgrad: (launch, dh like h, a_scaled (R_max, n), partial (column tiles, R_max) fp32).
 
     partial: each row's <da', a> over the columns of one tile, for `score_grad_launch`.
     """
@@ -167,7 +168,8 @@ def wgrad_launch(
     adds: bool = False,
     sums: Tensor | None = None,
 ) -> Launch:
-    """B2 and B4: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); out is dense, p or q contiguous.
+    """down_proj_wgrad and up_proj_wgrad: out (E, p, q) from by_token (T, p), gathered, and by_row (R_max, q); out is
+    dense, p or q contiguous.
 
     adds: out, fp32, is accumulated into instead of overwritten. sums: (E, q) fp32, to get each expert's sum of by_row's
     rows.

@@ -1,4 +1,4 @@
-"""F1 and F2 for inference with few rows per expert (decoding), bound by reading each expert's weights once.
+"""up_proj and down_proj for inference with few rows per expert (decoding), bound by reading each expert's weights once.
 
 T tokens · d hidden_size · n intermediate_size · E experts · R_max static row capacity · w = 2n gated, n ungated
 BM, BN, BK tile
@@ -30,7 +30,7 @@ from tilemoe.runtime.launch import Launch, ceil_div, power_of_two
 def up_proj_act_launch(
     x: Tensor, w1: Tensor, b1: Tensor | None, plan: RoutingPlan, spec: ActivationSpec, block_m: int, device: Device
 ) -> tuple[Launch, Tensor]:
-    """F1 without h: a (R_max, n), R_max > 0, in tiles of ``block_m`` rows. x's columns are contiguous."""
+    """up_proj without h: a (R_max, n), R_max > 0, in tiles of ``block_m`` rows. x's columns are contiguous."""
     d, n = x.shape[1], w1.shape[1] // spec.width_factor
     weight = w1.transpose(1, 2)
     tile = choose_small_m_tile("up_proj_act", block_m, d, n, x.element_size(), device, gate_up_layout(spec))
@@ -44,7 +44,8 @@ def up_proj_act_launch(
 def down_proj_launch(
     a: Tensor, w2: Tensor, b2: Tensor | None, plan: RoutingPlan, block_m: int, device: Device
 ) -> tuple[Launch, Tensor]:
-    """F2: y (R_max, c) of w2 (E, c, n) and b2 (E, c), R_max > 0, in tiles of ``block_m`` rows. a is contiguous."""
+    """down_proj: y (R_max, c) of w2 (E, c, n) and b2 (E, c), R_max > 0, in tiles of ``block_m`` rows. a is
+    contiguous."""
     (d, n), weight = w2.shape[1:], w2.transpose(1, 2)
     tile = choose_small_m_tile("down_proj", block_m, n, d, a.element_size(), device, None)
     y = a.new_empty(plan.capacity, d)
@@ -66,7 +67,7 @@ def _weight_args(weight: Tensor, bias: Tensor | None, plan: RoutingPlan) -> tupl
 
 
 def _constants(weight: Tensor, width: int, bias: Tensor | None, tile: TileConfig, plan: RoutingPlan) -> dict[str, Any]:
-    """Compile-time constants. width: columns of the output; a gated F1's weight has twice as many."""
+    """Compile-time constants. width: columns of the output; a gated up_proj's weight has twice as many."""
     return {
         "HAS_BIAS": bias is not None,
         "WIDE_LOADS": _wide_loads(weight),
@@ -119,7 +120,7 @@ def up_proj_act_small_m_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """F1: ``a = act(x w1^T + b1)``; x (T, d) gathered, weight (E, d, w), bias (E, w), a (R_max, n)."""
+    """up_proj: ``a = act(x w1^T + b1)``; x (T, d) gathered, weight (E, d, w), bias (E, w), a (R_max, n)."""
     # ``// 8 * 8`` tells the compiler that these are multiples of 8, so that it emits 16-byte loads.
     d, n, stride_x = d // 8 * 8, n // 8 * 8, stride_x // 8 * 8
     expert, row, end = _tile(row_start_of_expert, tl.program_id(0), num_experts, BLOCK_M, BLOCK_E)
@@ -176,7 +177,7 @@ def down_proj_small_m_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """F2: ``y = a w2^T + b2``; a (R_max, n), weight (E, n, d), bias (E, d), y (R_max, d)."""
+    """down_proj: ``y = a w2^T + b2``; a (R_max, n), weight (E, n, d), bias (E, d), y (R_max, d)."""
     d, n = d // 8 * 8, n // 8 * 8
     expert, row, end = _tile(row_start_of_expert, tl.program_id(0), num_experts, BLOCK_M, BLOCK_E)
     if expert == num_experts:

@@ -76,7 +76,7 @@ def why_no_e4m3(device: torch.device) -> str | None:
 def row_weight(weight: Tensor | Operand, contracted: int) -> Operand:
     """``weight`` (E, p, q) with a scale for each line along dimension ``contracted``, 1 or 2, and contiguous along it.
 
-    For F1, B1 and B3. Cached as `_cached` says; an `Operand` is returned as it is.
+    For up_proj, down_proj_dgrad and up_proj_dgrad. Cached as `_cached` says; an `Operand` is returned as it is.
     """
     if isinstance(weight, Operand):
         return weight
@@ -85,7 +85,7 @@ def row_weight(weight: Tensor | Operand, contracted: int) -> Operand:
 
 
 def block_weight(weight: Tensor | Operand) -> Operand:
-    """``weight`` (E, p, q) with a scale for each 128 x 128, contiguous: for F2. Cached as `_cached` says."""
+    """``weight`` (E, p, q) with a scale for each 128 x 128, contiguous: for down_proj. Cached as `_cached` says."""
     return weight if isinstance(weight, Operand) else _cached(weight, "blocks", 2, WEIGHTS)
 
 

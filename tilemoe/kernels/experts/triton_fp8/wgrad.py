@@ -1,4 +1,4 @@
-"""Transposed copies of the FP8 operands of B2 and B4, ``out_e = A_e^T B_e``.
+"""Transposed copies of the FP8 operands of down_proj_wgrad and up_proj_wgrad, ``out_e = A_e^T B_e``.
 
 T tokens · E experts · R_max static row capacity · p, q widths of A (gathered: x or do) and B (dh or a_scaled)
 C capacity of the list of row tiles · L = C * 128 room along the rows · c width of a slice of A's columns
