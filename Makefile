@@ -1,6 +1,7 @@
 # env: the pinned development environment in .venv · demo: train the tiny recipe · test · newest-triton: what can be
 # tested of the kernels on the newest Triton · oldest-transformers: the integration on it · docs: the site · check: all of
 # these, ruff, codespell, mypy
+# thorough: the tests that `test` leaves out for their time
 # fuzz: tests/fuzz with all its cases (SHARE=0.1: a tenth of them), about four hours of one core; with SEED=N what is left
 # of that seed's
 # every-cell: the Hopper backend's up_proj and down_proj_dgrad compiled for each combination that they serve
@@ -38,7 +39,7 @@ COMPILED := $(addprefix tests/kernels/test_,triton_compiled.py triton_every_kern
 OF_GPU_TESTS := $(addprefix --disable-error-code=,arg-type assignment func-returns-value import-not-found misc union-attr) \
 	--no-warn-unused-ignores
 
-.PHONY: env demo test fuzz faults every-cell newest-triton oldest-transformers oldest-torch newest check checks lint types \
+.PHONY: env demo test thorough fuzz faults every-cell newest-triton oldest-transformers oldest-torch newest check checks lint types \
 	docs wheel clean
 
 env: $(STAMP)
@@ -85,8 +86,13 @@ types: env
 	$(BIN)/mypy
 	MYPYPATH=tests:tests/kernels $(BIN)/mypy $(OF_GPU_TESTS) $$(grep -rl --include='*.py' mark.gpu tests)
 
+# What a newcomer runs: each promise that a CPU can show, once. Ten minutes of two idle cores.
 test: env
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not thorough"
+
+# The same promises in more cases; recorded in results/thorough.jsonl. Before a release, and once a week.
+thorough: env
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/record_tests.py thorough -n $(JOBS) --dist worksteal
 
 fuzz: env
 	$(BIN)/python benchmarks/record_tests.py fuzz --share $(SHARE) --seed $(SEED) -n $(JOBS) --dist worksteal

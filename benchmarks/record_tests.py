@@ -1,6 +1,7 @@
 """Run one kind of tests and append a row of what came of them to results/.
 
     python benchmarks/record_tests.py gpu                 # what needs a GPU, on a machine with one
+    python benchmarks/record_tests.py thorough -n 2 --dist worksteal        # make thorough
     TILEMOE_FAULTS=all python benchmarks/record_tests.py faults             # make faults
     TILEMOE_CELLS=all python benchmarks/record_tests.py cells               # make every-cell
     PYTHONPATH=FOLDER python benchmarks/record_tests.py versions PATHS      # make newest, make oldest-torch
@@ -75,7 +76,7 @@ def gpu_row(found: Outcomes) -> Row:
     return {**found.summary(), "passed_of_file": found.passed_of_file(), "sanitizer": verdicts}
 
 
-def versions_row(found: Outcomes) -> Row:
+def suite_row(found: Outcomes) -> Row:
     versions = {name: record.version(name) for name in PACKAGES}
     return {**versions, **found.summary(), "passed_of_file": found.passed_of_file()}
 
@@ -165,10 +166,11 @@ class Kind:
 
 KINDS = {
     "gpu": Kind("gpu_tests", gpu_row, COUNTS, ("-m", "gpu and not dist")),
+    "thorough": Kind("thorough", suite_row, COUNTS, ("-m", "thorough and not gpu", *QUIET)),
     "faults": Kind("faults", faults_row, ("faults",), ("-m", "not gpu", *QUIET), ("tests/faults",)),
     "fuzz": Kind("fuzz", fuzz_row, ("cases", "mismatches"), QUIET, ("tests/fuzz",)),
     "cells": Kind("every_cell", cells_row, ("compiled",), QUIET, ("tests/kernels/test_hopper_cells.py",)),
-    "versions": Kind("versions", versions_row, COUNTS, ("-m", "not gpu")),
+    "versions": Kind("versions", suite_row, COUNTS, ("-m", "not gpu")),
 }
 
 

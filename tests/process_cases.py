@@ -3,8 +3,8 @@
 Triton reads its switches when it is imported and keeps its driver, so some tests need a process of their own. Such a
 file has ``pytestmark = pytest.mark.process(NAME)``. One process of each name, started when the first of its files is
 collected, serves all of them: a session of pytest that runs what it is told to, so that fixtures, marks and reports are
-pytest's own. Its ``test_x[a]`` is ``test_x[NAME-a]`` here; ``-k``, ``-x`` and ``--lf`` work as ever. A file that is
-marked ``gpu`` too is collected in this process as well.
+pytest's own. Its ``test_x[a]`` is ``test_x[NAME-a]`` here; ``-k``, ``-x`` and ``--lf`` work as ever, and of the marks
+``thorough``. A file that is marked ``gpu`` too is collected in this process as well.
 
 To debug one, be that process: ``TRITON_INTERPRET=1 TEST_PROCESS=interpreter pytest FILE -k CASE --pdb``.
 """
@@ -123,10 +123,13 @@ class Cases(pytest.File):
             raise self.CollectError(str(ended)) from None
         if problem:
             raise self.CollectError(problem)
-        for name, line in lines.items():
+        for name, (line, thorough) in lines.items():
             function, bracket, parameters = name.partition("[")
             shown = f"{function}[{marks(self.path)[0]}{f'-{parameters}' if bracket else ']'}"
-            yield Case.from_parent(self, name=shown, there=name, line=line)
+            case = Case.from_parent(self, name=shown, there=name, line=line)
+            if thorough:
+                case.add_marker(pytest.mark.thorough)
+            yield case
 
 
 class Case(pytest.Item):
@@ -207,7 +210,10 @@ class Served:
             except EOFError:
                 return True
             if not case:
-                lines = {name: item.location[1] for name, item in items[file].items()}
+                lines = {
+                    name: (item.location[1], item.get_closest_marker("thorough") is not None)
+                    for name, item in items[file].items()
+                }
                 self._pipe.send((lines, self._problems.get(file, "")))
                 continue
             item, following = items[file][case[0]], case[1]

@@ -43,6 +43,7 @@ def test_is_expected_to_fail():
 def test_kills_its_process():
     os.abort()
 
+@pytest.mark.thorough
 def test_after(opened): ...
 """
 
@@ -52,7 +53,7 @@ def folder(pytester: pytest.Pytester) -> pytest.Pytester:
     """A folder of tests with the plugin alone."""
     tests = str(Path(__file__).parent)
     pytester.makeconftest(f"import sys\nsys.path.append({tests!r})\npytest_plugins = 'process_cases'")
-    pytester.makeini("[pytest]\nmarkers = process(name): elsewhere\n    gpu: a GPU\n")
+    pytester.makeini("[pytest]\nmarkers = process(name): elsewhere\n    gpu: a GPU\n    thorough: long\n")
     return pytester
 
 
@@ -112,12 +113,13 @@ def test_a_case_that_takes_too_long(cases: pytest.Pytester, monkeypatch: pytest.
     ("arguments", "passed"),
     [
         (("-k", "passes and 2"), 1),
+        (("-m", "thorough"), 1),
         (("test_apart.py::test_passes",), 2),
         (("test_apart.py::test_passes[fake_driver-1]",), 1),
     ],
 )
 def test_selection_by_name(cases: pytest.Pytester, arguments: tuple[str, ...], passed: int) -> None:
-    run(cases, *arguments).assert_outcomes(passed=passed, deselected=7 if "-k" in arguments else 0)
+    run(cases, *arguments).assert_outcomes(passed=passed, deselected=7 if arguments[0].startswith("-") else 0)
 
 
 def test_fixtures_of_a_module_live_as_long_as_its_cases(cases: pytest.Pytester) -> None:
