@@ -30,7 +30,7 @@ def main() -> None:
     fake_driver.install_silent()
     inference.is_replayable = replayed.is_replayable
     inference.choose_experts = lambda *args: Choice("hopper", backend_named("hopper"), "")
-    builder = PlanBuilder(plan_small.plan_topk, plan_small.plan_topk_in_one)
+    builder = PlanBuilder(plan_small.count_sort_small, plan_small.count_sort_small_in_one)
     inference.builder_for = lambda *args, **options: builder
     integration.register()
     layers = small_tokens.make_layers(SHAPE, LAYERS, torch.device("cpu"), torch.bfloat16)

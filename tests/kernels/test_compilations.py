@@ -37,7 +37,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return compile_fake(kernel, *args)
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile_one)
-    builder = PlanBuilder(triton_plan.plan_topk, triton_plan.plan_topk)
+    builder = PlanBuilder(triton_plan.count_sort, triton_plan.count_sort)
     monkeypatch.setattr(plan_ops, "builder_for", lambda *args: builder)  # a GPU's, for these CPU tensors
     forget()
     yield found

@@ -201,8 +201,8 @@ def test_pytorch_does_not_index_by_what_no_kernel_has_written(log: Log, monkeypa
     used: list[list[str]] = []
 
     def build(ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-        triton_plan.plan_topk(ids, num_experts)
-        return torch_plan.plan_topk(ids, num_experts)  # the fake's kernels write nothing
+        triton_plan.count_sort(ids, num_experts)
+        return torch_plan.sort_by_expert(ids, num_experts)  # the fake's kernels write nothing
 
     class Watched(TorchBackend):
         def up_proj_act(self, *args: Any) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from tilemoe.kernels.expert_parallel import triton as by_triton
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton_fp8 import quantize as packed
 from tilemoe.kernels.plan import triton_small as plan_small
-from tilemoe.kernels.plan.triton import plan_topk as triton_plan_topk
+from tilemoe.kernels.plan.triton import count_sort
 from tilemoe.ops import expert_parallel as exchange
 from tilemoe.ops import experts as library
 from tilemoe.ops import inference, lora, rounding, router
@@ -106,7 +106,7 @@ def test_h_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tokens", [1, 40, 2100])
 def test_inference_by_ids(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     few = plan_small.why_unsupported(2 * tokens, 4) is None
-    build = (plan_small.plan_topk, plan_small.plan_topk_in_one) if few else (triton_plan_topk,) * 2
+    build = (plan_small.count_sort_small, plan_small.count_sort_small_in_one) if few else (count_sort,) * 2
     monkeypatch.setattr(inference, "builder_for", lambda *args, **options: PlanBuilder(*build))
     monkeypatch.setattr(inference, "choose_experts", lambda *args: Choice("hopper", backend_named("hopper"), ""))
     case = Case(tokens=tokens)
@@ -213,8 +213,8 @@ def test_rounding_grad(score: str, spread: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("extra", [0, 1])
-def test_plan_topk(dtype: torch.dtype, extra: int) -> None:
-    for build in (triton_plan_topk, plan_small.plan_topk):
+def test_plan_builders(dtype: torch.dtype, extra: int) -> None:
+    for build in (count_sort, plan_small.count_sort_small):
         assert_repeated(build, lambda: (torch.zeros(300, 2 + extra, dtype=dtype)[:, :2], 8))
 
 

@@ -66,7 +66,7 @@ def layer_launches(
         inputs |= {name: turn(inputs[name]) for name in ("w1", "w2")}
     options = {"activation": activation, "gate_up": gate_up, "kernels": "triton"}
     with recorded_launches(device) as launches:
-        plan_module.plan_topk(ids, E)
+        plan_module.count_sort(ids, E)
         logits, select = torch.zeros(T, 64), RouterSpec(8, "softmax", True, 1.0, 1, 1, balance=True, z=True)
         scores, chosen, probability_sums, z_sum = router.select(logits, None, None, select)
         router.select_grad(logits, chosen, None, scores, probability_sums, z_sum, select)

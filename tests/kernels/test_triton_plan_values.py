@@ -18,7 +18,11 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
 from tilemoe.testing import hostile_routings
 
-BUILDERS: tuple[PlanTopK, ...] = (triton_plan.plan_topk, plan_small.plan_topk, plan_small.plan_topk_in_one)
+BUILDERS: tuple[PlanTopK, ...] = (
+    triton_plan.count_sort,
+    plan_small.count_sort_small,
+    plan_small.count_sort_small_in_one,
+)
 NAMES = ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert", "rows_per_expert", "error_bits")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FP32: 1e-6, FP16: 5e-4, BF16: 4e-3}  # RMS-relative, of sums rounded once
@@ -154,12 +158,12 @@ def test_negative_ids_are_recorded(builder: PlanTopK) -> None:
     *arrays, error_bits = builder(ids, 5)
     assert int(error_bits) == 1
     skipped = torch.where(ids < 0, 5, ids)
-    for name, actual, expected in zip(NAMES, arrays, torch_plan.plan_topk(skipped, 5), strict=False):
+    for name, actual, expected in zip(NAMES, arrays, torch_plan.sort_by_expert(skipped, 5), strict=False):
         assert torch.equal(actual, expected), name
 
 
 def assert_same_plan(ids: Tensor, experts: int) -> None:
-    expected = torch_plan.plan_topk(ids, experts)
+    expected = torch_plan.sort_by_expert(ids, experts)
     builders = BUILDERS[: 1 if plan_small.why_unsupported(ids.numel(), experts) else 2]
     for builder in builders:
         for name, actual, wanted in zip(NAMES, builder(ids, experts), expected, strict=True):

@@ -19,15 +19,13 @@ from tilemoe.kernels.choose import choose_inference_plan, choose_plan, choose_ro
 from tilemoe.kernels.experts.triton.combine import combine
 from tilemoe.kernels.plan import triton as triton_plan
 from tilemoe.kernels.plan import triton_small as plan_small
-from tilemoe.kernels.plan.torch import new_index
-from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
+from tilemoe.kernels.plan.torch import new_index, sort_by_expert
 from tilemoe.kernels.rounding import triton as rounding
 from tilemoe.kernels.rounding.triton import RoundingSpec, round_launches, score_grad_launch
 from tilemoe.kernels.router import triton as router
 from tilemoe.kernels.router.triton import RouterSpec, select_grad_launch, select_launch
 from tilemoe.plan import RoutingPlan
-from tilemoe.routing.build import plan_pairs
-from tilemoe.routing.build import plan_topk as make_plan
+from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime.launch import Launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -106,7 +104,7 @@ def launch_of_combine(rows: torch.Tensor, s: torch.Tensor | None, plan: RoutingP
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_combine_compiles_to_wide_loads(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
     ids = torch.arange(24).view(3, 8) % 5
-    plan, rows = make_plan(ids, 5), torch.zeros(24, 1536, dtype=dtype)
+    plan, rows = plan_topk(ids, 5), torch.zeros(24, 1536, dtype=dtype)
     for s in (torch.zeros(24), None):
         compiled = compile_launch(launch_of_combine(rows, s, plan), capability)
         assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 16, "two 16-byte loads for each row of the token"
@@ -127,7 +125,7 @@ def test_combine_of_pairs_compiles(capability: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("experts", [128, triton_plan.MAX_EXPERTS])
 def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> None:
     with recorded_launches(NVIDIA[capability]) as launches:
-        triton_plan.plan_topk(torch.zeros(600, 8, dtype=torch.int64), experts)
+        triton_plan.count_sort(torch.zeros(600, 8, dtype=torch.int64), experts)
     for launch, compiled in compile_launches(launches, capability):
         assert count_spill_loads(compiled, tmp_path) == 0, f"{launch.kernel} spills"
         assert compiled.metadata.shared <= 48 * 1024
@@ -138,7 +136,7 @@ def test_plan_kernels_compile(experts: int, capability: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_plan_of_few_pairs_compiles(dtype: torch.dtype, experts: int, capability: int, tmp_path: Path) -> None:
     ids = torch.zeros(64, 8, dtype=dtype)
-    launch = plan_small.plan_topk_launch(ids, experts, new_index(ids, experts))
+    launch = plan_small.count_sort_small_launch(ids, experts, new_index(ids, experts))
     compiled = compile_launch(launch, capability)
     assert count_spill_loads(compiled, tmp_path) == 0
     assert compiled.metadata.shared <= 48 * 1024
@@ -155,16 +153,16 @@ def test_other_devices_and_sizes_go_to_torch_and_say_why() -> None:
     for case in ((CPU, 8, 4), (GPU, 0, 4), (GPU, 8, 5000)):
         choice = choose_plan(*case)
         assert choice.name == "torch"
-        assert choice.impl.build is torch_plan_topk
+        assert choice.impl.build is sort_by_expert
         assert choice.reason
-    assert choose_plan(GPU, 8, 4).impl.build is triton_plan.plan_topk
+    assert choose_plan(GPU, 8, 4).impl.build is triton_plan.count_sort
 
 
 def test_few_pairs_of_inference_have_a_builder_of_their_own() -> None:
-    assert choose_inference_plan(GPU, plan_small.MAX_PAIRS + 1, 4).impl.build is triton_plan.plan_topk
-    assert choose_inference_plan(GPU, 8, plan_small.MAX_EXPERTS + 1).impl.build is triton_plan.plan_topk
-    assert choose_inference_plan(GPU, 8, 4).impl.build is plan_small.plan_topk
-    assert choose_inference_plan(CPU, 8, 4).impl.build is torch_plan_topk
+    assert choose_inference_plan(GPU, plan_small.MAX_PAIRS + 1, 4).impl.build is triton_plan.count_sort
+    assert choose_inference_plan(GPU, 8, plan_small.MAX_EXPERTS + 1).impl.build is triton_plan.count_sort
+    assert choose_inference_plan(GPU, 8, 4).impl.build is plan_small.count_sort_small
+    assert choose_inference_plan(CPU, 8, 4).impl.build is sort_by_expert
 
 
 NO_SPILL = 16  # bytes of a thread's stack
@@ -250,7 +248,7 @@ def refused(kernel: str) -> object:
     if kernel == "selection":
         return router.select(x, None, None, RouterSpec(1, "softmax", True, 1.0, 1, 1, False, False))
     if kernel == "plan":
-        return triton_plan.plan_topk(ids, 3)
+        return triton_plan.count_sort(ids, 3)
     return rounding.round_rows(x, ids, x[:, :1], None, None, RoundingSpec("nearest", 16, "softmax", True, 1.0, 64))
 
 

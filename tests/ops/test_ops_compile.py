@@ -118,12 +118,12 @@ def _detached(argument: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_opcheck_of_plan_building(dtype: torch.dtype) -> None:
     ids = torch.tensor([[0, 3], [4, 1], [1, 9], [2, 2]], dtype=dtype)
-    torch.library.opcheck(plan_ops.plan_topk.registered, (ids, 4, False))
-    torch.library.opcheck(plan_ops.plan_topk.registered, (ids[:0], 4, False))
-    torch.library.opcheck(plan_ops.plan_topk.registered, (ids.T, 4, True))
+    torch.library.opcheck(plan_ops.build_topk.registered, (ids, 4, False))
+    torch.library.opcheck(plan_ops.build_topk.registered, (ids[:0], 4, False))
+    torch.library.opcheck(plan_ops.build_topk.registered, (ids.T, 4, True))
     token = torch.tensor([3, 0, 3, 1], dtype=dtype)
-    torch.library.opcheck(plan_ops.plan_pairs.registered, (token, ids[:, 1].contiguous(), 5, 4))
-    torch.library.opcheck(plan_ops.plan_pairs.registered, (token[:0], token[:0], 0, 4))
+    torch.library.opcheck(plan_ops.build_pairs.registered, (token, ids[:, 1].contiguous(), 5, 4))
+    torch.library.opcheck(plan_ops.build_pairs.registered, (token[:0], token[:0], 0, 4))
 
 
 def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:

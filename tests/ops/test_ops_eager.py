@@ -22,7 +22,7 @@ from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops import experts as library
 from tilemoe.ops import plan as plan_ops
 from tilemoe.ops.moe import moe
-from tilemoe.ops.plan import plan_topk as plan_operator
+from tilemoe.ops.plan import build_topk
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime import launch_cache as replayed
@@ -132,9 +132,9 @@ def test_a_trace_names_the_operator() -> None:
 
 def test_building_a_plan_is_seen_too() -> None:
     ids = torch.tensor([[0, 2], [1, 2]])
-    plain = plan_operator(ids, 3, False)
+    plain = build_topk(ids, 3, False)
     with Seen() as seen:
-        watched = plan_operator(ids, 3, False)
+        watched = build_topk(ids, 3, False)
     assert seen.names == {"tilemoe::plan_topk"}
     assert_equal(watched, plain)
 
@@ -176,7 +176,7 @@ def test_plain_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Non
 
     plan = PLANS["random"]
     leaves = {name: nn.Parameter(tensor.detach()) for name, tensor in leaves_of(plan).items()}
-    for operator in (library.moe, *library.BACKWARD_OPS, plan_operator):
+    for operator in (library.moe, *library.BACKWARD_OPS, build_topk):
         monkeypatch.setattr(operator, "registered", refuse)
     plan_topk(torch.tensor([[0, 2], [1, 2]]), 3)
     moe(plan=plan, **leaves).sum().backward()

@@ -27,7 +27,7 @@ from tilemoe.kernels.experts.quantize import pack_rows, unpack_rows, why_not_qua
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.triton.configs import why_unsupported as why_widths_unsupported
 from tilemoe.kernels.lm.documents import Documents, masked_attention, varlen_attention
-from tilemoe.kernels.plan.torch import plan_topk as torch_plan_topk
+from tilemoe.kernels.plan.torch import sort_by_expert
 from tilemoe.runtime.device import why_no_triton
 from tilemoe.runtime.tensors import device_named
 from tilemoe.runtime.tracing import constant_when_traced
@@ -214,8 +214,8 @@ def choose_plan(device: torch.device, num_pairs: int, num_experts: int) -> Choic
 
         why = triton_plan.why_unsupported(num_pairs, num_experts)
     if why is not None:
-        return Choice("torch", PlanBuilder(torch_plan_topk, torch_plan_topk), why)
-    builder = PlanBuilder(triton_plan.plan_topk, triton_plan.plan_topk)
+        return Choice("torch", PlanBuilder(sort_by_expert, sort_by_expert), why)
+    builder = PlanBuilder(triton_plan.count_sort, triton_plan.count_sort)
     return Choice("triton", builder, "a counting sort in four kernels")
 
 
@@ -225,7 +225,7 @@ def choose_inference_plan(device: torch.device, num_pairs: int, num_experts: int
         from tilemoe.kernels.plan import triton_small
 
         if triton_small.why_unsupported(num_pairs, num_experts) is None:
-            builder = PlanBuilder(triton_small.plan_topk, triton_small.plan_topk_in_one)
+            builder = PlanBuilder(triton_small.count_sort_small, triton_small.count_sort_small_in_one)
             return Choice("triton", builder, "few pairs: a counting sort in one kernel")
     return choose_plan(device, num_pairs, num_experts)
 

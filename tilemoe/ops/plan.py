@@ -31,8 +31,8 @@ def check_topk_ids(expert_ids: Tensor) -> None:
         raise ValueError("expert_ids must be (T, K) with K >= 1, got K = 0")
 
 
-def _plan_topk(expert_ids: Tensor, num_experts: int, is_inference: bool) -> torch_plan.Index:
-    """See `tilemoe.kernels.plan.torch.plan_topk`; device, size and ``is_inference`` choose the builder.
+def _build_topk(expert_ids: Tensor, num_experts: int, is_inference: bool) -> torch_plan.Index:
+    """See `tilemoe.kernels.plan.torch.sort_by_expert`; device, size and ``is_inference`` choose the builder.
 
     is_inference is an argument rather than read from autograd's state: the launch cache's key is made of arguments, and
     compiled training runs its forward without autograd.
@@ -46,23 +46,23 @@ def builder_for(expert_ids: Tensor, num_experts: int, is_inference: bool) -> Pla
     return choose(expert_ids.device, expert_ids.numel(), num_experts).impl
 
 
-def _plan_pairs_fake(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> tuple[Tensor, ...]:
+def _build_pairs_fake(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> tuple[Tensor, ...]:
     pairs = token.shape[0]
     shapes = ((pairs,), (pairs,), (pairs,), (num_tokens + 1,), (num_experts + 1,), ())
     return tuple(token.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-plan_topk = Operator(
+build_topk = Operator(
     "plan_topk",
-    _plan_topk,
+    _build_topk,
     "(Tensor expert_ids, SymInt num_experts, bool is_inference) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     lambda expert_ids, num_experts, is_inference: torch_plan.new_index(expert_ids, num_experts),
 )
-plan_pairs = Operator(
+build_pairs = Operator(
     "plan_pairs",
-    torch_plan.plan_pairs,
+    torch_plan.sort_pairs,
     "(Tensor token, Tensor expert, SymInt num_tokens, SymInt num_experts) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _plan_pairs_fake,
+    _build_pairs_fake,
     repeats=False,
 )

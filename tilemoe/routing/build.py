@@ -25,7 +25,7 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> RoutingPlan:
     """
     plan_ops.check_topk_ids(expert_ids)
     check_count("num_experts", num_experts, minimum=1)
-    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = plan_ops.plan_topk(
+    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, error_bits = plan_ops.build_topk(
         expert_ids, num_experts, not torch.is_grad_enabled()
     )
     tokens = expert_ids.shape[0]
@@ -58,7 +58,7 @@ def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int)
         raise ValueError(f"token {tuple(token.shape)} and expert {tuple(expert.shape)} must have the same length")
     if token.device != expert.device:
         raise ValueError(f"token is on {token.device} but expert is on {expert.device}; move them to one device")
-    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, error_bits = plan_ops.plan_pairs(
+    token_of_row, pair_of_row, row_of_pair, pair_start, row_start, error_bits = plan_ops.build_pairs(
         token, expert, num_tokens, num_experts
     )
     arrays = (token_of_row, pair_of_row, row_of_pair, pair_start, row_start)

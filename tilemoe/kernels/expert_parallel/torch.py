@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilemoe.kernels.plan.torch import plan_topk
+from tilemoe.kernels.plan.torch import sort_by_expert
 from tilemoe.plan import experts_of_rows
 
 
@@ -64,9 +64,9 @@ def place_sent(
     ranks, here, e = routed.ranks, routed.here, routed.experts_per_rank
     expert, rank = _experts_and_ranks(routed)
     turns = _turn(torch.arange(ranks, device=x.device), ranks, here)
-    by_turn = plan_topk(turns.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
+    by_turn = sort_by_expert(turns.expand(routed.num_tokens, -1).masked_fill(before == 0, ranks), ranks)
     token_of_copy, copy_of_token, first_copy = by_turn[0], by_turn[2], by_turn[3]
-    pair = plan_topk(_turn(rank, ranks, here)[:, None], ranks)[1].long()  # sorted by rank; past the last pair, any
+    pair = sort_by_expert(_turn(rank, ranks, here)[:, None], ranks)[1].long()  # sorted by rank; past the last pair, any
     to = rank[pair].clamp(max=ranks - 1)
     slot = copy_of_token[_token_of_pair(routed)[pair] * ranks + to] - first_copy[turns[to]]
     row = routed.row_of_pair[pair].clamp(min=0, max=max(0, routed.pair_of_row.shape[0] - 1))
@@ -91,7 +91,9 @@ def plan_received(
     by_rank = torch.cat((came[:here], came[here + 1 :], came[here : here + 1]))
     first_token = by_rank[:, 0].cumsum(0) - by_rank[:, 0]
     token = torch.repeat_interleave(first_token, by_rank[:, 1], output_size=place.shape[0]) + place // experts
-    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, _ = plan_topk(place[:, None] % experts, experts)
+    token_of_row, pair_of_row, row_of_pair, row_start, rows_per_expert, _ = sort_by_expert(
+        place[:, None] % experts, experts
+    )
     token_of_row = token[pair_of_row].int()
     tokens = torch.arange(num_tokens + 1, device=place.device)
     pair_start = torch.searchsorted(token, tokens, out_int32=True)

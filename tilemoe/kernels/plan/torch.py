@@ -13,7 +13,7 @@ from tilemoe.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, raise_for_bits
 Index = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> Index:
     """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
     error_bits (all int32).
 
@@ -28,7 +28,7 @@ def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
 
 
 def new_index(expert_ids: Tensor, num_experts: int) -> Index:
-    """The tensors that `plan_topk` returns, uninitialised."""
+    """The tensors that `sort_by_expert` returns, uninitialised."""
 
     def index(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
@@ -37,9 +37,9 @@ def new_index(expert_ids: Tensor, num_experts: int) -> Index:
     return index(pairs), index(pairs), index(pairs), index(num_experts + 1), index(num_experts), index()
 
 
-def plan_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> Index:
+def sort_pairs(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> Index:
     """From P pairs in any order: token_of_row, pair_of_row, row_of_pair, pair_start_of_token, row_start_of_expert,
-    error_bits (all int32). Ids as in `plan_topk`; a token outside [0, T) is an error as a negative id is.
+    error_bits (all int32). Ids as in `sort_by_expert`; a token outside [0, T) is an error as a negative id is.
     """
     bad_token = (token < 0) | (token >= num_tokens)
     bad_expert = expert < 0

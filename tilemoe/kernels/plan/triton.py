@@ -39,11 +39,11 @@ def why_unsupported(
     return None
 
 
-def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
+def count_sort(expert_ids: Tensor, num_experts: int) -> Index:
     """From expert_ids (T, K): token_of_row, pair_of_row, row_of_pair, row_start_of_expert, rows_per_expert (E),
     error_bits (all int32).
 
-    The same as `tilemoe.kernels.plan.torch.plan_topk`, but a negative id raises nothing here.
+    The same as `tilemoe.kernels.plan.torch.sort_by_expert`, but a negative id raises nothing here.
     """
     device_of(expert_ids)
     ids = expert_ids.reshape(-1).contiguous()  # reshape may return a strided view, of a column of a wider tensor

@@ -31,26 +31,26 @@ def why_unsupported(num_pairs: int, num_experts: int) -> str | None:
     return triton_plan.why_unsupported(num_pairs, num_experts, MAX_PAIRS, MAX_EXPERTS)
 
 
-def plan_topk(expert_ids: Tensor, num_experts: int) -> Index:
-    """As `tilemoe.kernels.plan.triton.plan_topk`, for expert_ids (T, K) that are not `why_unsupported`."""
+def count_sort_small(expert_ids: Tensor, num_experts: int) -> Index:
+    """As `tilemoe.kernels.plan.triton.count_sort`, for expert_ids (T, K) that are not `why_unsupported`."""
     device_of(expert_ids)
     made = new_index(expert_ids, num_experts)
-    plan_topk_launch(expert_ids, num_experts, made).run()
+    count_sort_small_launch(expert_ids, num_experts, made).run()
     return made
 
 
-def plan_topk_in_one(expert_ids: Tensor, num_experts: int) -> Index:
-    """As `plan_topk`, the results being views of one allocation, which is faster; an operator cannot return those."""
+def count_sort_small_in_one(expert_ids: Tensor, num_experts: int) -> Index:
+    """As `count_sort_small`; the results are views of one allocation: faster, but an operator cannot return those."""
     device_of(expert_ids)
     pairs = expert_ids.numel()
     a, b, c, d, e, f = int32_vectors(expert_ids, pairs, pairs, pairs, num_experts + 1, num_experts, 1)
     made = a, b, c, d, e, f.view(())
-    plan_topk_launch(expert_ids, num_experts, made).run()
+    count_sort_small_launch(expert_ids, num_experts, made).run()
     return made
 
 
-def plan_topk_launch(expert_ids: Tensor, num_experts: int, made: Index) -> Launch:
-    """The launch that fills ``made``, the tensors that `plan_topk` returns."""
+def count_sort_small_launch(expert_ids: Tensor, num_experts: int, made: Index) -> Launch:
+    """The launch that fills ``made``, the tensors that `count_sort_small` returns."""
     ids = expert_ids.reshape(-1).contiguous()  # reshape may return a strided view, of a column of a wider tensor
     num_pairs = ids.shape[0]
     assert why_unsupported(num_pairs, num_experts) is None, "the caller chooses another builder"
@@ -66,7 +66,7 @@ def plan_small_kernel(
     rows_per_expert, error_bits,
     NEGATIVE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A CTA places BLOCK pairs. CHUNK: pairs that are counted at a time. Outputs as of `plan_topk`."""
+    """A CTA places BLOCK pairs. CHUNK: pairs that are counted at a time. Outputs as of `count_sort_small`."""
     first = tl.program_id(0) * BLOCK
     count = tl.zeros((BLOCK_E,), dtype=tl.int32)  # pairs of each expert
     earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # pairs of each expert before this CTA's
