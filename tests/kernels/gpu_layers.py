@@ -37,14 +37,24 @@ LAYERS: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
         _config(_LATE, **_BIASED, hidden_size=192, num_experts=12, num_experts_per_tok=3), torch.bfloat16, None,
     ),
     "rounded": (_config(rounding=TokenRounding("nearest", 16)), torch.bfloat16, None),
+    "balanced": (_config(rounding=TokenRounding("balance", 16)), torch.bfloat16, None),
     "grouped": (_config(_GROUPS, **_SHARED, intermediate_size=72, num_experts_per_tok=6), torch.float16, None),
     "fp32": (_config(activation="gelu", num_experts=5, num_experts_per_tok=2), torch.float32, "triton"),
+}  # fmt: skip
+_OF_FP8: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 384, "num_experts": 8, "num_experts_per_tok": 2}
+LAYERS_IN_FP8: dict[str, tuple[MoEConfig, torch.dtype, str | None]] = {
+    "fp8": (_config(**_OF_FP8, precision="fp8"), torch.bfloat16, None),
+    "fp8, wide": (
+        _config(hidden_size=2304, intermediate_size=2048, num_experts=8, expert_bias=True, precision="fp8"),
+        torch.bfloat16, None,
+    ),
+    "h in fp8": (_config(**_OF_FP8, save="fp8"), torch.bfloat16, None),
 }  # fmt: skip
 
 
 def make_layer(name: str, device: str = "cuda") -> MoE:
-    """A layer of `LAYERS` whose router is decided and whose biases are not zero."""
-    cfg, dtype, kernels = LAYERS[name]
+    """A layer of `LAYERS` or `LAYERS_IN_FP8` whose router is decided and whose biases are not zero."""
+    cfg, dtype, kernels = (LAYERS | LAYERS_IN_FP8)[name]
     torch.manual_seed(0)
     layer = MoE(cfg, device=device, dtype=dtype, kernels=kernels)
     with torch.no_grad():

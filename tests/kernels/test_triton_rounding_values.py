@@ -9,6 +9,7 @@ from torch import Tensor
 from triton_checks import DEVICE, INTERPRETED
 
 from tilemoe.config import ROUNDING_MODES, MoEConfig, RouterConfig, TokenRounding
+from tilemoe.kernels.choose import choose_rounding
 from tilemoe.kernels.rounding import triton as triton_rounding
 from tilemoe.kernels.rounding.triton import RoundedRows
 from tilemoe.kernels.router.triton import RouterSpec, select
@@ -20,6 +21,9 @@ from tilemoe.routing.topk import Routing, route
 TILE = 16
 
 pytestmark = [pytest.mark.process("interpreter"), pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+on_a_gpu = pytest.mark.skipif(
+    INTERPRETED, reason="takes sizes that the interpreter does not finish, and a GPU's choice"
+)
 
 LATE = RouterConfig(softmax_after_topk=True)
 PLAIN = RouterConfig(normalize=False, scale=1.5)
@@ -214,3 +218,55 @@ def test_the_operator_is_what_its_schema_says(router: RouterConfig) -> None:
         args,
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+LOSSES = RouterConfig(aux_loss_coef=0.1, z_loss_coef=0.01)
+
+
+def assert_same_pairs(found: Tensor, expected: Tensor) -> Tensor:
+    """Of two (T, E) tables of scores, but for a few pairs: two scores that differ in their last bit may change places.
+
+    Returns where they differ.
+    """
+    differs = (found != 0) != (expected != 0)
+    assert int(differs.sum()) <= 16
+    torch.testing.assert_close(found[~differs].to(expected.dtype), expected[~differs], rtol=1e-4, atol=1e-7)
+    return differs
+
+
+@on_a_gpu
+@pytest.mark.parametrize("mode", ["nearest", "balance", "up", "down"])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(4096, 64, 4), (16384, 512, 10), (3001, 128, 8), (40960, 60, 33)])
+def test_route_equals_the_cpu(tokens: int, experts: int, k: int, mode: str) -> None:
+    cfg = config(mode, experts, k, LOSSES, tile=128)
+    on_cpu = (1.5 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    logits = on_cpu.detach().to(DEVICE).requires_grad_()
+    found, expected = route(logits, cfg), route(on_cpu, cfg)
+    assert torch.equal(found.tokens_per_expert.cpu(), expected.tokens_per_expert)
+    torch.testing.assert_close(found.aux_loss.cpu(), expected.aux_loss, rtol=1e-4, atol=1e-6)
+    differs = assert_same_pairs(found.dense().cpu(), expected.dense())
+    weight = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(1)).masked_fill(differs, 0.0)
+    (grad,) = torch.autograd.grad((found.dense() * weight.to(DEVICE)).sum() + found.aux_loss, logits)
+    (exact,) = torch.autograd.grad((expected.dense() * weight).sum() + expected.aux_loss, on_cpu)
+    torch.testing.assert_close(grad.cpu(), exact, rtol=1e-3, atol=1e-5)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
+def test_fp64_logits_are_rounded_by_pytorch(mode: str) -> None:
+    """By the operators of any device, and the fused kernels agree with them: the same draws, the same rows."""
+    cfg, logits = config(mode, 64, 4, LOSSES, tile=128), torch.randn(4096, 64, device=DEVICE)
+    assert choose_rounding(logits.device, torch.float64, 64).name == "torch"
+    found, exact = (
+        route(each, cfg, generator=torch.Generator(DEVICE).manual_seed(3)) for each in (logits, logits.double())
+    )
+    assert exact.scores.dtype == torch.float64
+    assert torch.equal(found.tokens_per_expert, exact.tokens_per_expert)
+    assert_same_pairs(found.dense(), exact.dense())
+
+
+@on_a_gpu
+def test_a_generator_on_the_cpu_is_one_line() -> None:
+    logits, generator = torch.randn(4096, 64, device=DEVICE), torch.Generator().manual_seed(3)
+    with pytest.raises(ValueError, match=r"generator is on cpu but the logits are on cuda.*device='cuda:0'"):
+        route(logits, config("stochastic", 64, 4, tile=128), generator=generator)
