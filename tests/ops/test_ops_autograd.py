@@ -109,17 +109,6 @@ def test_double_use_of_the_graph(dtype: torch.dtype, recompute: str | None) -> N
         torch.autograd.grad(o.sum(), targets)
 
 
-def test_gradients_accumulate() -> None:
-    plan = PLANS["random"]
-    inputs = leaves(plan, 16, 8)
-    for _ in range(2):
-        moe(plan=plan, **inputs).sum().backward()
-    once = leaves(plan, 16, 8)
-    moe(plan=plan, **once).sum().backward()
-    for name, tensor in inputs.items():
-        torch.testing.assert_close(tensor.grad, 2 * once[name].grad)
-
-
 def test_the_same_weights_in_two_layers_of_one_graph() -> None:
     plan = PLANS["K = E"]
     inputs = make_inputs(plan, 8, 8, dtype=torch.float64)
@@ -141,16 +130,6 @@ def test_a_second_derivative_is_refused_by_name(name: str) -> None:
         grad.sum().backward()
     (grad,) = torch.autograd.grad(reference.moe(plan=plan, **inputs).square().sum(), inputs[name], create_graph=True)
     grad.sum().backward()  # what the message recommends works
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_second_derivative_is_refused_where_all_else_is_frozen(name: str) -> None:
-    plan = small_plans()["topk"]
-    inputs = {key: t.detach() for key, t in leaves(plan, 3, 2, dtype=torch.float64, bias=True).items()}
-    inputs[name].requires_grad_()
-    (grad,) = torch.autograd.grad(moe(plan=plan, **inputs).sum(), inputs[name], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"tilemoe.moe is differentiable once"):
-        torch.autograd.grad(grad.square().sum() + inputs[name].sum(), inputs[name])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -200,25 +179,6 @@ def test_activation_checkpointing(recompute: str | None, use_reentrant: bool) ->
         if output is plain:
             expected = grads
     assert_equal(grads, expected)
-
-
-def test_a_hook_on_the_output_sees_and_may_change_the_gradient() -> None:
-    plan = PLANS["random"]
-    inputs = leaves(plan, 8, 8)
-    o = moe(plan=plan, **inputs)
-    o.register_hook(lambda grad: grad * 0)
-    o.sum().backward()
-    assert not inputs["w1"].grad.any()
-
-
-def test_saved_tensors_may_be_moved_by_hooks() -> None:
-    """As CPU offloading does: what is unpacked is another tensor."""
-    plan = PLANS["random"]
-    inputs = leaves(plan, 16, 8, bias=True)
-    expected = torch.autograd.grad(moe(plan=plan, **inputs).sum(), list(inputs.values()))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
-        o = moe(plan=plan, **inputs)
-    assert_equal(torch.autograd.grad(o.sum(), list(inputs.values())), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -290,18 +250,3 @@ def test_a_backward_inside_autocast_is_the_same(dtype: torch.dtype, recompute: s
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inside = torch.autograd.grad(o, list(inputs.values()), do)
         assert_equal(inside, outside)
-
-
-def test_autocast_error_is_that_of_bf16() -> None:
-    """Numbers of a run under autocast equal those of a bf16 run, but for the rounding of the parameters' gradients."""
-    plan = PLANS["random"]
-    inputs = make_inputs(plan, 16, 8, bias=True)
-
-    def under_autocast(**given: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return moe(**given)
-
-    got = forward_and_grads(under_autocast, inputs, plan)
-    cast = {name: t if name == "scores" else t.bfloat16() for name, t in inputs.items()}
-    wanted = forward_and_grads(moe, cast, plan)
-    assert_equal({name: value.to(wanted[name].dtype) for name, value in got.items()}, wanted)

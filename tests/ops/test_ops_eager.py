@@ -5,7 +5,6 @@ Which calls may be recorded: those without a tracer or a mode, on the GPU that l
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -219,17 +217,6 @@ def test_vmap_and_function_transforms_are_refused() -> None:
     assert torch.equal(out, layer(x[0], scores[0]).sum().expand(3))
 
 
-def test_fake_tensors_meet_the_operators_shapes() -> None:
-    with FakeTensorMode() as mode:
-        ids = torch.zeros(5, 2, dtype=torch.int64)
-        plan = plan_topk(ids, 3)
-        x, w1, w2 = torch.randn(5, 16), torch.randn(3, 16, 16), torch.randn(3, 16, 8)
-        o = moe(x.requires_grad_(), w1, w2, plan, torch.rand(5, 2))
-        o.sum().backward()
-    assert mode.is_our_fake(o)
-    assert o.shape == x.grad.shape == (5, 16)
-
-
 def test_a_tensor_of_another_kind_goes_through_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     class Labelled(Tensor):
         pass
@@ -315,32 +302,6 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_two_shapes_and_two_activations_alternating() -> None:
-    layers = []
-    for name, size, options in (
-        ("random", (16, 8), {"activation": "swiglu"}),
-        ("pairs, repeated", (5, 3), {"activation": "relu2"}),
-        ("K = E", (16, 8), {"activation": "swiglu_oai", "activation_alpha": 1.1}),
-        ("random", (8, 24), {"activation": "swiglu", "gate_up": "interleaved"}),
-    ):
-        plan = PLANS[name]
-        inputs = make_inputs(plan, *size, options["activation"], dtype=torch.bfloat16)
-        layers.append(functools.partial(forward_and_grads, moe, inputs, plan, **options))
-    first = [layer() for layer in layers]
-    for _ in range(2):
-        for layer, expected in zip(layers, first, strict=True):
-            assert_equal(layer(), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["sentinels", "pairs, repeated", "pairs, unordered"])
-def test_repeated_runs_are_bit_equal(name: str, dtype: torch.dtype) -> None:
-    plan = PLANS[name]
-    inputs = make_inputs(plan, 16, 8, dtype=dtype, bias=True)
-    first, second = (forward_and_grads(moe, inputs, plan) for _ in range(2))
-    assert_equal(first, second)
-
-
 @pytest.mark.usefixtures("_two_threads")
 def test_repeated_runs_are_bit_equal_with_two_threads() -> None:
     plan = plan_topk(torch.rand(900, 4, generator=torch.Generator().manual_seed(0)).argsort(dim=1)[:, :2], 4)
@@ -361,9 +322,10 @@ def test_a_sum_that_threads_would_share_out_is_bit_equal() -> None:
     torch.testing.assert_close(first, scores.sum().expand(1, 8), rtol=1e-3, atol=0.0)
 
 
-def test_hostile_routings_repeat_bit_for_bit_and_hold_no_nan_in_ordinary_mode() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hostile_routings_repeat_bit_for_bit_and_hold_no_nan_in_ordinary_mode(dtype: torch.dtype) -> None:
     for plan in PLANS.values():
-        inputs = make_inputs(plan, 16, 8, dtype=torch.bfloat16, bias=True)
+        inputs = make_inputs(plan, 16, 8, dtype=dtype, bias=True)
         first, second = (forward_and_grads(moe, inputs, plan) for _ in range(2))
         assert all(value.isfinite().all() for value in first.values())
         assert_equal(second, first)

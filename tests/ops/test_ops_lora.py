@@ -19,7 +19,7 @@ from tilemoe.ops.lora import Adapters, moe_lora
 from tilemoe.ops.moe import moe
 from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_topk
-from tilemoe.testing import assert_equal, hostile_routings, poisoned_memory, relative_error
+from tilemoe.testing import hostile_routings, poisoned_memory, relative_error
 
 D, N, R, SCALE = 16, 24, 4, 0.7
 ROUTINGS = {routing.name: routing.plan for routing in hostile_routings(tile=16)}
@@ -81,11 +81,6 @@ def plan_of(tokens: int = 40, experts: int = 5, k: int = 2) -> RoutingPlan:
     return plan_topk(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :k], experts)
 
 
-def test_all_gradients_in_fp64_are_not_zero() -> None:
-    arguments, adapters = given(plan_of(), "oai")
-    assert all(grad.any() for grad in gradients(moe_lora(**arguments, adapters=adapters), arguments, adapters))
-
-
 def in_fp64(value: Any) -> Any:
     return value.detach().double().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
@@ -137,14 +132,6 @@ def test_saved_are_x_h_u_the_scores_the_plan_and_what_is_alive_anyway() -> None:
     plan_bytes = sum(t.nbytes for t in index)
     assert held == 2 * rows * (2 * n + r) + plan_bytes
     assert held < 2 * rows * d  # the gathered rows alone
-
-
-def test_compiled_whole() -> None:
-    arguments, adapters = given(plan_of(), "oai", torch.float32)
-    compiled = torch.compile(moe_lora, fullgraph=True, backend="aot_eager")
-    o, expected = compiled(**arguments, adapters=adapters), moe_lora(**arguments, adapters=adapters)
-    assert torch.equal(o, expected)
-    assert_equal(gradients(o, arguments, adapters), gradients(expected, arguments, adapters))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -162,21 +162,6 @@ def test_what_is_not_finite_reaches_the_weight_gradients_of_its_experts_alone(wi
         assert torch.equal(broken, experts.long()), name
 
 
-def test_a_wide_weight_gradient_of_an_expert_without_rows(wide: None) -> None:
-    layer = Layer()
-    layer.plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64) + torch.arange(K), E)
-    layer.x[7] = 0
-    found = layer(tilemoe.moe, precision="fp8")
-    assert (found["w1"][K:] == 0).all()
-    assert_agree(found, layer(reference.moe, precision="fp8"))
-
-
-def test_twice_the_same_bits() -> None:
-    layer = Layer(torch.bfloat16, bias=True)
-    first, again = (layer(tilemoe.moe, precision="fp8") for _ in range(2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-
-
 def test_as_much_is_saved_as_without_it() -> None:
     layer = Layer(torch.bfloat16)
 

@@ -91,15 +91,6 @@ def test_what_is_not_finite_stays_in_its_token(bad: float) -> None:
         assert broken.sum() == 1, name
 
 
-def test_an_expert_without_rows_and_a_token_of_zeros() -> None:
-    layer = Layer()
-    layer.plan = tilemoe.plan_topk(torch.zeros(T, K, dtype=torch.int64) + torch.arange(K), E)
-    layer.x[7] = 0
-    found = layer(tilemoe.moe, save="fp8")
-    assert (found["w1"][K:] == 0).all()
-    assert_agree(found, layer(reference.moe, save="fp8"))
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize(("activation", "width"), [("swiglu", 2 * N), ("relu2", N)])
 def test_saved_is_h_in_e4m3_with_its_scales(activation: str, width: int, precision: str) -> None:
@@ -185,13 +176,6 @@ def test_accumulated_gradients_are_the_same() -> None:
         assert relative_error(weight.grad, expected[name]) < 1e-6, name
 
 
-def test_saved_tensors_may_be_moved_by_hooks() -> None:
-    layer = Layer()
-    expected = layer(tilemoe.moe, save="fp8")
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
-        assert_equal(layer(tilemoe.moe, save="fp8"), expected)
-
-
 def test_nothing_is_quantised_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(h: Tensor) -> None:
         raise AssertionError
@@ -233,14 +217,12 @@ def test_a_gpu_without_e4m3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         TritonBackend().quantize_h(torch.zeros(4, 128))
 
 
-@pytest.mark.parametrize("how", ["by itself", "compiled"])
-def test_a_layer_of_a_configuration(how: str) -> None:
+def test_a_layer_of_a_configuration() -> None:
     torch.manual_seed(0)
     cfg = tilemoe.MoEConfig(D, N, E, K, save="fp8", initializer_range=0.1)
     layer, plain, x = tilemoe.MoE(cfg), tilemoe.MoE(replace(cfg, save="full")), torch.randn(T, D)
     plain.load_state_dict(layer.state_dict())
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if how == "compiled" else layer
-    o, expected = run(x).hidden, plain(x).hidden
+    o, expected = layer(x).hidden, plain(x).hidden
     assert torch.equal(o, expected)
     for out in (o, expected):
         out.square().sum().backward()

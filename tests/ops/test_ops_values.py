@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilemoe import reference
 from tilemoe.config import ACTIVATIONS, GATE_UP_LAYOUTS, GATED_ACTIVATIONS
 from tilemoe.ops.moe import moe
 from tilemoe.routing.build import plan_pairs, plan_topk
@@ -232,10 +231,3 @@ def test_order_of_pairs_does_not_matter_beyond_rounding(dtype: torch.dtype) -> N
     other = forward_and_grads(moe, {**inputs, "scores": inputs["scores"].flip(1)}, flipped)
     other["dscores"] = other["dscores"].flip(1)
     torch.testing.assert_close(one, other, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
-
-
-def test_the_public_name_is_this_operator() -> None:
-    import tilemoe
-
-    assert tilemoe.moe is moe
-    assert tilemoe.reference is reference

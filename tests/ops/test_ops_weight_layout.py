@@ -69,8 +69,7 @@ def test_the_parameter_takes_what_the_kernel_wrote(
         torch.testing.assert_close(grad, expected[key])
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "autocast"), [("aot_eager", False), ("inductor", True)])
 def test_compiled(backend: str, autocast: bool) -> None:
     torch._dynamo.reset()
     plan = PLANS["random"]

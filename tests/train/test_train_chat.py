@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -131,21 +130,6 @@ def test_a_fine_tune_is_a_plain_loop_on_transformers_model(name: str, recipe: Re
     assert found[-1] < 0.8 * found[0]
 
 
-def test_accumulated_micro_batches_equal_the_big_batch(recipe: Recipe) -> None:
-    """Though they have tokens to learn of different numbers."""
-    parts = replace(recipe, train=replace(recipe.train, accumulation=4))
-    whole = replace(recipe, data=replace(recipe.data, batch_size=8))
-    data = data_of(recipe)
-    one, other = (Trainer(r, build_model(r, CPU).double(), data, CPU) for r in (parts, whole))
-    counts = {int((one.sampler.batch(index).targets >= 0).sum()) for index in range(12)}
-    assert len(counts) > 4
-    for _ in range(3):
-        left, right = one.train_step(), other.train_step()
-        assert left.nats_per_token == pytest.approx(right.nats_per_token, rel=1e-9)
-    for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, msg=name)
-
-
 @torch.no_grad()
 def test_changing_a_line_changes_the_loss_of_no_other_bitwise(recipe: Recipe, tmp_path: Path) -> None:
     rows = Path(recipe.data.corpus).read_text().splitlines()
@@ -222,24 +206,6 @@ def test_balancing_and_statistics_leave_out_what_fills_windows_up(
     for layer in range(2):
         expected = np.average([out.router_entropy[layer].item() for out in outs], weights=real)
         assert stats.router_entropy[layer] == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_held_out_loads_leave_out_what_fills_windows_and_batches_up(recipe: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "words.txt").write_text(f"{' '.join(WORDS)}\n" * 99)
-    text = replace(recipe.data, format="text", corpus=str(tmp_path / "words.txt"))
-    for data in (data_of(recipe), prepare_data(text, "bytes")):
-        model, heldout = build_model(recipe, CPU), data.heldout
-        if isinstance(heldout, PackedDocuments):
-            real = int(real_tokens(heldout.read(np.arange(heldout.num_windows))).sum())
-            assert heldout.num_windows % 2, "the last batch is filled up"
-        else:
-            real = heldout.num_tokens
-            assert real % 64
-        for size in (1, 2):
-            options: dict[str, Any] = {"seq_len": 64, "device": CPU, "autocast": nullcontext}
-            found = evaluate(model, heldout, batch_size=size, **options)
-            assert found is not None
-            assert np.sum(found.tokens_per_expert, axis=1).tolist() == [2 * real] * 2
 
 
 def test_an_export_ends_generation_with_the_turn_too(recipe: Recipe, tmp_path: Path) -> None:
@@ -380,17 +346,6 @@ def test_the_command_line_fine_tunes_and_evaluates(
         file.write('{"messages": []}\n')
     assert main([*command, "--data.too-long", "skip", "--train.out-dir", str(tmp_path / "other")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_run_on_text_is_evaluated_on_conversations(
-    recipe: Recipe, moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the BPE that it trained, which no run on conversations could train."""
-    data = replace(moe_recipe.data, tokenizer="bpe:300", cache_dir=str(tmp_path / "cache"))
-    model = replace(recipe.model, vocab_size=300)
-    train(replace(moe_recipe, model=model, data=data, train=replace(moe_recipe.train, steps=1, sample_tokens=0)))
-    command = ["eval", "--checkpoint", moe_recipe.train.out_dir, "--corpus", recipe.data.corpus, "--format", "chat"]
-    assert main([*command, "--seq-len", "64", "--too-long", "skip"]) == 0, capsys.readouterr().err
 
 
 def test_settings_that_chat_cannot_have() -> None:

@@ -1,10 +1,6 @@
 """Checkpoints: whole or not there, whatever fails; damage is found, named, and an older one pointed to."""
 
-import errno
-import json
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +9,6 @@ from helpers import raises_one_line
 from torch import nn
 
 from tilemoe.data import load_tokenizer
-from tilemoe.train.checkpoints import folder as checkpoints
 from tilemoe.train.checkpoints.folder import (
     CheckpointError,
     TrainState,
@@ -22,9 +17,7 @@ from tilemoe.train.checkpoints.folder import (
     open_checkpoint,
     resolve_checkpoint,
     save_checkpoint,
-    set_aside,
 )
-from tilemoe.train.checkpoints.leftovers import clean_stale
 from tilemoe.train.checkpoints.verify import verify
 from tilemoe.train.config import OptimConfig, Recipe, load_recipe
 from tilemoe.train.optim import make_optimizer, optimizer_tensors
@@ -94,36 +87,6 @@ def test_the_newest_are_kept(save: Callable[..., Path], tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_changed_byte_anywhere_is_found(save: Callable[..., Path], name: str) -> None:
-    path = save(1)
-    file = path / name
-    intact = file.read_bytes()
-    dice = random.Random(name)
-    for position in {0, len(intact) - 1, *(dice.randrange(len(intact)) for _ in range(40))}:
-        changed = bytearray(intact)
-        changed[position] ^= dice.randrange(1, 256)
-        file.write_bytes(changed)
-        with raises_one_line(name, CheckpointError):
-            open_checkpoint(path)
-    file.write_bytes(intact)
-    assert open_checkpoint(path).state.step == 1
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_cut_or_missing_file_is_named(save: Callable[..., Path], name: str) -> None:
-    path = save(1)
-    file = path / name
-    content = file.read_bytes()
-    for cut in (0, 1, len(content) // 2, len(content) - 1):
-        file.write_bytes(content[:cut])
-        with pytest.raises(CheckpointError, match=name):
-            open_checkpoint(path)
-    file.unlink()
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        open_checkpoint(path)
-
-
 def test_a_damaged_newest_is_an_error_that_names_the_older_one(save: Callable[..., Path], tmp_path: Path) -> None:
     older, broken, newest = save(1), save(2), save(3)
     assert find_latest(tmp_path).path == newest
@@ -144,76 +107,6 @@ def test_what_a_user_points_at(save: Callable[..., Path], tmp_path: Path) -> Non
     assert resolve_checkpoint(tmp_path).path == resolve_checkpoint(path).path == path
     with pytest.raises(CheckpointError, match="no folder"):
         resolve_checkpoint(tmp_path / "elsewhere")
-
-
-def test_another_model_is_refused_by_its_first_difference(save: Callable[..., Path], recipe: Recipe) -> None:
-    loaded = open_checkpoint(save(1))
-    loaded.require_model(recipe.model)
-    layers = recipe.model.num_layers
-    with pytest.raises(
-        CheckpointError, match=rf"model\.num_layers is {layers + 1} here and {layers} in the checkpoint"
-    ):
-        loaded.require_model(replace(recipe.model, num_layers=layers + 1, rope_theta=5.0))
-
-
-def _full_disk(*args: object, **kwargs: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("where", ["save_model", "save_file", "_manifest", "fsync", "os.rename"])
-def test_a_failing_write_leaves_the_older_checkpoint(
-    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    older = save(1)
-    before = {file.name: file.read_bytes() for file in older.iterdir()}
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.os if where == "os.rename" else checkpoints, where.removeprefix("os."), _full_disk)
-        with pytest.raises(CheckpointError, match=r"could not write .*No space left.*step_00000001") as caught:
-            save(2)
-    assert "\n" not in str(caught.value)
-    assert {file.name: file.read_bytes() for file in older.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    assert find_latest(tmp_path).path == older
-    assert find_latest(save(2).parent).state.step == 2
-
-
-@pytest.mark.parametrize("where", ["save_model", "save_file", "_manifest", "fsync", "os.rename"])
-def test_dying_in_the_middle_of_a_write_leaves_the_older_checkpoint(
-    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    class Killed(BaseException):
-        """Ends the write without any clean-up code of ours, as a kill would."""
-
-    def die(*args: object, **kwargs: object) -> None:
-        raise Killed
-
-    older = save(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.os if where == "os.rename" else checkpoints, where.removeprefix("os."), die)
-        with pytest.raises(Killed):
-            save(2)
-    assert any(path.name.startswith(".tmp-") for path in tmp_path.iterdir())
-    assert find_latest(tmp_path).path == older
-    clean_stale(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-
-
-def foreign_entries(folder: Path) -> dict[Path, bytes]:
-    """Somebody's own files and folders, by names like ours."""
-    for name in (".tmp-mine", ".trash-mine", ".tmp-step_7", "step_00000001"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "thesis.tex").write_bytes(b"years of work")
-    (folder / ".tmp-notes").write_bytes(b"notes")
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_nothing_of_others_is_removed(save: Callable[..., Path], tmp_path: Path) -> None:
-    theirs = foreign_entries(tmp_path)
-    clean_stale(tmp_path)
-    for step in (2, 3, 4):
-        save(step, keep_last=1)
-    assert {path: path.read_bytes() for path in theirs} == theirs
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001", "step_00000004"]
 
 
 @pytest.mark.parametrize("name", [".tmp-step_00000002", ".trash-step_00000001"])
@@ -260,44 +153,3 @@ def test_what_has_the_name_of_the_next_checkpoint_is_named_and_stays(save: Calla
         save(3)
     assert {file.name: file.read_bytes() for file in theirs.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]
-
-
-def test_a_killed_deletion_is_finished_by_the_next(
-    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After any number of files."""
-    real, done = Path.unlink, [0]
-
-    def dies(path: Path, missing_ok: bool = False) -> None:
-        if "trash" in str(path):
-            if not done[0]:
-                raise KeyboardInterrupt
-            done[0] -= 1
-        real(path, missing_ok)
-
-    files = len(list(save(1).iterdir()))
-    for survived in range(files + 1):
-        with monkeypatch.context() as patch:
-            done[0] = survived
-            patch.setattr(Path, "unlink", dies)
-            with pytest.raises(KeyboardInterrupt):
-                save(survived + 2, keep_last=1)
-        assert list(tmp_path.glob(".trash-*"))
-        clean_stale(tmp_path)
-        assert not list(tmp_path.glob(".*"))
-        assert [path.name for path in list_checkpoints(tmp_path)] == [f"step_{survived + 2:08d}"]
-
-
-def test_setting_aside_loses_nothing(save: Callable[..., Path], tmp_path: Path) -> None:
-    first = set_aside([save(3)])
-    second = set_aside([save(3)])
-    assert list_checkpoints(tmp_path) == []
-    assert [open_checkpoint(path).state.step for path in first + second] == [3, 3]
-
-
-def test_nothing_is_pickled(save: Callable[..., Path]) -> None:
-    path = save(1)
-    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
-    state = json.loads((path / "state.json").read_text())
-    assert state["step"] == 1
-    assert len(bytes.fromhex(state["rng_cpu"])) == torch.get_rng_state().numel()

@@ -23,7 +23,7 @@ from tilemoe.train.checkpoints.folder import list_checkpoints, open_checkpoint
 from tilemoe.train.checkpoints.restore import build_model, restore, select_device
 from tilemoe.train.config import Recipe
 from tilemoe.train.evaluate import evaluate
-from tilemoe.train.loop import Trainer, expert_load, rounding_changes
+from tilemoe.train.loop import Trainer, expert_load
 from tilemoe.train.run import require_fresh, train
 from tilemoe.train.sample import continue_text
 
@@ -171,13 +171,6 @@ def test_the_routers_entropy_and_what_rounding_changes_are_of_the_training_forwa
     assert trainer.model(batch).router_entropy.tolist() == [0.0, 0.0]
 
 
-def test_rounding_changes_of_no_experts_and_of_no_rounding() -> None:
-    none = torch.zeros(3, 0, 0, dtype=torch.int64)
-    assert rounding_changes(none, none).shape == (2, 0)
-    same = torch.ones(3, 2, 4, dtype=torch.int64)
-    assert rounding_changes(same, same).tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
 def test_dead_experts_and_the_load_of_the_95th_percentile_of_experts() -> None:
     counts = torch.ones(2, 40, dtype=torch.int64)
     counts[0, :3] = torch.tensor([100, 50, 21])  # of 40 experts two are above the percentile
@@ -213,14 +206,6 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(recipe: Recipe) ->
     assert measure(batch_size=5, max_batches=10**6) == result
     assert read == [5 * 16, 2 * 5 * 16]
     assert measure(batch_size=5, stop_requested=lambda: True) is None
-
-
-def test_evaluation_leaves_training_mode_as_it_was(moe_recipe: Recipe) -> None:
-    data, model = data_of(moe_recipe), build_model(moe_recipe, CPU)
-    for mode in (True, False):
-        model.train(mode)
-        evaluate(model, data.heldout, seq_len=16, batch_size=4, device=CPU, autocast=nullcontext, max_batches=1)
-        assert model.training is mode
 
 
 def test_a_whole_run_and_what_it_leaves(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,27 +308,3 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select_device("auto") == select_device("cpu") == CPU
     with pytest.raises(ValueError, match="no CUDA GPU"):
         select_device("cuda")
-
-
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_bf16_is_autocast_over_fp32_weights_where_the_cpu_has_it(
-    moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
-) -> None:
-    monkeypatch.setattr(loop, "has_fast_gemm", lambda device_type, dtype: has_bf16)
-    trainer = trainer_of(replace(moe_recipe, train=replace(moe_recipe.train, precision="bf16")))
-    stats = trainer.train_step()
-    assert np.isfinite(stats.nats_per_token)
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-    assert (stats.nats_per_token != trainer_of(moe_recipe).train_step().nats_per_token) == has_bf16
-
-
-def test_a_trainer_trains_on_what_the_sampler_gives(moe_recipe: Recipe) -> None:
-    """Also after its step was set back, as loading a checkpoint does."""
-    trainer = trainer_of(moe_recipe)
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    trainer.model.register_forward_pre_hook(lambda module, args: seen.append(args))
-    for step in (0, 1, 2, 1, 2, 3):
-        trainer.step = step
-        trainer.train_step()
-        for got, expected in zip(seen.pop(), trainer.sampler.batch(step), strict=True):
-            assert got.tolist() == expected.tolist()

@@ -19,9 +19,9 @@ from tilemoe.cli.main import main
 from tilemoe.integrations.peft import save_adapter
 from tilemoe.layers.lora import adapter_names
 from tilemoe.models.decoder import DecoderLM
-from tilemoe.testing import assert_equal, relative_error
+from tilemoe.testing import relative_error
 from tilemoe.train import preflight
-from tilemoe.train.checkpoints.folder import CheckpointError, find_latest
+from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.initial import adopt, load_initial
 from tilemoe.train.checkpoints.restore import build_model, restore
 from tilemoe.train.config import LoRAConfig, Recipe
@@ -206,16 +206,6 @@ def test_adapters_on_a_model_of_the_hub_name_it(
     assert not written["target_parameters"]
 
 
-def test_runs_with_adapters_and_without_do_not_mix(moe_recipe: Recipe, tmp_path: Path) -> None:
-    train(moe_recipe)
-    checkpoint = find_latest(Path(moe_recipe.train.out_dir))
-    with raises_one_line("lora is a table of settings here and None in the checkpoint; keep", CheckpointError):
-        train(replace(moe_recipe, lora=LORA), checkpoint)
-    out = str(tmp_path / "adapter")
-    assert main(["export", "--checkpoint", moe_recipe.train.out_dir, "--out", out, "--adapter"]) == 2
-    assert not Path(out).exists()
-
-
 def test_a_checkpoint_needs_room_for_the_base_and_for_the_adapters_moments(
     moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,16 +215,6 @@ def test_a_checkpoint_needs_room_for_the_base_and_for_the_adapters_moments(
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert preflight._checkpoint_bytes(recipe) == 4 * base + 12 * adapters
     assert preflight._checkpoint_bytes(moe_recipe) == 12 * base
-
-
-def test_a_checkpoint_as_the_base_leaves_the_adapters_as_drawn(moe_recipe: Recipe, tmp_path: Path) -> None:
-    train(moe_recipe)
-    recipe = replace(moe_recipe, lora=LORA)
-    model, untouched = (build_model(recipe, CPU) for _ in range(2))
-    load_initial(model, Path(moe_recipe.train.out_dir))
-    names = adapter_names(model)
-    expected = weights_of(moe_recipe) | {n: t for n, t in untouched.state_dict().items() if n in names}
-    assert_equal(dict(model.state_dict()), expected)
 
 
 def test_settings_that_do_not_go_with_adapters(moe_recipe: Recipe, dense_recipe: Recipe) -> None:

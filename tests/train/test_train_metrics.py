@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import io
-import json
 import struct
 import sys
 from dataclasses import replace
@@ -19,21 +17,16 @@ from tilemoe.config import to_dict
 from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.config import Recipe
 from tilemoe.train.metrics import MetricsWriter, read_metrics, truncate_metrics
-from tilemoe.train.plots import draw, make_figure
+from tilemoe.train.plots import make_figure
 from tilemoe.train.progress import (
     PlainReporter,
     Reporter,
     Speed,
     StepStats,
     TerminalReporter,
-    duration,
-    make_reporter,
-    summary,
 )
 from tilemoe.train.run import train
 from tilemoe.train.trackers import TensorBoard, WandB
-
-ENTROPY = "router entropy / log(experts)"
 
 
 def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
@@ -49,13 +42,6 @@ def write_run(folder: Path, steps: int = 6, experts: bool = True) -> Path:
     writer.sync()
     writer.close()
     return folder / "metrics.jsonl"
-
-
-def test_records_come_back_in_order(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    assert [(r["kind"], r["step"]) for r in read_metrics(path)][:4] == [
-        ("train", 1), ("train", 2), ("eval", 2), ("train", 3),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"kind": "train", "st'])
@@ -74,15 +60,6 @@ def test_resuming_cuts_to_the_checkpoint(tmp_path: Path, torn: bytes) -> None:
     assert not (tmp_path / "absent.jsonl").exists()
 
 
-def test_a_torn_last_line_alone_is_dropped(tmp_path: Path) -> None:
-    path = write_run(tmp_path, steps=2)
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"kind":')
-    assert len(list(read_metrics(path))) == 3
-    truncate_metrics(path, 5)
-    assert path.read_bytes() == whole
-
-
 def test_a_record_of_the_first_release_has_the_present_names(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "train", "step": 1, "loss": 2.5}\n')
@@ -98,13 +75,6 @@ def test_a_foreign_line_is_named_and_nothing_is_cut(tmp_path: Path, line: bytes)
         with pytest.raises(ValueError, match=r"metrics\.jsonl line 4 .*move the file away"):
             use()
     assert path.read_bytes() == content
-
-
-def test_every_record_is_readable_at_once(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path)
-    writer.write("train", {"step": 1, "nats_per_token": 2.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "train", "step": 1, "nats_per_token": 2.5}
-    writer.close()
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
@@ -180,19 +150,6 @@ def test_weights_and_biases_gets_the_numbers_and_one_run(
         WandB(tmp_path / "run", recipe)
 
 
-@pytest.mark.parametrize("experts", [True, False])
-def test_the_plot_shows_loss_throughput_load_and_entropy(tmp_path: Path, experts: bool) -> None:
-    figure = make_figure(list(read_metrics(write_run(tmp_path, experts=experts))), "title")
-    labels = ["loss [nats/token]", "throughput [tokens/s]", *(["MoE layer", ENTROPY, ""] if experts else [])]
-    assert [axes.get_ylabel() for axes in figure.axes] == labels  # the last is the colours'
-    (line,) = figure.axes[1].get_lines()
-    assert list(line.get_xdata()) == [1, 2, 3, 4, 5, 6]
-    assert list(line.get_ydata()) == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0, 6000.0]
-    if experts:
-        lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[3].get_lines()}
-        assert lines == {"MoE layer 0": pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4]), "MoE layer 1": [0.5] * 6}
-
-
 @pytest.mark.parametrize(("experts", "evals", "panels"), [(True, True, 4), (True, False, 3), (False, True, 2)])
 def test_the_plot_is_two_rows_to_be_read_at_1200_pixels(
     tmp_path: Path, experts: bool, evals: bool, panels: int
@@ -214,39 +171,6 @@ def test_the_plot_is_two_rows_to_be_read_at_1200_pixels(
             assert not any(left.overlaps(right) for left, right in pairwise(boxes))
         top = max((max(line.get_ydata()) for line in axes.get_lines()), default=0.0)
         assert axes.images or top < axes.get_ylim()[1]
-
-
-@pytest.mark.parametrize("experts", [True, False])
-def test_the_plot_is_a_png(tmp_path: Path, experts: bool) -> None:
-    write_run(tmp_path, experts=experts)
-    path = draw(tmp_path, "title")
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG")
-    assert len(content) > 5000
-
-
-def test_without_matplotlib_or_a_tracker_the_import_fails_cleanly(
-    moe_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_run(tmp_path)
-    hide_modules(monkeypatch, "matplotlib", "tensorboard", "torch.utils.tensorboard", "wandb")
-    with pytest.raises(ImportError):
-        draw(tmp_path, "title")
-    with pytest.raises(ImportError):
-        TensorBoard(tmp_path, 1)
-    with pytest.raises(ImportError):
-        WandB(tmp_path, moe_recipe)
-
-
-def hide_modules(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:
-    real = builtins.__import__
-
-    def fake(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith(hidden):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", fake)
 
 
 class Terminal(io.StringIO):
@@ -281,15 +205,3 @@ def test_the_bar_shows_the_same_numbers() -> None:
     drive(TerminalReporter(stream))
     for text in ("step", "5/5", "loss 1.2346 nats/token", "34.1k tokens/s", "held-out [bold]1.20[/bold]"):
         assert text in stream.getvalue()
-
-
-@pytest.mark.parametrize(("stream", "kind"), [(Terminal(), TerminalReporter), (io.StringIO(), PlainReporter)])
-def test_the_output_decides(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, kind: type) -> None:
-    monkeypatch.setattr(sys, "stdout", stream)
-    assert isinstance(make_reporter(10), kind)
-
-
-def test_numbers_are_short() -> None:
-    assert summary(stats(1, []), Speed(2_500_000.0)) == "loss 1.2346 nats/token  2.50M tokens/s"
-    assert duration(59.6) == "1:00"
-    assert duration(3 * 3600 + 62) == "3:01:02"

@@ -1,10 +1,7 @@
 """A run's folder is one run's and one process's, early signals lose nothing; bf16 by autocast or FSDP, never both."""
 
-import errno
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,8 +17,7 @@ from helpers import raises_one_line
 
 from tilemoe.cli.main import main
 from tilemoe.config import ParallelConfig, to_dict
-from tilemoe.data import Sampler, prepare
-from tilemoe.data.shards import ShardWriter
+from tilemoe.data import prepare
 from tilemoe.layers.norm import RMSNorm
 from tilemoe.train import loop
 from tilemoe.train import run as runs
@@ -32,7 +28,7 @@ from tilemoe.train.job.processes import ALONE
 from tilemoe.train.loop import Trainer
 from tilemoe.train.metrics import read_metrics
 from tilemoe.train.progress import StepStats
-from tilemoe.train.run import RunResult, Stopped, require_resumable, train
+from tilemoe.train.run import RunResult, require_resumable, train
 
 
 def test_a_run_is_not_started_over_another(dense_recipe: Recipe) -> None:
@@ -60,15 +56,6 @@ def test_one_process_at_a_time_trains_in_a_folder(dense_recipe: Recipe) -> None:
     assert "\n" not in str(caught.value)
     assert not any(folder.iterdir())
     assert isinstance(train(dense_recipe), RunResult)
-
-
-def test_a_full_disk_names_the_metrics(dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(runs.MetricsWriter, "write", full)
-    with pytest.raises(ValueError, match=r"train\.out_dir .*run: cannot be used \(No space left on device\)"):
-        train(dense_recipe)
 
 
 def removed(folder: Path) -> None:
@@ -191,40 +178,6 @@ def test_a_defect_after_training_leaves_the_result(
     assert (folder / "plot.png").exists() == (name != "draw")
 
 
-@pytest.fixture
-def interrupt_is_heard() -> Iterator[None]:
-    """Python's own handler of SIGINT, which a process that was started in the background is born without."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
-@pytest.mark.usefixtures("interrupt_is_heard")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_data_is_prepared(
-    dense_recipe: Recipe,
-    tmp_path: Path,
-    number: signal.Signals,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = replace(dense_recipe, data=replace(dense_recipe.data, cache_dir=str(tmp_path / "cache")))
-    real = ShardWriter.append
-
-    def interrupted(*arguments: object) -> None:
-        os.kill(os.getpid(), number)
-        real(*arguments)
-
-    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "append", interrupted)
-        assert train(recipe) == Stopped(number)
-    assert "stopped before the first step" in capsys.readouterr().out
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
-    assert not [path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir()]
-    assert isinstance(train(recipe), RunResult)
-
-
 CPU = torch.device("cpu")
 
 
@@ -305,28 +258,3 @@ def test_a_step_keeps_its_sequences_when_they_are_divided_anew(dense_recipe: Rec
     unknown = replace(checkpoint, state=replace(checkpoint.state, processes=0))
     with raises_one_line("of another run: data.batch_size is 2"):
         require_resumable(halved, unknown, 2)
-
-
-def test_the_sequences_of_a_step_depend_on_their_number_alone(dense_recipe: Recipe) -> None:
-    data = dense_recipe.data
-    shards = prepare(data.corpus, data.tokenizer, data.cache_path, data.heldout_every).train
-    for step in (0, 3, 50):
-        steps = set()
-        for batch, accumulation, processes in ((8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4), (2, 1, 4)):
-            samplers = [Sampler(shards, 16, batch, 0, rank, processes) for rank in range(processes)]
-            parts = [s.starts(step * accumulation + part) for part in range(accumulation) for s in samplers]
-            steps.add(tuple(int(start) for starts in parts for start in starts))
-        assert len(steps) == 1
-
-
-@pytest.mark.usefixtures("interrupt_is_heard")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_after_the_set_up_is_answered(
-    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
-) -> None:
-    """While the run's folder is entered, and a checkpoint read."""
-    monkeypatch.setattr(runs, "truncate_metrics", lambda *given: os.kill(os.getpid(), number))
-    assert train(dense_recipe) == Stopped(number)
-    assert "stopped before the first step: there is nothing to save" in capsys.readouterr().out
-    monkeypatch.undo()
-    assert isinstance(train(dense_recipe), RunResult)

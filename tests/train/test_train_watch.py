@@ -42,27 +42,11 @@ def wait_for(first: Watch, ranks: set[int]) -> None:
         time.sleep(0.01)
 
 
-def test_a_connection_that_closes_is_a_process_that_is_gone(first: Watch, links: dict[int, Connection]) -> None:
-    send(links[2], {"marks": (1, 1)})
-    assert first.verdict(0.1) == ""
-    links[2].close()
-    assert first.verdict(5).startswith("rank 2 is gone: ")
-
-
 def test_who_says_goodbye_is_not_missed(first: Watch, links: dict[int, Connection]) -> None:
     send(links[1], {"done": True})
     links[1].close()
     wait_for(first, {2})
     assert first.verdict(1.2) == ""
-
-
-def test_an_error_is_passed_on(first: Watch, links: dict[int, Connection]) -> None:
-    send(links[1], {"marks": (3, 1)})
-    send(links[1], {"failed": "no room"})
-    assert first.verdict(5) == "rank 1 failed: no room"
-    while "lost" not in (told := receive(links[2]) or {"lost": None}):
-        assert set(told) == {"marks"}
-    assert told == {"lost": "rank 1 failed: no room"}
 
 
 def test_of_a_job_that_stands_still_the_least_far_is_named(
@@ -142,24 +126,6 @@ def test_a_stranger_is_shown_the_door(first: Watch, links: dict[int, Connection]
     assert first.verdict(0) == ""
 
 
-def test_two_processes_that_are_done_leave_in_peace(store: dist.HashStore) -> None:
-    first, second = (Watch(Job(rank, 2), store, 60.0) for rank in (0, 1))
-    for watch in (first, second):
-        watch.progress.mark()
-    assert second.verdict(0.1) == ""
-    first.stop(None)
-    second.stop(None)
-    assert first.verdict(0) == second.verdict(0) == ""
-
-
-def test_a_failing_first_process_is_named_by_the_others(store: dist.HashStore) -> None:
-    first, second = (Watch(Job(rank, 2), store, 60.0) for rank in (0, 1))
-    wait_for(first, {1})
-    first.stop("no room")
-    assert second.verdict(5) == "rank 0 failed: no room"
-    second.stop("")
-
-
 def test_a_first_process_that_is_stopped_is_named(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by SIGSTOP: its thread says nothing. When it goes on it is told, instead of blaming the others."""
     with monkeypatch.context() as patch:
@@ -176,22 +142,3 @@ def test_a_first_process_that_is_stopped_is_named(store: dist.HashStore, monkeyp
     while not found:
         found = first._look()
     assert found == expected
-
-
-def test_a_first_process_that_is_heard_of_is_not(store: dist.HashStore) -> None:
-    """Though it takes longer than the limit to set up."""
-    first, second = Watch(Job(0, 2), store, 60.0), Watch(Job(1, 2), store, 1.5)
-    assert second.verdict(3) == ""
-    for watch in (first, second):
-        watch.stop(None)
-
-
-def test_no_message_is_answered_at_once(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    real = Watch._tell
-    monkeypatch.setattr(Watch, "_tell", lambda watch, message: (told.append(watch._job.rank), real(watch, message)))
-    watches = [Watch(Job(rank, 2), store, 60.0) for rank in (0, 1)]
-    time.sleep(2)
-    for watch in watches:
-        watch.stop(None)
-    assert 4 <= len(told) <= 14
