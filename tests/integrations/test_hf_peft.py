@@ -1,6 +1,5 @@
 """transformers' models that PEFT wraps: `use` switches every copy of experts, and routing is recorded and replayed."""
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,15 +99,6 @@ def test_use_switches_no_copy_if_one_cannot_be() -> None:
     assert set(computed_by(wrapped)) == {"eager", "grouped_mm"}
 
 
-def test_use_switches_layers_that_are_copies_of_others() -> None:
-    model = FAMILIES["mixtral"].make(experts_implementation="eager")
-    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
-    expected = logits_and_grads(model)
-    assert integration.use(model) == 2
-    assert computed_by(model) == ["tilemoe"] * 2
-    torch.testing.assert_close(logits_and_grads(model), expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_add_lora_says_of_a_model_of_transformers_works(family: str) -> None:
     model = FAMILIES[family].make()
@@ -151,6 +141,7 @@ def wraps(family: str) -> Iterator[str]:
             yield kind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use_first", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replay_under_peft_is_the_model_s_own(family: str, use_first: bool) -> None:
@@ -175,6 +166,7 @@ def test_replay_under_peft_is_the_model_s_own(family: str, use_first: bool) -> N
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in peft.modules())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "gemma4"])
 def test_replay_under_peft_with_gradient_checkpointing(family: str, reentrant: bool) -> None:

@@ -94,14 +94,6 @@ def test_scores_are_those_of_the_routers_present_weights(family: str) -> None:
         torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "tilemoe"])
-def test_any_experts_implementation_replays(implementation: str) -> None:
-    model = make("mixtral")
-    want = logits_and_grads(model, other_ids(model))
-    model.set_experts_implementation(implementation)
-    torch.testing.assert_close(logits_and_grads(model, other_ids(model)), want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("length", [SEQ, 1])
 def test_the_only_group_of_experts_takes_no_top_k_for_the_router(length: int) -> None:
     """DeepSeek-V3 scores a group by its best 2 experts: of one group and K = 2 these look like the router's choice."""

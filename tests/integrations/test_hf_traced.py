@@ -83,6 +83,7 @@ def test_target_parameters(family: str) -> None:
     assert relative_error(plain(input_ids=tokens()).logits.detach(), logits) > 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_target_parameters_compiled(family: str) -> None:
     """PEFT breaks the graph around the experts, whose weights are then properties with a cache."""

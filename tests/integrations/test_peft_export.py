@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tilemoe.integrations.peft import save_adapter
 from tilemoe.layers.lora import ATTENTION, EXPERTS, add_lora, merge_lora
-from tilemoe.layers.norm import RMSNorm
-from tilemoe.layers.router import Router
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.huggingface import load_hf, save_hf
 from tilemoe.testing import relative_error
@@ -54,25 +52,6 @@ def test_peft_computes_our_logits(family: str, modules: tuple[str, ...], tmp_pat
     }
     found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert found.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
-    assert relative_error(found(input_ids=tokens()).logits, ours) < 1e-5
-
-
-@pytest.mark.parametrize("family", BASES)
-@torch.no_grad()
-def test_routers_and_norms_that_were_trained_go_along(family: str, tmp_path: Path) -> None:
-    theirs = base_of(family, tmp_path / "base")
-    model = trained(load_hf(tmp_path / "base"), (EXPERTS, ATTENTION))
-    without = model(tokens()).logits
-    changed = [module for module in model.modules() if isinstance(module, (Router, RMSNorm))]
-    for module in changed:
-        module.requires_grad_(True)
-        for parameter in module.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4)))
-    ours = model(tokens()).logits
-    assert relative_error(ours, without) > 0.05
-    (tmp_path / "adapter").mkdir()
-    save_adapter(model, tmp_path / "adapter")
-    found = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
     assert relative_error(found(input_ids=tokens()).logits, ours) < 1e-5
 
 

@@ -8,7 +8,7 @@ from hf_models import word_tokenizer
 from ranks import run_on_ranks
 from titan_trainer_checks import CHECKS, FOLDER
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.thorough]
 
 Steps = list[tuple[int, float, float]]
 

@@ -47,7 +47,6 @@ assert len(before) > 20_000, len(before)
 import tilemoe
 import tilemoe.integrations.peft, tilemoe.integrations.replay, tilemoe.integrations.torchtitan
 from tilemoe.integrations import transformers as integration
-{fault}
 assert not changed(), f"importing changed {changed()}"
 assert tables() == tables_before, "importing changed a table"
 integration.register()
@@ -60,11 +59,4 @@ print(len(before))
 
 
 def test_nothing_of_another_package_is_replaced() -> None:
-    run_python(CODE.replace("{fault}", ""))
-
-
-def test_a_method_that_is_replaced_is_found() -> None:
-    fault = "modeling_mixtral.MixtralExperts.forward = lambda self, *given: None"
-    expected = "('transformers.models.mixtral.modeling_mixtral', 'MixtralExperts', 'forward')"
-    check = f"assert {expected} in changed(); raise SystemExit"
-    run_python(CODE.replace("{fault}", f"{fault}\n{check}"))
+    run_python(CODE)

@@ -15,7 +15,7 @@ from tilemoe.models.flops import count_active_parameters, count_parameters, flop
 from tilemoe.models.hf_config import config_from_hf
 from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.models.presets import MODEL_PRESETS, MOE_PRESETS
-from tilemoe.models.sizes import Mixer, ModelSizes, attention, sizes_of
+from tilemoe.models.sizes import attention, sizes_of
 
 BASE = MappingProxyType(
     {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -197,8 +197,3 @@ def test_sizes_of_a_model_in_parts_are_the_text_s() -> None:
     assert sizes_from_hf({"model_type": "seen", "text_config": text}) == sizes_from_hf(text)
     with pytest.raises(ValueError, match="must hold a table of settings, got list"):
         sizes_from_hf([])  # type: ignore[arg-type]
-
-
-def test_layers_are_those_of_all_mixers() -> None:
-    mixers = ((2, Mixer(1, 0, 0, 0, 0)), (3, Mixer(2, 0, 0, 0, 0)))
-    assert ModelSizes(9, 8, 16, mixers, None).num_layers == 5

@@ -10,45 +10,27 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from helpers import from_hf_state_dict, raises_one_line, tiny_model
+from helpers import from_hf_state_dict, raises_one_line
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from test_models_huggingface import CONFIG, MOE, SIZES, batch
+from test_models_huggingface import FAMILIES as MODELS
 from transformers import (
     AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-from tilemoe.config import MoEConfig, RouterConfig
+from tilemoe.config import RouterConfig
 from tilemoe.models.decoder import DecoderLM
 from tilemoe.models.families import sizes_from_hf
 from tilemoe.models.folder import read_config
 from tilemoe.models.hf_config import config_from_hf, hf_config_dict
 from tilemoe.models.huggingface import load_hf, save_hf, whole_parameters
 
-MOE = MoEConfig(32, 24, 6, 2, initializer_range=0.2)
-CONFIG = tiny_model(
-    vocab_size=53, hidden_size=32, head_dim=16, max_seq_len=32, moe=MOE, dense_intermediate_size=40,
-    initializer_range=0.2,
-)  # fmt: skip
-SIZES: dict[str, Any] = {
-    "vocab_size": 53, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "initializer_range": 0.2,
-    "pad_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
-    "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=6, head_dim=16),
-    ),
-    "olmoe": (OlmoeForCausalLM, OlmoeConfig(**SIZES, num_experts=6)),
-    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_local_experts=6)),
-}
+# Without a dense layer.
+QWEN3 = Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=6, head_dim=16)
+FAMILIES = MODELS | {"qwen3_moe": (Qwen3MoeForCausalLM, QWEN3)}
 
 
 LAYERS = {"one": {"num_hidden_layers": 1}, "five": {"num_hidden_layers": 5}}
@@ -56,10 +38,6 @@ MIXED = {
     "qwen3_moe, listed": {"num_hidden_layers": 6, "mlp_only_layers": [0, 4]},
     "qwen3_moe, every other": {"num_hidden_layers": 5, "decoder_sparse_step": 2},
 }
-
-
-def batch() -> Tensor:
-    return torch.randint(0, 53, (2, 17), generator=torch.Generator().manual_seed(2))
 
 
 def deep_model(family: str, **changes: Any) -> PreTrainedModel:

@@ -76,12 +76,6 @@ def test_dimensions_are_those_of_transformers_defaults(name: str) -> None:
     assert ours.shared_intermediate_size == (expected[4] if len(expected) == 5 else 0)
 
 
-def test_gpt_oss_layer() -> None:
-    cfg = moe_preset("gpt-oss-20b")
-    assert (cfg.activation, cfg.gate_up, cfg.expert_bias) == ("swiglu_oai", "interleaved", True)
-    assert cfg.router == RouterConfig.preset("gpt_oss")
-
-
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [
@@ -162,12 +156,6 @@ def test_one_name_finds_the_layer_and_its_router_in_any_spelling(name: str) -> N
         assert moe_preset(spelled) is MOE_PRESETS[name]
         assert RouterConfig.preset(spelled) is MOE_PRESETS[name].router
     assert set(ROUTER_OF_MODEL) == set(MOE_PRESETS)
-
-
-def test_a_routers_own_name_in_any_spelling() -> None:
-    assert RouterConfig.preset("DeepSeek-V3") is RouterConfig.preset("deepseek_v3")
-    with pytest.raises(ValueError, match=r"router preset must be one of deepseek-v3, deepseek_v3, .*; got 'kimi'"):
-        RouterConfig.preset("kimi")
 
 
 def test_a_preset_is_found_by_a_beginning_that_no_other_has() -> None:
