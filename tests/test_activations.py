@@ -185,14 +185,6 @@ def test_nan_is_not_hidden(name: str) -> None:
     assert value[1].isfinite()
 
 
-def test_spec_is_hashable_and_carries_its_parameters() -> None:
-    one, two = (activation_spec("swiglu_oai", "interleaved", 3.0, alpha) for alpha in (None, 1.702))
-    assert one == two
-    assert hash(one) == hash(two)
-    assert (one.limit, one.alpha) == (3.0, 1.702)
-    assert activation_spec("swiglu_oai", "interleaved", None, None).limit == 7.0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

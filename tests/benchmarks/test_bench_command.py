@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from types import MappingProxyType
 
 import pytest
-import torch
 
-from tilemoe.bench import cases, gpu_time, kernels, peers, record, step, timing
+from tilemoe.bench import cases, kernels, peers, record, step, timing
 from tilemoe.cli.main import main
 from tilemoe.shape import MoEShape
 
@@ -83,25 +79,6 @@ def test_a_wrong_contestant_is_not_timed(
     assert "wrong is left out: output is off by" in capsys.readouterr().out
 
 
-def test_no_case_is_begun_when_the_time_is_over(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("layer", "--cases", file, "--modes", "burst", "--seconds", "0") == 0
-    assert "7B-n256 and the cases after it are left out" in capsys.readouterr().out
-
-
-def test_a_case_that_fails_leaves_the_ones_before_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make: Callable[..., peers.Weights] = peers.make_weights
-
-    def fail_second(shape: MoEShape, *others: Any) -> peers.Weights:
-        if shape == SHAPES["OLMoE"]:
-            raise RuntimeError("taken away")
-        return make(shape, *others)
-
-    monkeypatch.setattr(peers, "make_weights", fail_second)
-    with pytest.raises(RuntimeError, match="taken away"):
-        bench("layer", "--cases", file, "--modes", "burst")
-    assert [row["case"] for row in record.rows("layer")] == ["7B-n256"]
-
-
 def test_kernels_records_every_kernel_and_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "ALL", SHAPES)
     assert bench("kernels", "--cases", "7B-n256", "--modes", "burst") == 0
@@ -136,12 +113,6 @@ def test_without_a_gpu_the_default_is_small_and_says_so_as_it_goes(
     assert any("GFLOP/s" in line for line in lines) == (what == "kernels")
 
 
-def test_rates_are_printed_in_the_unit_that_shows_them() -> None:
-    assert [kernels.flop_rate(tflops) for tflops in (778.4, 1, 0.0198, 2e-6)] == [
-        "778.4 TFLOP/s", "1 TFLOP/s", "19.8 GFLOP/s", "0.002 GFLOP/s",
-    ]  # fmt: skip
-
-
 def test_a_step_of_every_contestant_does_its_work(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "VOCABULARY", 64)
     assert bench("step", "--cases", file, "--peers", "tilemoe,tilemoe[torch]", "--modes", "burst") == 0
@@ -153,29 +124,6 @@ def test_a_step_of_every_contestant_does_its_work(file: Path, monkeypatch: pytes
         assert first["step_ratio"] is None
         assert second["step_ratio"] > 0
         assert first["tokens_per_s"] == pytest.approx(1e3 * first["num_tokens"] / first["step_ms"]["median"], rel=0.01)
-
-
-def test_a_step_reaches_every_weight_of_the_contestant() -> None:
-    shape = SHAPES["OLMoE"]
-    weights = [peers.make_weights(shape, torch.device("cpu"), torch.bfloat16) for _ in range(step.LAYERS)]
-    model = step.decoder(shape, torch.device("cpu"))
-    layers = [step.PeerMLP(peers.tilemoe_layer(shape, each)) for each in weights]
-    step._run(model, layers, torch.randint(64, (2, 33)))()
-    for each in weights:
-        assert all(weight.grad is not None and weight.grad.any() for weight in (each.router, each.w1, each.w2))
-
-
-def test_a_window_has_the_lead_that_its_host_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launching takes 2 ms, computing 1: the sleep covers what the host falls behind by in the whole window."""
-    slept: list[float] = []
-    monkeypatch.setattr(gpu_time, "sleep", slept.append)
-
-    def step() -> list[timing.Event]:
-        time.sleep(2e-3)
-        return [SimpleNamespace(elapsed_time=lambda other: 1.0)] * 2
-
-    assert gpu_time.rounds({"a": step}, 1, 4.0, 6.0) == {"a": [[1.0]]}
-    assert slept[-1] >= 1.5 * (2.0 + 10 * 1.0)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import profiles
 import pytest
-import torch
 from profiles import Event
-from torch.profiler import ProfilerActivity, profile
 
 # Times in microseconds; NCCL's kernel runs beside others and alone, and from 6 to 8 ms nothing runs.
 TRACE = [
@@ -44,11 +42,3 @@ def test_overlapping_work_counts_once(tmp_path: Path) -> None:
     assert profiles.usage(events(tmp_path)) == "8 ms, idle 2, busy 6, computing 5"
     inner = [Event("long", 0.0, 10.0), Event("inside", 1.0, 2.0), Event("after", 9.0, 11.0)]
     assert profiles.busy_ms(inner) == 11.0
-
-
-def test_a_trace_of_a_cpu_s_work_has_nothing_of_a_gpu(tmp_path: Path) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        torch.ones(2).add(1)
-    found.export_chrome_trace(str(tmp_path / "trace.json"))
-    assert profiles.read(tmp_path / "trace.json") == []
-    assert profiles.usage([]) == "nothing on a GPU"

@@ -114,23 +114,6 @@ def test_faults_are_counted_by_kind(pretend: Callable[..., list[str]]) -> None:
     assert (row["faults"], row["passed"], row["unfinished"]) == (13, 4, "pytest exited with 2")
 
 
-def test_cells_are_counted_by_kernel(pretend: Callable[..., list[str]]) -> None:
-    test = "tests/kernels/test_hopper_cells.py::test_cell[{}]"
-    of = {"up": "up_proj_act geglu interleaved", "down": "down_proj_dgrad_dact relu none"}
-    tests = {
-        test.format(1): {"cells": 1, "family": of["up"], "spills": 26, "cached": True},
-        test.format(2): {"cells": 1, "family": of["up"], "spills": 3, "cached": True},
-        test.format(3): {"cells": 2, "family": of["down"], "spills": 0, "cached": False},
-        "tests/kernels/test_hopper_cells.py::test_a_weight_by_pointer_is_seen": {},
-    }
-    pretend(["cells"], tests)
-    (row,) = record.rows("every_cell")
-    assert row["cells"] == {"up_proj_act": 2, "down_proj_dgrad_dact": 2}
-    assert (row["compiled"], row["from_cache"], row["passed"]) == (3, 2, 4)
-    assert row["spill_loads_of_family"] == {of["up"]: 26}
-    assert "unfinished" not in row
-
-
 def test_gpu_tests_need_a_gpu_and_have_a_verdict_of_the_sanitizer(
     pretend: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

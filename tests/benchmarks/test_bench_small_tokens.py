@@ -32,21 +32,6 @@ def test_contestants_are_timed_and_a_wrong_one_is_not(name: str, layers: list[nn
     assert small_tokens.problem(outputs, layers, calls) is not None
 
 
-def test_layers_are_routed_differently_and_tokens_to_different_experts(layers: list[nn.Module]) -> None:
-    (_, first, scores), (_, second, _) = small_tokens.make_calls(layers, 5)
-    assert not torch.equal(first, second)
-    assert all(len(set(ids)) == 3 for ids in first.tolist())
-    assert scores.dtype == torch.bfloat16
-
-
-def test_bytes_are_those_of_the_chosen_experts(layers: list[nn.Module]) -> None:
-    (call, other) = small_tokens.make_calls(layers, 1)
-    of_expert = (2 * 16 * 32 + 32 * 16) * 2
-    assert small_tokens.bytes_of_weights(layers, [call, other]) == 3 * of_expert
-    repeated = (call[0].repeat(4, 1), call[1].repeat(4, 1), call[2].repeat(4, 1))
-    assert small_tokens.bytes_of_weights(layers, [repeated, repeated]) == 3 * of_expert
-
-
 def test_a_row_compares_with_the_best_peer() -> None:
     ms = {"tilemoe": [0.1, 0.2, 0.1], "grouped_mm": [0.15, 0.3, 0.2], "batched_mm": [0.4, 0.1, 0.4]}
     row = small_tokens.row_of(ms, 10**8)

@@ -1,7 +1,5 @@
 """Token rounding's benchmark on toy cases: what it measures, records and refuses to time, without a GPU."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 import tilemoe
 from tilemoe.bench import peers, record, timing
 from tilemoe.config import ROUNDING_MODES, TokenRounding
-from tilemoe.routing.topk import Routing, route
 
 TOY = ["--device", "cpu", "--rounds", "1", "--cases", "toy-E8"]
 
@@ -50,71 +47,6 @@ def layer_of(mode: str) -> tuple[tilemoe.MoE, torch.Tensor, torch.Tensor]:
 def test_a_right_contestant_is_timed(mode: str) -> None:
     layer, x, do = layer_of(mode)
     assert token_rounding.problem_of(layer, x, do) is None
-
-
-def _spoilt(change: Callable[[Routing], Routing]) -> Callable[..., Routing]:
-    """`route`, whose second result in a check, that of the reference, is right."""
-    calls: list[int] = []
-
-    def found(logits: torch.Tensor, cfg: tilemoe.MoEConfig, **more: object) -> Routing:
-        calls.append(1)
-        routing = route(logits, cfg, **more)  # type: ignore[arg-type]
-        return change(routing) if len(calls) == 1 else routing
-
-    return found
-
-
-def _swapped(routing: Routing) -> Routing:
-    """The first row is another token's."""
-    token_of_row = routing.plan.token_of_row.clone()
-    token_of_row[0] = (token_of_row[:16].max() + 1) % 256
-    return replace(routing, plan=replace(routing.plan, token_of_row=token_of_row))
-
-
-class _Scaled(torch.autograd.Function):
-    """The identity, whose gradient is 1% too large."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, dx: torch.Tensor) -> torch.Tensor:
-        return 1.01 * dx
-
-
-WRONG_ROUTING = {
-    "a tile or more": lambda r: replace(r, tokens_per_expert=r.tokens_per_expert + 16),
-    "no multiple of the tile": lambda r: replace(r, tokens_per_expert=r.tokens_per_expert + 1),
-    "the scores are not": lambda r: replace(r, scores=1.01 * r.scores),
-    "pairs are not those of plain PyTorch": _swapped,
-    "gradient of the logits is off": lambda r: replace(r, scores=_Scaled.apply(r.scores)),
-}
-
-
-@pytest.mark.parametrize("message", WRONG_ROUTING)
-def test_wrong_routing_is_not_timed(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x, _ = layer_of("nearest")
-    logits = layer.router(x).logits.detach()
-    monkeypatch.setattr(tilemoe, "route", _spoilt(WRONG_ROUTING[message]))
-    monkeypatch.setattr(token_rounding, "MAX_OTHER_PAIRS", 0)
-    assert message in str(token_rounding.problem_of_routing(logits, layer.cfg))
-
-
-def test_wrong_experts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x, do = layer_of("nearest")
-    routing = route(layer.router(x).logits.detach(), layer.cfg)
-    arguments = (layer, x, do, routing.plan, routing.scores)
-    assert token_rounding.problem_of_experts(*arguments) is None
-    right, calls = tilemoe.moe, []
-
-    def wrong(*args: object, **more: object) -> torch.Tensor:
-        calls.append(1)
-        out: torch.Tensor = right(*args, **more)  # type: ignore[arg-type]
-        return torch.cat([0.5 * out[:16], out[16:]]) if len(calls) == 1 else out  # of some tokens
-
-    monkeypatch.setattr(tilemoe, "moe", wrong)
-    assert "output is off by" in str(token_rounding.problem_of_experts(*arguments))
 
 
 def test_a_wrong_mode_is_left_out_and_the_others_timed(

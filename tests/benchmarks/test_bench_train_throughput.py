@@ -5,22 +5,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 import train_throughput
 from torch import Tensor
 
-from tilemoe.bench import gate, peers, record
-from tilemoe.config import TokenRounding, to_dict
+from tilemoe.bench import peers, record
+from tilemoe.config import to_dict
 from tilemoe.models.decoder import Block
-from tilemoe.shape import MoEShape
 from tilemoe.train.config import Recipe, load_recipe
 from tilemoe.train.job.processes import Job
-
-SHAPE = MoEShape(50, 24, 16, 6, 3)
 
 
 def run(*arguments: str) -> None:
@@ -43,6 +38,7 @@ def path(results: Path, recipe: Recipe) -> Path:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_jobs_are_measured_and_recorded(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -74,6 +70,7 @@ def test_jobs_are_measured_and_recorded(
     assert [row["accumulation"] for row in rows] == [2, 2, 1, 1]
 
 
+@pytest.mark.thorough
 def test_a_job_alone_can_shard_over_itself_and_gives_the_same(path: Path) -> None:
     options = ["--recipe", str(path), "--steps", "1", "--warmup", "2", "--device", "cpu"]
     run(*options)
@@ -105,55 +102,6 @@ def test_precisions_take_turns_on_the_same_weights(
         train_throughput.peer_and_recipe("tilemoe[fp4]", recipe)
 
 
-def test_the_text_is_made_up_alike_and_falls_as_one_over_rank(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    one, other = (train_throughput.made_up_text(folder, 1000).train for folder in folders)
-    ids = one.read(0, one.num_tokens)
-    assert (ids == other.read(0, other.num_tokens)).all()
-    counts = np.bincount(ids, minlength=1000)
-    assert counts.size == 1000
-    assert counts[0] / counts[9] == pytest.approx(np.log(2) / np.log(11 / 10), rel=0.02)
-    assert counts.min() > 0
-
-
-@pytest.fixture
-def weights() -> peers.Weights:
-    torch.manual_seed(0)
-    return peers.make_weights(SHAPE, torch.device("cpu"), torch.float32)
-
-
-def stand_in() -> ModuleType:
-    """What the adapter calls of scattermoe, in plain loops: its kernels need a GPU."""
-    module = ModuleType("scattermoe")
-
-    def flatten_sort_count(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        experts, order = ids.flatten().sort()
-        return experts, order, ids.flatten().bincount(minlength=num_experts).cumsum(0)
-
-    def parallel_linear(
-        x: Tensor, weight: Tensor, k: int, experts: Tensor, order: Tensor, ends: Tensor,
-        gates: Tensor | None = None, grouped_in: bool = False, grouped_out: bool = False,
-    ) -> Tensor:  # fmt: skip
-        rows = x if grouped_in else x[order // k]
-        out = torch.stack([row @ weight[expert] for row, expert in zip(rows, experts, strict=True)])
-        out = out if grouped_out else torch.zeros_like(out).index_copy(0, order, out)
-        return out if gates is None else (gates.unsqueeze(1) @ out.view(*gates.shape, -1)).squeeze(1)
-
-    module.flatten_sort_count, module.parallel_linear = flatten_sort_count, parallel_linear  # type: ignore[attr-defined]
-    return module
-
-
-@pytest.mark.parametrize("name", ["tilemoe", "scattermoe", "grouped_mm"])
-def test_swapped_layers_compute_the_same(name: str, weights: peers.Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "scattermoe":
-        monkeypatch.setitem(sys.modules, "scattermoe", stand_in())
-    contestant = train_throughput.swapped_layer(name, SHAPE, weights)
-    assert contestant.name == name
-    assert gate.problem(contestant, SHAPE, weights) is None
-
-
 def test_a_layer_that_computes_something_else_is_not_timed(
     results: Path, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,18 +112,6 @@ def test_a_layer_that_computes_something_else_is_not_timed(
     run("--recipe", str(path), "--peers", "wrong", "--device", "cpu")
     assert "wrong is left out: output is off by" in capsys.readouterr().out
     assert not (results / "train_throughput.jsonl").exists()
-
-
-def test_what_an_adapter_cannot_do_is_said(recipe: Recipe) -> None:
-    model = recipe.model
-    assert model.moe is not None
-    assert train_throughput.obstacle("tilemoe", model, 4) is None
-    assert train_throughput.obstacle("scattermoe", model, 1) is None
-    assert "divide experts" in str(train_throughput.obstacle("scattermoe", model, 2))
-    rounded = replace(model, moe=replace(model.moe, rounding=TokenRounding("nearest", 16)))
-    assert "no rounding" in str(train_throughput.obstacle("scattermoe", rounded, 1))
-    with pytest.raises(ValueError, match="known are tilemoe, scattermoe, grouped_mm"):
-        train_throughput.obstacle("scatter", model, 1)
 
 
 def test_the_recipes_own_compilation_holds(recipe: Recipe, tmp_path: Path) -> None:

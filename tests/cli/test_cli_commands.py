@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from helpers import run_python
 
 import tilemoe
 from tilemoe.cli.main import COMMANDS, main
-from tilemoe.cli.parsing import condense
 from tilemoe.runtime import device
 from tilemoe.train import loop
 
@@ -91,13 +89,6 @@ def test_eval_shows_how_far_it_is_on_a_terminal_alone(
     assert "held-out tokens" in err
     assert "100%" in err
     assert "held-out tokens" not in out
-
-
-def test_eval_on_another_corpus(finished: Path, tmp_path: Path, run: Run) -> None:
-    (tmp_path / "other.txt").write_text("0123456789 " * 500)
-    status, out, _ = run("eval", "--checkpoint", finished, "--corpus", tmp_path / "other.txt")
-    assert status == 0
-    assert float(out.split()[-2]) > json.loads((finished / "result.json").read_text())["heldout_nats_per_byte"]
 
 
 def test_eval_of_an_exported_folder_is_that_of_its_checkpoint(
@@ -186,18 +177,6 @@ def test_export_is_loaded_by_transformers_with_equal_logits(finished: Path, tmp_
     assert tokenizer.model_max_length == theirs.config.max_position_embeddings == 32
     assert tokenizer.eos_token_id == theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 0
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o644}
-
-
-def test_an_exported_folder_generates_what_its_checkpoint_does(
-    finished: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run("export", "--checkpoint", finished, "--out", tmp_path / "hub")[0] == 0
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path / "hub"))
-    options = ("--prompt", "abc", "--max-new-tokens", "8", "--temperature", "0")
-    folders = (tmp_path / "hub", "org/name", finished)
-    found, of_hub, expected = (run("generate", "--checkpoint", folder, *options) for folder in folders)
-    assert found == of_hub == expected
-    assert found[0] == 0
 
 
 def test_export_overwrites_nothing(finished: Path, tmp_path: Path, fails: Fails) -> None:
@@ -372,38 +351,6 @@ def test_what_is_interrupted_speaks_of_checkpoints_where_it_writes_them(
         assert capsys.readouterr().err == f"tilemoe: error: interrupted{kept}\n"
 
 
-def test_bad_corpora_are_one_line(recipe_file: Path, tmp_path: Path, fails: Fails) -> None:
-    base = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run", "--data.corpus")
-    assert "missing.txt" in fails(*base, tmp_path / "missing.txt")
-    (tmp_path / "empty").mkdir()
-    assert "empty" in fails(*base, tmp_path / "empty")
-    (tmp_path / "bad.jsonl").write_text("{\n")
-    assert "bad.jsonl" in fails(*base, tmp_path / "bad.jsonl")
-    (tmp_path / "short.txt").write_text("short text " * 2)
-    assert "seq_len" in fails(*base, tmp_path / "short.txt")
-    assert not (tmp_path / "run").exists()
-
-
-def test_text_that_is_not_utf8_is_refused_or_counted(
-    recipe_file: Path, text: Path, tmp_path: Path, run: Run, fails: Fails
-) -> None:
-    corpus = tmp_path / "corpus"
-    shutil.copytree(text, corpus)
-    (corpus / "notes.csv").write_text("1,2")
-    (corpus / "zz.txt").write_bytes("naïve café\n".encode("latin-1") * 99)
-    out_dir = ("--train.out-dir", tmp_path / "run")
-    command = ("train", "--recipe", recipe_file, "--data.corpus", corpus, "--train.steps", "1", *out_dir)
-    assert f"{corpus / 'zz.txt'}: byte 2 is not UTF-8; convert" in fails(*command)
-    status, out, _ = run(*command, "--data.undecodable", "replace")
-    assert status == 0
-    read = len(list(text.iterdir())) + 1
-    told = f"files read: {read}, 1 skipped (notes.csv), 198 bytes replaced that are not UTF-8"
-    assert f"held-out tokens, {told}" in next(line for line in out.splitlines() if "held-out tokens" in line)
-    evaluated = ("eval", "--checkpoint", tmp_path / "run")
-    assert run(*evaluated)[0] == 0
-    assert "byte 2 is not UTF-8" in fails(*evaluated, "--undecodable", "error")
-
-
 def test_a_model_too_large_for_the_memory_is_one_line(
     recipe_file: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,53 +411,7 @@ def test_debugging_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, fails: Fails
-) -> None:
-    from tilemoe.train.checkpoints import folder as checkpoint
-
-    real, calls = checkpoint.save_file, []
-
-    def full_at_the_third(*arguments: object) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device")
-        real(*arguments)
-
-    monkeypatch.setattr(checkpoint, "save_file", full_at_the_third)
-    arguments = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run")
-    message = fails(*arguments)
-    assert "No space left on device" in message
-    assert "step_00000010" in message
-    assert checkpoint.find_latest(tmp_path / "run").state.step == 10
-    assert run(*arguments, "--resume")[0] == 0
-
-
-@pytest.mark.parametrize("where", ["safetensors", "tokenizer"])
-def test_an_export_that_fails_leaves_nothing(
-    where: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, fails: Fails
-) -> None:
-    from safetensors import SafetensorError
-
-    from tilemoe.data import tokenizer
-    from tilemoe.models import huggingface
-
-    def full(*arguments: object, **options: object) -> None:
-        raise SafetensorError("I/O error: No space left") if where == "safetensors" else OSError(28, "No space left")
-
-    if where == "safetensors":
-        monkeypatch.setattr(huggingface, "save_file", full)
-    else:
-        monkeypatch.setattr(tokenizer, "write_atomic", full)
-    out = tmp_path / "parent" / "hub"
-    assert f"--out {out}: cannot be written" in fails("export", "--checkpoint", finished, "--out", out)
-    assert not any(out.parent.iterdir())
-    monkeypatch.undo()
-    out.mkdir()
-    assert run("export", "--checkpoint", finished, "--out", out)[0] == 0
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in out.iterdir()}
-
-
+@pytest.mark.thorough
 def test_a_reader_that_stops_reading_is_no_error() -> None:
     code = f"{sys.executable} -m tilemoe train --help | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
@@ -518,15 +419,10 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.thorough
 def test_a_training_whose_output_nobody_reads_is_saved(recipe_file: Path, tmp_path: Path) -> None:
     options = f"--train.out-dir {tmp_path / 'run'} --train.steps 9999 --train.eval-every 0 --train.save-every 0"
     code = f"{sys.executable} -m tilemoe train --recipe {recipe_file} {options} | grep -m 1 'step 3/'"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stderr == ""
     assert checkpoint_steps(tmp_path / "run")[-1] >= 3
-
-
-def test_a_boxed_report_becomes_one_line() -> None:
-    rows = ["╭─ Oops ─────╮", "│ It is \x1b[31mbad\x1b[0m │", "│ and long.  │", "│ ────────── │", "│ more       │"]
-    box = "\n".join([*rows, "╰────────────╯"])
-    assert condense(box) == "It is bad and long"

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilemoe.bench import cases, timing
 from tilemoe.cli import doctor_checks
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.models.presets import MOE_PRESETS
-from tilemoe.shape import MoEShape
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[2] / "results"
@@ -108,20 +106,6 @@ def test_a_driver_whose_gpu_pytorch_does_not_see(run: Run, monkeypatch: pytest.M
     assert "what to do: install a PyTorch for the CUDA that nvidia-smi shows, or a newer driver" in out
 
 
-@pytest.mark.parametrize(("printed", "version"), [("580.65.06\n580.65.06\n", "580.65.06"), ("", None), (None, None)])
-def test_the_driver_s_version(printed: str | None, version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nvidia_smi(command: list[str], **options: Any) -> SimpleNamespace:
-        if printed is None:
-            raise OSError("it does not start")
-        return SimpleNamespace(stdout=printed)
-
-    monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(doctor_checks.subprocess, "run", nvidia_smi)
-    assert doctor_checks.driver() == version
-    monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: None)
-    assert doctor_checks.driver() is None
-
-
 def test_what_is_off_on_a_machine_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 with a Triton on which the Hopper kernels have not run, and a cache that cannot be written."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -156,16 +140,6 @@ def test_a_b200_with_too_old_a_triton_or_none(monkeypatch: pytest.MonkeyPatch) -
         found = [finding for finding in doctor_checks.environment("580") if "Triton" in finding.line]
         assert [finding.line for finding in found] == said
         assert {finding.advice for finding in found} <= {"pip install 'triton>=3.7.1'"}
-
-
-@pytest.mark.parametrize(("milliseconds", "is_slow"), [(1e-6, True), (1e6, False)])
-def test_speed_beside_the_recorded_one(milliseconds: float, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "SUSTAINED_MS", 1.0)
-    monkeypatch.setattr(cases, "ALL", {"little": MoEShape(64, 24, 8, 4, 3)})
-    recorded = {"case": "little", "mode": "sustained", "forward_ms": milliseconds, "backward_ms": milliseconds}
-    found = doctor_checks.speed(CPU, recorded)
-    assert found.line.endswith(": SLOW") == (found.advice is not None) == is_slow
-    assert not found.is_fatal
 
 
 @pytest.mark.parametrize(

@@ -152,11 +152,6 @@ def test_a_folder_or_a_file_of_settings(
         assert sizes in out.splitlines()[0]
 
 
-def test_the_text_s_layer_of_a_model_of_several_parts(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "many", "text_config": COMMON | CONFIGS[3][0]}))
-    assert CONFIGS[3][1] in run("plan", "--checkpoint", tmp_path)[1]
-
-
 @pytest.mark.parametrize(
     "arguments", [(), ("--train", "--json"), ("--plot", "plan.png")], ids=["layer", "model", "plot"]
 )
@@ -241,18 +236,6 @@ def test_what_is_recomputed_is_the_cheapest_that_fits_or_what_is_given(run: Run)
     assert (plain["checkpointing"], plain["fewest_gpus"], plain["micro_batch"]) == ("none", 8192, 0)
 
 
-def test_sequences_beyond_the_model_s_are_said_to_be(run: Run) -> None:
-    longer, within = (run("plan", "--train", "--seq-len", length)[1] for length in (4097, 4096))
-    assert "in sequences of 4097, beyond its 4096\n" in longer
-    assert "in sequences of 4096\n" in within
-
-
-def test_one_gpu_alone_is_not_fsdp(run: Run) -> None:
-    arguments = ("--preset", "olmoe-1b-7b", "--train", "--expert-parallel", 1, "--gpus")
-    assert "\non one GPU alone, AdamW" in run("plan", *arguments, 1)[1]
-    assert "\non 2 GPUs by FSDP, AdamW" in run("plan", *arguments, 2)[1]
-
-
 def test_a_model_that_fits_nowhere_says_so(run: Run) -> None:
     arguments = ("--preset", "qwen3-235b", "--train", "--gpu", "rtx-4090", "--seq-len", 1 << 20)
     status, out, err = run("plan", *arguments)
@@ -261,23 +244,6 @@ def test_a_model_that_fits_nowhere_says_so(run: Run) -> None:
     assert as_json(run, *arguments, expected=2)["train"]["setups"][0]["micro_batch"] == 0
     assert re.search(r"^largest micro-batch( +none fits){4}$", out, flags=re.M)
     assert re.search(r"^tokens/day, billions( +-){4}$", out, flags=re.M)
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_plot(suffix: str, tmp_path: Path, run: Run) -> None:
-    path = tmp_path / f"plan{suffix}"
-    assert run("plan", "--plot", path)[0] == 0
-    content = path.read_bytes()
-    assert content.startswith({".png": b"\x89PNG", ".svg": b"<?xml"}[suffix])
-    assert suffix != ".svg" or b"up_proj_act" in content
-
-
-def test_help_lists_every_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("plan", "--help")
-    text = " ".join(capsys.readouterr().out.split())
-    for name in (*MOE_PRESETS, *GPUS, *DTYPE_BYTES):
-        assert name in text
 
 
 def test_what_is_off_with_a_folder(tmp_path: Path, fails: Fails) -> None:

@@ -66,11 +66,13 @@ def assert_same_end(folder: Path, expected: Path) -> None:
         assert ours.read_bytes() == theirs.read_bytes(), file
 
 
+@pytest.mark.thorough
 def test_sigkill_at_random_moments(recipe_file: Path, cli: Cli, finished: Path, tmp_path: Path) -> None:
     arguments = ("train", "--recipe", recipe_file, "--train.out-dir", tmp_path / "run", "--resume")
     assert_killed_ends_as(cli, arguments, tmp_path / "run", finished, MOMENTS)
 
 
+@pytest.mark.thorough
 def test_sigkill_while_adapters_are_trained(recipe_file: Path, cli: Cli, finished: Path, tmp_path: Path) -> None:
     """On the base that another run has made."""
     arguments = ("train", "--recipe", recipe_file, "--init-from", finished, "--lora.rank", "2", "--resume")
@@ -100,6 +102,7 @@ def assert_killed_ends_as(
     assert not [path for path in folder.iterdir() if path.name.startswith(".")], seed
 
 
+@pytest.mark.thorough
 def test_sigterm_and_ctrl_c_save_and_the_run_goes_on(
     recipe_file: Path, cli: Cli, finished: Path, tmp_path: Path
 ) -> None:

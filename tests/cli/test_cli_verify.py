@@ -96,17 +96,6 @@ def test_each_checkpoint_of_a_run(whole: dict[str, Path], tmp_path: Path, run: R
     assert "1 of 3 not right" in err
 
 
-def test_exported_adapters(tmp_path: Path, run: Run) -> None:
-    """A folder of PEFT has no config.json; what it holds is what its checksums say."""
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
-    checkpoints.write_sums(tmp_path)
-    assert run("verify", tmp_path)[:2] == (0, f"{tmp_path}: exported adapters: every byte is as its checksums say\n")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"Weights")
-    status, out, _ = run("verify", tmp_path)
-    assert (status, out.startswith("wrong: "), "adapter_model.safetensors" in out) == (2, True, True)
-
-
 def test_what_is_no_folder_of_ours(tmp_path: Path, whole: dict[str, Path], fails: Callable[..., str]) -> None:
     assert "holds no step_* folder" in fails("verify", tmp_path)
     assert "no such folder" in fails("verify", tmp_path / "none")

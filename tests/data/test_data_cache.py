@@ -1,7 +1,6 @@
 """Shards of tokens: written, read back, prepared once and reused, damage named, two processes at once."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import time
@@ -13,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import raises_one_line
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tilemoe.data import cache as cache_module
 from tilemoe.data import corpus as corpus_module
 from tilemoe.data import open_corpus, prepare
 from tilemoe.data import shards as shards_module
-from tilemoe.data.files import _temporary_name, staged_folder
+from tilemoe.data.files import _temporary_name
 from tilemoe.data.shards import ShardWriter, TokenShards, read_index, token_dtype
 
 
@@ -74,16 +71,6 @@ def test_a_file_of_the_tokenizer_finds_the_shards_of_its_training(folder: Path, 
     assert tokens_of(again.train) == tokens_of(trained.train)
     assert again.heldout.directory == trained.heldout.directory
     assert len(shard_folders(tmp_path / "cache")) == 1
-
-
-def test_single_text_file(tmp_path: Path):
-    content = "".join(f"line {i}\n" for i in range(500))
-    (tmp_path / "a.txt").write_text(content)
-    prepared = prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
-    train, heldout = (bytes(tokens_of(split)) for split in (prepared.train, prepared.heldout))
-    assert (train[:-1] + heldout[:-1]).decode() == content
-    assert train[-1] == heldout[-1] == 0
-    assert 0.04 < len(heldout) / len(content) < 0.06
 
 
 def test_large_text_file_holds_out_pieces_along_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -174,27 +161,6 @@ def test_unusable_text_is_named_and_nothing_is_published(name: str, text: str, m
     assert shard_folders(tmp_path / "cache") == []
 
 
-def test_failure_half_way_leaves_nothing_behind(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    append, calls = ShardWriter.append, []
-
-    def full_disk(self: ShardWriter, ids: np.ndarray, num_bytes: int) -> None:
-        calls.append(1)
-        if len(calls) == 20:
-            raise OSError(28, "No space left on device")
-        append(self, ids, num_bytes)
-
-    monkeypatch.setattr(ShardWriter, "append", full_disk)
-    message = error_of(str(folder), "bytes", tmp_path)
-    assert f"cache folder {tmp_path}: cannot be used (No space left on device)" in message
-    assert shard_folders(tmp_path) == []
-    prepare(str(folder), "bytes", tmp_path)
-
-
-def test_cache_that_is_a_file(folder: Path, tmp_path: Path):
-    (tmp_path / "cache").write_text("")
-    assert "cache folder" in error_of(str(folder), "bytes", tmp_path / "cache")
-
-
 def test_corpus_that_changes_while_it_is_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write = cache_module._write_documents
 
@@ -221,39 +187,6 @@ def test_leftovers_of_killed_processes_are_removed(folder: Path, tmp_path: Path)
     assert [path.name for path in theirs.iterdir()] == ["thesis.tex"]
 
 
-def test_the_second_to_publish_a_folder_yields(tmp_path: Path):
-    final = tmp_path / "final"
-    with staged_folder(final) as late:
-        (late / "a").write_text("late")
-        with staged_folder(final) as early:
-            (early / "a").write_text("early")
-    assert (final / "a").read_text() == "early"
-    assert list(tmp_path.iterdir()) == [final]
-
-
-def _prepare_with_others(barrier: Any, results: Any, folder: str, cache: str) -> None:
-    barrier.wait(timeout=60)
-    prepared = prepare(folder, "bpe:300", Path(cache), shard_tokens=500)
-    tokens = prepared.train.read(0, prepared.train.num_tokens)
-    results.put((prepared.train.directory.name, prepared.tokenizer.fingerprint, hash(tokens.tobytes())))
-
-
-def test_several_processes_prepare_the_same_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # of the children: their hashes of bytes must compare
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(3), context.Queue()
-    arguments = (barrier, results, str(folder), str(tmp_path / "cache"))
-    processes = [context.Process(target=_prepare_with_others, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    outcomes = {results.get(timeout=60) for _ in processes}
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    assert len(outcomes) == 1
-    assert len(shard_folders(tmp_path / "cache")) == 1
-
-
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(corpus_module, "_PIECE", 1 << 14)
     monkeypatch.setattr(cache_module, "_BATCH_CHARS", 1 << 15)
@@ -277,11 +210,6 @@ def test_stdlib_in_bytes_is_quick(tmp_path: Path):
     assert tokens_of(prepared.heldout) == expected
 
 
-def test_nothing_is_printed(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    prepare(str(folder), "bpe:300", tmp_path)
-    assert capfd.readouterr() == ("", "")
-
-
 Write = Callable[..., TokenShards]
 
 
@@ -295,12 +223,6 @@ def test_any_slice_reads_back_across_shards(write_shards: Write):
             part = shards.read(start, length)
             assert part.dtype == np.int64
             assert part.tolist() == tokens[start : start + length].tolist()
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.integers(0, 65535), min_size=1, max_size=60), st.integers(1, 70))
-def test_round_trip_for_any_shard_size(write_shards: Write, tokens: list[int], shard_tokens: int):
-    assert write_shards(tokens, shard_tokens=shard_tokens).read(0, len(tokens)).tolist() == tokens
 
 
 def test_dtype_is_the_smallest_that_holds_the_vocabulary(write_shards: Write):
@@ -322,34 +244,11 @@ def test_id_outside_the_vocabulary_is_refused(tmp_path: Path, wrong: int):
         assert writer.entry()["num_tokens"] == 0
 
 
-def test_shard_size_must_be_positive(tmp_path: Path):
-    with pytest.raises(ValueError, match="shard_tokens must be >= 1"):
-        ShardWriter(tmp_path, "train", vocab_size=100, shard_tokens=0)
-
-
 def test_reading_outside_is_refused(write_shards: Write):
     shards = write_shards(range(20))
     for start, length in ((-1, 2), (0, 21), (20, 1), (3, -1)):
         with pytest.raises(ValueError, match=f"start {start} and length {length} reach outside the 20 tokens"):
             shards.read(start, length)
-
-
-@pytest.mark.parametrize("change", [-2, -1, 1, 2])
-def test_shard_of_another_size_is_named(write_shards: Write, change: int):
-    directory = write_shards(range(20)).directory
-    path = directory / "train-00001.bin"
-    content = path.read_bytes() + b"\0\0"
-    path.write_bytes(content[: 14 + change])
-    with pytest.raises(ValueError, match=rf"train-00001\.bin: {14 + change} bytes instead of 14.*delete the folder"):
-        TokenShards(directory, "train")
-    TokenShards(directory, "heldout")
-
-
-def test_missing_shard_is_named(write_shards: Write):
-    directory = write_shards(range(20)).directory
-    (directory / "train-00002.bin").unlink()
-    with pytest.raises(ValueError, match=r"train-00002\.bin: cannot be read \(No such file"):
-        TokenShards(directory, "train")
 
 
 def test_a_shard_that_changes_while_it_is_read(write_shards: Write):
@@ -365,58 +264,11 @@ def test_a_shard_that_changes_while_it_is_read(write_shards: Write):
         shards.read(0, 11)
 
 
-def test_any_flipped_bit_is_found(write_shards: Write):
-    directory = write_shards(range(20)).directory
-    TokenShards(directory, "train").verify()
-    for path in sorted(directory.glob("train-*.bin")):
-        content = path.read_bytes()
-        for bit in range(0, 8 * len(content), 5):
-            flipped = bytearray(content)
-            flipped[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(flipped)
-            with pytest.raises(ValueError, match=rf"{path.name}: its content is not what was written; delete"):
-                TokenShards(directory, "train").verify()
-        path.write_bytes(content)
-    TokenShards(directory, "train").verify()
-
-
-def test_any_flipped_byte_of_the_index_is_found(write_shards: Write):
-    directory = write_shards(range(20)).directory
-    path = directory / "index.json"
-    content = path.read_bytes()
-    for position, byte in enumerate(content):
-        path.write_bytes(content[:position] + bytes([byte ^ 1]) + content[position + 1 :])
-        if chr(byte).isspace():  # whitespace between values may become other whitespace
-            continue
-        with raises_one_line(r"index\.json: cannot be used \(.*\); delete the folder"):
-            TokenShards(directory, "train")
-
-
-def test_missing_truncated_and_foreign_index(write_shards: Write, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"index\.json: cannot be used \(No such file"):
-        TokenShards(tmp_path, "train")
-    path = write_shards([1]).directory / "index.json"
-    content = path.read_text()
-    for damaged in (content[:-20], "", "[]", '{"format": "other"}'):
-        path.write_text(damaged)
-        with pytest.raises(ValueError, match=r"index\.json: cannot be used"):
-            read_index(path.parent)
-
-
 def test_index_of_another_version(write_shards: Write, monkeypatch: pytest.MonkeyPatch):
     shards = write_shards([1])
     monkeypatch.setattr(shards_module, "VERSION", 99)
     with pytest.raises(ValueError, match="format version 1, this release reads 99"):
         read_index(shards.directory)
-
-
-def test_index_with_a_valid_checksum_but_without_a_field(write_shards: Write):
-    directory = write_shards([1]).directory
-    fields = json.loads((directory / "index.json").read_text())
-    del fields["checksum"], fields["separator_id"]
-    shards_module.write_index(directory, fields)
-    with pytest.raises(ValueError, match="KeyError: 'separator_id'"):
-        TokenShards(directory, "train")
 
 
 @pytest.mark.parametrize("heldout_every", [2, 20])  # whole documents are held out, or the end of each

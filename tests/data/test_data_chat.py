@@ -15,7 +15,7 @@ import tokenizers
 from helpers import raises_one_line
 from transformers import AutoTokenizer
 
-from tilemoe.data import PackedDocuments, Prepared, TokenShards, chat_cache, prepare, prepare_chat
+from tilemoe.data import PackedDocuments, Prepared, TokenShards, prepare, prepare_chat
 from tilemoe.data.chat_template import ChatEncoder, read_chat_template
 from tilemoe.data.conversations import CHAT_SUFFIXES, Conversation, read_examples
 from tilemoe.data.corpus import open_corpus
@@ -148,14 +148,6 @@ def test_a_template_that_marks_the_last_turn_alone_cannot_tell_weights(tmp_path:
     assert good.train.num_targets == 3
     with raises_one_line(r"b\.jsonl:1: the chat template marks 1 runs of words of 2 assistant's turns"):
         prepared(write_lines(tmp_path / "b.jsonl", [with_weights(1, 0)] * 2), tmp_path, str(path))
-
-
-def test_shards_of_other_rules_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = write_lines(tmp_path / "a.jsonl", [CHAT] * 2)
-    before = prepared(rows, tmp_path).train.directory
-    assert prepared(rows, tmp_path).train.directory == before
-    monkeypatch.setattr(chat_cache, "_VERSION", chat_cache._VERSION + 1)
-    assert prepared(rows, tmp_path).train.directory != before
 
 
 @pytest.mark.parametrize(("template", "end"), [(MARKED, "<|im_end|>"), (UNMARKED, "<|im_end|>\n")])

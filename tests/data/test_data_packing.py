@@ -103,13 +103,3 @@ def test_epochs_visit_each_window_once_and_targets_are_counted_ahead(world_size:
     alone = PackedSampler(packed, 2 * world_size, 5)
     together = np.concatenate([sampler.batch(1).inputs for sampler in samplers])
     assert (alone.batch(1).inputs == together).all()
-
-
-def test_what_a_sampler_cannot_be(tmp_path: Path) -> None:
-    packed = PackedDocuments(write_documents(tmp_path / "shards", 5, 9), 16)
-    with raises_one_line("batch_size must be an integer >= 1"):
-        PackedSampler(packed, 0, 0)
-    with raises_one_line(r"rank must be below world_size \(1\), got 1"):
-        PackedSampler(packed, 1, 0, rank=1)
-    with raises_one_line("step must be an integer >= 0"):
-        PackedSampler(packed, 1, 0).batch(-1)

@@ -23,7 +23,7 @@ from tilemoe.data import tokenizer as tokenizer_module
 from tilemoe.data.chat_template import ChatEncoder, ChatTemplate
 from tilemoe.data.conversations import Completion, Conversation
 from tilemoe.data.corpus import split_parts
-from tilemoe.data.tokenizer import ByteTokenizer, Tokenizer
+from tilemoe.data.tokenizer import Tokenizer
 from tilemoe.train import sample
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -260,18 +260,6 @@ def test_a_chat(kind: str, template: str | None) -> None:
     last = [tokenizer.separator_id] if template is None else []
     assert ids.tolist() == own(plain, text) + last
     assert learnt.tolist() == learnt_by_characters(plain, text, spans) + [True] * len(last)
-
-
-def test_bytes_are_as_they_were_and_learnt_by_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = ByteTokenizer()
-    ids, learnt = ChatEncoder(tokenizer).encode(Conversation("line 1", tuple(CHAT)))
-    expected = [
-        (f"user:\n{CHAT[i]['content']}\n\nassistant:\n".encode(), CHAT[i + 1]["content"].encode() + b"\0")
-        for i in (0, 2)
-    ]
-    assert bytes(ids.tolist()) == b"".join(chain.from_iterable(expected))
-    assert learnt.tolist() == list(chain.from_iterable([False] * len(a) + [True] * len(b) for a, b in expected))
-    assert [bytes(part.tolist()) for part in tokenizer.encode_parts(["é", "", "b"])] == ["é".encode(), b"", b"b"]
 
 
 def test_only_as_much_is_read_as_a_window_takes(monkeypatch: pytest.MonkeyPatch) -> None:

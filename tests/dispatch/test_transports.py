@@ -18,7 +18,6 @@ from tilemoe.dispatch.symmetric import why_unsupported
 from tilemoe.dispatch.transport import Collective, Way
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-BETWEEN = ((0, 5, 2), (7, 0, 1), (3, 4, 0))
 
 
 @pytest.fixture
@@ -34,14 +33,6 @@ def see_gpus(patch: pytest.MonkeyPatch, count: int, *, peers: bool = True) -> No
     patch.setattr(torch.cuda, "device_count", lambda: count)
     patch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
     patch.setattr(torch.version, "hip", None)
-
-
-def test_ways() -> None:
-    way = Way(BETWEEN, here=1, own=6)
-    assert (way.out, way.into, way.first_there, way.most_out) == ([7, 0, 1], [5, 0, 4], [0, 7, 3], 8)
-    back = way.back()
-    assert (back.out, back.into, back.first_there, back.most_out) == ([5, 0, 4], [7, 0, 1], [0, 5, 2], 10)
-    assert (back.own, back.here, back.back()) == (6, 1, way)
 
 
 def test_without_gpus_the_collective(group: dist.ProcessGroup) -> None:
@@ -212,27 +203,6 @@ def test_how_much_memory_windows_take(cuda: Cuda, monkeypatch: pytest.MonkeyPatc
         assert len(taken) == before or size >= 2.5 * most
         before = len(taken)
     assert 3 < len(taken) < 10, "it grew, but not with each batch"
-
-
-def test_copies_that_nobody_waited_for(cuda: Cuda) -> None:
-    """Whoever asked for them waits when they are let go: their memory may be another's then."""
-    arrival = transport().send(torch.zeros(1, 4), torch.zeros(1, 4), Way(((0, 1, 0), (1, 0, 0), (0, 0, 0)), HERE, 0))
-    cuda.log.clear()
-    del arrival
-    assert cuda.log == [("waits", "caller", "copies")]
-
-
-def test_nothing_to_send_or_fetch(cuda: Cuda) -> None:
-    """A rank without rows tells and waits all the same."""
-    transport().send(torch.zeros(0, 4), torch.zeros(0, 4), Way(((0, 0, 2), (0, 0, 0), (1, 0, 0)), HERE, 0)).wait()
-    kinds = [entry[0] for entry in cuda.log[3:]]
-    assert kinds == ["waits", "writes", "writes", "awaits", "awaits", "waits"]
-
-
-def test_flags_start_at_zero(cuda: Cuda) -> None:
-    window = symmetric.SymmetricWindow(None, SECOND_GPU, SLOT)  # type: ignore[arg-type]
-    assert not window._memory[2 * SLOT :].any()
-    assert window._memory.numel() == 2 * SLOT + 4 * RANKS
 
 
 def test_no_room(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:

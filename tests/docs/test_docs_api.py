@@ -124,15 +124,3 @@ def test_its_methods_and_properties_are_documented(name: str) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "tilemoe.reference"])
 def test_its_examples_are_right(name: str) -> None:
     assert failures(found(name), name) == ""
-
-
-def test_what_is_lacking_or_wrong_is_told() -> None:
-    def bare(x: torch.Tensor) -> None:
-        """Nothing.
-
-        >>> 1 + 1
-        3
-        """
-
-    assert lacking(bare, "moe") == ["errors", "an equation or a source", "shapes", "dtypes"]
-    assert "Expected:\n    3\nGot:\n    2" in failures(bare, "bare")

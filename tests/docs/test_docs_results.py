@@ -120,7 +120,3 @@ def test_each_number_of_the_readme_is_on_the_list() -> None:
     numbers = set(re.findall(r"(?<![\w.])\d\.\d+(?![\w.]*\d)", prose)) - {"0.1"}
     assert len(numbers) >= 10
     assert [number for number in sorted(numbers) if number not in listed] == []
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 130

@@ -116,15 +116,6 @@ def test_compiles_without_a_break(router: type[nn.Module]) -> None:
         assert_close(theirs.grad, ours.grad)
 
 
-def test_what_the_output_says() -> None:
-    by_logits, by_routing = make(TwoLayers()), make(ExpertChoice())
-    x = torch.randn(T, D)
-    assert_close(by_logits(x).router_logits, by_logits.router(x))
-    out = by_routing(x)
-    assert out.router_logits is None
-    assert out.tokens_per_expert.tolist() == [K * T // E] * E
-
-
 def test_parameters_are_in_the_state_and_stay_when_weights_are_drawn_anew() -> None:
     layer = make(TwoLayers())
     names = {name for name in layer.state_dict() if name.startswith("router.")}

@@ -77,33 +77,6 @@ def test_merging_bf16_rounds_once() -> None:
     assert relative_error(moe.experts.w1, expected) < 1.2 * relative_error(expected.bfloat16(), expected)
 
 
-def test_a_model_learns_by_its_adapters_alone_and_is_itself_again_after_merging() -> None:
-    config = ModelConfig(29, 16, 2, 2, 1, 8, 32, moe=CFG, initializer_range=0.3)
-    model = DecoderLM(config)
-    model.reset_parameters(torch.Generator().manual_seed(0))
-    names = [name for name, _ in model.named_parameters()]
-    frozen = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    adapters = add_lora(model, rank=8, alpha=16.0)
-    assert len(adapters) == 8
-    ids = torch.arange(33).remainder(29)[None]
-    optimizer = torch.optim.AdamW(adapters, lr=1e-2, weight_decay=0.0)
-    losses = []
-    for _ in range(40):
-        loss = model(ids[:, :-1], ids[:, 1:]).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            assert torch.equal(parameter, frozen[name]), name
-    logits = model(ids[:, :-1]).logits
-    merge_lora(model)
-    assert [name for name, _ in model.named_parameters()] == names
-    torch.testing.assert_close(model(ids[:, :-1]).logits, logits, rtol=1e-3, atol=1e-4)
-
-
 def test_merged_experts_save_and_accumulate_as_before() -> None:
     """A repeated block takes its configuration's save="fp8" back; adapters do not bring it again."""
     moe = MoEConfig(128, 128, 4, 2, save="fp8")
@@ -148,16 +121,6 @@ def test_attention_learns_by_adapters_and_is_itself_after_merging(modules: tuple
     assert [name for name, _ in model.named_parameters()] == names
     torch.testing.assert_close({name: model.state_dict()[name] for name in exact}, exact)
     torch.testing.assert_close(model(ids).logits, adapted, rtol=1e-3, atol=1e-4)
-
-
-def test_state_survives_saving() -> None:
-    moe, other, x = layer(), layer(), tokens()
-    train(add_lora(moe, rank=4, alpha=8.0))
-    add_lora(other, rank=4, alpha=8.0)
-    other.load_state_dict(moe.state_dict())
-    assert torch.equal(other(x).hidden, moe(x).hidden)
-    moe.reset_parameters(torch.Generator().manual_seed(0))
-    torch.testing.assert_close(moe(x).hidden, layer()(x).hidden, rtol=1e-6, atol=1e-6)
 
 
 def of_several_ranks() -> MoE:

@@ -131,25 +131,6 @@ def test_auxiliary_loss_and_logits_reach_the_router() -> None:
     assert by_logits.any()
 
 
-@pytest.mark.parametrize("shape", [(30,), (2, 15)])
-def test_masked_tokens_are_not_routed(shape: tuple[int, ...]) -> None:
-    layer = make(**EVERYTHING)
-    x = torch.randn(*shape, 16)
-    mask = torch.rand(shape) < 0.6
-    out = layer(x, mask)
-    assert_matches(out, by_reference(layer, x.reshape(30, 16), mask.flatten()), 1e-5)
-    assert int(out.tokens_per_expert.sum()) == 3 * int(mask.sum())
-    torch.testing.assert_close(layer(x, mask.flatten()).hidden, out.hidden)
-
-
-def test_masked_token_without_a_shared_expert_gives_zero() -> None:
-    layer = make()
-    mask = torch.tensor([True, False, True])
-    hidden = layer(torch.randn(3, 16), mask).hidden
-    assert not hidden[1].any()
-    assert hidden[0].any()
-
-
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
 def test_no_tokens(shape: tuple[int, ...]) -> None:
     layer = make(**EVERYTHING)
@@ -162,31 +143,6 @@ def test_no_tokens(shape: tuple[int, ...]) -> None:
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
-
-
-def test_one_vector_is_one_token() -> None:
-    layer = make()
-    x = torch.randn(16)
-    torch.testing.assert_close(layer(x).hidden, layer(x[None]).hidden[0])
-
-
-def test_non_contiguous_input() -> None:
-    layer = make()
-    x = torch.randn(16, 5, 2).permute(2, 1, 0)
-    torch.testing.assert_close(layer(x).hidden, layer(x.contiguous()).hidden)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_routing_is_told_the_mode(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[bool] = []
-
-    def spy(*args: Any, training: bool, **kwargs: Any) -> Any:
-        told.append(training)
-        return tilemoe.route(*args, training=training, **kwargs)
-
-    monkeypatch.setattr("tilemoe.layers.moe.route", spy)
-    make().train(training)(torch.randn(4, 16))
-    assert told == [training]
 
 
 def test_autocast_routes_in_fp32_and_gives_its_own_dtype() -> None:
@@ -275,17 +231,6 @@ def test_names_and_shapes_of_the_state() -> None:
     assert make(activation="relu").experts.w1.shape == (16, 8, 16)
 
 
-def test_selection_bias_moves_against_the_load() -> None:
-    layer = make(router=RouterConfig(selection_bias=True))
-    layer.router.selection_bias.zero_()
-    counts = torch.full((16,), 10)
-    counts[3], counts[4] = 15, 5
-    layer.update_selection_bias(counts, 0.01)
-    expected = torch.zeros(16)
-    expected[3], expected[4] = -0.01, 0.01
-    torch.testing.assert_close(layer.router.selection_bias, expected)
-
-
 def test_forward_leaves_the_selection_bias_alone() -> None:
     layer = make(router=RouterConfig(selection_bias=True)).train()
     before = layer.router.selection_bias.clone()
@@ -314,13 +259,6 @@ def test_recomputation_changes_nothing(how: str) -> None:
     x = torch.randn(50, 16)
     found = losses_and_grads(again, x, again if how == "up_proj" else checkpointed)
     assert_equal(found, losses_and_grads(layer, x, layer))
-
-
-def test_compiles_without_a_break() -> None:
-    layer = make(**EVERYTHING)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(20, 16)
-    torch.testing.assert_close(losses_and_grads(layer, x, compiled), losses_and_grads(layer, x, layer))
 
 
 @pytest.mark.parametrize(

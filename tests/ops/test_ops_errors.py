@@ -134,23 +134,6 @@ def test_kernels_by_name_by_instance_and_as_selected(kernels: Any) -> None:
     assert torch.equal(moe(plan=PLAN, kernels=kernels, **INPUTS), moe(plan=PLAN, **INPUTS))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("3", E), "expert_ids must be a tensor"),
-        ((torch.zeros(T, K, dtype=torch.int64), "3"), "num_experts must be an integer in .*, got '3'"),
-        ((torch.zeros(T, K, dtype=torch.int64), None), "num_experts must be an integer in .*, got None"),
-        ((torch.zeros(T, K, dtype=torch.int64), 3.0), "num_experts must be an integer in .*, got 3.0"),
-        ((torch.zeros(T, K, dtype=torch.int64), 2**31), "num_experts must be an integer in"),
-        ((torch.full((T, K), -1), E), "expert ids must be >= 0 .*found a negative id"),
-    ],
-    ids=str,
-)
-def test_bad_plans_are_named_in_one_line(arguments: tuple[Any, Any], message: str) -> None:
-    with raises_one_line(message):
-        plan_topk(*arguments)
-
-
 def test_nothing_is_computed_on_meta_but_shapes_are_right() -> None:
     meta = {name: tensor.to("meta").requires_grad_() for name, tensor in INPUTS.items()}
     plan = plan_topk(torch.zeros(T, K, dtype=torch.int64, device="meta"), E)

@@ -4,14 +4,12 @@ T tokens · E experts · K experts per token · R routed rows
 """
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
 
 import fit_planner
 import pytest
-import torch
 
 from tilemoe.bench import cases
 from tilemoe.perf.costs import Cost
@@ -100,31 +98,6 @@ def test_bytes_by_hand() -> None:
     for style in (scattermoe, grouped):
         steps = {**style.forward, **style.backward}
         assert sum(step.cost.flops for step in steps.values()) == 18 * 4 * 4 * 3
-
-
-def routed(shape: MoEShape, seed: int) -> torch.Tensor:
-    """Rows of each expert, of tokens that choose K of E at random."""
-    scores = torch.rand(shape.num_tokens, shape.num_experts, generator=torch.Generator().manual_seed(seed))
-    return scores.topk(shape.num_experts_per_tok).indices.flatten().bincount(minlength=shape.num_experts)
-
-
-@pytest.mark.parametrize("shape", [MoEShape(4096, 64, 64, 64, 8), MoEShape(8192, 64, 64, 128, 2)])
-def test_padding_is_what_tiles_of_random_routings_compute(shape: MoEShape) -> None:
-    styles = {name: style(shape) for name, style in STYLES.items()}
-    computed = dict.fromkeys(styles, 0)
-    draws = 20
-    for seed in range(draws):
-        rows = routed(shape, seed)
-        ends = rows.cumsum(0).tolist()
-        tile = styles["scattermoe"].tile_rows
-        # of sorted rows: an expert has each tile computed that it has a row in
-        computed["scattermoe"] += sum(
-            tile * (math.ceil(end / tile) - start // tile) for start, end in zip([0, *ends], ends, strict=False)
-        )
-        tile = styles["grouped_mm"].tile_rows
-        computed["grouped_mm"] += sum(tile * math.ceil(count / tile) for count in rows.tolist())
-    for name, style in styles.items():
-        assert style.padding_waste == pytest.approx(computed[name] / draws / shape.num_rows - 1, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", [GATED, UNGATED], ids=["gated", "ungated"])

@@ -11,11 +11,9 @@ from tilemoe.bench import cases
 from tilemoe.config import MoEConfig
 from tilemoe.kernels.experts.memory import saved_bytes
 from tilemoe.perf.hardware import GPUS
-from tilemoe.perf.predict import layer_ms
 from tilemoe.perf.training import (
     USABLE,
     Setup,
-    _shape,
     exchange_bytes,
     fewest_gpus,
     largest_micro_batch,
@@ -50,22 +48,6 @@ def test_memory_and_speed_are_those_of_recorded_runs(row: dict[str, Any]) -> Non
     assert sum(parts.values()) == pytest.approx(max(row["peak_bytes"]), rel=0.03)
     daily = tokens_per_day(setup, row["batch_size"], row["mfu"])
     assert daily / 86400 / row["processes"] == pytest.approx(row["tokens_per_second"], rel=1e-3)
-
-
-def test_queries_and_keys_that_are_not_normalised_are_kept_once() -> None:
-    setup = setup_of("7b", 1)
-    model = setup.model
-    projected = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * model.num_layers * 4 * setup.seq_len
-    plain = memory_parts(replace(setup, model=replace(model, qk_norm="none")), 4)
-    assert memory_parts(setup, 4)["activations"] - plain["activations"] == projected
-
-
-def test_a_gpu_alone_is_not_sharded_and_keeps_more() -> None:
-    alone = setup_of("single-gpu", 1)
-    assert not alone.is_sharded
-    assert setup_of("single-gpu", 2).is_sharded
-    kept, of_fsdp = (memory_parts(setup, 16)["activations"] for setup in (alone, replace(alone, wrapped=True)))
-    assert kept - of_fsdp == 8 * alone.model.hidden_size * alone.model.num_layers * 16 * alone.seq_len
 
 
 @pytest.mark.parametrize("expert_parallel", [1, 2])
@@ -124,31 +106,6 @@ def test_fewest_gpus_is_the_least_that_holds_a_sequence(gpu: str) -> None:
     assert fewest == 1 or largest_micro_batch(replace(setup, gpus=fewest // 2)) == 0
     wide = replace(setup.model, vocab_size=10**8)
     assert fewest_gpus(replace(setup, model=wide)) is None  # the gathered embedding alone
-
-
-def test_fp8_and_shared_experts_change_what_they_should() -> None:
-    plain, shared = setup_of("7b", 8), setup_of("7b", 8, expert_parallel=8)
-    fp8, shared_fp8 = (replace(setup, dtype="fp8") for setup in (plain, shared))
-    parts = memory_parts(plain, 4)
-    assert memory_parts(shared, 4)["copies"] < parts["copies"] < memory_parts(fp8, 4)["copies"]
-    assert memory_parts(shared, 4)["activations"] > parts["activations"]
-    tokens, speed = 4 * plain.seq_len, tokens_per_day(plain, 4, 0.35)
-    moe = plain.model.moe
-    assert moe is not None
-    setups = {"fp8": fp8, "shared": shared, "both": shared_fp8}
-    seconds = {name: 8 * 86400 / tokens_per_day(setup, 4, 0.35) for name, setup in setups.items()}
-    shape = replace(cases.MAIN["7B-n256"], num_tokens=tokens)
-    gained = sum(layer_ms(shape, H200)) - sum(layer_ms(shape, H200, "fp8"))
-    assert seconds["fp8"] == pytest.approx(8 * 86400 / speed - plain.model.num_layers * gained / 1e3 / tokens)
-    moved = exchange_bytes(moe, tokens, 8) / 370e9
-    assert seconds["shared"] == pytest.approx(8 * 86400 / speed + plain.model.num_layers * moved / tokens)
-    here = _shape(shared, moe, tokens)
-    gained = sum(layer_ms(here, H200)) - sum(layer_ms(here, H200, "fp8"))
-    saved = (exchange_bytes(moe, tokens, 8) - exchange_bytes(moe, tokens, 8, "fp8")) / 370e9
-    assert saved > 0.2 * moved
-    assert seconds["both"] == pytest.approx(
-        seconds["shared"] - plain.model.num_layers * (gained / 1e3 + saved) / tokens
-    )
 
 
 @pytest.mark.parametrize("name", cases.MAIN)

@@ -23,7 +23,7 @@ from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
 from tilemoe.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan, experts_of_rows
 from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.build import plan_pairs, plan_topk
-from tilemoe.routing.topk import Routing, aux_loss_of_layers, route
+from tilemoe.routing.topk import aux_loss_of_layers, route
 
 
 def assert_plan(plan: RoutingPlan, token: list[int], expert: list[int], num_tokens: int, num_experts: int) -> None:
@@ -104,25 +104,6 @@ def test_large_plan_is_stable_and_repeatable() -> None:
     for expert in range(64):
         rows = first.pair_of_row[start[expert] : start[expert + 1]]
         assert torch.equal(rows, (ids.flatten() == expert).nonzero().flatten().int())
-
-
-def test_pairs_and_topk_agree_on_the_same_pairs() -> None:
-    ids = torch.randint(0, 6, (40, 3), generator=torch.Generator().manual_seed(0))
-    topk = plan_topk(ids, 5)
-    pairs = plan_pairs(torch.arange(40).repeat_interleave(3), ids.flatten(), 40, 5)
-    for name in ("token_of_row", "pair_of_row", "row_of_pair", "row_start_of_expert"):
-        assert torch.equal(getattr(topk, name), getattr(pairs, name))
-
-
-def test_plans_trace_without_graph_breaks_and_check_ids_under_compile() -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def rows(ids: Tensor) -> Tensor:
-        return plan_topk(ids, 4).token_of_row
-
-    ids = torch.tensor([[0, 3], [3, 1], [4, 2]])
-    assert torch.equal(rows(ids), plan_topk(ids, 4).token_of_row)
-    with pytest.raises(ValueError, match="found a negative id"):
-        rows(-ids)
 
 
 def ids(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -262,18 +243,6 @@ def check_loss_without_other_ranks() -> None:
         torch.testing.assert_close(route(local, CFG, token_mask=local_mask, training=False).aux_loss, expected)
         torch.testing.assert_close(route(local, CFG, token_mask=local_mask, group=groups[0]).aux_loss, expected)
     dist.barrier()
-
-
-def check_compiled() -> None:
-    first = 4 * dist.get_rank()
-    logits = batch()[0][first : first + 8]
-
-    def loss_and_counts(logits: Tensor) -> tuple[Tensor, Tensor]:
-        routing: Routing = route(logits, CFG)
-        return routing.aux_loss, routing.tokens_per_expert
-
-    compiled = torch.compile(loss_and_counts, fullgraph=True, backend="aot_eager")(logits)
-    torch.testing.assert_close(compiled, loss_and_counts(logits))
 
 
 def check_bias_update() -> None:

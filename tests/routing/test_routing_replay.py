@@ -10,7 +10,6 @@ import torch
 from helpers import raises_one_line
 from routing_checks import random, selection_bias_for
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilemoe import reference
 from tilemoe.config import ROUTER_PRESETS, MoEConfig, RouterConfig, TokenRounding
@@ -93,23 +92,6 @@ def test_nothing_is_rounded_where_ids_are_replayed() -> None:
     chosen = route(logits, cfg).expert_ids  # of the selection that was rounded afterwards
     assert chosen is not None
     assert torch.equal(chosen, route(logits, cfg, training=False).expert_ids)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_replay_compiles_without_a_break_and_has_shapes_without_values(dtype: torch.dtype) -> None:
-    cfg = config(RouterConfig.preset("deepseek_v3"))
-    logits, ids = random(T, E, dtype=torch.float32), any_ids().to(dtype)
-    bias = selection_bias_for(cfg)
-    want = route(logits, cfg, selection_bias=bias, expert_ids=ids)
-    compiled = torch.compile(route, backend="aot_eager", fullgraph=True)
-    got = compiled(logits, cfg, selection_bias=bias, expert_ids=ids)
-    assert torch.equal(got.scores, want.scores)
-    assert torch.equal(got.plan.token_of_row, want.plan.token_of_row)
-    assert got.expert_ids.dtype == torch.int32
-    with FakeTensorMode() as mode:
-        faked = [mode.from_tensor(tensor) for tensor in (logits, bias, ids)]
-        fake = route(faked[0], cfg, selection_bias=faked[1], expert_ids=faked[2])
-    assert fake.scores.shape == (T, K)
 
 
 def test_ids_that_nobody_can_check_read_nothing_outside() -> None:
