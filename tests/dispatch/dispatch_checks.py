@@ -26,7 +26,7 @@ from tilemoe.dispatch import exchange
 from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.base import Dispatcher, LocalDispatcher
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.pull import Pull
+from tilemoe.dispatch.symmetric import Pull
 from tilemoe.dispatch.transport import Arrival, Collective, Way
 from tilemoe.layers.moe import MoE
 from tilemoe.parallel.expert import divide_experts
@@ -307,7 +307,7 @@ def check_without_gradients() -> None:
 def counted() -> Iterator[list[tuple[int, int]]]:
     """(bytes sent to other ranks, elements of a row) of every exchange in the block."""
     log: list[tuple[int, int]] = []
-    tell_sizes, carrier = exchange.tell_all, Collective if EXCHANGE == "collective" else Pull
+    all_gather_sizes, carrier = exchange.all_gather, Collective if EXCHANGE == "collective" else Pull
     send = carrier.send
 
     def counting(transport: Any, rows: Tensor, arriving: Tensor, way: Way) -> Arrival:
@@ -319,11 +319,11 @@ def counted() -> Iterator[list[tuple[int, int]]]:
 
     def counting_sizes(out: Tensor, sizes: Tensor, **options: Any) -> Any:
         log.append((sizes.nbytes * (world() - 1), sizes.shape[1]))
-        return tell_sizes(out, sizes, **options)
+        return all_gather_sizes(out, sizes, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(carrier, "send", counting)
-        patch.setattr(exchange, "tell_all", counting_sizes)
+        patch.setattr(exchange, "all_gather", counting_sizes)
         yield log
 
 

@@ -1,4 +1,4 @@
-"""A window of `tilemoe.dispatch.pull` for processes without GPUs: a file of each rank, which all map into memory."""
+"""A window of `dispatch.symmetric` for processes without GPUs: a file of each rank, which all map into memory."""
 
 import random
 import time
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.pull import SLOTS, Pull
+from tilemoe.dispatch.symmetric import SLOTS, Pull
 from tilemoe.dispatch.transport import Arrival, Transport
 
 _PATIENCE = 60.0  # seconds
@@ -47,7 +47,7 @@ class FileWindow:
         start = turn % SLOTS * self.slot_bytes + first
         return self._memory[rank][start : start + count]
 
-    def tell(self, turn: int) -> None:
+    def set_flags(self, turn: int) -> None:
         for rank, flags in enumerate(self._flags):
             if rank != self._here:
                 flags[self._here] = turn

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from tilemoe.dispatch import symmetric
 from tilemoe.dispatch.choose import Transports
-from tilemoe.dispatch.pull import Pull
-from tilemoe.dispatch.symmetric import why_unsupported
+from tilemoe.dispatch.symmetric import Pull, why_unsupported
 from tilemoe.dispatch.transport import Collective, Way
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -75,7 +74,7 @@ def test_all_ranks_get_one_answer(
     see_gpus(monkeypatch, 2)
     monkeypatch.setattr(symmetric.socket, "gethostname", lambda: "here")
     for told in (lambda mine: [mine, *others], lambda mine: [*others, mine]):
-        monkeypatch.setattr(symmetric, "_told", lambda group, mine, told=told: told(mine))
+        monkeypatch.setattr(symmetric, "_all_gather_object", lambda group, mine, told=told: told(mine))
         assert why_unsupported(group, GPU) == reason
 
 
@@ -132,7 +131,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(symmetric, "_copying_stream", lambda device: cuda.copies)
     monkeypatch.setattr(symmetric, "_driver", lambda: cuda)
-    monkeypatch.setattr(symmetric, "_told", lambda group, mine: [mine] * RANKS)
+    monkeypatch.setattr(symmetric, "_all_gather_object", lambda group, mine: [mine] * RANKS)
     monkeypatch.setattr(symmetric.dist, "get_rank", lambda group: HERE)
     monkeypatch.setattr(symmetric.dist, "get_world_size", lambda group: RANKS)
     monkeypatch.setattr(symmetric.dist, "barrier", lambda group: cuda.log.append(("barrier",)))
@@ -208,7 +207,7 @@ def test_how_much_memory_windows_take(cuda: Cuda, monkeypatch: pytest.MonkeyPatc
 def test_no_room(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks say which of them has none, and what to do; also those that have."""
     text = "rank 2 of those that share experts has no 4194316 bytes .*: CUDA driver error; take smaller batches, or"
-    monkeypatch.setattr(symmetric, "_told", lambda group, mine: [None, mine, "CUDA driver error"])
+    monkeypatch.setattr(symmetric, "_all_gather_object", lambda group, mine: [None, mine, "CUDA driver error"])
     with pytest.raises(RuntimeError, match=text):
         symmetric.SymmetricWindow(None, SECOND_GPU, SLOT)  # type: ignore[arg-type]
 
@@ -216,6 +215,6 @@ def test_no_room(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("CUDA driver error\nand much more")
 
     monkeypatch.setattr(symmetric.symm_mem, "empty", refuse)
-    monkeypatch.setattr(symmetric, "_told", lambda group, mine: [None, None, mine])
+    monkeypatch.setattr(symmetric, "_all_gather_object", lambda group, mine: [None, None, mine])
     with pytest.raises(RuntimeError, match=text):
         symmetric.SymmetricWindow(None, SECOND_GPU, SLOT)  # type: ignore[arg-type]

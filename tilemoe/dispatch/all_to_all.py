@@ -24,11 +24,6 @@ from tilemoe.plan import RoutingPlan
 _INT32_MAX = 2**31 - 1
 
 
-def in_own_dtype(x: Tensor) -> str:
-    """``precision_of`` for experts that never quantise: x is sent in its own dtype."""
-    return "bf16"
-
-
 class AllToAllDispatcher:
     """Experts ``[r e, (r + 1) e)`` live in the group's rank r; all its ranks call the layer together.
 
@@ -48,10 +43,11 @@ class AllToAllDispatcher:
         transports: Transports,
         num_experts: int,
         gradient_divide_factor: float = 1.0,
-        precision_of: Callable[[Tensor], str] = in_own_dtype,
+        precision_of: Callable[[Tensor], str] | None = None,
     ) -> None:
         """``transports``: the group's; the layers of a model share it. ``precision_of(x)``: the one of
-        `tilemoe.config.PRECISIONS` in which the experts compute x (T, d), given in the dtype that they get.
+        `tilemoe.config.PRECISIONS` in which the experts compute x (T, d), given in the dtype that they get; None: they
+        never quantise.
 
         ValueError: the group's ranks do not divide ``num_experts``.
         """
@@ -79,7 +75,8 @@ class AllToAllDispatcher:
         arrays = (plan.row_of_pair, plan.pair_of_row, plan.pair_start_of_token, plan.row_start_of_expert)
         routed = Routed(*arrays, plan.num_tokens, self.ranks, self.here)
         group, transport = self.transports.group, self.transports.of(x.device)
-        tokens, scores, here, sent = ToExperts.apply(x, scores, routed, group, transport, self._precision_of(x))
+        precision = "bf16" if self._precision_of is None else self._precision_of(x)
+        tokens, scores, here, sent = ToExperts.apply(x, scores, routed, group, transport, precision)
         return Dispatched(tokens, here, scores, sent)
 
     @torch.compiler.disable

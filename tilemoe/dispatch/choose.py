@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from tilemoe.checks import require_choice
 from tilemoe.config import EXCHANGES
-from tilemoe.dispatch.pull import Pull
 from tilemoe.dispatch.transport import Collective, Transport
 
 
@@ -41,7 +40,7 @@ class Transports:
         why = symmetric.why_unsupported(self.group, device)
         if why is None:
             window = partial(symmetric.SymmetricWindow, self.group, device)
-            return Pull(dist.get_rank(self.group), dist.get_world_size(self.group), window)
+            return symmetric.Pull(dist.get_rank(self.group), dist.get_world_size(self.group), window)
         if self.exchange == "symmetric":
             raise ValueError(f"exchange='symmetric': {why}; pass 'auto' or 'collective'")
         return Collective(self.group)

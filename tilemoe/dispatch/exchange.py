@@ -27,7 +27,7 @@ from tilemoe.kernels.experts.base import compute_dtype
 from tilemoe.ops.expert_parallel import count_sent, pack_rows, place_sent, plan_received, sum_copies, unpack_rows
 from tilemoe.plan import ROWS_PER_EXPERT, RoutingPlan
 
-tell_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in PyTorch 2.11
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in PyTorch 2.11
 
 
 class ToExperts(torch.autograd.Function):
@@ -47,20 +47,20 @@ class ToExperts(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, RoutingPlan, Sent]:
         s = scores.reshape(-1).to(torch.promote_types(scores.dtype, compute_dtype(x.dtype))).contiguous()
         sizes, before = count_sent(*routed)
-        beside = _beside(x.device)
-        with beside:
-            told = sizes.new_empty(routed.ranks * routed.ranks, 2)
-            arrival = tell_all(told, sizes[0], group=group, async_op=True)
+        side_stream = _side_stream(x.device)
+        with side_stream:
+            gathered = sizes.new_empty(routed.ranks * routed.ranks, 2)
+            arrival = all_gather(gathered, sizes[0], group=group, async_op=True)
         # Everything that does not need the sizes is launched before the host waits for them.
         rows = _as_sent(x, precision)
         *places, words, position_of_pair, copies = place_sent(rows, s, sizes, before, *routed)
-        with beside:
-            sizes_on_host = _end_all_gather(arrival, told.view(routed.ranks, routed.ranks, 2), sizes, routed.here)
+        with side_stream:
+            sizes_on_host = _end_all_gather(arrival, gathered.view(routed.ranks, routed.ranks, 2), sizes, routed.here)
         sent = _sent(sizes_on_host, places, position_of_pair, routed.here, transport, precision)
 
-        pairs = _leave(words, sent.pairs, transport)
-        tokens = _leave(copies, sent.tokens, transport)
-        _keep(words, sent.pairs, pairs)
+        pairs = _send(words, sent.pairs, transport)
+        tokens = _send(copies, sent.tokens, transport)
+        _copy_own(words, sent.pairs, pairs)
         _gather_own(rows, sent, tokens)
         _end_all_to_all(pairs)
         experts = routed.experts_per_rank
@@ -111,7 +111,7 @@ class FromExperts(torch.autograd.Function):
         sent: Sent = ctx.sent
         rows = _as_sent(do, sent.precision)
         copies = rows.index_select(0, sent.token_of_copy[: sum(sent.tokens.out)])
-        tokens = _leave(copies, sent.tokens, sent.transport)
+        tokens = _send(copies, sent.tokens, sent.transport)
         _gather_own(rows, sent, tokens)
         return _as_given(_end_all_to_all(tokens), do.dtype, sent.precision), None
 
@@ -149,8 +149,8 @@ class WayBack:
                 return
             _end_all_to_all(travelling)  # what it reads and writes is freed here
         whole = rows.contiguous()
-        travelling = _leave(whole, self._way, self._transport)
-        _keep(whole, self._way, travelling)
+        travelling = _send(whole, self._way, self._transport)
+        _copy_own(whole, self._way, travelling)
         self._begun = rows, version, travelling
 
     def arrived(self) -> Tensor:
@@ -183,7 +183,7 @@ def _as_given(arrived: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
     return unpack_rows(arrived, dtype) if precision == "fp8" else arrived
 
 
-def _leave(rows: Tensor, way: Way, transport: Transport) -> Travelling:
+def _send(rows: Tensor, way: Way, transport: Transport) -> Travelling:
     """Start sending ``rows`` to other ranks. Behind those that arrive there is room for this rank's own."""
     leaving, coming = sum(way.out), sum(way.into)
     arriving = rows.new_empty(coming + way.own, *rows.shape[1:])
@@ -207,7 +207,7 @@ def _end_all_to_all(travelling: Travelling) -> Tensor:
     return travelling.rows
 
 
-def _keep(rows: Tensor, way: Way, travelling: Travelling) -> None:
+def _copy_own(rows: Tensor, way: Way, travelling: Travelling) -> None:
     """Copy this rank's own of ``rows``, which follow those for other ranks, behind the rows that arrive."""
     first, arriving = sum(way.out), travelling.rows
     arriving[len(arriving) - way.own :].copy_(rows[first : first + way.own])
@@ -241,15 +241,15 @@ def _way(between: list[list[int]], here: int) -> Way:
     return Way(tuple(others), here, own)
 
 
-def _beside(device: torch.device) -> AbstractContextManager[Any]:
+def _side_stream(device: torch.device) -> AbstractContextManager[Any]:
     """A second stream, after the current one's work so far. Waiting for it does not wait for that one's later work."""
     if device.type != "cuda":
         return nullcontext()
-    stream = _stream_beside(device)
+    stream = _side_stream_of(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return torch.cuda.stream(stream)
 
 
 @cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+def _side_stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

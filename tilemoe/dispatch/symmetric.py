@@ -1,4 +1,10 @@
-"""A window (`tilemoe.dispatch.pull`) in PyTorch's symmetric memory, for GPUs of one host that read each other's memory.
+"""The transport through symmetric memory: each rank writes its rows to memory that all ranks read, and reads theirs.
+
+W ranks · a window is memory of every rank that all of a group can read, with two slots for rows, used in turn
+
+One exchange: a rank copies what it sends into its slot, sets its flags, waits until all ranks have set theirs, and
+copies its rows from every other rank's slot. It may write a slot again two exchanges later: a rank that has set its
+flags for the exchange in between has, by the order of its own work, fetched its rows from the slot before.
 
 Copy engines move the rows, and stream operations make ranks wait for each other: neither takes a multiprocessor. NCCL's
 kernels do, and wait for one while a persistent GEMM holds all of them.
@@ -8,8 +14,10 @@ from __future__ import annotations
 
 import ctypes
 import socket
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +25,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from tilemoe.dispatch.pull import SLOTS
-from tilemoe.dispatch.transport import Arrival
+from tilemoe.dispatch.transport import Arrival, Way
 
+SLOTS = 2
+_ROOM = 1 << 21  # bytes: a slot's size is a multiple
 T = TypeVar("T")
 _WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _FLAG_BYTES = 4
@@ -30,7 +39,7 @@ def why_unsupported(group: dist.ProcessGroup, device: torch.device) -> str | Non
 
     All ranks must call it. Each tells the others what it sees, so all get the same answer.
     """
-    found = _told(group, (socket.gethostname(), _why_unsupported_here(group, device)))
+    found = _all_gather_object(group, (socket.gethostname(), _why_unsupported_here(group, device)))
     if len({host for host, _ in found}) > 1:
         return "symmetric memory needs all ranks on one host"
     return next((reason for _, reason in found if reason is not None), None)
@@ -47,15 +56,55 @@ def _why_unsupported_here(group: dist.ProcessGroup, device: torch.device) -> str
     return None
 
 
-def _told(group: dist.ProcessGroup, mine: T) -> list[T]:
+def _all_gather_object(group: dist.ProcessGroup, mine: T) -> list[T]:
     """All-gather of an object: each rank's, in rank order."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
 
 
+class Pull:
+    """The `Transport` over a window from ``open_window(slot_bytes)``; a larger one replaces it when rows outgrow it."""
+
+    def __init__(self, here: int, ranks: int, open_window: Callable[[int], SymmetricWindow]) -> None:
+        self._here, self._ranks, self._open = here, ranks, open_window
+        self._window: SymmetricWindow | None = None
+        self._turn = 0
+
+    def send(self, leaving: Tensor, arriving: Tensor, way: Way) -> Arrival:
+        row = arriving.element_size() * arriving.shape[1:].numel()
+        window = self._with_room(way.most_out * row)
+        self._turn += 1
+        with window.begin():
+            window.put(self._turn, leaving)
+            window.set_flags(self._turn)
+            window.wait_for_all(self._turn)
+            start_of = list(accumulate(way.into, initial=0))
+            # Each rank begins with its neighbour, so that no rank's memory is read by all at once.
+            for step in range(1, self._ranks):
+                rank = (self._here + step) % self._ranks
+                if way.into[rank]:
+                    first, start, count = way.first_there[rank] * row, start_of[rank] * row, way.into[rank] * row
+                    window.fetch(self._turn, rank, first, arriving, start, count)
+            return window.arrival()
+
+    def _with_room(self, slot_bytes: int) -> SymmetricWindow:
+        """All ranks know the same ``slot_bytes``, so they make a new window together."""
+        if self._window is None or self._window.slot_bytes < slot_bytes:
+            # More than needed, since the next batches route differently and opening a window stops the device.
+            room = slot_bytes + slot_bytes // 4
+            if self._window is not None:
+                room = max(room, self._window.slot_bytes + self._window.slot_bytes // 2)
+                self._window.close()
+                self._window = None  # freed before more memory is allocated
+            self._window = self._open(-(-room // _ROOM) * _ROOM or _ROOM)
+            self._turn = 0
+        return self._window
+
+
 class SymmetricWindow:
-    """Memory of all ranks of a group, `SLOTS` times ``slot_bytes`` each. All of them open and close it together.
+    """A window in PyTorch's symmetric memory, for GPUs of one host: `SLOTS` times ``slot_bytes`` of each rank. All
+    ranks open and close it together.
 
     After the slots there is a flag for each rank: the last turn for which its rows are ready. Turns count from 1.
     """
@@ -86,7 +135,7 @@ class SymmetricWindow:
         if rows.nbytes:
             _driver().copy(self._slot(self._here, turn), rows.data_ptr(), rows.nbytes, self._stream.cuda_stream)
 
-    def tell(self, turn: int) -> None:
+    def set_flags(self, turn: int) -> None:
         """Set this rank's flag for ``turn`` in every other rank's memory, after the work before it."""
         for rank in self._others:
             _driver().write(self._stream.cuda_stream, self._flag(rank, self._here), turn)
@@ -146,7 +195,7 @@ def _memory_of_all(group: dist.ProcessGroup, size: int, device: torch.device) ->
         memory = symm_mem.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         problem = (str(error).splitlines() or ["no reason given"])[0]
-    problems = _told(group, problem)
+    problems = _all_gather_object(group, problem)
     if memory is None or any(problems):
         rank, found = next((rank, found) for rank, found in enumerate(problems) if found)
         raise RuntimeError(

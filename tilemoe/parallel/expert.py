@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tilemoe.checks import require_finite, require_text, require_type, shown
-from tilemoe.dispatch.all_to_all import AllToAllDispatcher, in_own_dtype
+from tilemoe.dispatch.all_to_all import AllToAllDispatcher
 from tilemoe.dispatch.choose import Transports
 from tilemoe.integrations import transformers as integration
 from tilemoe.layers.experts import Experts
@@ -119,7 +119,7 @@ def divide_experts(
             transports,
             _num_experts(layer),
             gradient_divide_factor,
-            layer.precision_of if isinstance(layer, Experts) else in_own_dtype,
+            layer.precision_of if isinstance(layer, Experts) else None,
         )
         for layer in layers
     ]
