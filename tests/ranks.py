@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
@@ -22,6 +24,11 @@ _PRELOADED = [
 ]  # imported once, by the process that all ranks are forked from
 
 Check = Callable[[], None]
+
+
+def named(checks: Sequence[Check], *quick: Check) -> list[Any]:
+    """The checks' names as parameters of a test; all but the ``quick`` ones are thorough."""
+    return [pytest.param(c.__name__, marks=() if c in quick else pytest.mark.thorough) for c in checks]
 
 
 def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, device_type: str = "cpu") -> dict[str, str]:

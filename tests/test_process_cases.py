@@ -94,21 +94,6 @@ def test_a_process_that_ends_fails_one_case_and_another_runs_the_rest(cases: pyt
     result.stdout.fnmatch_lines(["*the process ended, exit code -6; its last lines:", "*Fatal Python error: Aborted"])
 
 
-def test_a_case_that_takes_too_long(cases: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases.makepyfile(
-        test_slow="""
-        import time, pytest
-        pytestmark = pytest.mark.process("fake_driver")
-        def test_sleeps(): time.sleep(60)
-        def test_after(): ...
-        """
-    )
-    monkeypatch.setattr("process_cases.PATIENCE_S", 2.0)
-    result = run(cases, "test_slow.py")
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*no answer in 2 s, exit code -9*"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "passed"),
     [
@@ -120,17 +105,6 @@ def test_a_case_that_takes_too_long(cases: pytest.Pytester, monkeypatch: pytest.
 )
 def test_selection_by_name(cases: pytest.Pytester, arguments: tuple[str, ...], passed: int) -> None:
     run(cases, *arguments).assert_outcomes(passed=passed, deselected=7 if arguments[0].startswith("-") else 0)
-
-
-def test_fixtures_of_a_module_live_as_long_as_its_cases(cases: pytest.Pytester) -> None:
-    cases.makepyfile(
-        test_other="""
-        import os, pytest
-        pytestmark = pytest.mark.process("fake_driver")
-        def test_it(): assert "OPENED" not in os.environ
-        """
-    )
-    run(cases, "-k", "passes or other").assert_outcomes(passed=3, deselected=6)
 
 
 def test_a_file_that_cannot_be_imported_is_an_error_that_says_why(folder: pytest.Pytester) -> None:
@@ -154,11 +128,3 @@ def test_a_file_for_gpus_too_is_collected_in_both(folder: pytest.Pytester) -> No
     result = run(folder, "--collect-only", "-q")
     result.stdout.fnmatch_lines(["test_both.py::test_it[[]interpreter-host]", "test_both.py::test_it[[]cuda]"])
     run(folder, "-m", "not gpu").assert_outcomes(passed=1, deselected=1)
-
-
-def test_the_folder_of_a_case_is_left_after_it(folder: pytest.Pytester) -> None:
-    for name, marked in (("one/test_a", False), ("one/test_b", True), ("two/test_c", False)):
-        path = folder.mkpydir(name[:3]) if not (folder.path / name[:3]).exists() else folder.path / name[:3]
-        mark = 'pytestmark = pytest.mark.process("fake_driver")' if marked else ""
-        (path / f"{name[4:]}.py").write_text(f"import pytest\n{mark}\ndef test_it(): ...\n")
-    run(folder).assert_outcomes(passed=3)

@@ -1,6 +1,5 @@
 """``tilemoe doctor``: what it says of this machine, and of one where something is wrong."""
 
-import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -140,30 +139,6 @@ def test_a_b200_with_too_old_a_triton_or_none(monkeypatch: pytest.MonkeyPatch) -
         found = [finding for finding in doctor_checks.environment("580") if "Triton" in finding.line]
         assert [finding.line for finding in found] == said
         assert {finding.advice for finding in found} <= {"pip install 'triton>=3.7.1'"}
-
-
-@pytest.mark.parametrize(
-    ("gpu", "free_gib", "is_right", "last"),
-    [
-        ("NVIDIA H200", 100, True, "timed"),
-        ("NVIDIA H200", 100, False, "computed"),
-        ("NVIDIA H200", 1, True, "self-test, cuda:0: 1.0 GiB are free, too little to time"),
-        ("Voodoo 2", 100, True, "self-test, cuda:0: no speed of Voodoo 2 is recorded to compare with"),
-    ],
-)
-def test_what_is_tried_on_a_gpu(
-    gpu: str, free_gib: int, is_right: bool, last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Times are taken where there is a recorded one, room for the case, and nothing wrong."""
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib << 30, 141 << 30))
-    checked = doctor_checks.Finding("computed", is_fatal=not is_right)
-    monkeypatch.setattr(doctor_checks, "correctness", lambda device, dtype: checked)
-    monkeypatch.setattr(doctor_checks, "speed", lambda device, recorded: doctor_checks.Finding("timed"))
-    found = list(doctor_checks.self_test(torch.device("cuda:0")))
-    assert found[0] == checked
-    assert found[-1].line == last
 
 
 def test_recorded_speeds_are_the_newest_of_the_results() -> None:

@@ -152,6 +152,7 @@ def test_a_folder_or_a_file_of_settings(
         assert sizes in out.splitlines()[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments", [(), ("--train", "--json"), ("--plot", "plan.png")], ids=["layer", "model", "plot"]
 )

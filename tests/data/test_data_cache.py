@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from helpers import raises_one_line
 
 from tilemoe.data import cache as cache_module
 from tilemoe.data import corpus as corpus_module
-from tilemoe.data import open_corpus, prepare
+from tilemoe.data import prepare
 from tilemoe.data import shards as shards_module
 from tilemoe.data.files import _temporary_name
 from tilemoe.data.shards import ShardWriter, TokenShards, read_index, token_dtype
@@ -51,17 +50,6 @@ def test_bytes_of_every_document_with_separators(folder: Path, texts: list[str],
         assert (shards.vocab_size, shards.separator_id) == (256, 0)
     assert prepared.tokenizer.name == "bytes"
     assert len(list(prepared.train.directory.glob("train-*.bin"))) > 1
-
-
-def test_bpe_encodes_the_same_bytes_in_fewer_tokens(folder: Path, texts: list[str], tmp_path: Path):
-    in_bytes = prepare(str(folder), "bytes", tmp_path)
-    in_bpe = prepare(str(folder), "bpe:300", tmp_path)
-    for split in ("train", "heldout"):
-        assert getattr(in_bpe, split).num_bytes == getattr(in_bytes, split).num_bytes
-        assert getattr(in_bpe, split).num_tokens < getattr(in_bytes, split).num_tokens
-    ids = tokens_of(in_bpe.heldout)
-    assert ids.count(in_bpe.tokenizer.separator_id) == 2
-    assert in_bpe.tokenizer.decode(ids) == texts[19] + texts[39]
 
 
 def test_a_file_of_the_tokenizer_finds_the_shards_of_its_training(folder: Path, tmp_path: Path):
@@ -199,15 +187,6 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
     finally:
         tracemalloc.stop()
     assert peak < 6_000_000
-
-
-def test_stdlib_in_bytes_is_quick(tmp_path: Path):
-    started = time.process_time()
-    prepared = prepare("stdlib", "bytes", tmp_path)
-    assert time.process_time() - started < 5
-    texts = list(open_corpus("stdlib").documents())
-    expected = joined([text for i, text in enumerate(texts) if i % 20 == 19 and text])
-    assert tokens_of(prepared.heldout) == expected
 
 
 Write = Callable[..., TokenShards]

@@ -11,7 +11,7 @@ from ranks import run_on_ranks
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module", params=["collective", "files"])
+@pytest.fixture(scope="module", params=["collective", pytest.param("files", marks=pytest.mark.thorough)])
 def results(request: pytest.FixtureRequest, selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """``files`` stands for symmetric memory: the same transport, over windows that processes have without GPUs."""
     folder: Path = tmp_path_factory.mktemp("ranks")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 NAMES = [check.__name__ for check in CHECKS]
 
 
-@pytest.fixture(scope="module", params=["collective", "files"])
+@pytest.fixture(scope="module", params=[pytest.param("collective", marks=pytest.mark.thorough), "files"])
 def results(request: pytest.FixtureRequest, selected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """``files`` stands for symmetric memory."""
     folder: Path = tmp_path_factory.mktemp("ranks")

@@ -179,15 +179,6 @@ def test_experts_of_two_ranks_add_up_to_all() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_any_leading_shape_and_no_tokens() -> None:
-    module = experts(MixtralExperts)
-    x, ids, scores = routing()
-    flat = module(x, ids, scores)
-    assert torch.equal(module(x.view(2, T // 2, D), ids, scores), flat.view(2, T // 2, D))
-    assert module(x[:0], ids[:0], scores[:0]).shape == (0, D)
-
-
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("kind", [MixtralExperts, MiniMaxM3VLExperts])
 def test_layers_that_were_tried_share_what_is_compiled(kind: type[nn.Module]) -> None:
     """PyTorch compiles a code eight times, so that the ninth layer with a graph of its own would run uncompiled."""

@@ -132,17 +132,6 @@ def test_gradient_checkpointing_replays_again_and_records_once(family: str, reen
     assert torch.equal(record.expert_ids(B), own)
 
 
-def test_micro_batches_have_their_own_ids() -> None:
-    model = make("qwen3_moe")
-    other = other_ids(model)
-    with replay_routing(model, other):
-        whole = model(input_ids=tokens()).logits
-    for sequence in range(B):
-        with replay_routing(model, other[:, sequence]):  # (L, T, K)
-            part = model(input_ids=tokens()[sequence : sequence + 1]).logits
-        torch.testing.assert_close(part[0], whole[sequence], rtol=1e-4, atol=1e-4)
-
-
 def test_tokens_that_the_mask_leaves_out_choose_by_themselves() -> None:
     model = make("deepseek_v3")
     other, mask = other_ids(model), torch.arange(B * SEQ).view(B, SEQ) % 3 > 0

@@ -182,13 +182,6 @@ def test_router_keeps_x_as_it_came_and_differentiates_the_upcast(weight_dtype: t
     torch.testing.assert_close(grads, torch.autograd.grad(plain, leaves, d_logits))
 
 
-def test_router_differentiates_twice_in_fp64() -> None:
-    router = make(torch.float64, router=RouterConfig(bias=True)).router
-    x = torch.randn(3, 16, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(router, (x,))
-    torch.autograd.gradgradcheck(router, (x,))
-
-
 def test_selection_bias_stays_fp32_when_the_layer_is_cast() -> None:
     layer = make(router=RouterConfig(selection_bias=True))
     before = layer.router.selection_bias.clone()

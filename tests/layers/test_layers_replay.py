@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilemoe
 from tilemoe import reference
-from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
+from tilemoe.config import MoEConfig, RouterConfig
 from tilemoe.layers.moe import MoE
 from tilemoe.testing import assert_equal
 
@@ -74,28 +74,6 @@ def test_given_experts_compute_with_the_scores_of_the_present_router(router: str
     torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)  # the losses are fp32
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_replaying_its_own_ids_changes_no_bit(router: str) -> None:
-    layer, x = make(router), tokens()
-    mask = torch.arange(T) % 5 > 0
-    for options in ({}, {"token_mask": mask}):
-        recorded = layer(x, **options).expert_ids
-        again = values_and_grads(layer, x, expert_ids=recorded, **options)
-        assert_equal(again, values_and_grads(layer, x, **options))
-
-
-def test_ids_stay_when_the_weights_move() -> None:
-    """What a trainer needs: after an update the experts are those that were sampled with, the scores are new."""
-    layer, x = make(), tokens()
-    before = layer(x)
-    with torch.no_grad():
-        layer.router.weight.add_(0.3 * torch.randn_like(layer.router.weight))
-    assert not torch.equal(layer(x).expert_ids, before.expert_ids)
-    after = layer(x, expert_ids=before.expert_ids)
-    assert torch.equal(after.expert_ids, before.expert_ids)
-    assert not torch.equal(after.hidden, before.hidden)
-
-
 def test_ids_are_shaped_like_x_or_flat() -> None:
     layer, x, ids = make(), tokens(), any_ids()
     flat = layer(x, expert_ids=ids)
@@ -147,15 +125,6 @@ def test_replay_compiles_without_a_break(router: str) -> None:
     assert torch.equal(compiled(x).expert_ids, layer(x).expert_ids)
 
 
-def test_rounding_is_off_for_a_replay_and_the_record_is_of_before_it() -> None:
-    rounded, plain = make(rounding=TokenRounding("up", 16)), make()
-    x = tokens()
-    assert torch.equal(rounded(x).expert_ids, plain(x).expert_ids)
-    assert not torch.equal(rounded(x).hidden, plain(x).hidden)
-    recorded = rounded(x).expert_ids
-    assert torch.equal(rounded(x, expert_ids=recorded).hidden, plain(x).hidden)
-
-
 class Own(nn.Module):
     """A router that gives logits, or a whole `Routing`."""
 
@@ -179,18 +148,3 @@ def test_a_router_of_ones_own_that_gives_logits_is_replayed_and_another_is_refus
     assert routed(x).expert_ids is None
     with raises_one_line("expert_ids needs a router that gives logits, which score them"):
         routed(x, expert_ids=ids)
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (any_ids(T - 1), r"expert_ids must be \(T, K\) = \(24, 2\), got \(23, 2\)"),
-        (any_ids().view(2, 12, K), "expert_ids must have 2 dimension"),
-        (any_ids().fill_(3), "expert_ids names expert 3 twice for one token"),
-        (any_ids() + E, r"expert_ids must lie in \[0, 8\)"),
-        ([[0, 1]] * T, "expert_ids must be a tensor"),
-    ],
-)
-def test_wrong_ids_are_one_line(ids: Any, message: str) -> None:
-    with raises_one_line(message):
-        make()(tokens(), expert_ids=ids)

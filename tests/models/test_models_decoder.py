@@ -246,22 +246,6 @@ def test_a_cache_of_another_batch_size_is_refused(count: int) -> None:
     assert cache.length == 5
 
 
-def test_transforms_of_functions_are_refused_in_their_words() -> None:
-    model, (inputs, labels) = make(), batch()
-    parameters = dict(model.named_parameters())
-
-    def loss(given: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, given, (inputs, labels)).loss
-
-    for transformed in (
-        lambda: torch.func.grad(loss)(parameters),
-        lambda: torch.func.jvp(loss, (parameters,), (parameters,)),
-        lambda: torch.vmap(lambda tokens: model(tokens[None]).logits)(inputs),
-    ):
-        with pytest.raises(RuntimeError, match=r"^tilemoe.DecoderLM does not go through torch.vmap or torch.func"):
-            transformed()
-
-
 def test_full_cache_and_labels_with_a_cache_are_refused() -> None:
     model, (inputs, labels) = make(), batch()
     cache = KVCache(3, 12)

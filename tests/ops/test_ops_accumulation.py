@@ -204,16 +204,6 @@ def test_weights_that_are_computed_are_autograds(added: list[str]) -> None:
     assert_equal([weight.grad for weight in given.values()], [weight.grad for weight in expected.values()])
 
 
-def test_a_graph_may_be_used_twice(added: list[str]) -> None:
-    given = weights(FP32)
-    loss = backward_of(given, accumulate=True)
-    loss.backward(retain_graph=True)
-    once = [weight.grad.clone() for weight in given.values()]
-    loss.backward()
-    assert len(added) == 4
-    assert_equal([weight.grad for weight in given.values()], [2 * grad for grad in once])
-
-
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_steps_of_an_optimizer(set_to_none: bool, added: list[str]) -> None:
     """Two of them, of two micro-batches each, whose graphs use the weights twice."""

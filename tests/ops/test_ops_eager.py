@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilemoe import reference
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops import experts as library
-from tilemoe.ops import plan as plan_ops
 from tilemoe.ops.moe import moe
 from tilemoe.ops.plan import build_topk
 from tilemoe.plan import RoutingPlan
@@ -90,29 +89,6 @@ def test_watching_the_backward_alone_is_enough() -> None:
     assert seen.names == BACKWARD
 
 
-@pytest.mark.parametrize(
-    ("frozen", "operators"),
-    [
-        ((), {"tilemoe::up_proj_wgrad_bias_grad"}),
-        (("b1",), {"tilemoe::up_proj_wgrad"}),
-        (("w1",), {"tilemoe::up_proj_bias_grad"}),
-        (("w1", "b1"), set()),
-    ],
-    ids=str,
-)
-def test_db1_comes_with_dw1_where_both_are_needed(frozen: tuple[str, ...], operators: set[str]) -> None:
-    all_leaves, leaves = leaves_of(PLANS["random"]), leaves_of(PLANS["random"])
-    moe(plan=PLANS["random"], **all_leaves).sum().backward()
-    for name in frozen:
-        leaves[name].requires_grad_(False)
-    with Seen() as seen:
-        moe(plan=PLANS["random"], **leaves).sum().backward()
-    others = BACKWARD - {"tilemoe::up_proj_wgrad_bias_grad"}
-    assert seen.names - FORWARD - others == operators
-    for name, leaf in leaves.items():
-        assert_equal(leaf.grad, None if name in frozen else all_leaves[name].grad, name)
-
-
 def test_a_profile_names_the_operators() -> None:
     leaves = leaves_of(PLANS["random"])
     with torch.profiler.profile() as profile:
@@ -135,35 +111,6 @@ def test_building_a_plan_is_seen_too() -> None:
         watched = build_topk(ids, 3, False)
     assert seen.names == {"tilemoe::plan_topk"}
     assert_equal(watched, plain)
-
-
-def test_a_plan_is_told_whether_it_is_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an argument: what is repeated follows arguments, and compiled training runs its forward without autograd."""
-    chosen: list[str] = []
-
-    def watch(name: str) -> None:
-        real = getattr(plan_ops, name)
-
-        def select(*args: Any) -> Any:
-            chosen.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(plan_ops, name, select)
-
-    for name in ("choose_plan", "choose_inference_plan"):
-        watch(name)
-    ids = torch.tensor([[0, 2], [1, 2]])
-    leaves = leaves_of(plan_topk(ids, 3))
-
-    def layer(x: Tensor) -> Tensor:
-        return moe(plan=plan_topk(ids, 3), **{**leaves, "x": x})
-
-    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        chosen.clear()
-        function(leaves["x"]).sum().backward()
-        with torch.no_grad():
-            function(leaves["x"])
-        assert chosen == ["choose_plan", "choose_inference_plan"]
 
 
 def test_plain_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:

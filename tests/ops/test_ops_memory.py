@@ -12,10 +12,7 @@ import torch
 from helpers import saved_tensors
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from tilemoe.activations import activation_spec
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.moe import moe
@@ -160,102 +157,6 @@ def test_h_is_gone_once_b1_has_read_it(dtype: torch.dtype, retain: bool, monkeyp
         assert alive["down_proj_wgrad"] is False
 
 
-def test_recomputed_h_is_gone_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = topk_plan(24, 6, 3)
-    inputs = leaves(plan, 32, 8)
-    refs: list[StorageWeakRef] = []
-    alive_at_b2 = []
-
-    def note_h(*args: Any) -> tuple[Tensor, ...]:
-        refs.append(StorageWeakRef(args[3].untyped_storage()))
-        return TorchBackend().down_proj_dgrad_dact(*args)
-
-    def weight_grad(*args: Any) -> Tensor:
-        alive_at_b2.append(not refs[-1].expired())
-        return TorchBackend().down_proj_wgrad(*args)
-
-    monkeypatch.setitem(vars(backend_named("torch")), "down_proj_dgrad_dact", note_h)
-    monkeypatch.setitem(vars(backend_named("torch")), "down_proj_wgrad", weight_grad)
-    moe(plan=plan, recompute="up_proj", **inputs).sum().backward()
-    assert alive_at_b2 == [False]
-
-
-def test_nothing_outlives_the_backward() -> None:
-    plan = topk_plan(24, 6, 3)
-    inputs = leaves(plan, 32, 8)
-    o = moe(plan=plan, **inputs)
-    ref = h_of(o, plan, 16)
-    del o
-    assert ref.expired(), "dropping the output drops h"
-
-
-def test_without_grad_the_inference_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It need not write h at all; with recompute the forward takes it too, and only the backward makes h."""
-    ran: list[str] = []
-
-    def wrap(name: str) -> Callable[..., Any]:
-        return lambda *args: ran.append(name) or getattr(TorchBackend(), name)(*args)
-
-    for name in ("up_proj_act", "up_proj_act_inference"):
-        monkeypatch.setitem(vars(backend_named("torch")), name, wrap(name))
-    plan = topk_plan(24, 6, 3)
-    inputs = leaves(plan, 32, 8)
-    with torch.no_grad():
-        moe(plan=plan, **inputs)
-    moe(plan=plan, **{name: tensor.detach() for name, tensor in inputs.items()})
-    o = moe(plan=plan, recompute="up_proj", **inputs)
-    assert ran == ["up_proj_act_inference"] * 3
-    o.sum().backward()
-    assert ran[3:] == ["up_proj_act"]
-    ran.clear()
-    moe(plan=plan, **inputs).sum().backward()
-    assert ran == ["up_proj_act"]
-
-
-class LargeBuffers(TorchDispatchMode):
-    """Counts the storages of at least ``elements`` elements, made inside the block, that are alive at once."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.elements, self.most = elements, 0
-        self.refs: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            fresh = isinstance(t, Tensor) and t.untyped_storage()._cdata not in inputs
-            if fresh and t.untyped_storage().nbytes() >= self.elements * t.element_size():
-                self.refs[t.untyped_storage()._cdata] = StorageWeakRef(t.untyped_storage())
-        self.refs = {key: ref for key, ref in self.refs.items() if not ref.expired()}
-        self.most = max(self.most, len(self.refs))
-        return out
-
-
-def test_each_kernel_makes_at_most_one_routed_buffer_of_width_d() -> None:
-    """Top-K, no biases. d is so much wider than n that only (R, d) buffers are large; gathers are one expert's."""
-    d, n = 256, 8
-    plan = topk_plan(40, 6, 4)
-    spec = activation_spec("swiglu", "concatenated", None, None)
-    given = make_inputs(plan, d, n, dtype=torch.bfloat16)
-    x, w1, w2, s = given["x"], given["w1"], given["w2"], given["scores"].reshape(-1)
-    a, h = TorchBackend().up_proj_act(x, w1, None, plan, spec)
-    y, out = TorchBackend().down_proj(a, w2, None, plan), torch.empty_like(x)
-    for name, made, args in (
-        ("up_proj_act", 0, (x, w1, None, plan, spec)),
-        ("down_proj", 1, (a, w2, None, plan)),
-        ("combine", 0, (y, s, plan, out)),
-        ("down_proj_dgrad_dact", 0, (x, w2, None, h, s, plan, spec)),
-        ("down_proj_wgrad", 0, (x, a, plan)),
-        ("up_proj_dgrad", 1, (h, w1, plan)),
-        ("up_proj_wgrad", 0, (x, h, plan)),
-        ("combine_grad", 0, (y, plan, out)),
-    ):
-        with LargeBuffers(plan.capacity * d) as buffers:
-            getattr(TorchBackend(), name)(*args)
-        assert buffers.most == made, name
-
-
 # As PyTorch words it, with all that it says of the allocator.
 FOUND = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.72 GiB of which 12.25 MiB is "
@@ -323,28 +224,6 @@ def test_the_forward_holds_nothing_while_its_error_is_handled(kernel: str, monke
     assert error.value.__context__ is None
     assert made, "kernels ran before"
     assert all(ref.expired() for ref in made)
-
-
-def test_gradients_gathered_so_far_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in INPUTS.items()}
-    for tensor in leaves.values():
-        tensor.grad = torch.ones_like(tensor)
-    o = moe(plan=PLAN, **leaves)
-    full(monkeypatch, "up_proj_wgrad")
-    with pytest.raises(torch.OutOfMemoryError, match="up_proj_wgrad"):
-        o.sum().backward()
-    for name, tensor in leaves.items():
-        assert tensor.grad is not None
-        assert bool((tensor.grad == 1).all()), name
-
-
-def test_other_errors_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("something else")
-
-    monkeypatch.setitem(vars(backend_named("torch")), "down_proj_inference", broken)
-    with pytest.raises(RuntimeError, match=r"^something else$"):
-        moe(plan=PLAN, **INPUTS)
 
 
 def test_the_need_in_numbers() -> None:

@@ -6,9 +6,11 @@ import expert_checks
 import pytest
 import wrapper_checks
 from expert_checks import RUN
+from ranks import named
 
 pytestmark = pytest.mark.dist
 CHECKS = [*expert_checks.CHECKS, *wrapper_checks.CHECKS]
+QUICK = (expert_checks.check_any_module, expert_checks.check_checkpoints, wrapper_checks.check_clipping)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize("name", named(CHECKS, *QUICK))
 def test_on_four_processes(name: str, results: dict[str, str]) -> None:
     assert not results[name], results[name]
 

@@ -3,12 +3,17 @@
 import accumulation_checks
 import parallel_checks
 import pytest
+from ranks import named
 
 pytestmark = pytest.mark.dist
 CHECKS = [*parallel_checks.CHECKS, *accumulation_checks.CHECKS]
+QUICK = (
+    parallel_checks.check_fsdp, parallel_checks.check_expert_parallel_and_fsdp, parallel_checks.check_replayed_routing,
+    parallel_checks.check_training, accumulation_checks.check_nothing_else_touches_the_sums,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize("name", named(CHECKS, *QUICK))
 def test_decoder_on_four_processes(name: str, results: dict[str, str]) -> None:
     assert not results[name], results[name]
 

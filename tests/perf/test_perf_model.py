@@ -217,31 +217,6 @@ def test_a_kernel_within_a_tenth_of_the_ridge_is_balanced(flops: int, bound: str
     assert Cost(flops, 1, 0).bound(Ceilings(200, 2, is_measured=False)) == bound
 
 
-def forward_intensity(shape: MoEShape, *, training: bool) -> float:
-    """FLOPs per byte of up_proj and down_proj for a 16-bit gated layer, the gathered rows of x counted each time they
-    are read.
-
-    ``3 / (2/d + 2G/d + 3/(T rho))``; in training, where h is written too, ``4/d`` in place of ``2/d``. G = d/n, and
-    T rho = R/E rows of an expert. Paper (arXiv 2512.14080), section 3.
-    """
-    d = shape.hidden_size
-    granularity = d / shape.intermediate_size
-    rows_per_expert = shape.num_rows / shape.num_experts
-    return 3 / ((4 if training else 2) / d + 2 * granularity / d + 3 / rows_per_expert)
-
-
-@pytest.mark.parametrize("shape", [MoEShape(24576, 1536, 256, 128, 8), MoEShape(1000, 640, 512, 16, 4)])
-def test_intensity_is_flops_over_bytes(shape: MoEShape) -> None:
-    costs = kernel_costs(shape)
-    index = 4 * shape.num_rows
-    gathered = 2 * shape.hidden_size * (shape.num_rows - shape.num_tokens)
-    h = 2 * shape.num_rows * shape.width
-    flops = costs["up_proj_act"].flops + costs["down_proj"].flops
-    moved = costs["up_proj_act"].bytes + costs["down_proj"].bytes + gathered - index
-    assert forward_intensity(shape, training=True) == pytest.approx(flops / moved)
-    assert forward_intensity(shape, training=False) == pytest.approx(flops / (moved - h))
-
-
 def test_gpus() -> None:
     assert find_gpu("NVIDIA H200").name == "H200"
     assert find_gpu("NVIDIA GeForce RTX 4090").name == find_gpu("rtx-4090").name == "RTX 4090"

@@ -15,23 +15,14 @@ from tilemoe.config import CHECKPOINTING_MODES, Checkpointing, ModelConfig, MoEC
 from tilemoe.models.flops import flops_per_token, repeated_flops_per_token
 from tilemoe.models.preset_sizes import SIZES_PRESETS
 from tilemoe.perf.hardware import GPUS
-from tilemoe.perf.predict import layer_ms
 from tilemoe.perf.training import (
     MOST_GPUS,
     Setup,
-    _experts_bytes,
-    _mixer_bytes,
-    _moe_working_bytes,
-    _shape,
-    _stream_bytes,
     cheapest_that_fits,
-    exchange_bytes,
     fewest_gpus,
     fits,
     kept_bytes,
     largest_micro_batch,
-    memory_parts,
-    tokens_per_day,
     training_plan,
 )
 
@@ -105,40 +96,6 @@ def test_blocks_keep_what_the_trainer_s_do(config: ModelConfig, dtype: torch.dty
     assert found == pytest.approx(kept_bytes(setups[0], TOKENS) - kept_bytes(setups[1], TOKENS), rel=0.03)
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_a_repeated_block_is_there_whole_with_its_h_as_it_is(wrapped: bool) -> None:
-    narrow = replace(CONFIG, moe=replace(MOE, save="fp8"))
-    plain, block = (of_config(CONFIG, mode, wrapped=wrapped) for mode in ("none", "block"))
-    parts = memory_parts(block, BATCH)
-    (_, mixer), *_ = plain.sizes.mixers
-    whole = _stream_bytes(plain, TOKENS) + _mixer_bytes(mixer, TOKENS) + _experts_bytes(plain, TOKENS)
-    assert 4 * whole == kept_bytes(plain, TOKENS)
-    loss = memory_parts(replace(plain, seq_len=1), 1)["working"]
-    assert parts["working"] == max(loss, whole + _moe_working_bytes(plain, TOKENS))
-    many = 1 << 20  # tokens, of which the working bytes are not those of the loss
-    large = memory_parts(replace(block, seq_len=many), 1)
-    of_plain = replace(plain, seq_len=many)
-    assert large["working"] == kept_bytes(of_plain, many) // 4 + _moe_working_bytes(of_plain, many)
-    assert memory_parts(replace(block, model=narrow, seq_len=many), 1) == large
-
-
-def test_repeated_attention_waits_for_the_experts() -> None:
-    few, many = (replace(CONFIG, num_heads=heads, num_kv_heads=heads) for heads in (1, 64))
-    for config in (few, many):
-        setup = replace(of_config(config, "attention", wrapped=True), seq_len=1 << 20)
-        (_, mixer), *_ = setup.sizes.mixers
-        working = {_moe_working_bytes(setup, 1 << 20): "experts", _mixer_bytes(mixer, 1 << 20): "attention"}
-        assert working[memory_parts(setup, 1)["working"]] == ("attention" if config is many else "experts")
-
-
-def test_alone_a_repeated_block_casts_its_weights_when_it_needs_them() -> None:
-    plain, block = (of_config(CONFIG, mode, wrapped=False) for mode in ("none", "block"))
-    of_plain, of_block = (memory_parts(setup, BATCH) for setup in (plain, block))
-    assert of_block["copies"] < of_plain["copies"]
-    of_fp8 = [memory_parts(replace(setup, dtype="fp8"), BATCH)["copies"] for setup in (plain, block)]
-    assert of_fp8[0] - of_plain["copies"] == 4 * (of_fp8[1] - of_block["copies"])
-
-
 @pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
 def test_repeated_flops_are_those_of_a_backward(mode: Checkpointing) -> None:
     """As PyTorch counts them on a CPU, where it counts matrices alone, and repeats nothing after the last kept tensor:
@@ -163,25 +120,6 @@ def test_repeated_flops_are_a_forward_s() -> None:
     block = repeated_flops_per_token(CONFIG, "block", LENGTH)
     assert block == pytest.approx(flops_per_token(CONFIG, LENGTH) / 3 - 2 * head)
     assert 0 < repeated_flops_per_token(CONFIG, "attention", LENGTH) < block
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_a_repeated_block_takes_a_forward_and_its_exchange_more(dtype: str) -> None:
-    setups = {
-        mode: Setup(SIZES_PRESETS["glm-4.5"], H200, 64, 8, 4096, dtype, checkpointing=mode)
-        for mode in CHECKPOINTING_MODES
-    }
-    seconds = {mode: 64 * 86400 / tokens_per_day(setup, 1, 0.35) for mode, setup in setups.items()}
-    plain, rate = setups["none"], 0.35 * 989.4e12
-    moe = plain.sizes.moe
-    assert moe is not None
-    again = {mode: repeated_flops_per_token(plain.model, mode, 4096) / rate for mode in CHECKPOINTING_MODES}
-    assert seconds["attention"] - seconds["none"] == pytest.approx(again["attention"])
-    exchanged = exchange_bytes(moe, 4096, 8, dtype) / 2 / 370e9
-    shape = _shape(plain, moe, 4096)
-    gained = (layer_ms(shape, H200)[0] - layer_ms(shape, H200, "fp8")[0]) / 1e3 if dtype == "fp8" else 0
-    more = again["block"] + 89 * (exchanged - gained) / 4096
-    assert seconds["block"] - seconds["none"] == pytest.approx(more)
 
 
 def test_the_cheapest_that_fits_is_chosen() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers import raises_one_line
 from routing_checks import assert_routes_as_the_reference, random, seeded
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tilemoe
@@ -111,21 +110,6 @@ def test_fewer_tokens_than_a_tile_are_routed_by_top_k_with_one_warning() -> None
         warnings.simplefilter("error")
         route(logits[:100], cfg)
         route(torch.cat([logits, logits]), cfg)
-
-
-def test_few_tokens_compile_to_top_k_and_more_tokens_to_rounding() -> None:
-    cfg = MoEConfig(16, 8, 8, 2, rounding=TokenRounding("nearest", 64))
-
-    def objective(logits: Tensor) -> Tensor:
-        routing = route(logits, cfg)
-        return routing.scores.sum() + 0 * routing.tokens_per_expert.sum()
-
-    compiled = torch.compile(objective, fullgraph=True, backend="aot_eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for tokens in (40, 100, 101, 230):
-            logits = random(tokens, 8).float()
-            torch.testing.assert_close(compiled(logits), objective(logits))
 
 
 def test_the_configuration_takes_a_token_rounding_alone() -> None:

@@ -230,5 +230,5 @@ OF_ONE = (
     check_gate_and_up_are_two_matrices_wherever_shards_cut,
     check_training_is_that_of_one_process,
 )
-ON_TWO = (check_save_on_two, check_two_go_on_to_the_bit)
+ON_TWO = (check_save_on_two, check_two_go_on_to_the_bit, check_training_is_that_of_one_process)
 ON_FOUR = (*OF_ONE, check_resume_on_four, check_what_one_process_wrote)

@@ -55,6 +55,7 @@ def test_a_job_with_different_settings_ends_before_the_first_step(recipe: Recipe
     assert not Path(recipe.train.out_dir).exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_an_out_dir_that_is_not_one_folder_is_found_before_the_first_step(recipe: Recipe, tmp_path: Path) -> None:
     """A relative one, of processes that are in different folders, as those of two hosts may be."""

@@ -24,9 +24,7 @@ from tilemoe.data import PackedBatch, PackedDocuments, Prepared
 from tilemoe.data.chat_template import ChatEncoder
 from tilemoe.data.conversations import Conversation
 from tilemoe.data.tokenizer import Tokenizer, load_tokenizer
-from tilemoe.testing import assert_equal
 from tilemoe.train import sample
-from tilemoe.train.checkpoints.folder import find_latest
 from tilemoe.train.checkpoints.initial import adopt
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import DataConfig, Recipe
@@ -128,52 +126,6 @@ def test_a_fine_tune_is_a_plain_loop_on_transformers_model(name: str, recipe: Re
     found = [record["nats_per_token"] for record in records_of(recipe, "train")]
     assert found == pytest.approx(expected, rel=1e-4)
     assert found[-1] < 0.8 * found[0]
-
-
-@torch.no_grad()
-def test_changing_a_line_changes_the_loss_of_no_other_bitwise(recipe: Recipe, tmp_path: Path) -> None:
-    rows = Path(recipe.data.corpus).read_text().splitlines()
-    other = tmp_path / "other.jsonl"
-    row = json.loads(rows[4])
-    row["messages"][1]["content"] = row["messages"][1]["content"].upper()
-    other.write_text("\n".join([*rows[:4], json.dumps(row), *rows[5:]]))
-    model = build_model(recipe, CPU)
-    losses = []
-    for corpus in (recipe.data.corpus, str(other)):
-        data = prepare_data(replace(recipe.data, corpus=corpus), "bytes").train
-        assert isinstance(data, PackedDocuments)
-        batch = device_batch(data.read(np.arange(data.num_windows)), CPU)
-        logits = model(batch.inputs, documents=batch.documents).logits
-        losses.append(F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none"))
-    documents = batch.documents
-    assert documents is not None
-    document_of_token = torch.bucketize(torch.arange(losses[0].numel()), documents.bounds[1:], right=True)
-    differing = document_of_token[losses[0] != losses[1]].unique()
-    assert differing.numel() == 1
-
-
-@pytest.mark.parametrize("save_after", [1, 3])
-def test_a_resumed_fine_tune_is_the_uninterrupted_one(recipe: Recipe, tmp_path: Path, save_after: int) -> None:
-    """Bit for bit, with the chat template of a folder that is gone, and the cache too."""
-    write_model("qwen3_moe", tmp_path / "base")
-    (tmp_path / "base" / "chat_template.jinja").write_text(TEMPLATE)
-    recipe = adopt(recipe, tmp_path / "base")
-    recipe = replace(recipe, train=replace(recipe.train, accumulation=2, eval_every=2))
-    whole = replace(recipe, train=replace(recipe.train, out_dir=str(tmp_path / "whole")))
-    assert isinstance(train(whole, init_from=tmp_path / "base"), RunResult)
-    first = replace(recipe, train=replace(recipe.train, steps=save_after, save_every=0))
-    train(first, init_from=tmp_path / "base")
-    shutil.rmtree(tmp_path / "base")
-    shutil.rmtree(tmp_path / "cache")
-    train(recipe, find_latest(Path(recipe.train.out_dir)))
-    ends = [find_latest(Path(r.train.out_dir)) for r in (recipe, whole)]
-    models = [build_model(recipe, CPU) for _ in ends]
-    for end, model in zip(ends, models, strict=True):
-        assert end is not None
-        end.load_model(model)
-    assert_equal(models[0].state_dict(), models[1].state_dict())
-    assert records_of(recipe, "train") == records_of(whole, "train")
-    assert records_of(recipe, "eval")[-1] == records_of(whole, "eval")[-1]
 
 
 def real_tokens(batch: PackedBatch) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -71,6 +71,10 @@ def losses(run: Path) -> list[float]:
     return [record["nats_per_token"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
+def thorough(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.thorough) for case in cases]
+
+
 @pytest.fixture
 def recipe(moe_recipe: Recipe) -> Recipe:
     """For a job of two processes or more, which divide the experts by two."""
@@ -125,6 +129,7 @@ def test_four_processes_train_as_one_does_and_any_number_goes_on(
     assert "selection_bias=True has no place" in capsys.readouterr().err, "the model has one, and was read whole"
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_weights_that_stay_whole_are_evaluated_saved_and_gone_on_from(
     recipe: Recipe, uninterrupted: list[float], tmp_path: Path
@@ -155,6 +160,7 @@ def hurt(recipe: Recipe, tmp_path: Path) -> Any:
     return start
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_a_killed_process_is_restarted_and_nothing_shows(hurt: Any, uninterrupted: list[float], tmp_path: Path) -> None:
     done = hurt("is killed", restarts=1)
@@ -169,22 +175,28 @@ def test_a_killed_process_is_restarted_and_nothing_shows(hurt: Any, uninterrupte
     ("how", "settings", "lines"),
     [
         ("is killed", {}, ["rank 0 of 2: rank 1 is gone: it was killed or it crashed"]),
-        ("raises", {}, ["rank 0 of 2: rank 1 failed: made up", "rank 1 of 2: made up"]),
-        ("has NaN", {}, [f"rank {rank} of 2: the loss of rank 1 became nan in step 4; the last" for rank in (0, 1)]),
-        (
-            "spoils weights",
-            {},
-            [f"rank {r} of 2: blocks.0.attention.q_proj.weight of rank 1 is not finite after the" for r in (0, 1)],
+        *thorough(
+            ("raises", {}, ["rank 0 of 2: rank 1 failed: made up", "rank 1 of 2: made up"]),
+            (
+                "has NaN",
+                {},
+                [f"rank {rank} of 2: the loss of rank 1 became nan in step 4; the last" for rank in (0, 1)],
+            ),
+            (
+                "spoils weights",
+                {},
+                [f"rank {r} of 2: blocks.0.attention.q_proj.weight of rank 1 is not finite after the" for r in (0, 1)],
+            ),
+            (
+                "removes the folder",
+                {"save_every": 0},
+                [
+                    f"rank {who}: train.out_dir {{run}}: metrics.jsonl was removed"
+                    for who in ("0 of 2", "1 of 2: rank 0 failed")
+                ],
+            ),
+            ("hangs", {"timeout": 4}, [f"rank {rank} of 2: rank 1 hangs in step 4: no process has" for rank in (0, 1)]),
         ),
-        (
-            "removes the folder",
-            {"save_every": 0},
-            [
-                f"rank {who}: train.out_dir {{run}}: metrics.jsonl was removed"
-                for who in ("0 of 2", "1 of 2: rank 0 failed")
-            ],
-        ),
-        ("hangs", {"timeout": 4}, [f"rank {rank} of 2: rank 1 hangs in step 4: no process has" for rank in (0, 1)]),
     ],
 )
 def test_a_failure_ends_the_job_and_every_process_says_which_and_why(
@@ -214,6 +226,7 @@ def test_the_schedulers_signal_saves_in_all_processes_together(hurt: Any, tmp_pa
     assert not said(done)
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_two_processes_fine_tune_as_one_does(recipe: Recipe, tmp_path: Path) -> None:
     """Each has other numbers of tokens to learn, whose mean is over all of them."""
@@ -239,6 +252,7 @@ def test_two_processes_fine_tune_as_one_does(recipe: Recipe, tmp_path: Path) -> 
     assert heldout[0] == pytest.approx(heldout[1], rel=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_a_job_that_does_not_fit_is_told_once(recipe: Recipe, tmp_path: Path) -> None:
     path = written(recipe, tmp_path)

@@ -146,6 +146,7 @@ def test_a_run_says_once_at_its_start_which_kernels_serve_and_result_json_too(
     assert [f"{what}: {its['name']}, {its['reason']}" for what, its in kernels.items()] == lines
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_two_processes_train_near_one(recipe: Recipe, tmp_path: Path) -> None:
     """FSDP2 gathers in bf16; one process without FP8 goes on from what two with it have saved."""

@@ -139,43 +139,6 @@ def test_the_command_line_trains_on_from_transformers_and_resumes(
     assert "leave one of them out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_run_has_the_auxiliary_loss_that_transformers_adds(
-    name: str, moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None where output_router_logits is false, which is said; else that of all layers, in every micro-batch."""
-    theirs = write_model(name, tmp_path / "base")
-    batches: list[DeviceBatch] = []
-    read = Trainer._batch
-    monkeypatch.setattr(Trainer, "_batch", lambda self, index: batches.append(read(self, index)) or batches[-1])
-    data = moe_recipe.data
-    options = {"train.steps": 1, "data.corpus": data.corpus, "data.cache-dir": data.cache_dir, "data.seq-len": 16,
-               "data.batch-size": 2, "train.accumulation": 2, "train.eval-batches": 1, "train.sample-tokens": 0,
-               "train.precision": "fp32", "train.log-every": 1}  # fmt: skip
-    words = ["train", "--init-from", str(tmp_path / "base"), "--train.no-plot"]
-    words += [word for option, value in options.items() for word in (f"--{option}", str(value))]
-
-    def aux_loss(run: str, *more: str) -> tuple[float, str]:
-        out = tmp_path / run
-        assert main([*words, "--recipe", "smoke", "--train.out-dir", str(out), *more]) == 0
-        (found,) = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if '"train"' in line)
-        return found["aux_loss"], capsys.readouterr().out
-
-    none, said = aux_loss("first")
-    assert none == 0.0
-    assert "output_router_logits is false for this model; set moe.router.add_aux_loss (--model.moe" in said
-    asked, said = aux_loss("second", "--model.moe.router.add-aux-loss")
-    assert "output_router_logits" not in said
-    settings = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps(settings | {"output_router_logits": True}))
-    added, said = aux_loss("third")
-    assert "output_router_logits" not in said
-    with torch.no_grad():
-        losses = [theirs(input_ids=batch[0], output_router_logits=True).aux_loss for batch in batches[-2:]]
-    expected = theirs.config.router_aux_loss_coef * float(torch.stack(losses).mean())
-    assert asked == added == pytest.approx(expected, rel=1e-4)
-
-
 def test_a_checkpoint_of_ours_gives_its_weights_and_nothing_else(moe_recipe: Recipe, tmp_path: Path) -> None:
     train(moe_recipe)
     first = Path(moe_recipe.train.out_dir)

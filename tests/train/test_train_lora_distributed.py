@@ -51,6 +51,7 @@ def test_one_process_resumes(run_dir: Path) -> None:
     assert_state(training, "state_2.pt")
 
 
+@pytest.mark.thorough
 def test_four_processes_train_as_one_does_and_any_number_goes_on(
     moe_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

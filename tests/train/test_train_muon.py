@@ -3,7 +3,6 @@
 E experts · m, n rows and columns of a matrix
 """
 
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -222,26 +221,6 @@ def test_the_others_move_as_by_adamw() -> None:
 def trainer_of(recipe: Recipe) -> Trainer:
     data = prepare(recipe.data.corpus, recipe.data.tokenizer, recipe.data.cache_path, recipe.data.heldout_every)
     return Trainer(recipe, build_model(recipe, torch.device("cpu")), data, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_the_loss_goes_down(moe_recipe: Recipe, dense_recipe: Recipe, dense: bool) -> None:
-    recipe = dense_recipe if dense else moe_recipe
-    optim = replace(recipe.optim, name="muon")
-    trainer = trainer_of(replace(recipe, optim=optim, train=replace(recipe.train, steps=40)))
-    losses = [trainer.train_step().nats_per_token for _ in range(40)]
-    assert losses[-1] < losses[0] - 1.5
-
-
-def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(moe_recipe: Recipe) -> None:
-    recipe = replace(moe_recipe, optim=replace(moe_recipe.optim, name="muon"))
-    folder = Path(recipe.train.out_dir)
-    train(recipe)
-    files = ("model.safetensors", "optimizer.safetensors")
-    whole = [(folder / "step_00000006" / name).read_bytes() for name in files]
-    shutil.rmtree(folder / "step_00000006")
-    train(recipe, open_checkpoint(folder / "step_00000003"))
-    assert [(folder / "step_00000006" / name).read_bytes() for name in files] == whole
 
 
 def test_a_run_goes_on_with_its_own_optimiser(moe_recipe: Recipe) -> None:

@@ -27,6 +27,7 @@ def test_on_two_processes(name: str, on_two: dict[str, str]) -> None:
     assert not on_two[name], on_two[name]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [check.__name__ for check in checks.ON_FOUR])
 def test_on_four_processes(name: str, on_four: dict[str, str]) -> None:
     assert not on_four[name], on_four[name]

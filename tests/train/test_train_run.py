@@ -162,22 +162,6 @@ def test_what_fails_after_training_costs_nothing_else(
     assert (Path(recipe.train.out_dir) / "result.json").exists()
 
 
-@pytest.mark.parametrize("name", ["draw", "continue_text"])
-def test_a_defect_after_training_leaves_the_result(
-    dense_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    def fails(*args: object, **options: object) -> None:
-        raise RuntimeError("a defect")
-
-    recipe = replace(dense_recipe, train=replace(dense_recipe.train, steps=2, plot=True))
-    monkeypatch.setattr(runs, name, fails)
-    with pytest.raises(RuntimeError, match="a defect"):
-        train(recipe)
-    folder = Path(recipe.train.out_dir)
-    assert (folder / "result.json").exists()
-    assert (folder / "plot.png").exists() == (name != "draw")
-
-
 CPU = torch.device("cpu")
 
 

@@ -21,7 +21,7 @@ from tilemoe.data import Mixture, PackedDocuments
 from tilemoe.train.checkpoints.folder import CheckpointError, find_latest
 from tilemoe.train.checkpoints.restore import build_model
 from tilemoe.train.config import DataConfig, Recipe
-from tilemoe.train.datasets import make_sampler, prepare_data
+from tilemoe.train.datasets import prepare_data
 from tilemoe.train.evaluate import Evaluation, _batches, evaluate
 from tilemoe.train.job.processes import Job
 from tilemoe.train.run import RunResult, train
@@ -65,16 +65,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe: Recipe, tmp_path: Path, 
     ends = [sorted(Path(r.train.out_dir).glob("step_*"))[-1] for r in (recipe, whole)]
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes(), file
-
-
-def test_processes_read_together_what_one_reads(recipe: Recipe) -> None:
-    data = prepare_data(recipe.data, "bytes")
-    one = make_sampler(data, replace(recipe.data, batch_size=4), 0, Job(0, 1))
-    two = [make_sampler(data, recipe.data, 0, Job(rank, 2)) for rank in (0, 1)]
-    for step in range(5):
-        assert one.num_targets(step, 1) == two[0].num_targets(step, 1)
-        for whole, *halves in zip(one.batch(step), *(each.batch(step) for each in two), strict=True):
-            assert np.array_equal(whole, np.concatenate(halves))
 
 
 def test_the_held_out_loss_is_of_all_sources(recipe: Recipe) -> None:
