@@ -42,11 +42,6 @@ def test_without_gpus_the_collective(group: dist.ProcessGroup) -> None:
         Transports(group, "symmetric").of(CPU)
 
 
-def test_an_unknown_one(group: dist.ProcessGroup) -> None:
-    with pytest.raises(ValueError, match="exchange must be one of auto, collective, symmetric; got 'nccl'"):
-        Transports(group, "nccl")
-
-
 @pytest.mark.parametrize(
     ("gpus", "peers", "word"), [(0, True, "see the GPUs of all ranks"), (2, False, "read each other's memory")]
 )

@@ -24,7 +24,6 @@ from tilemoe.plan import RoutingPlan
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.runtime import launch_cache as replayed
 from tilemoe.runtime.launch_cache import is_replayable
-from tilemoe.runtime.operator import Operator
 from tilemoe.testing import assert_equal, forward_and_grads, hostile_routings, make_inputs
 
 PLANS = {routing.name: routing.plan for routing in hostile_routings()}
@@ -221,21 +220,6 @@ def test_not_where_a_mode_sees_what_is_allocated(on_gpu_1: Any) -> None:
     with Seen():
         assert not is_replayable(on_gpu_1)
     assert is_replayable(on_gpu_1)
-
-
-def test_on_a_cpu_every_call_runs_and_nothing_is_learnt() -> None:
-    calls: list[Tensor] = []
-
-    def run(x: Tensor, scale: float) -> Tensor:
-        calls.append(x)
-        return x * scale
-
-    operator = Operator("scaled", run)
-    x = torch.ones(3)
-    for _ in range(4):
-        assert torch.equal(operator(x, 2.0), 2 * x)
-    assert len(calls) == 4
-    assert operator._launches.known == {}
 
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -145,22 +145,6 @@ def index_tensors(plan: RoutingPlan) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("kind", ["cpu", "cuda", "meta"])
-def test_plans(kind: str, dtype: torch.dtype) -> None:
-    def plans(device: str) -> tuple[RoutingPlan, RoutingPlan]:
-        ids = torch.zeros(T, K, dtype=dtype, device=device)
-        token, expert = (torch.zeros(3 * T, dtype=dtype, device=device) for _ in range(2))
-        return tilemoe.plan_topk(ids, E), tilemoe.plan_pairs(token, expert, T, E)
-
-    with where(kind):
-        found = plans(kind)
-    for plan, wanted in zip(found, plans("cpu"), strict=True):
-        assert described(index_tensors(plan)) == described(index_tensors(wanted))
-        assert (plan.num_tokens, plan.num_experts, plan.capacity) == (T, E, wanted.capacity)
-        assert_without_values(plan.token_of_row, kind)
-
-
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "meta"])
 def test_route(kind: str, name: str) -> None:

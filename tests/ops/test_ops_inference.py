@@ -50,17 +50,6 @@ def by_operators(given: dict[str, Any], activation: Activation = SWIGLU) -> Tens
     return moe(plan=plan_topk(given["expert_ids"], given["w2"].shape[0]), activation=name, **options, **rest)
 
 
-@pytest.mark.usefixtures("unwatched")
-@pytest.mark.parametrize("activation", [SWIGLU, Activation("swiglu_oai", "interleaved", 7.0, 1.7)])
-@pytest.mark.parametrize(("bias", "ids"), [(False, torch.int64), (True, torch.int32)])
-def test_the_same_as_plan_and_layer(activation: Activation, bias: bool, ids: torch.dtype) -> None:
-    given = operands(bias=bias, ids=ids)
-    with torch.no_grad():
-        found = experts(**given, activation=activation)
-    assert found is not None
-    assert torch.equal(found, by_operators(given, activation))
-
-
 BAD: dict[str, dict[str, Callable[[Tensor], Any]]] = {
     "ids of floats": {"expert_ids": lambda t: t.float()},
     "ids without K": {"expert_ids": lambda t: t[:, 0]},
@@ -135,21 +124,6 @@ def test_other_tensors_are_left_to_the_operators(name: str) -> None:
                 assert experts(**{**given, name: change(given[name])}, activation=SWIGLU) is None
         parameter = given | ({} if name == "expert_ids" else {name: nn.Parameter(given[name])})
         assert experts(**parameter, activation=SWIGLU) is not None
-
-
-@pytest.mark.usefixtures("unwatched")
-def test_one_on_another_device_is_left_to_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which say so. A meta tensor stands for another GPU's."""
-    monkeypatch.setattr(inference, "is_plain", lambda *args: True)
-    given = operands(bias=True)
-    with torch.no_grad():
-        for name in ("w1", "w2", "b1", "b2", "expert_ids", "scores"):
-            assert experts(**{**given, name: given[name].to("meta")}, activation=SWIGLU) is None
-
-
-def test_not_on_a_cpu() -> None:
-    with torch.no_grad():
-        assert experts(**operands(), activation=SWIGLU) is None
 
 
 @pytest.mark.usefixtures("unwatched")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilemoe.kernels.experts.base import empty_weight_grad, is_column_major
+from tilemoe.kernels.experts.base import is_column_major
 from tilemoe.kernels.experts.registry import backend_named
 from tilemoe.kernels.experts.torch.backend import TorchBackend
 from tilemoe.ops.lora import Adapters, moe_lora
@@ -100,17 +100,6 @@ def test_weights_that_are_dense_in_neither_order_get_contiguous_gradients() -> N
         w2 = w2.detach().requires_grad_()
         (dw2,) = torch.autograd.grad(moe(**{**given, "w2": w2}, plan=plan).sum(), w2)
         assert dw2.is_contiguous()
-
-
-def test_which_weights_are_column_major() -> None:
-    weight = torch.empty(3, 4, 5)
-    assert not is_column_major(weight)
-    assert is_column_major(torch.empty(3, 5, 4).transpose(1, 2))
-    assert not is_column_major(torch.empty(4, 3, 5).transpose(0, 1)), "the experts are not outermost"
-    assert not is_column_major(torch.empty(3, 5, 8).transpose(1, 2)[:, :4])
-    assert not is_column_major(torch.empty(3, 5, 1).transpose(1, 2)), "of one row, both orders are one"
-    assert empty_weight_grad(weight, (3, 4, 5), False).stride() == (20, 5, 1)
-    assert empty_weight_grad(weight, (3, 4, 5), True).stride() == (20, 1, 4)
 
 
 @pytest.mark.parametrize("name", ["random", "pairs, none"])

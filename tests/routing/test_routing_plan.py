@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilemoe import reference
 from tilemoe.config import MoEConfig, RouterConfig, TokenRounding
 from tilemoe.plan import NEGATIVE_EXPERT, TOKEN_OUT_OF_RANGE, RoutingPlan, experts_of_rows
-from tilemoe.routing.balance import update_selection_bias
 from tilemoe.routing.build import plan_pairs, plan_topk
 from tilemoe.routing.topk import aux_loss_of_layers, route
 
@@ -208,38 +207,12 @@ def assert_mean_over_two_layers(cfg: MoEConfig, mine: slice, logits: Tensor, mas
     torch.testing.assert_close(mean / RANKS, expected)
 
 
-def check_loss_of_equal_shares() -> None:
-    assert_loss_of_the_whole_batch(8)
-
-
 def check_loss_of_unequal_shares() -> None:
     assert_loss_of_the_whole_batch(5)
 
 
 def check_loss_where_a_rank_has_no_tokens() -> None:
     assert_loss_of_the_whole_batch(0)
-
-
-def check_loss_without_other_ranks() -> None:
-    """Evaluation and a group of one rank need no other rank: only one of them calls."""
-    groups = [dist.new_group([r]) for r in range(RANKS)]
-    if dist.get_rank() == 0:
-        logits, mask = batch()
-        local, local_mask = logits[:5], mask[:5]
-        expected = reference.route(local, CFG, token_mask=local_mask).aux_loss.float()
-        torch.testing.assert_close(route(local, CFG, token_mask=local_mask, training=False).aux_loss, expected)
-        torch.testing.assert_close(route(local, CFG, token_mask=local_mask, group=groups[0]).aux_loss, expected)
-    dist.barrier()
-
-
-def check_bias_update() -> None:
-    rank = dist.get_rank()
-    # Each rank alone would move the biases another way than both together.
-    counts = torch.tensor([[[9, 0, 3], [4, 4, 4]], [[0, 3, 3], [6, 1, 5]]])[rank]
-    biases = [torch.zeros(3), torch.ones(3)]
-    update_selection_bias(biases, counts, 0.5)
-    assert [bias.tolist() for bias in biases] == [[-0.5, 0.5, 0.0], [0.5, 1.5, 0.5]]
-    assert counts.sum() == (12 + 12 if rank == 0 else 6 + 12)  # the caller's counts are left alone
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

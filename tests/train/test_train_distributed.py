@@ -160,16 +160,6 @@ def hurt(recipe: Recipe, tmp_path: Path) -> Any:
     return start
 
 
-@pytest.mark.thorough
-@pytest.mark.dist
-def test_a_killed_process_is_restarted_and_nothing_shows(hurt: Any, uninterrupted: list[float], tmp_path: Path) -> None:
-    done = hurt("is killed", restarts=1)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "marker").exists()
-    assert done.stdout.count("no checkpoint in") + done.stdout.count("resuming from") == 2
-    assert losses(tmp_path / "run") == pytest.approx(uninterrupted, rel=1e-5)
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "settings", "lines"),

@@ -109,16 +109,6 @@ def test_singular_values_become_about_one(
     assert (inner - torch.diag_embed(values)).norm() < 0.05 * values.norm()
 
 
-def test_an_expert_without_a_gradient_only_decays() -> None:
-    weight = nn.Parameter(torch.ones(3, 4, 6))
-    grads = gradients((3, 4, 6), steps=1)
-    grads[:, 1] = 0.0
-    stepped([weight], [grads], MuonWithAdamW([muon_group([weight], CONFIG)]))
-    assert torch.equal(weight[1], torch.full((4, 6), 0.95))
-    assert weight.isfinite().all()
-    assert newton_schulz(torch.empty(0, 4, 6), CONFIG.muon.ns_coefficients, 5).shape == (0, 4, 6)
-
-
 MOE = MoEConfig(
     8, 8, 4, 2, expert_bias=True, shared_intermediate_size=8, shared_gate=True, router=RouterConfig(bias=True)
 )

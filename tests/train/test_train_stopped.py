@@ -104,13 +104,6 @@ def test_random_rounding_is_a_function_of_the_seed(
     assert ends["first"] == ends["second"] == ends["stopped"] != ends["other"]
 
 
-def test_a_second_ctrl_c_aborts_at_once(moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_at(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        train(moe_recipe)
-    assert [path.name for path in list_checkpoints(Path(moe_recipe.train.out_dir))] == ["step_00000003"]
-
-
 def test_a_stop_during_evaluation_saves_and_evaluates_again(
     moe_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

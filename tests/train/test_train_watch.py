@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tilemoe.train.job.processes import Job
-from tilemoe.train.job.watch import Connection, Progress, Watch, connect, receive, send
+from tilemoe.train.job.watch import Connection, Watch, connect, receive, send
 
 
 @pytest.fixture
@@ -78,38 +78,6 @@ def test_of_a_job_that_stands_still_the_least_far_is_named(
     for rank in (0, 1):  # say that they are where they were
         watch._note(rank, (7, 2))
     assert watch._standing_still().startswith("rank 2 hangs in step 3")
-
-
-def test_of_a_job_that_stands_still_the_places_are_told(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least far first, those in one place together, and no more than can be read."""
-    monkeypatch.setattr(Watch, "_run", lambda watch: None)
-    watch = Watch(Job(0, 9), store, 0.01)
-    for rank in range(9):
-        place = "" if rank == 8 else "a, in all_reduce" if rank < 4 else f"b{rank}"
-        watch._note(rank, (1 if rank == 5 else 2, 1), place)
-    time.sleep(0.02)
-    for rank, place in watch._places.copy().items():
-        watch._note(rank, watch._marks[rank], place)
-    assert watch._standing_still().split("; ") == [
-        "rank 5 hangs in step 1: no process has moved within train.timeout (0.01 s)",
-        "rank 5 is in b5", "rank 0 and 3 more are in a, in all_reduce", "rank 4 is in b4", "rank 6 is in b6",
-    ]  # fmt: skip
-
-
-def test_only_a_process_that_stands_still_is_looked_at(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it holds in memory would live longer for it."""
-    monkeypatch.setattr(Progress, "place", lambda progress: "there")
-    watches = [Watch(Job(rank, 2), store, 6.0) for rank in (0, 1)]
-    places, until = watches[0]._places, time.monotonic() + 3
-    while time.monotonic() < until:
-        watches[1].progress.mark()
-        assert not places.get(1)
-        time.sleep(0.01)
-    while not places.get(1):
-        assert time.monotonic() < until + 30
-        time.sleep(0.01)
-    for watch in watches:
-        watch.stop(None)
 
 
 def test_a_stranger_is_shown_the_door(first: Watch, links: dict[int, Connection], store: dist.HashStore) -> None:
