@@ -3,7 +3,8 @@
 d hidden_size · n intermediate_size · E experts · r rank · w = 2n
 
 PEFT's `ParamWrapper` adapts a stacked parameter (E, o, i) by ``lora_A`` (E r, i), whose rows lie expert by expert, and
-``lora_B`` (o, r E), whose columns lie rank by rank, the experts of each in a row.
+``lora_B`` (o, r E), whose columns lie rank by rank, the experts of each in a row. It wraps a module once for each such
+parameter: down_proj's wrapper is around gate_up_proj's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from tilemoe.models.hf_config import hf_config_dict
 from tilemoe.models.huggingface import Piece, pieces
 
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_ADAPTER = "default"  # PEFT's name of an adapter that has none
+_PREFIX = "base_model.model."  # of every name in PEFT's file
+# Experts' adapters: ours, of which weight they are, and where PEFT's wrapper of that weight lies.
+_OF_EXPERTS = (("up", "w1", ".base_layer"), ("down", "w2", ""))
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Of a router and of the norms; the last are those whose names end so.
@@ -65,9 +68,8 @@ def require_peft() -> ModuleType:
 def save_adapter(model: DecoderLM, folder: str | Path, *, base: str | None = None) -> None:
     """Write adapter_config.json and adapter_model.safetensors into ``folder``, which is there.
 
-    PEFT's own code names the tensors, on transformers' model without memory. Routers and norms that want gradients are
-    written whole, as its ``modules_to_save``. ``base``: what adapter_config.json calls the model that the adapters go
-    with, None where it has no name.
+    Routers and norms that require gradients are written whole, as PEFT's ``modules_to_save``. ``base``: what
+    adapter_config.json calls the model that the adapters go with, None where it has no name.
 
     Raises:
         ValueError: peft is not installed, there is no such folder, the model has no adapters, or (as `hf_config_dict`)
@@ -92,17 +94,11 @@ def save_adapter(model: DecoderLM, folder: str | Path, *, base: str | None = Non
         raise ValueError(f"folder {path} is not there; make it first")
     if base is not None:
         require_text("base", base)
-    peft = require_peft()
-    settings = _settings(model, peft)
-    theirs = _without_memory(model, settings, peft)
-    for link in _links(theirs, model):
-        link.holder.weight = nn.Parameter(link.in_their_order(model.get_parameter(link.ours).detach()))
-    tensors = _tensors_of(theirs, peft)
-    missing = [name for name, tensor in tensors.items() if tensor.is_meta]
-    assert not missing, f"PEFT adapts what has no adapter here: {missing}"
-    save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path / WEIGHTS_FILE, {"format": "pt"})
+    settings = _settings(model, require_peft())
+    settings.base_model_name_or_path = base
+    tensors = {link.theirs: link.in_their_order(model.get_parameter(link.ours).detach()) for link in _links(model)}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS_FILE, {"format": "pt"})
     (path / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it its owner's alone
-    settings.base_model_name_or_path = base  # PEFT has put the name of the model without memory there
     settings.save_pretrained(path)
 
 
@@ -136,13 +132,9 @@ def load_adapter(model: DecoderLM, folder: str | Path) -> None:
     path = require_path("folder", folder)
     if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model is without memory or shared by processes; load adapters before tilemoe.parallelize")
-    peft = require_peft()
-    asked = _asked(path / SETTINGS_FILE, model, peft)
-    theirs = _without_memory(asked, _settings(asked, peft), peft)
-    names = {module: _saved_name(name) for name, module in theirs.named_modules()}
-    links = {names[link.holder]: link for link in _links(theirs, asked)}
-    shapes = {name: tensor.shape for name, tensor in _tensors_of(theirs, peft).items()}
-    assert shapes.keys() == links.keys(), "PEFT saves what has no place here"
+    asked = _asked(path / SETTINGS_FILE, model, require_peft())
+    links = {link.theirs: link for link in _links(asked)}
+    shapes = {name: link.in_their_order(asked.get_parameter(link.ours)).shape for name, link in links.items()}
     tensors = _read_tensors(path / WEIGHTS_FILE, shapes)
     if not _adapted(model):
         first = next(iter(_adapted(asked).values()))
@@ -271,27 +263,11 @@ def _read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Ten
     return tensors
 
 
-def _without_memory(model: DecoderLM, settings: Any, peft: ModuleType) -> Any:
-    """transformers' model of the same architecture under PEFT's adapters, on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = {**hf_config_dict(model.config), "eos_token_id": None}  # or else transformers takes that of its preset
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
-    return peft.get_peft_model(whole, settings)
-
-
-def _tensors_of(theirs: Any, peft: ModuleType) -> dict[str, Tensor]:
-    """What PEFT saves of its model, by the names in its file."""
-    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
-    return tensors
-
-
 class _Link(NamedTuple):
-    """One of our parameters, by name, and the module of theirs whose ``weight`` it is in another order."""
+    """One of our parameters and, in another order, a tensor of PEFT's file, by their names."""
 
     ours: str
-    holder: Any
+    theirs: str
     of_weight: list[Piece] | None = None  # of b (E, o, r) of experts: how the rows o lie in the weight
 
     def in_their_order(self, ours: Tensor) -> Tensor:
@@ -315,42 +291,24 @@ class _Link(NamedTuple):
         return ours
 
 
-def _links(theirs: nn.Module, model: DecoderLM) -> Iterator[_Link]:
-    """Where PEFT has our adapters, and what else is trained."""
-    layers = range(model.config.num_layers)
-    stacked = {f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in layers}  # as transformers has them
+def _links(model: DecoderLM) -> Iterator[_Link]:
+    """The adapters, and what else is trained. ValueError: transformers has no place for the model."""
+    hf_config_dict(model.config)
+    stacked = {f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in range(model.config.num_layers)}
     pieces_of: dict[str, list[Piece]] = {}
     for piece in pieces(model.config, stacked):
         pieces_of.setdefault(piece.ours, []).append(piece)
     for name, module in _adapted(model).items():
         if isinstance(module, LoRALinear):
-            place = _place(theirs, pieces_of[f"{name}.weight"][0].theirs.removesuffix(".weight"))
-            yield _Link(f"{name}.lora_a", place.lora_A[_ADAPTER])
-            yield _Link(f"{name}.lora_b", place.lora_B[_ADAPTER])
+            path = _PREFIX + pieces_of[f"{name}.weight"][0].theirs.removesuffix(".weight")
+            yield _Link(f"{name}.lora_a", f"{path}.lora_A.weight")
+            yield _Link(f"{name}.lora_b", f"{path}.lora_B.weight")
             continue
-        for weight, adapter in (("w1", "up"), ("w2", "down")):
+        for adapter, weight, wrapper in _OF_EXPERTS:
             of_weight = pieces_of[f"{name}.{weight}"]
-            path, _, stack = of_weight[0].theirs.rpartition(".")
-            wrapper = _wrapper(_place(theirs, path), stack)
-            yield _Link(f"{name}.{adapter}_a", wrapper.lora_A[_ADAPTER])
-            yield _Link(f"{name}.{adapter}_b", wrapper.lora_B[_ADAPTER], of_weight)
+            path = _PREFIX + of_weight[0].theirs.rpartition(".")[0] + wrapper
+            yield _Link(f"{name}.{adapter}_a", f"{path}.lora_A.weight")
+            yield _Link(f"{name}.{adapter}_b", f"{path}.lora_B.weight", of_weight)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name in pieces_of:
-            path = pieces_of[name][0].theirs.removesuffix(".weight")
-            yield _Link(name, _place(theirs, path).modules_to_save[_ADAPTER])
-
-
-def _place(theirs: nn.Module, path: str) -> Any:
-    return theirs.get_submodule(f"base_model.model.{path}")
-
-
-def _wrapper(outermost: Any, parameter: str) -> Any:
-    """Of wrappers around one another, each for one parameter of the same module, that of ``parameter``."""
-    while outermost.parameter_name != parameter:
-        outermost = outermost.base_layer
-    return outermost
-
-
-def _saved_name(module: str) -> str:
-    """What the weight of this module of PEFT's model is called in its file."""
-    return f"{module}.weight".replace(f".modules_to_save.{_ADAPTER}.", ".").replace(f".{_ADAPTER}.", ".")
+            yield _Link(name, _PREFIX + pieces_of[name][0].theirs)
